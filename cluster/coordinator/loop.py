@@ -242,7 +242,7 @@ class CoordinatorLoop:
             plan = self._scheduler.schedule()
             if plan is None:
                 return
-            self._plan_timing.sent(now, self._scheduler.expected_ms, bool(plan.chunks))
+            self._plan_timing.sent(now, self._scheduler.expected)
             self._worker_group.send(plan)
 
     def _take_result(self, result: StepResult) -> None:

@@ -9,6 +9,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from workers.scheduling.step_time import Prediction
+
 LEAD_S = (
     0.002  # a plan should be at rank 0 this long before the step before it ends: on a GPU it takes 1.3 ms to launch
 )
@@ -16,26 +18,24 @@ FIRST_MARGIN_S = 0.0025
 MIN_MARGIN_S = 0.0005
 _MAX_CORRECTION_S = 0.001  # by one result, which may be late for reasons that say nothing about plans
 _RELAXING = 0.02  # share of what was spare that the margin gives back; a quarter of a second until it is found
-_RATIO_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A plan without a result. expected_s: what its step should take; None if nothing is known."""
+    """A plan without a result. expected: what its step should take; None if nothing is known."""
 
     sent_s: float
-    expected_s: float | None
-    has_prompts: bool
+    expected: Prediction | None
 
 
 class PlanTiming:
     """Holds plans back while the one before runs. All times are of one clock, in seconds.
 
-    The end of the step that runs is predicted by what steps are expected to take, times a running estimate of how far
-    off that is, for rounds and for steps with prompts each. The margin before it is learned: rank 0 says how long a
-    plan was there when its step ended, so that one sees how long before the end of the step before it came. Where that
-    was too late, the margin grows by what was missing; else it shrinks slowly. With `max_in_flight` plans none may be
-    sent; without an expectation one may at once.
+    The end of the step that runs is predicted by `StepTime`, less one standard deviation: holding back
+    too long leaves the device idle, sending early only keeps requests out of a plan. The margin before it is learned:
+    rank 0 says how long a plan was there when its step ended, so that one sees how long before the end of the step
+    before it came. Where that was too late, the margin grows by what was missing; else it shrinks slowly. With
+    `max_in_flight` plans none may be sent; without a prediction one may at once.
 
     margin_s: how long before the predicted end a plan is sent.
     """
@@ -49,7 +49,6 @@ class PlanTiming:
         self.margin_s = FIRST_MARGIN_S
         self._in_flight: deque[_Sent] = deque()
         self._last_result_s = -math.inf
-        self._ratios = {False: 1.0, True: 1.0}  # measured over expected time, by whether steps carry prompts
 
     def due_s(self) -> float:
         """From when on the next plan may be sent: -inf for at once, inf for not before another result."""
@@ -59,31 +58,23 @@ class PlanTiming:
             return math.inf
         end_s = max(self._last_result_s, self._in_flight[0].sent_s)
         for step in self._in_flight:
-            if step.expected_s is None:
+            if step.expected is None:
                 return -math.inf
-            end_s += step.expected_s * self._ratios[step.has_prompts]
+            end_s += (step.expected.ms - step.expected.early_ms) / 1000
         return end_s - self.margin_s
 
-    def sent(self, now: float, expected_ms: float | None, has_prompts: bool) -> None:
-        """A plan has left. expected_ms: what its step should take; None where that is not known."""
-        expected_s = None if expected_ms is None else expected_ms / 1000
-        self._in_flight.append(_Sent(now, expected_s, has_prompts))
+    def sent(self, now: float, expected: Prediction | None) -> None:
+        """A plan has left. expected: what its step should take; None where that is not known."""
+        self._in_flight.append(_Sent(now, expected))
 
     def answered(self, now: float, elapsed_s: float) -> None:
         """The oldest plan's result has come. elapsed_s: from when rank 0 had the plan to the end of its step."""
         due_s, step, before_s = self.due_s(), self._in_flight.popleft(), self._last_result_s
         self._last_result_s = now
-        if step.expected_s:
-            self._compare(step.has_prompts, min(now - before_s, elapsed_s) / step.expected_s)
         if not self._in_flight and due_s > now:  # the step ended while the next plan was still held back
             self._correct(-_MAX_CORRECTION_S)
         elif step.sent_s < before_s:  # while the step before ran
             self._correct(elapsed_s - (now - before_s) - LEAD_S)
-
-    def _compare(self, has_prompts: bool, ratio: float) -> None:
-        """One step took `ratio` of what was expected. A single one far off moves the estimate little."""
-        known = self._ratios[has_prompts]
-        self._ratios[has_prompts] += _RATIO_WEIGHT * (min(max(ratio, known / 2), known * 2) - known)
 
     def _correct(self, spare_s: float) -> None:
         """The last plan was there by `spare_s` earlier than it must; negative: too late."""

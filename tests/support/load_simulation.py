@@ -326,7 +326,7 @@ def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> Load
     if policy.costs is not None:
         scheduler.use_costs(policy.costs)
         if not policy.by_deadline:
-            budget = LatencyBudget.of(policy.config, policy.costs)
+            budget = scheduler._prefill.budget
             scheduler._prefill.budget = FirstComeBudget(**vars(budget))
 
     def step_ms(plan: StepPlan, kv_tokens: int) -> float:
@@ -374,7 +374,7 @@ def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> Load
             plan = scheduler.schedule()
             if plan is None:
                 break
-            timing.sent(clock.now, scheduler.expected_ms, bool(plan.chunks))
+            timing.sent(clock.now, scheduler.expected)
             rank.execute(plan, clock.now)
 
 

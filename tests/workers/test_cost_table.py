@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from workers.scheduling.cost_table import CostTable, RoundCosts, default_itl_target_ms
+from workers.scheduling.step_time import Step, StepTime
 
 PLAIN = RoundCosts(num_requests=(1, 8, 32), ms=(4.0, 4.4, 5.2), ms_per_kv_token=(1e-4, 1e-4, 2e-4))
 CHAIN = RoundCosts(num_requests=(1, 8, 32), ms=(5.0, 5.4, 7.8), ms_per_kv_token=(1e-4, 1e-4, 2e-4))
@@ -14,6 +15,11 @@ TABLE = CostTable(
     chunk_ms=((5.0, 13.0, 23.0), (6.0, 15.4, 25.4), (10.0, 18.0, 28.0)),
     default=1,
 )
+
+
+def chunk_tokens_within(costs: CostTable, limit_ms: float, rounds: Step, most: int, context_tokens: float = 0.0) -> int:
+    """By the table alone."""
+    return StepTime(costs, 40, noise=0.0).chunk_tokens_within(limit_ms, rounds, most, context_tokens)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ def test_a_few_requests_of_a_mixture_of_experts_add_little_beside_a_chunk() -> N
         [36.0, 37.0, 38.0, 40.0, 40.0 + 8.0 / 3]
     )
     assert table.step_ms(1, 16, 8000, 512) == pytest.approx(38.0 + 8000 * 1e-4 / 3)
-    assert table.chunk_tokens_within(37.0, 1, 8, 0, 4096) == 512
+    assert chunk_tokens_within(table, 37.0, Step(1, 8), 4096) == 512
 
 
 def test_what_chunks_add_beside_another_shape_does_not_hang_on_how_slow_its_rounds_are() -> None:
@@ -68,8 +74,8 @@ def test_what_chunks_add_beside_another_shape_does_not_hang_on_how_slow_its_roun
 
 @pytest.mark.parametrize(("limit_ms", "tokens"), [(5.0, 0), (15.4, 512), (20.4, 768), (1000.0, 4096)])
 def test_a_budget_is_filled_and_kept(limit_ms: float, tokens: int) -> None:
-    assert TABLE.chunk_tokens_within(limit_ms, 1, 8, 0, most=4096) == pytest.approx(tokens, abs=1)
-    assert TABLE.step_ms(1, 8, 0, TABLE.chunk_tokens_within(limit_ms, 1, 8, 0, 4096)) <= max(limit_ms, 5.4)
+    assert chunk_tokens_within(TABLE, limit_ms, Step(1, 8), 4096) == pytest.approx(tokens, abs=1)
+    assert TABLE.step_ms(1, 8, 0, chunk_tokens_within(TABLE, limit_ms, Step(1, 8), 4096)) <= max(limit_ms, 5.4)
 
 
 @pytest.mark.parametrize("num_requests", [0, 1, 8, 20, 32, 40])
@@ -85,7 +91,7 @@ def test_a_budget_is_filled_to_the_last_token(num_requests: int, context_tokens:
     single = msgspec.structs.replace(TABLE, chunk_tokens=(64,), chunk_ms=((5.0,), (7.0,), (9.0,)), ms_per_chunk_kv=1e-6)
     for table in (TABLE, stairs, single):
         for limit_ms in (4.0, 8.0, 10.3, 13.05, 15.4, 19.99, 26.0, 40.0):
-            found = table.chunk_tokens_within(limit_ms, 1, num_requests, 5000, 3000, context_tokens)
+            found = chunk_tokens_within(table, limit_ms, Step(1, num_requests, 5000), 3000, context_tokens)
             ms = [table.step_ms(1, num_requests, 5000, tokens, context_tokens) for tokens in range(3001)]
             fitting = [tokens for tokens in range(1, 3001) if ms[tokens] <= limit_ms]
             assert found == pytest.approx(max(fitting, default=0), abs=1)
@@ -93,14 +99,15 @@ def test_a_budget_is_filled_to_the_last_token(num_requests: int, context_tokens:
 
 
 def test_a_row_costs_what_prompts_alone_take_for_each() -> None:
-    assert TABLE.row_ms == pytest.approx(18.0 / 1008)
-    assert msgspec.structs.replace(TABLE, chunk_tokens=(64,), chunk_ms=((5.0,), (7.0,), (9.0,))).row_ms == 0.0
+    assert StepTime(TABLE, 40, noise=0.0).row_ms() == pytest.approx(18.0 / 1008)
+    single = msgspec.structs.replace(TABLE, chunk_tokens=(64,), chunk_ms=((5.0,), (7.0,), (9.0,)))
+    assert StepTime(single, 40, noise=0.0).row_ms() == 0.0
 
 
 def test_where_tokens_cost_next_to_nothing_all_fit() -> None:
     """Less than a float can divide by."""
     flat = msgspec.structs.replace(TABLE, chunk_ms=((5.0,) * 3, (6.0,) * 3, (10.0,) * 3), ms_per_chunk_kv=5e-324)
-    assert flat.chunk_tokens_within(15.0, 1, 8, 0, 3000, context_tokens=10) == 3000
+    assert chunk_tokens_within(flat, 15.0, Step(1, 8), 3000, 10) == 3000
 
 
 def test_it_travels_as_a_message() -> None:
@@ -134,12 +141,12 @@ def test_the_default_target_lets_a_chunk_run_beside_the_larger_shape_of_a_few_re
     table = CostTable(tuple(small), (0, 8, 32), (16, 17, 512), steps, default=2, beside=(2, 2, 1))
     target_ms = default_itl_target_ms(table)
     assert target_ms == pytest.approx(1.17)
-    assert table.chunk_tokens_within(target_ms, 2, 8, 0, 4096) >= 512
+    assert chunk_tokens_within(table, target_ms, Step(2, 8), 4096) >= 512
 
 
 def test_a_chunk_pays_for_attention_over_what_comes_before_it() -> None:
     table = msgspec.structs.replace(TABLE, ms_per_chunk_kv=2e-6)
     assert table.step_ms(1, 8, 0, 512, context_tokens=10000) == pytest.approx(15.4 + 10.24)
     assert table.step_ms(1, 8, 0, 0, context_tokens=10000) == pytest.approx(5.4)
-    fitting = table.chunk_tokens_within(15.4, 1, 8, 0, 4096, context_tokens=10000)
+    fitting = chunk_tokens_within(table, 15.4, Step(1, 8), 4096, 10000)
     assert 0 < fitting < 512 and table.step_ms(1, 8, 0, fitting, 10000) <= 15.4

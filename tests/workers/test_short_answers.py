@@ -45,7 +45,7 @@ def test_short_answers_come_as_fast_as_with_the_best_shape(
     shapes: RoundShapes, batch: int, mean: float, host_ms: float, best: str
 ) -> None:
     """Against the best shape in all steps that may have it, and in the others what is captured beside prompts. What is
-    accepted differs between both by chance, which makes a standard error of 0.015: 0.97 less one of them."""
+    accepted differs between both by chance, which makes a standard error of 0.015: 0.97 less two of them."""
     of, index = pair(shapes, mean, host_ms), [shape.name for shape in shapes.shapes].index(best)
     beside = shapes.largest_beside_chunks(batch)
     count = 40 + 10 * batch
@@ -55,4 +55,4 @@ def test_short_answers_come_as_fast_as_with_the_best_shape(
         answers.warm_up(batch)
     before = chosen.steps
     share = chosen.tokens_per_ms(batch, count) / forced.tokens_per_ms(batch, count)
-    assert share > 0.955, (share, chosen.steps - before)
+    assert share > 0.94, (share, chosen.steps - before)

@@ -4,9 +4,8 @@ How many prompt tokens a step takes, and which shape is drafted, are decided by 
 without a GPU. `workers.runner.costs.cost_probe` measures it.
 """
 
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -58,12 +57,6 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         """The shape of the rounds in `chunk_ms[index]`."""
         return self.beside[index] if self.beside else self.default
 
-    @property
-    def row_ms(self) -> float:
-        """Milliseconds that each further prompt token adds to a step of prompts alone, in the mean."""
-        ms, at = self.chunk_ms[0], self.chunk_tokens
-        return (ms[-1] - ms[0]) / max(1, at[-1] - at[0])
-
     def round_ms(self, shape: int, num_requests: int, kv_tokens: int = 0) -> float:
         """A step without chunks: milliseconds of a round of `shape`. kv_tokens: of all its requests together."""
         return self.rounds[shape].round_ms(num_requests, kv_tokens)
@@ -76,37 +69,14 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         alone = self.round_ms(shape, num_requests, kv_tokens)
         if chunk_tokens == 0:
             return alone
-        added = _interpolated(self.chunk_tokens, self._added(shape, num_requests), chunk_tokens)
+        added = _interpolated(self.chunk_tokens, self.chunk_added_ms(shape, num_requests), chunk_tokens)
         return alone + added + self.chunk_kv_ms(chunk_tokens, context_tokens)
 
     def chunk_kv_ms(self, chunk_tokens: int, context_tokens: float) -> float:
         """What attention over `context_tokens` before the chunk adds to a step."""
         return self.ms_per_chunk_kv * chunk_tokens * context_tokens
 
-    def chunk_tokens_within(
-        self,
-        limit_ms: float,
-        shape: int,
-        num_requests: int,
-        kv_tokens: int,
-        most: int,
-        context_tokens: float = 0.0,
-    ) -> int:
-        """The most prompt tokens, at most `most`, that keep a step within `limit_ms`; 0 if not even one does."""
-        room_ms = limit_ms - self.round_ms(shape, num_requests, kv_tokens)
-        added, at = self._added(shape, num_requests), self.chunk_tokens
-        after = [ms + self.chunk_kv_ms(tokens, context_tokens) for ms, tokens in zip(added, at, strict=True)]
-        # a chunk smaller than the smallest costs as much, but for its context
-        sizes, costs = (0, *at), (added[0], *after)
-        num_fitting = bisect_right(costs, room_ms)
-        if num_fitting == 0:
-            return 0
-        left = min(num_fitting, len(costs) - 1) - 1  # after the last point as between the last two
-        rise = (costs[left + 1] - costs[left]) / (sizes[left + 1] - sizes[left])
-        fitting = math.inf if rise == 0.0 else sizes[left] + (room_ms - costs[left]) / rise
-        return int(fitting) if fitting < most else most
-
-    def _added(self, shape: int, num_requests: int) -> list[float]:
+    def chunk_added_ms(self, shape: int, num_requests: int) -> list[float]:
         """By `chunk_tokens`: milliseconds that a chunk adds to a round of `shape` of so many requests.
 
         Between numbers of requests that were measured, whole steps are interpolated, if they are of this shape, or what
@@ -127,8 +97,10 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         ]
 
 
-def default_itl_target_ms(costs: CostTable) -> float:
+def default_itl_target_ms(costs: CostTable, step_ms: Callable[[int, int, int, int], float] | None = None) -> float:
     """Milliseconds to which prompt chunks may stretch a step unless `SchedulerConfig.itl_target_ms` says otherwise.
+
+    step_ms: what a step of (shape, requests, KV tokens, prompt tokens) takes by now, if that is not `costs.step_ms`.
 
     What `TARGET_CHUNK_TOKENS` prompt tokens, or the most that a step may have, take beside half of the requests that
     may run, or beside fewer that run a larger shape: so many tokens keep a GPU's products busy, so that smaller chunks
@@ -138,13 +110,14 @@ def default_itl_target_ms(costs: CostTable) -> float:
     more requests waiting than run, rounds grow with them, and gaps too. An H200 with Llama-3.1-8B's dimensions, chain
     3/1/4: 26 ms with 128 slots; with one of eight ranks of DeepSeek-V3, MTP 3/1/4: 51 ms with 64.
     """
+    step_ms = costs.step_ms if step_ms is None else step_ms
     shape = costs.shape_beside(len(costs.chunk_requests) - 1)
     rounds = costs.rounds[shape]
     half, tokens = rounds.num_requests[-1] // 2, min(TARGET_CHUNK_TOKENS, costs.chunk_tokens[-1])
     measured = [(costs.shape_beside(index), count) for index, count in enumerate(costs.chunk_requests)]
-    steps = [costs.step_ms(of, count, 0, tokens) for of, count in [*measured, (shape, half)] if count <= half]
-    slowest_round_ms = max(*rounds.ms, *(costs.round_ms(of, count) for of, count in measured))
-    return max(*steps, TARGET_ROUNDS * slowest_round_ms)
+    steps = [step_ms(of, count, 0, tokens) for of, count in [*measured, (shape, half)] if count <= half]
+    alone = {(shape, count) for count in rounds.num_requests} | {of for of in measured if of[1]}
+    return max(*steps, TARGET_ROUNDS * max(step_ms(of, count, 0, 0) for of, count in alone))
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:

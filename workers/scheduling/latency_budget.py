@@ -4,11 +4,11 @@ The constants were chosen by simulation (`tests.support.load_simulation`; figure
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from workers.config import SchedulerConfig
-from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 from workers.scheduling.step_time import Step, StepTime
 
 MIN_SHARE = 0.25  # of the target, which prompts get beside rounds however long those are
@@ -21,8 +21,7 @@ QUEUE_PATIENCE = 2.0  # times what the pending prompts take, which that is at mo
 _ROUNDING_MS = 1e-6
 
 
-@dataclass(frozen=True)
-class StepRounds:
+class StepRounds(NamedTuple):
     """The rounds of a step: of which shape, of how many requests, which have so many committed tokens together."""
 
     shape: int = 0
@@ -40,40 +39,50 @@ class Turn(Enum):
 
 @dataclass(frozen=True)
 class LatencyBudget:
-    """target_ms: what a step with prompt tokens takes at most while few prompts wait.
+    """step_time: predicts what steps take.
+    target_ms: what a step with prompt tokens takes at most while few prompts wait.
     limit_ms: what it takes at most however many wait.
     max_step_tokens: prompt tokens of a step, however quick they are.
-    step_time: what steps take by now; None: what `costs` say.
     """
 
-    costs: CostTable
+    step_time: StepTime
     target_ms: float
     limit_ms: float
     max_step_tokens: int
-    step_time: StepTime | None = None
 
     @classmethod
-    def of(cls, config: SchedulerConfig, costs: CostTable, step_time: StepTime | None = None) -> "LatencyBudget":
-        """What the configuration asks for on ranks of these costs. A target that is a number is kept whatever waits;
-        "auto" gives way to a backlog."""
+    def of(cls, config: SchedulerConfig, step_time: StepTime) -> "LatencyBudget":
+        """What the configuration asks for. A target that is a number is kept whatever waits; "auto" gives way to a
+        backlog."""
         target_ms = config.itl_target_ms
         if target_ms != "auto":
-            return cls(costs, target_ms, target_ms, config.step_token_limit, step_time)
-        target_ms = default_itl_target_ms(costs)
-        return cls(costs, target_ms, MAX_STRETCH * target_ms, config.step_token_limit, step_time)
+            return cls(step_time, target_ms, target_ms, config.step_token_limit)
+        target_ms = step_time.itl_target_ms()
+        return cls(step_time, target_ms, MAX_STRETCH * target_ms, config.step_token_limit)
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether a backlog stretches steps beyond the target."""
+        return self.limit_ms > self.target_ms
+
+    def updated(self) -> "LatencyBudget":
+        """The same by what steps take now: a target that is no number follows the machine's pace."""
+        if not self.gives_way:
+            return self
+        target_ms = self.step_time.itl_target_ms()
+        return replace(self, target_ms=target_ms, limit_ms=MAX_STRETCH * target_ms)
 
     def prompt_ms(self, num_tokens: int) -> float:
         """Milliseconds that so many prompt tokens take where nothing else runs, in steps as long as they may be."""
-        costs = self.costs
-        longest = min(self.max_step_tokens, costs.chunk_tokens[-1])
+        longest = min(self.max_step_tokens, self.step_time.costs.chunk_tokens[-1])
         whole, rest = divmod(num_tokens, longest)
-        return whole * costs.step_ms(costs.default, 0, 0, longest) + costs.step_ms(costs.default, 0, 0, rest)
+        return (whole * self._chunk_ms(longest) if whole else 0.0) + self._chunk_ms(rest)
 
     def tokens_per_s(self, rounds: StepRounds) -> float:
         """Prompt tokens per second where many are pending, beside such rounds."""
         step = self.step(rounds, self.max_step_tokens * _MANY_STEPS)
         step.take(step.room(self.max_step_tokens, 0), 0)
-        ms = self.costs.step_ms(*step.planned(rounds))
+        ms = self.step_time.ms(step.planned(rounds))
         return step.tokens * 1000.0 / ms if ms else 0.0
 
     def patience_s(self, num_tokens: int, backlog_tokens: int) -> float:
@@ -94,11 +103,11 @@ class LatencyBudget:
         target is a number, it also carries what would be left of all prompts, if a step for that would take longer."""
         if rounds.num_requests == 0:
             all_ms = self.prompt_ms(backlog_tokens)
-            gives_way = self.limit_ms > self.target_ms and backlog_tokens <= self.max_step_tokens
-            is_near = all_ms <= self.limit_ms + self.costs.step_ms(self.costs.default, 0, 0, 1)
+            gives_way = self.gives_way and backlog_tokens <= self.max_step_tokens
+            is_near = all_ms <= self.limit_ms + self._chunk_ms(1)
             return max(self.limit_ms, all_ms + _ROUNDING_MS) if gives_way and is_near else self.limit_ms
         stretched_ms = min(BACKLOG_SHARE * self.prompt_ms(backlog_tokens), self.limit_ms)
-        rounds_ms = self.costs.round_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens)
+        rounds_ms = self.step_time.ms(Step(*rounds))
         return max(self.target_ms, stretched_ms, rounds_ms + MIN_SHARE * self.target_ms)
 
     def apart_ms(self, rounds: StepRounds, backlog_tokens: int) -> float:
@@ -108,25 +117,28 @@ class LatencyBudget:
         Products of many rows take longer by whole waves of tiles, and rounds beside prompts are padded further than
         rounds alone. So a large chunk beside many rounds may take longer than the chunk and the rounds one after the
         other. The two steps together keep to `step_limit_ms`, so that no request waits longer for its next token."""
-        rounds_ms = self._ms(Step(rounds.shape, rounds.num_requests, rounds.kv_tokens))
+        ms = self.step_time.ms
+        rounds_ms, alone = ms(Step(*rounds)), Step(rounds.shape)
         room_ms = self.step_limit_ms(rounds, backlog_tokens) - rounds_ms
         most = min(backlog_tokens, self.max_step_tokens)
-        tokens = self.costs.chunk_tokens_within(room_ms, rounds.shape, 0, 0, most)
-        if rounds.num_requests == 0 or tokens < min(most, self.costs.chunk_tokens[0]) or tokens == 0:
+        tokens = self.step_time.chunk_tokens_within(room_ms, alone, most)
+        if rounds.num_requests == 0 or tokens < min(most, self.step_time.costs.chunk_tokens[0]) or tokens == 0:
             return 0.0
-        both_ms = self._ms(Step(rounds.shape, rounds.num_requests, rounds.kv_tokens, tokens))
-        return room_ms if both_ms > self._ms(Step(rounds.shape, chunk_tokens=tokens)) + rounds_ms else 0.0
+        both_ms, apart_ms = ms(Step(*rounds, tokens)), ms(alone._replace(chunk_tokens=tokens)) + rounds_ms
+        return room_ms if both_ms > apart_ms else 0.0
 
-    def _ms(self, step: Step) -> float:
-        return self.costs.step_ms(*step) if self.step_time is None else self.step_time.ms(step)
+    def _chunk_ms(self, num_tokens: int) -> float:
+        """Milliseconds of a step with so many prompt tokens alone."""
+        step_time = self.step_time
+        return step_time.ms(Step(step_time.costs.default, chunk_tokens=num_tokens)) if num_tokens else 0.0
 
     def step(self, rounds: StepRounds, backlog_tokens: int) -> "StepBudget":
         """For the next step."""
-        return StepBudget(self.max_step_tokens, self.costs, rounds, self.step_limit_ms(rounds, backlog_tokens))
+        return StepBudget(self.max_step_tokens, self.step_time, rounds, self.step_limit_ms(rounds, backlog_tokens))
 
 
 class StepBudget:
-    """What a step has room for while it is filled with prompt tokens. Without costs that is `max_tokens`.
+    """What a step has room for while it is filled with prompt tokens. Without `step_time` that is `max_tokens`.
 
     tokens: taken so far.
     """
@@ -134,14 +146,14 @@ class StepBudget:
     def __init__(
         self,
         max_tokens: int,
-        costs: CostTable | None = None,
-        rounds: StepRounds = StepRounds(),  # noqa: B008 - frozen
+        step_time: StepTime | None = None,
+        rounds: StepRounds = StepRounds(),  # noqa: B008 - immutable
         limit_ms: float = math.inf,
     ) -> None:
         self.tokens = 0
         self._max_tokens = max_tokens
-        self._costs = costs
-        self._rounds = rounds
+        self._step_time = step_time
+        self._rounds = Step(*rounds)
         self._limit_ms = limit_ms
         self._pairs = 0  # of a chunk's token and one of its request before the chunk
         self._offered = self._wanted = 0  # the last answer of `room`, and to what
@@ -163,17 +175,14 @@ class StepBudget:
     def planned(self, rounds: StepRounds) -> Step:
         """The step with the prompt tokens that it was given, beside the rounds that it has in the end."""
         context = self._pairs / self.tokens if self.tokens else 0.0
-        return Step(rounds.shape, rounds.num_requests, rounds.kv_tokens, self.tokens, context)
+        return Step(*rounds, self.tokens, context)
 
     def _most(self, count: int, context: int) -> int:
         """How many of `count` tokens keep the step within its limit; of a step's first prompt at least the smallest
         chunk that was measured, since none costs less."""
-        costs, rounds = self._costs, self._rounds
-        if count <= 0 or costs is None:
+        step_time = self._step_time
+        if count <= 0 or step_time is None:
             return count
-        # what was taken has another context, which the limit makes up for
-        limit_ms = self._limit_ms - costs.ms_per_chunk_kv * (self._pairs - self.tokens * context)
-        fitting = costs.chunk_tokens_within(
-            limit_ms, rounds.shape, rounds.num_requests, rounds.kv_tokens, self.tokens + count, context
-        )
-        return max(fitting - self.tokens, 0 if self.tokens else min(count, costs.chunk_tokens[0]))
+        others = self._pairs - self.tokens * context  # what was taken has another context
+        fitting = step_time.chunk_tokens_within(self._limit_ms, self._rounds, self.tokens + count, context, others)
+        return max(fitting - self.tokens, 0 if self.tokens else min(count, step_time.costs.chunk_tokens[0]))

@@ -125,7 +125,7 @@ class PrefillPlanner:
         backlog = self._admissible_tokens()
         if turn is Turn.PROMPTS:
             alone, limit_ms = StepRounds(rounds.shape), self.budget.apart_ms(rounds, backlog)
-            return StepBudget(self.budget.max_step_tokens, self.budget.costs, alone, limit_ms)
+            return StepBudget(self.budget.max_step_tokens, self.budget.step_time, alone, limit_ms)
         return self.budget.step(rounds, backlog)
 
     def _admissible_tokens(self) -> int:

@@ -34,8 +34,9 @@ from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
 from workers.scheduling.slot_pages import Int64s, SlotPages, Slots
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_results import StepResults
-from workers.scheduling.step_time import StepTime
+from workers.scheduling.step_time import Prediction, StepTime
 
+UPDATE_EVERY = 128  # steps: how often a target that is no number follows what steps take
 MASK_WAIT_MS = 250.0  # where no costs are known
 MIN_MASK_WAIT_MS = 5.0
 
@@ -105,8 +106,8 @@ class Scheduler:
     def use_costs(self, costs: CostTable) -> None:
         """What steps cost on the ranks that will execute the next plans; told anew with every worker group."""
         self.step_time = self._results.step_time = StepTime(costs, self._config.num_slots)
-        self.captures.row_ms = costs.row_ms
-        self._prefill.budget = LatencyBudget.of(self._config, costs, self.step_time)
+        self.captures.row_ms = self.step_time.row_ms()
+        self._prefill.budget = LatencyBudget.of(self._config, self.step_time)
         self.queues.set_deadlines(self._prefill.deadline_s)
 
     @property
@@ -135,9 +136,9 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def expected_ms(self) -> float | None:
-        """Milliseconds that the newest plan in flight should take; None without costs."""
-        return self._in_flight[-1].expected_ms
+    def expected(self) -> Prediction | None:
+        """What the newest plan in flight should take; None without costs."""
+        return self._in_flight[-1].expected
 
     @property
     def backlog_tokens(self) -> int:
@@ -252,7 +253,7 @@ class Scheduler:
             budget.planned(rounds),
         )
         if self.step_time is not None:
-            in_flight.expected_ms = self.step_time.ms(in_flight.load)
+            in_flight.expected = self.step_time.predict(in_flight.load)
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)
         for sequence in builder.last_chunks:
@@ -274,7 +275,7 @@ class Scheduler:
             chunks=tuple(builder.chunks),
             grammars=self._grammars.announce(self.queues.waiting),
             ended=pack_i32(self._grammars.take_ended()),
-            mask_wait_ms=self._mask_wait_ms(in_flight.expected_ms),
+            mask_wait_ms=self._mask_wait_ms(in_flight.expected),
             cleared_pages=slot_pages.take_cleared(),
         )
         self._next_step += 1
@@ -290,16 +291,19 @@ class Scheduler:
         if self.captures.has_ended(result.graphs):
             return []
         self._grammars.compiled(unpack_i32(result.grammars_ready).tolist())
-        return self._results.apply(in_flight_step, result, self._next_step - 1)
+        outputs = self._results.apply(in_flight_step, result, self._next_step - 1)
+        if self._prefill.budget is not None and result.step % UPDATE_EVERY == UPDATE_EVERY - 1:
+            self._prefill.budget = self._prefill.budget.updated()
+        return outputs
 
-    def _mask_wait_ms(self, expected_ms: float | None) -> float:
-        """Milliseconds that a step of `expected_ms` may wait for masks: what it leaves of the target, within a quarter
+    def _mask_wait_ms(self, expected: Prediction | None) -> float:
+        """Milliseconds that a step may wait for masks: what it leaves of the target, within a quarter
         and a half of it. Ranks may wait half as long again where the process that fills masks does not answer."""
         budget = self._prefill.budget
-        if budget is None or expected_ms is None:
+        if budget is None or expected is None:
             return MASK_WAIT_MS
         target_ms = budget.target_ms
-        return max(MIN_MASK_WAIT_MS, min(target_ms / 2, max(target_ms / 4, target_ms - expected_ms)))
+        return max(MIN_MASK_WAIT_MS, min(target_ms / 2, max(target_ms / 4, target_ms - expected.ms)))
 
     def _plan_capture(self) -> StepPlan:
         """A capture has the ranks to itself: nothing is in flight, and nothing follows before its result."""

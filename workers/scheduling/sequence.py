@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from workers.scheduling.plan import Chunk, SlotInit
 from workers.scheduling.request import Request
-from workers.scheduling.step_time import Step
+from workers.scheduling.step_time import Prediction, Step
 
 Int64s = npt.NDArray[np.int64]
 
@@ -80,7 +80,7 @@ class InFlightStep:
     reason: for this shape.
     asking: whose prompt chunks ask for log-probabilities, in the plan's order.
     load: what the step runs.
-    expected_ms: what it should take (`StepTime`); None without costs.
+    expected: what it should take (`StepTime`); None without costs.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class InFlightStep:
         "num_drafted",
         "reason",
         "asking",
-        "expected_ms",
+        "expected",
         "load",
     )
 
@@ -123,7 +123,7 @@ class InFlightStep:
         self.num_drafted = np.zeros(len(sequences), np.int64)
         self.reason = reason
         self.asking = asking
-        self.expected_ms: float | None = None
+        self.expected: Prediction | None = None
         self.load = load
         rest = sequences[len(round_slots) :]
         if rest:

@@ -1,17 +1,20 @@
 """Milliseconds of a step: the table that a start measured, corrected by every step that ran.
 
 The one owner of step times: `workers.scheduling.step_results` reports finished steps to `observe`; the choice of
-shapes, the latency budget and the timing of plans ask `predict`. Pure: the sum of the reported milliseconds is its
-clock.
+shapes, the latency budget, the timing of plans, admission and Retry-After ask for predictions. Pure: the sum of the
+reported milliseconds is its clock.
 """
 
 import functools
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from workers.scheduling.cost_table import CostTable
+from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 
 # standard deviations of the logarithm of a step's time over its table's, before any step has run
 PACE_ERROR = 0.7  # common to all steps: the machine is busier or cooler than at the start
@@ -55,10 +58,21 @@ class Step(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """ms: milliseconds that a step takes in the mean. error: standard deviation of that mean's logarithm."""
+    """What a step takes.
+
+    ms: milliseconds in the mean.
+    error: standard deviation of that mean's logarithm.
+    noise: standard deviation of the logarithm of one step's time around its mean.
+    """
 
     ms: float
     error: float
+    noise: float = 0.0
+
+    @property
+    def early_ms(self) -> float:
+        """By how many milliseconds the step may well end before its mean: one standard deviation."""
+        return self.ms * -math.expm1(-math.hypot(self.error, self.noise))
 
 
 class StepTime:
@@ -70,9 +84,10 @@ class StepTime:
     of another one then tells of that shape. A single outlier counts as `OUTLIER` standard deviations at most.
 
     costs: the table, as measured.
+    noise: standard deviation of one step's relative time, until steps tell.
     """
 
-    def __init__(self, costs: CostTable, max_requests: int) -> None:
+    def __init__(self, costs: CostTable, max_requests: int, noise: float = FIRST_NOISE) -> None:
         self.costs = costs
         self._num_batches = max(1, max_requests).bit_length() + 1
         num_shapes, num_chunks = len(costs.rounds), costs.chunk_tokens[-1].bit_length() + 2
@@ -88,21 +103,50 @@ class StepTime:
         self._mean = np.zeros(len(errors))
         self._covariance = np.diag(self._prior)
         self._variances = self._covariance.reshape(-1)[:: len(errors) + 1]  # a view of the diagonal
-        self._noise = FIRST_NOISE**2
+        self._noise = noise**2
         self._surprise = 0.0
         self._unlearnt_ms = 0.0  # of steps since the last that was learnt from
         self._settling = 0  # steps
         self.num_pace_changes = 0  # sudden ones: a change of load
         self._num_observed = np.zeros(len(errors), np.int64)  # steps, by the last of their parts
+        self._chunk_factors: dict[bool, list[float]] = {}  # by whether requests run rounds; of `chunk_tokens`
 
     def predict(self, step: Step) -> Prediction:
         """What a step takes, and how sure that is."""
         parts = self._parts(step)
-        return Prediction(self.ms(step), math.sqrt(max(self._between(parts, parts), 0.0)))
+        return Prediction(self.ms(step), math.sqrt(max(self._between(parts, parts), 0.0)), math.sqrt(self._noise))
 
     def ms(self, step: Step) -> float:
         """Milliseconds that a step takes in the mean."""
         return self._table_ms(step) * self.correction(step)
+
+    def chunk_tokens_within(
+        self, limit_ms: float, rounds: Step, most: int, context_tokens: float = 0.0, more_pairs: float = 0.0
+    ) -> int:
+        """The most prompt tokens, at most `most`, that keep a step with `rounds` within `limit_ms`; 0 if not even one
+        does. more_pairs: of a prompt's token and one before its chunk, beside those with `context_tokens`."""
+        costs, factors = self.costs, self._factors_of_chunks(rounds.num_requests > 0)
+        rounds_ms = costs.round_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens) + costs.chunk_kv_ms(
+            1, more_pairs
+        )
+        added = costs.chunk_added_ms(rounds.shape, rounds.num_requests)
+        points = [
+            factor * (rounds_ms + ms + costs.chunk_kv_ms(tokens, context_tokens))
+            for factor, ms, tokens in zip(factors, added, costs.chunk_tokens, strict=True)
+        ]
+        # a chunk smaller than the smallest costs as much, but for its context
+        points = [factors[0] * (rounds_ms + added[0]), *accumulate(points, max)]
+        return _most_within(limit_ms, (0, *costs.chunk_tokens), points, most)
+
+    def row_ms(self) -> float:
+        """Milliseconds that each further prompt token adds to a step of prompts alone, in the mean."""
+        sizes = self.costs.chunk_tokens
+        first, last = (self.ms(Step(self.costs.default, chunk_tokens=tokens)) for tokens in (sizes[0], sizes[-1]))
+        return max(0.0, last - first) / max(1, sizes[-1] - sizes[0])
+
+    def itl_target_ms(self) -> float:
+        """See `default_itl_target_ms`."""
+        return default_itl_target_ms(self.costs, lambda *step: self.ms(Step(*step)))
 
     def error_between(self, step: Step, other: Step) -> float:
         """Standard deviation of the logarithm of the ratio of two steps' times: what both share is in neither."""
@@ -157,6 +201,7 @@ class StepTime:
 
     def _learn(self, parts: list[int], difference: float) -> None:
         """The filter's update by one step that was off by `difference`."""
+        self._chunk_factors.clear()
         shared = functools.reduce(np.add, [self._covariance[part] for part in parts])
         total = sum(shared.item(part) for part in parts) + self._noise
         self._mean += shared * (difference / total)
@@ -187,6 +232,14 @@ class StepTime:
     def _table_ms(self, step: Step) -> float:
         return self.costs.step_ms(*step)
 
+    def _factors_of_chunks(self, with_rounds: bool) -> list[float]:
+        """Corrections of steps with as many prompt tokens as the table has, by `CostTable.chunk_tokens`."""
+        factors = self._chunk_factors.get(with_rounds)
+        if factors is None:
+            steps = (Step(num_requests=int(with_rounds), chunk_tokens=tokens) for tokens in self.costs.chunk_tokens)
+            factors = self._chunk_factors[with_rounds] = [self.correction(step) for step in steps]
+        return factors
+
     def _factor(self, parts: list[int]) -> float:
         return math.exp(_bounded(sum(map(self._mean.item, parts))))
 
@@ -197,6 +250,18 @@ class StepTime:
             return [0, self._first_chunk + 2 * at + (step.num_requests > 0)]
         batch = min(max(step.num_requests - 1, 0).bit_length(), self._num_batches - 1)
         return [0, 1 + step.shape, self._first_batch + step.shape * self._num_batches + batch]
+
+
+def _most_within(limit_ms: float, sizes: Sequence[int], ms: Sequence[float], most: int) -> int:
+    """The largest size, at most `most`, whose milliseconds are within a limit: `ms` at ascending `sizes`, linear
+    between them and, after the last, as between the last two; 0 if not even the first is."""
+    num_fitting = bisect_right(ms, limit_ms)
+    if num_fitting == 0:
+        return 0
+    left = min(num_fitting, len(ms) - 1) - 1
+    rise = (ms[left + 1] - ms[left]) / (sizes[left + 1] - sizes[left])
+    fitting = math.inf if rise == 0.0 else sizes[left] + (limit_ms - ms[left]) / rise
+    return int(fitting) if fitting < most else most
 
 
 def _bounded(logarithm: float) -> float:

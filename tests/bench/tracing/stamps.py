@@ -124,7 +124,8 @@ def _of_contents(args: tuple[Any, ...], plan: Any) -> Iterable[Subject]:
     if plan is None:
         return []
     tokens = sum(len(chunk.tokens) // _TOKEN_BYTES for chunk in plan.chunks)
-    return [(f"{tokens}/{len(plan.slots) // _TOKEN_BYTES}/{args[0].expected_ms or 0.0:.3f}", plan.step)]
+    expected_ms = args[0].expected.ms if args[0].expected else 0.0
+    return [(f"{tokens}/{len(plan.slots) // _TOKEN_BYTES}/{expected_ms:.3f}", plan.step)]
 
 
 def _of_first_deltas(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:

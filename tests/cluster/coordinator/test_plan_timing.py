@@ -3,18 +3,27 @@
 import math
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.coordinator.plan_timing import FIRST_MARGIN_S, LEAD_S, PlanTiming
+from workers.scheduling.cost_table import CostTable, RoundCosts
+from workers.scheduling.step_time import Prediction, Step, StepTime
+
+COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),), (0, 1), (64,), ((15.0,), (20.0,)))
+
+
+def sure(ms: float) -> Prediction:
+    """A step of which all is known."""
+    return Prediction(ms, 0.0)
 
 
 @dataclass
 class Device:
-    """Steps of 5 ms, every fourth with prompts and of 20 ms, which take `ratio` times what is expected.
+    """Steps of 5 ms, every fourth with prompts and of 20 ms, which take `ratio` times what the start measured.
 
     waited_s: how long the device had nothing to do. held_s: how long plans that were sent waited for it.
     """
@@ -25,6 +34,7 @@ class Device:
     send_s: float = 0.0003
     receive_s: float = 0.0003
     seed: int = 0
+    step_time: StepTime = field(default_factory=lambda: StepTime(COSTS, 1))
     waited_s: float = 0.0
     held_s: float = 0.0
     busy_s: float = 0.0
@@ -33,31 +43,38 @@ class Device:
         """So many steps from an idle device on; where the device waited and what it did count from 0."""
         rng, now, free_s = random.Random(self.seed), 0.0, 0.0
         self.waited_s = self.held_s = self.busy_s = 0.0
-        results: deque[tuple[float, float]] = deque()
+        results: deque[tuple[float, float, float]] = deque()
+        steps: deque[Step] = deque()
         num_sent = 0
         while num_sent < num_steps:
             due_s = self.timing.due_s()
             if due_s <= now:
                 has_prompts = num_sent % 4 == 3
-                expected_ms = 20.0 if has_prompts else 5.0
-                took_s = expected_ms / 1000 * self.ratio * rng.lognormvariate(0, self.noise)
+                step = Step(num_requests=1, chunk_tokens=64 if has_prompts else 0)
+                took_s = COSTS.step_ms(*step) / 1000 * self.ratio * rng.lognormvariate(0, self.noise)
                 arrived_s = now + self.send_s
                 self.waited_s += max(0.0, arrived_s - free_s) if num_sent else 0.0
                 self.held_s += max(0.0, free_s - arrived_s)
                 free_s = max(free_s, arrived_s) + took_s
                 self.busy_s += took_s
-                results.append((free_s + self.receive_s, free_s - arrived_s))
-                self.timing.sent(now, expected_ms if expected else None, has_prompts)
+                results.append((free_s + self.receive_s, free_s - arrived_s, took_s * 1000))
+                steps.append(step)
+                self.timing.sent(now, self.step_time.predict(step) if expected else None)
                 num_sent += 1
                 continue
             result_s = results[0][0] if results else math.inf
             now = min(due_s, result_s)
             assert now < math.inf, "no plan is due and no result will come"
             if now == result_s:
-                self.timing.answered(now, results.popleft()[1])
+                self.read(results.popleft(), steps.popleft())
         while results:
-            now, elapsed_s = results.popleft()
-            self.timing.answered(now, elapsed_s)
+            self.read(results.popleft(), steps.popleft())
+
+    def read(self, result: tuple[float, float, float], step: Step) -> None:
+        """The coordinator has the oldest result."""
+        now, elapsed_s, took_ms = result
+        self.timing.answered(now, elapsed_s)
+        self.step_time.observe(step, took_ms)
 
 
 @given(
@@ -87,23 +104,30 @@ def test_plans_are_there_hardly_before_they_are_needed():
 
 def test_without_expectations_plans_leave_as_soon_as_there_is_room():
     timing = PlanTiming(2)
-    timing.sent(1.0, None, False)
+    timing.sent(1.0, None)
     assert timing.due_s() == -math.inf
-    timing.sent(1.0, None, False)
+    timing.sent(1.0, None)
     assert timing.due_s() == math.inf
 
 
 def test_an_idle_engines_plan_leaves_at_once_and_the_next_near_its_end():
     timing = PlanTiming(2)
     assert timing.due_s() == -math.inf
-    timing.sent(10.0, 5.0, True)
+    timing.sent(10.0, sure(5.0))
     assert timing.due_s() == pytest.approx(10.005 - FIRST_MARGIN_S)
+
+
+def test_what_is_not_known_for_sure_is_taken_to_end_early():
+    """By one standard deviation of all that is not known: waiting costs the device more than an early plan."""
+    timing = PlanTiming(2)
+    timing.sent(10.0, Prediction(50.0, 0.3, 0.4))
+    assert timing.due_s() == pytest.approx(10.0 + 0.050 * math.exp(-0.5) - FIRST_MARGIN_S)
 
 
 def test_a_plan_that_came_too_late_is_followed_by_earlier_ones():
     timing = PlanTiming(2)
-    timing.sent(0.0, 5.0, False)
-    timing.sent(timing.due_s(), 5.0, False)
+    timing.sent(0.0, sure(5.0))
+    timing.sent(timing.due_s(), sure(5.0))
     timing.answered(0.0052, 0.005)
     margin_s = timing.margin_s
     timing.answered(0.0112, 0.0055)  # rank 0 had it half a millisecond after the step before had ended
@@ -112,7 +136,7 @@ def test_a_plan_that_came_too_late_is_followed_by_earlier_ones():
 
 def test_a_step_that_ends_while_the_next_plan_is_held_makes_plans_earlier():
     timing = PlanTiming(2)
-    timing.sent(0.0, 50.0, True)
+    timing.sent(0.0, sure(50.0))
     timing.answered(0.005, 0.005)
     assert timing.margin_s > FIRST_MARGIN_S
 
@@ -121,10 +145,10 @@ def test_one_step_far_off_changes_little():
     device = Device(PlanTiming(2))
     device.run(100)
     margin_s = device.timing.margin_s
-    device.timing.sent(50.0, 5.0, False)
+    device.timing.sent(50.0, sure(5.0))
     before_s = device.timing.due_s()
     device.timing.answered(50.9, 0.9)
-    device.timing.sent(51.0, 5.0, False)
+    device.timing.sent(51.0, sure(5.0))
     assert device.timing.due_s() - 51.0 == pytest.approx(before_s - 50.0, abs=0.0011)
     assert device.timing.margin_s == margin_s
 
@@ -132,7 +156,7 @@ def test_one_step_far_off_changes_little():
 def test_other_ranks_start_anew():
     device = Device(PlanTiming(2), ratio=2.0, send_s=0.003)
     device.run(200)
-    device.timing.sent(99.0, 5.0, False)
+    device.timing.sent(99.0, sure(5.0))
     device.timing.reset()
     assert device.timing.due_s() == -math.inf
     assert device.timing.margin_s == FIRST_MARGIN_S
