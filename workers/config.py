@@ -86,11 +86,6 @@ class SchedulerConfig:
         assert self.max_running != "auto", "only the layout of a rank that is built knows what auto stands for"
         return self.max_running
 
-    @property
-    def most_slots(self) -> int:
-        """The most that `max_running` can stand for."""
-        return AUTO_SLOTS["cuda"][1] if self.max_running == "auto" else self.max_running
-
 
 @dataclass(frozen=True)
 class RoundShape:

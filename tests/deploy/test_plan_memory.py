@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.cli import main
-from tests.speculative.test_published_heads import flat, layer
+from tests.speculative.drafts.test_published_heads import flat, layer
 from tests.workers.test_published_configs import FP8, QWEN3_30B, V3
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,9 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from tests.speculative.test_deterministic_interpreted import answers, as_on_a_gpu, wide_pair  # noqa: E402, F401
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/speculative/test_gpu_deterministic.py does it on GPUs")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="tests/speculative/gpu/test_gpu_deterministic.py does it on GPUs"
+)
 
 
 def test_neither_speculation_nor_company_changes_a_token(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ from workers.ops.gemm.workspace import (
 )
 from workers.scheduling.plan import SamplingParams  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/speculative/test_gpu_deterministic.py does it on GPUs")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="tests/speculative/gpu/test_gpu_deterministic.py does it on GPUs"
+)
 
 SPAN = 64  # so that short contexts have several
 TARGET_MODES = (Mode.PREFILL, Mode.DECODE, Mode.VERIFY)

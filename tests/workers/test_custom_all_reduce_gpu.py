@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.speculative.test_gpu import answers, on_gpu
+from tests.speculative.gpu.test_gpu import answers, on_gpu
 from tests.support.embedded import CHAIN
 from tests.support.ranks import run_ranks
 from workers.distributed.custom_all_reduce import CustomAllReduce, Method
@@ -236,4 +236,4 @@ def test_an_engine_of_two_gpus_agrees_with_itself_in_bfloat16() -> None:
     one = answers(on_gpu(CHAIN), 40, sampling)
     equal = sum(a.output == b.output for a, b in zip(one, two, strict=True)) / len(one)
     print(f"{equal:.2f} of answers equal")
-    assert equal >= 0.6  # as between speculation and none in bfloat16, see tests/speculative/test_gpu.py
+    assert equal >= 0.6  # as between speculation and none in bfloat16, see tests/speculative/gpu/test_gpu.py

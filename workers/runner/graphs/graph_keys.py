@@ -1,13 +1,17 @@
-"""Which steps are captured as CUDA graphs, and which graph a batch takes. Pure; used by `cuda_graph`.
+"""The steps that are captured as CUDA graphs, and the graph that a batch takes. Pure; used by `cuda_graph`.
 
-A round may verify any shape, whatever was drafted before (`speculative.tree_table`), so that every graph verifies and
-drafts the same one, and a change of shape needs no graph of its own: S shapes take S graphs per bucket and kind, not S
-squared. Shapes between plain decoding and the default (`workers.config.RoundShapes.unrestricted`) have fewer: batches
-are padded to powers of two, greedy ones take the graphs of random ones (0.03 ms of 5 at batch 1, 0.1 of 10 at 64), and
-none have penalties, log-probabilities or prompt chunks, where the scheduler does not choose them. For 64 requests that
-is 14 graphs a shape, beside 43 of plain decoding and of the default each. With prompt chunks there are 72 more of the
-shapes that run beside them and 48 of plain rounds, with grammars 21 of each and 28 with chunks. Of models that keep
-latent rows many prompt tokens are expanded (`attention.expansion`).
+A round may verify any tree shape, whatever was drafted before (`speculative.tree_table`). So every graph verifies and
+drafts the same shape, and a change of shape needs no graph of its own: S shapes take S graphs per bucket and kind of
+sampling, not S squared.
+
+Shapes between plain decoding and the default (`workers.config.RoundShapes.unrestricted`) have fewer graphs:
+- batches are padded to powers of two;
+- greedy batches take the graphs of random ones (0.03 ms of 5 at batch 1, 0.1 ms of 10 at 64);
+- none have penalties, log-probabilities or prompt chunks, where the scheduler does not choose these shapes.
+
+For 64 requests that is 14 graphs per shape, and 43 each for plain decoding and the default. Prompt chunks add 72 for
+the shapes that run beside them and 48 for plain rounds; grammars add 21 each, and 28 with chunks. In models that keep
+latent rows, many prompt tokens are expanded (`attention.expansion`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +23,11 @@ from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
-EXPANDED_TOKENS = 384  # from which on a chunk behind others is estimated to cost less expanded, and a first one as much
-EXPANDED_SEEN = 16384  # tokens that the chunks of a step look at, at most: there is memory for their keys and values
-FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the steps with rounds beside them that a start captures
-EAGER_ROWS = 1024  # that take about as long as what launching a step kernel by kernel adds to it
-_FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
+EXPANDED_TOKENS = 384  # from here on a later chunk is estimated to cost less expanded, and a first chunk the same
+EXPANDED_SEEN = 16384  # max tokens that the chunks of a step attend to: there is memory for their keys and values
+FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the mixed batches that a start captures
+EAGER_ROWS = 1024  # rows whose time equals what launching a step kernel by kernel adds
+_FEW_TOKENS = 512  # up to here mixed batches are captured for every power of two of requests
 GREEDY = SamplingNeeds(random=False)
 RANDOM = SamplingNeeds(random=True)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
@@ -33,9 +37,14 @@ MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
 
 @dataclass(frozen=True)
 class GraphKey:
-    """What one graph serves: batches of up to `bucket` requests in a round that verifies `shape` and drafts
-    `next_shape`, and of up to `tokens` prompt tokens beside them, with these needs or fewer. seen: EXPANDED_SEEN where
-    chunks are expanded, the tokens that they may look at together; 0: absorbed, of any number."""
+    """What one graph serves.
+
+    shape, next_shape: indexes of the tree shapes that its rounds verify and draft.
+    bucket: max requests that run a round.
+    needs: of sampling; batches with fewer run too.
+    tokens: max prompt tokens beside the rounds.
+    seen: where chunks are expanded, EXPANDED_SEEN, the max tokens that they attend to together; 0: they are absorbed.
+    """
 
     shape: int
     next_shape: int
@@ -46,8 +55,7 @@ class GraphKey:
 
 
 def bucket_sizes(max_running: int) -> tuple[int, ...]:
-    """Batch sizes that are captured: 1, 2, 4, 8, then multiples of 8 to 64, of 16 to 256, of 32 beyond; the largest is
-    at least max_running."""
+    """Return the batch sizes to capture: 1, 2, 4, 8, multiples of 8 to 64, of 16 to 256, of 32 beyond, max_running."""
     sizes, size = [1, 2, 4], 8
     while size < max_running:
         sizes.append(size)
@@ -56,32 +64,35 @@ def bucket_sizes(max_running: int) -> tuple[int, ...]:
 
 
 def is_always_captured(key: GraphKey) -> bool:
-    """Whether this is captured whatever it takes: greedy and plainly random rounds."""
+    """Whether this is captured whatever memory it takes: greedy and plainly random rounds."""
     return key.tokens == 0 and not key.needs.full_logits and not key.needs.masked
 
 
 def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
-    """The buckets, ascending, that rounds of a kind are captured for: all of them, or, of the kinds that fewer requests
-    have, powers of two and the largest, so that a batch is padded to twice its size at most."""
+    """Return the buckets, ascending, that rounds of a kind of sampling are captured for. Rarer kinds have powers of two
+    and the largest bucket only, so that a batch is padded to at most twice its size."""
     return powers_of_two(buckets) if needs.full_logits or needs.masked else tuple(buckets)
 
 
 def powers_of_two(buckets: Sequence[int]) -> tuple[int, ...]:
-    """Of ascending buckets these and the largest."""
+    """Return those of ascending buckets that are powers of two, and the largest."""
     return tuple(size for size in buckets if size & (size - 1) == 0 or size == buckets[-1])
 
 
 def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
-    """Numbers of prompt tokens that steps are captured for. Up to 64 rows take hardly longer than 16: their products
-    read the weights. Twice 2,048 take the device twice as long, so that two steps are as good. Launched one by one, the
-    kernels of a step keep the host for 25 to 90 ms, in which it sees no other step's end."""
-    most = min(max_step_tokens, TOKEN_BUCKETS[-1])
-    return (*(size for size in TOKEN_BUCKETS if size < most), most)
+    """Return the numbers of prompt tokens that steps are captured for.
+
+    Up to 64 rows take hardly longer than 16, because their products are bound by reading the weights. Twice 2,048
+    tokens take the device twice as long, so that two steps are as good. A step that is launched kernel by kernel keeps
+    the host for 25 to 90 ms, during which it sees no other step end.
+    """
+    largest = min(max_step_tokens, TOKEN_BUCKETS[-1])
+    return (*(size for size in TOKEN_BUCKETS if size < largest), largest)
 
 
 def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
-    """Of ascending buckets those that steps with so many prompt tokens are captured for: powers of two, of which up to
-    16 only those of four beside many tokens, where the padding of a few requests costs little."""
+    """Return the batch buckets captured beside `num_tokens` prompt tokens: powers of two; above 512 tokens, where the
+    padding of a few requests costs little, skip 2 and 8."""
     sizes = powers_of_two(buckets)
     if num_tokens <= _FEW_TOKENS:
         return sizes
@@ -89,8 +100,11 @@ def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 def serves(captured: GraphKey, key: GraphKey) -> bool:
-    """Whether a graph can run all batches of `key`, padded further. Chunks alone run in graphs that have rounds beside
-    them, but rounds never in those with chunks; and masks come in two graphs or none."""
+    """Whether a graph can run all batches of `key`, padded further.
+
+    Chunks alone can run in a graph with rounds, but rounds alone cannot run in a graph with chunks. A step with grammar
+    masks is two graphs, and other steps are one.
+    """
     return (
         captured.next_shape == key.next_shape
         and (captured.shape == key.shape or key.bucket == 0)
@@ -104,9 +118,13 @@ def serves(captured: GraphKey, key: GraphKey) -> bool:
 
 
 class GraphKeys:
-    """Which steps of an engine have graphs. shapes: its rounds'. buckets: numbers of requests in a round, ascending.
-    tokens: numbers of prompt tokens in a step, ascending; empty if steps with prompt chunks are not captured.
-    expands: whether many prompt tokens are."""
+    """The steps of an engine that have graphs.
+
+    shapes: of its rounds.
+    buckets: numbers of requests in a round.
+    tokens: numbers of prompt tokens in a step; empty if steps with prompt chunks are not captured.
+    expands: whether many prompt tokens are expanded.
+    """
 
     def __init__(
         self, shapes: RoundShapes, buckets: Sequence[int], tokens: Sequence[int], expands: bool = False
@@ -117,8 +135,8 @@ class GraphKeys:
         self.tokens = tuple(sorted(tokens))
 
     def wanted(self) -> list[GraphKey]:
-        """What is to be captured, in this order: what more requests need first, and of each the largest bucket first,
-        so that smaller ones reuse its memory."""
+        """Return the keys to capture, in this order: what more requests need comes first, and within a kind the largest
+        bucket, so that smaller ones reuse its memory."""
         rounds = [
             GraphKey(shape, shape, bucket, needs)
             for needs in CAPTURED_NEEDS
@@ -131,10 +149,13 @@ class GraphKeys:
         return always + self._chunk_keys(CHUNK_NEEDS) + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
 
     def first(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
-        """What a start waits for: the graphs of the steps that it measures (`cost_points.measured_steps`), so that
-        their costs hold from then on; of steps with prompts beside rounds those that most are padded to under load;
-        rounds of one, a few and all requests with filters, which many clients send; and greedy rounds of one request,
-        whose kernels are so compiled before anybody waits for them."""
+        """Return the keys that a start waits for:
+
+        - the steps that it measures (`cost_points.measured_steps`), so that their costs hold from then on;
+        - the mixed batches that most steps are padded to under load;
+        - rounds of one, a few and all requests with filters, which many clients send;
+        - greedy rounds of one request, so that their kernels are compiled before the first request.
+        """
         found = [
             self.of_chunks(shape, count, tokens, CHUNK_NEEDS, tokens + before)
             if tokens
@@ -154,27 +175,26 @@ class GraphKeys:
         return frozenset(key for key in found if key is not None)
 
     def first_masked(self) -> list[GraphKey]:
-        """Of the steps that are captured once a request has a grammar, those that together launch every kernel that no
-        other step does."""
+        """Return those steps with grammar masks that together launch every kernel that no other step launches."""
         kinds = [needs for needs in CAPTURED_NEEDS if needs.masked]
         found = (self.of_rounds(self._shapes.default, 1, needs) for needs in (kinds[0], kinds[-1]))
         return [key for key in found if key is not None]
 
     def _seen_of(self, tokens: int, needs: SamplingNeeds) -> int:
-        """Room of steps with so many prompt tokens for what these look at; 0 where they are absorbed."""
+        """`GraphKey.seen` of steps with so many prompt tokens."""
         return EXPANDED_SEEN if self._expands and tokens >= EXPANDED_TOKENS and not needs.masked else 0
 
     def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
-        """The kinds of sampling that rounds of a shape are captured for."""
+        """Kinds of sampling that rounds of a shape are captured for."""
         return CAPTURED_NEEDS if shape in self._shapes.unrestricted else BETWEEN_NEEDS
 
     def _buckets_of(self, shape: int, needs: SamplingNeeds) -> tuple[int, ...]:
-        """The buckets that they are captured for."""
+        """Buckets that rounds of a shape are captured for."""
         return buckets_of(needs, self.buckets if shape in self._shapes.unrestricted else powers_of_two(self.buckets))
 
     def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
-        """Steps with prompt chunks: alone, and beside rounds of the shapes that run there. Those with filters serve all
-        but penalties and log-probabilities."""
+        """Steps with prompt chunks, alone and beside rounds of the shapes that run there. They have filters, and so
+        serve all sampling but penalties and log-probabilities."""
         sizes = self._tokens_of(needs)[::-1]
         alone = [GraphKey(0, self._shapes.default, 0, needs, size, self._seen_of(size, needs)) for size in sizes]
         return [
@@ -186,13 +206,13 @@ class GraphKeys:
         ] + alone
 
     def _tokens_of(self, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Numbers of prompt tokens that steps of a kind are captured for: of those with grammars every third, since a
-        capture takes a start's time, and a prompt of theirs comes seldom."""
+        """Numbers of prompt tokens that steps of a kind are captured for. With grammars it is every third, because
+        captures take time and such prompts are rare."""
         return self.tokens[::-1][::3][::-1] if needs.masked else self.tokens
 
     def _buckets_beside(self, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
-        """The numbers of requests that they are captured beside: with grammars every second power of two; else the most
-        that are few too, where few run a shape that more do not."""
+        """Numbers of requests that mixed batches are captured for. With grammars it is every second power of two. Else
+        FEW_REQUESTS is among them where so few run a shape that more do not."""
         if needs.masked:
             return powers_of_two(self.buckets)[::-1][::2][::-1]
         sizes = buckets_beside(num_tokens, self.buckets)
@@ -200,7 +220,7 @@ class GraphKeys:
         return sizes if set(of_few) <= set(of_many) else tuple(sorted({*sizes, FEW_REQUESTS}))
 
     def of(self, batch: StepBatch) -> GraphKey | None:
-        """Which graph would run `batch` best, were it captured; None if no graph can."""
+        """Return the key of the graph that would run `batch` best, whether or not it is captured; None if none can."""
         if batch.prompt_targets is not None:
             return None  # the last layer of a captured step has no hidden states of all prompt rows
         shape, needs = batch.shape, batch.needs
@@ -216,7 +236,7 @@ class GraphKeys:
         return self.of_chunks(shape, batch.num_requests, rows.num_rows, needs, sum(rows.known.seen))
 
     def of_rounds(self, shape: int, num_requests: int, needs: SamplingNeeds) -> GraphKey | None:
-        """Of a step without prompt tokens."""
+        """Return the key of a step without prompt tokens."""
         kind = next((kind for kind in self._kinds(shape) if kind.covers(needs)), None)
         if kind is None:
             return None
@@ -227,8 +247,11 @@ class GraphKeys:
     def of_chunks(
         self, shape: int, num_requests: int, num_tokens: int, needs: SamplingNeeds, num_seen: int = 0
     ) -> GraphKey | None:
-        """Of a step with so many prompt tokens. shape: verified beside them, and drafted. num_seen: tokens that they
-        look at, if more than themselves."""
+        """Return the key of a step with prompt tokens.
+
+        shape: verified beside them, and drafted.
+        num_seen: tokens that the chunks attend to, if more than themselves.
+        """
         kind = MASKED_CHUNK_NEEDS if needs.masked else CHUNK_NEEDS
         tokens = _fitting(self._tokens_of(kind), num_tokens)
         if tokens is None or not kind.covers(needs):
@@ -240,15 +263,15 @@ class GraphKeys:
         return GraphKey(shape if bucket else 0, shape, bucket, kind, tokens, seen)
 
     def stand_in(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
-        """The one of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
+        """Return the key of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
         return min((each for each in captured if serves(each, key)), key=self._work, default=None)
 
     def padding_rows(self, key: GraphKey, used: GraphKey | None) -> int:
-        """How many rows more than `key` the graph has that ran its step; None: it ran without one."""
+        """Rows of padding that the graph of `used` has beyond `key`. used: None if the step ran without a graph."""
         return EAGER_ROWS if used is None else self._work(used)[0] - self._work(key)[0]
 
     def _work(self, key: GraphKey) -> tuple[int, int]:
-        """What a graph's rows take beside another's that serve the same batch."""
+        """Sort key among graphs that serve the same batch: rows, then the kind of sampling."""
         rows = key.bucket * self._shapes[key.shape].width + key.tokens
         return rows, CAPTURED_NEEDS.index(key.needs)
 

@@ -22,7 +22,7 @@ from workers.runner.graphs.step_capture import CapturedStep
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
-MODEL = Path(__file__).resolve().parents[1] / "models" / "deepseek_tiny"
+MODEL = Path(__file__).resolve().parents[2] / "models" / "deepseek_tiny"
 EOS = 2
 SAMPLED = (
     SamplingParams(16, 1.0, seed=5),

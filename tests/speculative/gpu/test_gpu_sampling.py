@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from tests.speculative.test_gpu import on_gpu
+from tests.speculative.gpu.test_gpu import on_gpu
 from tests.support.embedded import CHAIN, TREE
 from tests.support.gpu_waits import refuse_gpu_waits
 from tests.support.prompts import held_out_prompts, tokenized

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from tests.speculative.test_gpu import on_gpu
-from tests.speculative.test_gpu_sampling import graphs
+from tests.speculative.gpu.test_gpu import on_gpu
+from tests.speculative.gpu.test_gpu_sampling import graphs
 from tests.speculative.test_prompt_logprobs import collect, requests_of
 from tests.support.embedded import CHAIN, TREE
 from tests.support.gpu_waits import refuse_gpu_waits

@@ -8,8 +8,8 @@ import torch
 
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from tests.speculative.test_gpu import on_gpu
-from tests.speculative.test_gpu_sampling import MIXED, STRATEGIES, answers, graphs, run
+from tests.speculative.gpu.test_gpu import on_gpu
+from tests.speculative.gpu.test_gpu_sampling import MIXED, STRATEGIES, answers, graphs, run
 from workers.config import GraphCapture
 from workers.runner.memory import GRAPH_BYTES
 

@@ -18,7 +18,7 @@ from speculative.drafts.mtp import Mtp
 from speculative.drafts.registry import read_draft
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
-from tests.speculative.test_loading import edited
+from tests.speculative.drafts.test_loading import edited
 from tests.support.tiny_models import HIDDEN, VOCAB, add_mtp, make_target
 from tests.workers.test_block_fp8 import quantised
 from workers.config import ModelSource

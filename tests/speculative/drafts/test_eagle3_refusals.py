@@ -10,8 +10,8 @@ from torch import Tensor
 
 from speculative.build import build_worker, plan_engine
 from tests.speculative.conftest import Pair
-from tests.speculative.test_eagle3_heads import check, flat, served, speculators
-from tests.speculative.test_loading import spec_of
+from tests.speculative.drafts.test_eagle3_heads import check, flat, served, speculators
+from tests.speculative.drafts.test_loading import spec_of
 from tests.support.eagle3_reference import Head, save_head
 
 WITHOUT = r"use a head without it"

@@ -9,7 +9,7 @@ import torch
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from tests.speculative.conftest import Pair
-from tests.speculative.test_eagle3_heads import HEADS, check, config_of, flat
+from tests.speculative.drafts.test_eagle3_heads import HEADS, check, config_of, flat
 from tests.support.draft_oracle import SHAPES, Case, Oracle, run_case, tiny_spec
 from tests.support.eagle3_reference import Head, save_head
 
