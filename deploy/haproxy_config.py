@@ -35,7 +35,9 @@ _UNAVAILABLE = (
     "service_unavailable_error",
     "service_unavailable",
 )
-_ERRORS = {  # status -> reason, and of the error message, type, code
+# Status -> reason, and of the error message, type, code. Bytes that are not HTTP/1 (TLS, broken heads and chunks) get
+# HAProxy's own page instead: its parser (2.8) answers those before there is a request that `errorfile` applies to.
+_ERRORS = {
     400: ("Bad Request", "Unreadable request", _BAD, "bad_request"),
     403: ("Forbidden", "The server does not take this request", _BAD, "forbidden"),
     408: ("Request Timeout", "The request did not come in time", _BAD, "request_timeout"),

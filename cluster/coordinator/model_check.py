@@ -43,8 +43,14 @@ class ModelCheck:
         if now < self._due_s:
             return
         self._count += 1
-        self._asked, self._due_s = f"model-check-{self._count}", math.inf
-        self._scheduler.submit(Request(self._asked, list(self._good_prompt[:PROMPT_TOKENS]), SAMPLING), resumed=True)
+        self._due_s = math.inf
+        request = Request(f"model-check-{self._count}", list(self._good_prompt[:PROMPT_TOKENS]), SAMPLING)
+        try:
+            self._scheduler.submit(request, resumed=True)
+        except ValueError as error:  # an engine for less than so many tokens
+            logger.warning("the model cannot be checked: %s", error)
+        else:
+            self._asked = request.request_id
 
     def reset(self) -> None:
         """The ranks are gone; others load the weights anew."""

@@ -1,4 +1,7 @@
-"""What a system may withhold: open files, memory of a rank, processes of Ray's. `pytest -m slow` runs it."""
+"""What a system may withhold: open files, memory of a rank, processes of Ray's.
+
+pytest -s -m slow tests/e2e/test_resource_limits.py
+"""
 
 import asyncio
 import collections
