@@ -8,7 +8,6 @@ chunks look at no more. The device reads how many tokens that is, and makes keys
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +15,7 @@ from torch import Tensor
 
 from attention.metadata import ChunkLists, PrefillBatch
 from attention.ops.slot_mapping import map_rows
-
-if TYPE_CHECKING:
-    from attention.ops.attend.expanded_prefill_triton import ExpandedKV
+from attention.views import ExpandedKV
 
 MAX_TOKENS = 8  # by rows of the pass: keys and values are made of no more, which bounds their memory
 # Pairs of a row and a token that cost absorbed as much more as making one token's keys and values: latent x (key +
@@ -70,7 +67,7 @@ class ExpandedChunks:
     def attend(
         self,
         q: Tensor,
-        made: "ExpandedKV",
+        made: ExpandedKV,
         cos: Tensor,
         sin: Tensor,
         index: Tensor,

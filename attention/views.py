@@ -27,3 +27,17 @@ class LatentKV:
 
     rows: Tensor
     latent: int
+
+
+@dataclass(frozen=True)
+class ExpandedKV:
+    """What latent rows became: those of all tokens of all chunks' requests, one chunk after the other.
+
+    kv: [tokens, heads, key_dim + value_dim], contiguous. turned: [tokens, rotated], the part of keys that heads share,
+        rotated; last stride 1. first: [C] int32, each chunk's first token.
+    """
+
+    kv: Tensor
+    turned: Tensor
+    first: Tensor
+    key_dim: int

@@ -16,9 +16,11 @@ from attention.expansion import ExpandedChunks  # noqa: E402
 from attention.kv_cache.latent import LatentLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
 from attention.ops.attend import expanded_prefill_triton, latent_decode_triton, latent_prefill_triton  # noqa: E402
-from attention.ops.attend.expanded_prefill_triton import ExpandedKV  # noqa: E402
 from attention.rotation import rotate_pairs  # noqa: E402
-from attention.views import LatentKV  # noqa: E402
+from attention.views import (
+    ExpandedKV,  # noqa: E402
+    LatentKV,  # noqa: E402
+)
 from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.attention_cases import Work, in_float64, mask_of, uniform_pool  # noqa: E402
 from tests.support.triton_cases import assert_close, random_decode, random_rows, random_table  # noqa: E402

@@ -250,6 +250,7 @@ def test_what_cannot_be_kept_is_dequantised(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("quant", METHODS)
+@kernels_of_operations()
 def test_an_mlp_and_the_norm_before_it_are_those_of_separate_launches(quant: str) -> None:
     mlp, norm = GatedMLP(256, 128, SOLO), RMSNorm(256, 1e-5).to(DEVICE)
     for seed, layer in enumerate((mlp.gate_up, mlp.down_proj)):
@@ -302,5 +303,5 @@ def test_latent_attention_hands_its_last_product_rows_that_are_rounded_once(
         context = make_context(pool, {Mode.VERIFY: TritonBackend()}, batch, None, None)
         with kernels:
             results.append(layer._partial(layer.qkv_a(x), angles, context))
-    assert isinstance(given[0], Fp8Rows) == (quant == "block") and isinstance(given[1], Tensor)
+    assert [isinstance(each, Fp8Rows) for each in given] == 2 * [quant == "block"]
     close(*results)

@@ -102,7 +102,7 @@ def read_int8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(QUANT_METHODS, "int8", lambda: read_int8)
+    monkeypatch.setitem(QUANT_METHODS, "int8", read_int8)
 
 
 def quantised(source: Path, folder: Path, block: tuple[int, int], ignore: Sequence[str] = ("lm_head",)) -> Path:

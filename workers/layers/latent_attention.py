@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attention.expansion import ExpandedChunks
+from attention.views import ExpandedKV
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
@@ -152,8 +153,6 @@ class LatentAttention(AttentionLayer):
         self, q: Tensor, angles: Angles, context: ForwardContext, expanded: ExpandedChunks, out: Tensor
     ) -> None:
         """out [rows of chunks, heads, value_dim], of q that is not rotated yet."""
-        from attention.ops.attend.expanded_prefill_triton import ExpandedKV
-
         rows, up = context.pool.layer(self.layer).rows, self.kv_b_proj
         kv, rotated = expand_latents(rows, expanded.tokens, expanded.ends, up.keys_and_values)
         made = ExpandedKV(kv.unflatten(1, (self.num_heads, -1)), rotated, expanded.first, self.key_dim)  # type: ignore[no-untyped-call]

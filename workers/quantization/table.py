@@ -6,28 +6,18 @@ Adding one is a file beside this one (the `QuantMethod`, its `LinearMethod`) and
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from workers.quantization.block_fp8 import read_block_fp8
+from workers.quantization.channel_fp8 import read_channel_fp8
 from workers.quantization.quant_method import QuantMethod, Unquantized
 
 # From quantization_config and what it is of, for errors.
 QuantReader = Callable[[Mapping[str, Any], str], QuantMethod]
 
 
-def _block_fp8() -> QuantReader:
-    from workers.quantization.block_fp8 import read_block_fp8
-
-    return read_block_fp8
-
-
-def _channel_fp8() -> QuantReader:
-    from workers.quantization.channel_fp8 import read_channel_fp8
-
-    return read_channel_fp8
-
-
-# By quantization_config.quant_method; a row imports its reader when it is asked for.
-QUANT_METHODS: dict[str, Callable[[], QuantReader]] = {
-    "fp8": _block_fp8,
-    "compressed-tensors": _channel_fp8,
+# By quantization_config.quant_method.
+QUANT_METHODS: dict[str, QuantReader] = {
+    "fp8": read_block_fp8,
+    "compressed-tensors": read_channel_fp8,
 }
 
 
@@ -45,4 +35,4 @@ def read_quant_method(config: Mapping[str, Any], source: str) -> QuantMethod:
             f"{source}: quantization_config.quant_method={name!r} is not supported; supported: {known}; "
             "use the checkpoint in bf16 or fp16"
         )
-    return QUANT_METHODS[name]()(quantization, source)
+    return QUANT_METHODS[name](quantization, source)

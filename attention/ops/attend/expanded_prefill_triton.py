@@ -6,8 +6,6 @@ A program takes a tile of neighbouring rows with one head; tiles are those of
 `attention.ops.attend.prefill_plan_triton`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
 from attention.ops.attend.prefill_triton import PrefillTiles, hidden_of_chunk
 from attention.ops.interpreter_triton import INTERPRETED
+from attention.views import ExpandedKV
 
 
 @triton.jit
@@ -120,20 +119,6 @@ def _attend_expanded(
     )  # fmt: skip
     out = out_ptr + row[:, None] * out_row_stride + head * VALUE + tl.arange(0, VALUE)[None, :]
     tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
-
-
-@dataclass(frozen=True)
-class ExpandedKV:
-    """What latent rows became: those of all tokens of all chunks' requests, one chunk after the other.
-
-    kv: [tokens, heads, key_dim + value_dim], contiguous. turned: [tokens, rotated], the part of keys that heads share,
-        turned; last stride 1. first: [C] int32, each chunk's first token.
-    """
-
-    kv: Tensor
-    turned: Tensor
-    first: Tensor
-    key_dim: int
 
 
 def expanded_tiles(itemsize: int) -> PrefillTiles:
