@@ -1,38 +1,27 @@
 """Configuration -> the parts of one engine, without Ray and without HTTP. Used by `cluster.replica` and `deploy`.
 
-torch is imported only by whoever builds a rank or reads a checkpoint's configuration.
+Importing this module imports torch and all that a rank needs, and touches no device: seconds that a spare worker spends
+ahead. Who does not build a rank must not import it.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+import torch
+
+import workers.models.llama  # noqa: F401 - with it what all families share
+import workers.runner.graphs.cuda_graph  # noqa: F401
 from cluster.config import AerieConfig
+from speculative.build import EngineSpec, build_rank, plan_engine
 from workers.engine_layout import EngineLayout
+from workers.runner.build import PhaseAdvance, PhaseReport
 from workers.runner.executor import StepExecutor
-
-if TYPE_CHECKING:
-    from speculative.build import EngineSpec
-    from workers.runner.graphs.compile_processes import CompileProcesses
-
-PhaseReport = Callable[[str, float], None]
-PhaseAdvance = Callable[[str, float, float, str], None]
+from workers.runner.graphs.compile_processes import CompileProcesses
+from workers.runner.graphs.kernel_compilation import compile_processes, read_compiler
 
 
-def engine_spec(config: AerieConfig) -> "EngineSpec":
+def engine_spec(config: AerieConfig) -> EngineSpec:
     """One engine, as the layers below read it."""
-    from speculative.build import EngineSpec
-
     return EngineSpec(config.worker, config.speculative, config.draft_attention)
-
-
-def import_rank(device: str) -> None:
-    """Import what a rank on a device of this type is made of: seconds that a spare worker has behind it. Uses none."""
-    import speculative.build  # noqa: F401
-    import workers.models.llama  # noqa: F401
-
-    if device == "cuda":
-        import workers.runner.graphs.cuda_graph  # noqa: F401
 
 
 class RankBuilder:
@@ -41,23 +30,17 @@ class RankBuilder:
     device_name: what it computes on, for the operator.
     """
 
-    def __init__(self, config: AerieConfig, rank: int, compilers: "CompileProcesses | None" = None) -> None:
+    def __init__(self, config: AerieConfig, rank: int, compilers: CompileProcesses | None = None) -> None:
         """compilers: see `workers.runner.build.build_rank`; None: begun when they are needed."""
-        import torch
-
-        from speculative.build import plan_engine
-
         self._compilers = compilers
         self._rank = rank
         self._spec = engine_spec(config)
         self._engine = plan_engine(self._spec)
         self._num_threads = config.engine.threads_per_worker
-        self._is_cuda = config.model.device == "cuda"
-        if self._is_cuda:
-            from workers.runner.graphs.kernel_compilation import read_compiler
-
+        self._uses_gpu = config.model.uses_gpus
+        if self._uses_gpu:
             read_compiler()
-        self.device_name = torch.cuda.get_device_name(0) if self._is_cuda else f"cpu, {self._num_threads} thread(s)"
+        self.device_name = torch.cuda.get_device_name(0) if self._uses_gpu else f"cpu, {self._num_threads} thread(s)"
 
     def build(
         self,
@@ -69,19 +52,13 @@ class RankBuilder:
         """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
         `report` hears each phase and its seconds, `advance` how far a long one is. former: of the ranks that these take
         the place of; what those have measured is not measured again, so that there are no `costs`."""
-        import torch
-
-        from speculative.build import build_rank
-
         torch.set_num_threads(self._num_threads)
         spec, engine = self._spec, self._engine
         if former is not None:
             engine = dataclasses.replace(engine, layout=former)
             spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, measure_costs=False))
         compilers = self._compilers
-        if compilers is None and self._is_cuda and former is None:  # a later rank finds all kernels in the cache
-            from workers.runner.graphs.kernel_compilation import compile_processes
-
+        if compilers is None and self._uses_gpu and former is None:  # a later rank finds all kernels in the cache
             compilers = compile_processes(spec.worker.tensor_parallel)
         self._built = build_rank(spec, engine, self._rank, rendezvous, report, compilers, advance)
         self._built.worker.begin_grammars()

@@ -1,40 +1,38 @@
-"""The configuration checked against the checkpoints it names, before anything is started. Used by `deploy`."""
+"""The configuration checked against the checkpoints it names, before anything is started. Used by `deploy`, which
+imports it when it checks: this module imports torch."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from attention.capability import Capability
 from cluster.assembly import engine_spec
 from cluster.config import AerieConfig, ConfigError
 from cluster.http.text.tokenizer import ChatTokenizer
+from speculative import build
+from speculative.drafts.checkpoint_files import has_weights
+from workers.engine_layout import EngineLayout
+from workers.runner.layout import EnginePlan
 
-if TYPE_CHECKING:
-    from speculative.build import WeightBytes
-    from workers.engine_layout import EngineLayout
-    from workers.runner.layout import EnginePlan
 
-
-def engine_layout(config: AerieConfig, device: Literal["cpu", "cuda"]) -> "tuple[EngineLayout, WeightBytes | None]":
+def engine_layout(config: AerieConfig, device: Literal["cpu", "cuda"]) -> tuple[EngineLayout, build.WeightBytes | None]:
     """The layout of an engine on such a device, which this machine need not have, and on GPUs, which are taken to
     multiply FP8, what the weights take. config: what `with_checkpoints` gave."""
-    from attention.capability import Capability
-    from speculative.build import plan_engine, plan_weights
 
-    spec = engine_spec(config)
-    engine = plan_engine(spec, Capability(device))
-    return engine.layout, plan_weights(spec, engine, multiplies_fp8=True) if device == "cuda" else None
+    spec, here = engine_spec(config), Capability(device)
+    engine = build.plan_engine(spec, here)
+    return engine.layout, None if here.shares_host_memory else build.plan_weights(spec, engine, multiplies_fp8=True)
 
 
 def with_checkpoints(config: AerieConfig, need_weights: bool = True) -> AerieConfig:
     """The configuration with what only the checkpoints know: model.max_model_len. Reads config.json of target and
     draft, the headers of their weight files and the tokenizer, and matches them; raises ConfigError. Takes the seconds
     of importing torch. need_weights: whether a folder without any weight files is refused, see `lacking_weights`."""
-    from speculative.build import check_weights
 
     try:
         engine = _engine(config)
         _check_tokenizer(config.model.path, engine.target.vocab_size)
         if need_weights or not lacking_weights(config):
-            check_weights(engine_spec(config), engine)
+            build.check_weights(engine_spec(config), engine)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     model = dataclasses.replace(config.model, max_model_len=engine.layout.max_model_len)
@@ -47,29 +45,24 @@ def check_device(
     """Raise ConfigError where an engine of this configuration could not start on such a device: backends of attention
     that cannot serve the mode, model or draft that they are named for, and what `deterministic` or experts need.
     capability: of the GPUs, None if it is not known. here: they are this machine's, whose packages count too."""
-    from attention.capability import Capability
-    from speculative.build import check_device
 
     try:
-        check_device(engine_spec(config), _engine(config), Capability(device, capability), here)
+        build.check_device(engine_spec(config), _engine(config), Capability(device, capability), here)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
 def lacking_weights(config: AerieConfig) -> list[str]:
     """The checkpoint folders that hold no weight files, though weights are to be loaded from them."""
-    from speculative.drafts.checkpoint_files import has_weights
 
     paths = [config.model.path, *([config.speculative.path] if config.speculative is not None else [])]
     return [path for path in paths if config.model.load_format != "dummy" and not has_weights(path)]
 
 
-def _engine(config: AerieConfig) -> "EnginePlan":
+def _engine(config: AerieConfig) -> EnginePlan:
     """On the CPU, whatever the workers use: the machine that checks need not have their GPUs."""
-    from attention.capability import Capability
-    from speculative.build import plan_engine
 
-    return plan_engine(engine_spec(config), Capability("cpu"))
+    return build.plan_engine(engine_spec(config), Capability("cpu"))
 
 
 def _check_tokenizer(path: str, num_embedded: int) -> None:

@@ -143,7 +143,7 @@ class AerieConfig(BaseModel):
     def has_spare_workers(self) -> bool:
         """Whether engines keep spare workers; `model.device` is not "auto" any more."""
         wanted = self.engine.spare_workers
-        return self.model.device == "cuda" if wanted == "auto" else wanted
+        return self.model.uses_gpus if wanted == "auto" else wanted
 
 
 def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:

@@ -15,6 +15,7 @@ PlacedStrategy = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD"]
 
 ENGINE_CPUS = 0.1  # each of replica and coordinator; they sleep on sockets
 WORKER_CPUS = 0.5  # logical: lets two workers and the rest fit on a two-core machine
+RESOURCES: dict[str, dict[str, float]] = {"cpu": {"CPU": WORKER_CPUS}, "cuda": {"CPU": WORKER_CPUS, "GPU": 1.0}}
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Placement:
     device: Literal["cpu", "cuda"]
     bundles: tuple[dict[str, float], ...]
     strategy: PlacedStrategy
+
+    @property
+    def uses_gpus(self) -> bool:
+        return any("GPU" in bundle for bundle in self.bundles)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def place(config: AerieConfig, nodes: Sequence[NodeResources]) -> Placement:
     that nodes may still come)."""
     parallel = config.parallel
     device = choose_device(config, nodes)
-    worker = {"CPU": WORKER_CPUS, "GPU": 1.0} if device == "cuda" else {"CPU": WORKER_CPUS}
+    worker = RESOURCES[device]
     bundles = _bundles(worker, parallel.tensor_parallel, parallel.strategy)
     whole_engine = {key: sum(bundle.get(key, 0.0) for bundle in bundles) for key in worker}
     strategy = parallel.strategy if parallel.strategy != "auto" else _pack(bundles, whole_engine, config, nodes)

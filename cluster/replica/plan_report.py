@@ -129,19 +129,19 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
         pages = f"{cache.num_pages} pages"
     elif cache.memory_gb != "auto":
         pages = f"{cache.memory_gb:g} GB per rank, tables of running requests included"
-    elif placement.device == "cuda":
+    elif placement.uses_gpus:
         pages = f"what is left of {cache.memory_share:g} of each GPU's free memory"
     else:
         pages = f"{HOST_SHARE:g} of the free memory that is left, at most {HOST_LIMIT_BYTES / 1e9:g} GB per rank"
     size = f"{cache.page_size} tokens per page"
-    if layout.keeps_latent_rows and placement.device == "cuda" and cache.page_size < LATENT_PAGE_SIZE:
+    if layout.keeps_latent_rows and placement.uses_gpus and cache.page_size < LATENT_PAGE_SIZE:
         size += f" (latent rows are read faster by pages of {LATENT_PAGE_SIZE}: set cache.page_size)"
     lines = [
         f"KV cache    {pages}, {size}, prefix cache {'on' if cache.prefix_cache else 'off'}",
         f"slots       {_slots(config, placement)}, {layout.bytes_per_slot / 1e6:.2f} MB each per rank: page tables, "
         "token counts and biases of running requests",
     ]
-    if placement.device == "cuda":
+    if placement.uses_gpus:
         lines.append(
             f"CUDA graphs all rounds; with prompts, filters, penalties and log-probabilities as far as "
             f"{limits.limit_gb:g} GB per rank go; the first at the start, the others while it serves"

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.assembly import RankBuilder, import_rank
+from attention.lazy_import import load
 from cluster.config import AerieConfig, pin_network_interface, set_visible_devices, visible_devices
 from cluster.linux import end_with_parent, give_way, set_name
 from cluster.logs import use_logs
@@ -34,10 +34,14 @@ from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
 from workers.engine_layout import EngineLayout
 from workers.runner.executor import StepExecutor
+from workers.runner.graphs.compile_jobs import import_compiler
+from workers.runner.graphs.compile_processes import CompileProcesses, processes_of
 from workers.scheduling.cost_table import CostTable
 
 if TYPE_CHECKING:
-    from workers.runner.graphs.compile_processes import CompileProcesses
+    from cluster.assembly import RankBuilder
+
+RANK_BUILDER = "cluster.assembly:RankBuilder"  # loading it imports torch, and takes seconds
 
 NAME = "aerie-rank-"  # and its number
 LOOPBACK = "127.0.0.1"
@@ -121,13 +125,8 @@ def adopt(folder: Path | None, config: AerieConfig, rank: int) -> AdoptedRank | 
 def begin_ranks(config: AerieConfig, folder: Path) -> None:
     """Fork all ranks of one engine, on this machine's first GPUs or on its CPUs. config: checked, and with its device.
     This process must have one thread, and have used no device."""
-    import_rank(config.model.device)
-    cuda = config.model.device == "cuda"
-    if cuda:
-        from workers.runner.graphs.compile_jobs import import_compiler
-        from workers.runner.graphs.compile_processes import CompileProcesses
-        from workers.runner.graphs.kernel_compilation import processes_of
-
+    load(RANK_BUILDER)
+    if config.model.uses_gpus:
         import_compiler()
     if (count := len(os.listdir("/proc/self/task"))) > 1:
         raise RuntimeError(f"this process has {count} threads and cannot be forked")
@@ -136,7 +135,7 @@ def begin_ranks(config: AerieConfig, folder: Path) -> None:
     size = config.parallel.tensor_parallel
     rendezvous = f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}"
     for rank in range(size):
-        compilers = CompileProcesses.fork(processes_of(size)) if cuda else None
+        compilers = CompileProcesses.fork(processes_of(size)) if config.model.uses_gpus else None
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(_socket_path(folder, rank)))
         listener.listen(1)
@@ -158,7 +157,7 @@ def wait_for_ranks() -> None:
 class _Rank:
     """A rank in its process: built in the main thread, which also runs it, while another thread answers its actor."""
 
-    def __init__(self, config: AerieConfig, rank: int, rendezvous: str, compilers: "CompileProcesses | None") -> None:
+    def __init__(self, config: AerieConfig, rank: int, rendezvous: str, compilers: CompileProcesses | None) -> None:
         self._config = config
         self._rank = rank
         self._rendezvous = rendezvous
@@ -172,7 +171,7 @@ class _Rank:
     def run(self, listener: socket.socket) -> None:
         """All of its life."""
         set_name(f"{NAME}{self._rank}")
-        if self._config.model.device == "cpu":
+        if not self._config.model.uses_gpus:
             give_way()
         threading.Thread(target=self._attend, args=(listener,), name="actor", daemon=True).start()
         builder = self._open()
@@ -191,26 +190,26 @@ class _Rank:
                 channel = open_channel(transport, name, self._rank, epoch)
                 _answer(self._connection, channel.endpoint)
             else:
-                idle_work = idle_work_of(self._config.model.device)
+                idle_work = idle_work_of(self._config.model.uses_gpus)
                 outcome = _outcome(functools.partial(run_worker_loop, executor, channel, idle_work=idle_work))
                 _answer(self._connection, outcome)
 
-    def _open(self) -> RankBuilder:
+    def _open(self) -> "RankBuilder":
         """Ends the process where it cannot: the actor tries for itself, in a process of its own."""
         use_logs(self._config.log_format, f"rank {self._rank}")
-        if self._config.model.device == "cuda":
+        if self._config.model.uses_gpus:
             set_visible_devices(_device_of(self._rank, visible_devices()))
         pin_network_interface(LOOPBACK_INTERFACE)
         try:
-            builder = RankBuilder(self._config, self._rank, self._compilers)
+            builder: RankBuilder = load(RANK_BUILDER)(self._config, self._rank, self._compilers)
             self._facts = RankFacts(os.getpid(), builder.device_name, visible_devices())
         finally:
             self._opened.set()
         self._log.done("device opened")
         return builder
 
-    def _build(self, builder: RankBuilder) -> StepExecutor:
-        if self._config.model.device == "cpu":
+    def _build(self, builder: "RankBuilder") -> StepExecutor:
+        if not self._config.model.uses_gpus:
             # what steps cost is not measured while Ray and Serve start on the same cores
             self._requests.put(self._requests.get())
         gc.freeze()

@@ -9,10 +9,11 @@ import os
 import socket
 import struct
 import time
+from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.assembly import RankBuilder, import_rank
+from attention.lazy_import import load
 from cluster.config import (
     AerieConfig,
     pin_network_interface,
@@ -24,13 +25,16 @@ from cluster.config import (
 from cluster.linux import give_way
 from cluster.logs import use_logs
 from cluster.replica.placement import RankPlace
-from cluster.replica.rank_process import AdoptedRank, RankFacts, adopt
+from cluster.replica.rank_process import RANK_BUILDER, AdoptedRank, RankFacts, adopt
 from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
 from cluster.start_log import StartLog
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
 from workers.engine_layout import EngineLayout
 from workers.scheduling.cost_table import CostTable
+
+if TYPE_CHECKING:
+    from cluster.assembly import RankBuilder
 
 
 class Worker:
@@ -52,12 +56,13 @@ class Worker:
     @staticmethod
     def preload(config: AerieConfig) -> None:
         """Import what `rank_builder` and the rank that it builds import, without touching a device."""
-        import_rank(config.model.device)
+        load(RANK_BUILDER)
 
     @staticmethod
-    def rank_builder(config: AerieConfig, rank: int) -> RankBuilder:
+    def rank_builder(config: AerieConfig, rank: int) -> "RankBuilder":
         """What this worker is made from; imports torch."""
-        return RankBuilder(config, rank)
+        builder: RankBuilder = load(RANK_BUILDER)(config, rank)
+        return builder
 
     def take_rank(self, rank: int, devices: str | None) -> None:
         """Turn a spare into a rank. devices: the GPUs that the rank before it saw."""
@@ -112,7 +117,7 @@ class Worker:
         """Execute plans until a `Stop` comes or the coordinator is lost; returns which."""
         if self._adopted is not None:
             return self._adopted.run()
-        return run_worker_loop(self._executor, self._channel, idle_work=idle_work_of(self._config.model.device))
+        return run_worker_loop(self._executor, self._channel, idle_work=idle_work_of(self._config.model.uses_gpus))
 
     def _become(self, rank: int, may_be_ahead: bool = False) -> None:
         self._rank = rank
@@ -122,7 +127,7 @@ class Worker:
             if self._adopted is not None:
                 self._log.done("took the rank begun ahead")
         if self._adopted is None:
-            if self._config.model.device == "cpu":
+            if not self._config.model.uses_gpus:
                 give_way()
             self._builder = self.rank_builder(self._config, rank)
             self._log.done("device opened")

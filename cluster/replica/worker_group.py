@@ -61,7 +61,7 @@ class WorkerGroupPlan:
             ray.remote(self.worker)
             .options(
                 num_cpus=WORKER_CPUS if is_rank else 0,
-                num_gpus=1 if is_rank and config.model.device == "cuda" else 0,
+                num_gpus=1 if is_rank and config.model.uses_gpus else 0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
             )

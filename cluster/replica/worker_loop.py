@@ -26,10 +26,10 @@ def open_channel(transport: Transport, name: str, rank: int, epoch: int) -> Rank
     return RankChannel(zmq.Context(), transport, rank, epoch, f"{name}-{epoch}-{rank}")
 
 
-def idle_work_of(device: str) -> Callable[[], None] | None:
+def idle_work_of(uses_gpus: bool) -> Callable[[], None] | None:
     """What a rank does while it is idle. On a CPU steps leave holes in the heap, which no later batch of
     another size fills: after some minutes they are half of what is in use."""
-    return give_memory_back if device == "cpu" else None
+    return None if uses_gpus else give_memory_back
 
 
 def run_worker_loop(

@@ -1,8 +1,8 @@
 """An engine whose ranks have no model, for whole-path tests: the `engine_class` of an application."""
 
 import time
+from collections.abc import Callable
 
-from cluster.assembly import PhaseReport
 from cluster.config import AerieConfig
 from cluster.replica import worker_actor
 from cluster.replica.engine import Engine
@@ -10,6 +10,8 @@ from tests.support.scripted import ScriptedExecutor
 from workers.config import PLAIN, RoundShape, RoundShapes
 from workers.engine_layout import EngineLayout
 from workers.runner.executor import StepExecutor
+
+Report = Callable[[str, float], None]
 
 TREE = RoundShape(name="tree", width=4, max_new_tokens=4, draft_tokens=2)
 
@@ -38,7 +40,7 @@ class ScriptedRank:
         )
 
     def build(
-        self, rendezvous: str, report: PhaseReport, former: EngineLayout | None = None, advance: object = None
+        self, rendezvous: str, report: Report, former: EngineLayout | None = None, advance: object = None
     ) -> StepExecutor:
         assert rendezvous.startswith("tcp://")
         report("scripted", 0.0)

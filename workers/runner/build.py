@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,21 +29,20 @@ from workers.runner.costs.cost_probe import probe_costs, probe_extent
 from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.device_memory import device_memory
+from workers.runner.graphs.compile_processes import CompileProcesses
+from workers.runner.graphs.cuda_graph import GraphedDecoding
+from workers.runner.graphs.graph_keys import GraphKey, bucket_sizes, token_buckets
+from workers.runner.graphs.kernel_compilation import CompileAhead, report_compilations
+from workers.runner.graphs.recorder import CudaRecorder, Recorder
 from workers.runner.graphs.warm_up import largest_steps, run, warm_up
 from workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot_table
 from workers.runner.memory import RankMemory, StepPeaks, must_fit
 from workers.runner.model_runner import TargetRunner
 from workers.runner.worker import Worker
 from workers.sampling.sampler import Sampler
+from workers.slots.slot_table import SlotTable
 from workers.structured_output.mask_table import MaskTable
 from workers.structured_output.slot_grammars import SlotGrammars
-
-if TYPE_CHECKING:
-    from workers.runner.graphs.compile_processes import CompileProcesses
-    from workers.runner.graphs.cuda_graph import GraphedDecoding
-    from workers.runner.graphs.graph_keys import GraphKey
-    from workers.runner.graphs.recorder import Recorder
-    from workers.slots.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ def build_rank(
     rank: int,
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
-    compilers: "CompileProcesses | None" = None,
+    compilers: CompileProcesses | None = None,
     advance: PhaseAdvance = lambda phase, done, total, unit: None,
 ) -> BuiltRank:
     """One rank, ready for plans. address: where the ranks meet ("tcp://host:port"). report: hears each phase and its
@@ -101,10 +99,8 @@ def build_rank(
     with memory.counting_weights(), must_fit("the draft", "raise parallel.tensor_parallel"):
         strategy = engine.speculation.strategy(parts, others, phases.done)
     eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars, pools=parts.pools)
-    graphed, first = None, frozenset["GraphKey"]()
+    graphed, first = None, frozenset[GraphKey]()
     if rounds_are_graphs(worker, here, needs_cpu_seq_lens(backends, others), rank):
-        from workers.runner.graphs.recorder import CudaRecorder
-
         with_chunks = not deterministic and chunks_on_device(backends, others)
         graphed = graphed_strategy(strategy, parts.slots, parts.layout, CudaRecorder(), with_chunks)
         first = first_graphs(graphed, parts.layout, worker.cache.page_size, device)
@@ -137,8 +133,6 @@ def build_rank(
         built.costs = probe_costs(graphed or strategy, parts.slots, group, parts.layout, worker.cache.page_size, tokens)
         phases.done("costs measured")
     if graphed is not None:
-        from workers.runner.graphs.kernel_compilation import report_compilations
-
         report_compilations(True)
     return BuiltRank(built, layout)
 
@@ -235,20 +229,17 @@ def _backends_of_target(
 
 
 def graphed_strategy(
-    strategy: CuttableStrategy, slots: "SlotTable", layout: EngineLayout, recorder: "Recorder", with_chunks: bool = True
-) -> "GraphedDecoding":
+    strategy: CuttableStrategy, slots: SlotTable, layout: EngineLayout, recorder: Recorder, with_chunks: bool = True
+) -> GraphedDecoding:
     """The strategy with graphs, none of them captured yet. with_chunks: of steps with prompt tokens too."""
-    from workers.runner.graphs.cuda_graph import GraphedDecoding
-    from workers.runner.graphs.graph_keys import bucket_sizes, token_buckets
-
     buckets = bucket_sizes(layout.scheduler.num_slots)
     tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
     return GraphedDecoding(strategy, slots, buckets, layout.max_position, recorder, tokens, layout.keeps_latent_rows)
 
 
 def first_graphs(
-    graphed: "GraphedDecoding", layout: EngineLayout, page_size: int, device: torch.device
-) -> frozenset["GraphKey"]:
+    graphed: GraphedDecoding, layout: EngineLayout, page_size: int, device: torch.device
+) -> frozenset[GraphKey]:
     """What a start waits for: see `GraphKeys.first`. The steps whose costs are measured do not hang on the number of
     pages."""
     extent = probe_extent(layout.with_pages(0), page_size, graphed.wanted_token_buckets, device)
@@ -256,11 +247,9 @@ def first_graphs(
 
 
 def _compile_ahead(
-    graphed: "GraphedDecoding", first: frozenset["GraphKey"], group: TPGroup, compilers: "CompileProcesses | None"
+    graphed: GraphedDecoding, first: frozenset[GraphKey], group: TPGroup, compilers: CompileProcesses | None
 ) -> str:
     """Compile kernels on all cores before steps would compile them one after the other; how many."""
-    from workers.runner.graphs.kernel_compilation import CompileAhead, report_compilations
-
     report_compilations(False)  # of an engine before this one
     ahead = CompileAhead(processes=compilers)
     try:

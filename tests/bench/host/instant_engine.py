@@ -1,13 +1,17 @@
 """An engine whose model takes no time: the `engine_class` of `tests.bench.host.instant_server`'s application."""
 
-from cluster.assembly import Layout, PhaseReport
+from collections.abc import Callable
+
 from cluster.config import AerieConfig
 from cluster.replica import worker_actor
 from cluster.replica.engine import Engine
 from tests.bench.host.coordinator import TREE
 from tests.bench.host.instant_server import PacedExecutor
 from workers.config import PLAIN, RoundShapes
+from workers.engine_layout import EngineLayout
 from workers.runner.executor import StepExecutor
+
+Report = Callable[[str, float], None]
 
 
 class InstantRank:
@@ -18,20 +22,22 @@ class InstantRank:
     def __init__(self, config: AerieConfig, rank: int) -> None:
         self._config = config
 
-    def layout(self) -> Layout:
+    def layout(self) -> EngineLayout:
         cache = self._config.cache
         assert cache.num_pages is not None
         length = self._config.model.max_model_len or 2048
-        return Layout(
-            RoundShapes((PLAIN, TREE), default=1),
-            cache.num_pages,
-            length,
-            lookahead=1,
+        return EngineLayout(
+            shapes=RoundShapes((PLAIN, TREE), default=1),
             scheduler=self._config.scheduler.resolved("cpu"),
+            cache=cache,
+            max_model_len=length,
+            max_position=length,
+            lookahead=1,
+            known_pages=cache.num_pages,
         )
 
     def build(
-        self, rendezvous: str, report: PhaseReport, former: Layout | None = None, advance: object = None
+        self, rendezvous: str, report: Report, former: EngineLayout | None = None, advance: object = None
     ) -> StepExecutor:
         return PacedExecutor(self._config.scheduler.num_slots)
 

@@ -32,5 +32,7 @@ def test_costs_are_one_line_with_the_target_and_where_it_is_from() -> None:
 
 def test_layouts_need_no_torch() -> None:
     """They travel to the coordinator, which would wait seconds for it."""
-    code = "import sys, cluster.assembly, workers.scheduling.scheduler; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, cluster.replica.worker_actor, cluster.replica.coordinator_actor; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

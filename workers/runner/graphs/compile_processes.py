@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 
 from workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job, import_compiler
 
+MAX_AT_ONCE = 16  # a kernel takes a core for about a second; an engine has about a hundred
 _NICENESS = 10  # there is a process per core; the few that start everything else go first
 _SERVER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve(sys.argv[2])"
 
@@ -87,6 +88,11 @@ def serve(numbers: str) -> None:
     """Main function of the Python that `CompileProcesses.begin` starts. numbers: descriptors of its ends, as JSON."""
     import_compiler()
     _serve([socket.socket(fileno=number) for number in json.loads(numbers)])
+
+
+def processes_of(num_ranks: int) -> int:
+    """The number of compile processes of each of so many ranks."""
+    return max(1, min(MAX_AT_ONCE, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 def _serve(ends: Sequence[socket.socket]) -> None:

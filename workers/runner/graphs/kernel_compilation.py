@@ -16,11 +16,10 @@ from typing import Any, Protocol
 
 from attention.backend import NewUnderCaptureError
 from workers.runner.graphs.compile_jobs import KernelJob, is_cached, job_of
-from workers.runner.graphs.compile_processes import CompileProcesses
+from workers.runner.graphs.compile_processes import MAX_AT_ONCE, CompileProcesses, processes_of
 
 logger = logging.getLogger(__name__)
 
-MAX_AT_ONCE = 16  # a kernel takes a core for about a second; an engine has about a hundred
 BUSY_S = 0.01  # until what another process compiles is asked for again
 _THREADS = "compile"  # how the names of those begin that compile ahead
 LIMIT_S = 240.0  # for all kernels that are waited for; those that take longer are compiled where they are launched
@@ -135,11 +134,6 @@ class CompileAhead:
 def compile_processes(num_ranks: int) -> CompileProcesses:
     """Begin one rank's share of this node's. num_ranks: of the node, as far as is known."""
     return CompileProcesses.begin(processes_of(num_ranks))
-
-
-def processes_of(num_ranks: int) -> int:
-    """How many each of so many ranks has."""
-    return max(1, min(MAX_AT_ONCE, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 class _NothingNew:
