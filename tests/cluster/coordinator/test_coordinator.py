@@ -288,3 +288,17 @@ def test_with_costs_the_next_plan_is_held_while_a_step_runs(make_bed, with_costs
         time.sleep(0.005)
     assert seen.count(num_pending) > 40
     assert bed.ingress.read_end("q").finish == "length"
+
+
+def test_a_wall_clock_that_jumps_by_an_hour_changes_nothing(make_bed, monkeypatch):
+    bed = make_bed(delay_s=0.002)
+    bed.attach()
+    wanted = scripted_output(5, bed.generate("q", max_tokens=250))
+    until(lambda: bed.coordinator.stats().num_running == 1)
+    now = time.time
+    for jump_s in (3600.0, -3600.0):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: now() + jump_s)
+        time.sleep(0.2)
+        assert bed.coordinator.health().status == "ready"
+    bed.ingress.read_end("q")
+    assert bed.ingress.tokens("q") == wanted and bed.lost == bed.deaths == []
