@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from cluster.coordinator.publisher import Stream, TokenPublisher
-from cluster.coordinator.queue_speed import QueueSpeed
 from cluster.coordinator.state_publisher import StatePublisher
 from cluster.transport.channel import Context, Inbox, IngressLink
 from cluster.transport.encoding import BadMessageError, decode
@@ -19,7 +18,6 @@ from cluster.transport.sockets import Transport
 from workers.scheduling.plan import unpack_i32
 from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestOutput
 from workers.scheduling.scheduler import Scheduler
-from workers.scheduling.waiting_queue import QueueLoad
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,6 @@ class RequestStreams:
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
         self._fault = fault
-        self._speed = QueueSpeed(clock)
         self._scheduler = scheduler
         self._reactor = reactor
         self._streams: dict[str, Stream] = {}
@@ -86,7 +83,6 @@ class RequestStreams:
                 self._publisher.put(stream, output)
                 if output.finish_reason is not None:
                     del self._streams[request.request_id]
-                    self._speed.ended(len(request.prompt), len(request.output), self._scheduler.num_waiting > 0)
                     self._send_summary(stream, request, output.finish_reason, output.error)
             except Exception as error:  # a bug that one request meets must not end all others
                 logger.exception("request %s failed while its tokens were sent", request.request_id)
@@ -170,7 +166,7 @@ class RequestStreams:
         """Queue a request, or say why not. Nothing that one request holds may end the loop."""
         if self.is_draining:
             return Refusal("leaving" if self.is_leaving else "not_ready", "the engine is draining")
-        wait_s = None if message.resumed else self._speed.wait_s(self._waiting)
+        wait_s = None if message.resumed else self._scheduler.admission.wait_s()
         if wait_s is not None and wait_s > self._queue_timeout_s:
             return self._queue_full(
                 f"what waits takes {wait_s:.0f} s, more than engine.queue_timeout_s={self._queue_timeout_s:g}"
@@ -216,14 +212,10 @@ class RequestStreams:
 
     def slot_wait_s(self) -> float:
         """Until what waits has been worked off, as far as it is known."""
-        return (self._speed.wait_s(self._waiting) or 0.0) if self._scheduler.num_waiting else 0.0
-
-    @property
-    def _waiting(self) -> QueueLoad:
-        return self._scheduler.queues.waiting.load
+        return (self._scheduler.admission.wait_s() or 0.0) if self._scheduler.num_waiting else 0.0
 
     def _queue_full(self, message: str) -> Refusal:
-        return Refusal("queue_full", message, self._speed.retry_after_s(self._waiting))
+        return Refusal("queue_full", message, self._scheduler.admission.retry_after_s())
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
         """End a request in whatever state; an unknown one has ended already."""

@@ -14,6 +14,7 @@ from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.engine_layout import EngineLayout
+from workers.scheduling.admission import Admission
 from workers.scheduling.capture_pacing import CapturePacing
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.grammar_queue import GrammarQueue
@@ -22,10 +23,8 @@ from workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.prefill import PrefillPlanner
 from workers.scheduling.request import (
     FinishReason,
-    QueueFullError,
     Request,
     RequestOutput,
-    RequestTooLargeError,
     UnfinishedError,
 )
 from workers.scheduling.request_queues import RequestQueues
@@ -69,7 +68,6 @@ class Scheduler:
         that rounds verify and draft. graph_capture: how often the ranks capture while requests run."""
         self._config = config
         self.cache = cache
-        self._max_model_len = max_model_len
         self._clock = clock
         self._shapes = shapes
         self._choose_shape = choose_shape
@@ -81,7 +79,8 @@ class Scheduler:
         self._grammars = GrammarQueue()
         self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars)
         self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
-        self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, clock)
+        self.admission = Admission(config, max_model_len, self.queues, shapes)
+        self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
         self.epoch = epoch
         self._in_flight: deque[InFlightStep] = deque()
@@ -107,8 +106,11 @@ class Scheduler:
         """What steps cost on the ranks that will execute the next plans; told anew with every worker group."""
         self.step_time = self._results.step_time = StepTime(costs, self._config.num_slots)
         self.captures.row_ms = self.step_time.row_ms()
-        self._prefill.budget = LatencyBudget.of(self._config, self.step_time)
+        self._use_budget(LatencyBudget.of(self._config, self.step_time))
         self.queues.set_deadlines(self._prefill.deadline_s)
+
+    def _use_budget(self, budget: LatencyBudget) -> None:
+        self._prefill.budget = self.admission.budget = budget
 
     @property
     def num_draft_tokens(self) -> int:
@@ -166,8 +168,8 @@ class Scheduler:
         Raises QueueFullError, RequestTooLargeError, or ValueError for a request that makes no sense.
         """
         if not resumed:
-            self._check_room(request)
-        self._check(request)
+            self.admission.check_room(request)
+        self.admission.check(request)
         histogram = request.acceptance_histogram
         histogram += [0] * (self._shapes.max_new_tokens - len(histogram)) if self._shapes.default else []
         self.queues.add(request, self._clock(), self._prefill.deadline_s)
@@ -293,7 +295,7 @@ class Scheduler:
         self._grammars.compiled(unpack_i32(result.grammars_ready).tolist())
         outputs = self._results.apply(in_flight_step, result, self._next_step - 1)
         if self._prefill.budget is not None and result.step % UPDATE_EVERY == UPDATE_EVERY - 1:
-            self._prefill.budget = self._prefill.budget.updated()
+            self._use_budget(self._prefill.budget.updated())
         return outputs
 
     def _mask_wait_ms(self, expected: Prediction | None) -> float:
@@ -312,42 +314,6 @@ class Scheduler:
         self.captures.in_flight = True
         self._next_step += 1
         return StepPlan(self.epoch, self._next_step - 1, b"", 0, 0, capture=True)
-
-    def _check_room(self, request: Request) -> None:
-        """Raises QueueFullError."""
-        config, load = self._config, self.queues.waiting.load
-        if config.max_waiting is not None and load.num_requests >= config.max_waiting:
-            raise QueueFullError(f"max_waiting={config.max_waiting}: {load.num_requests} wait; retry later")
-        if load.num_requests and load.bytes_with(len(request.prompt)) > config.max_waiting_bytes:
-            raise QueueFullError(
-                f"max_waiting_bytes={config.max_waiting_bytes}: {load.num_requests} requests with "
-                f"{load.prompt_tokens} prompt tokens wait; retry later"
-            )
-
-    def _check(self, request: Request) -> None:
-        """Raises if the request makes no sense or can never run."""
-        sampling = request.sampling
-        if request.request_id in self.queues:
-            raise ValueError(f"request_id={request.request_id}: a request of this id runs already; make ids unique")
-        if not request.prompt:
-            raise ValueError("prompt: has no tokens; send at least one")
-        if sampling.max_tokens <= len(request.output):
-            raise ValueError(
-                f"max_tokens={sampling.max_tokens}: must be above the {len(request.output)} output tokens that the "
-                "request brings"
-            )
-        length = len(request.prompt) + sampling.max_tokens
-        if length > self._max_model_len:
-            raise RequestTooLargeError(
-                f"prompt of {len(request.prompt)} tokens and max_tokens={sampling.max_tokens} make {length}, the limit "
-                f"is {self._max_model_len}: shorten the prompt or lower max_tokens"
-            )
-        need = self.slot_pages.pages_for(length - 1 + self._shapes.max_kv_tokens_at_end)
-        if need > self.allocator.num_pages:
-            raise RequestTooLargeError(
-                f"prompt of {len(request.prompt)} tokens and max_tokens={sampling.max_tokens} need {need} KV pages, "
-                f"the pool has {self.allocator.num_pages}: shorten the prompt, lower max_tokens or enlarge the KV cache"
-            )
 
     def _shape(self) -> int:
         """The shape that the next step's rounds verify, of whatever trees they have, and draft."""

@@ -1,5 +1,5 @@
 """What a step brought: requests get their tokens, lengths and pages are brought up to date, statistics and the choice
-of shapes learn. The part of the scheduler that comes after a step."""
+of shapes and admission learn. The part of the scheduler that comes after a step."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShapes
+from workers.scheduling.admission import Admission
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
@@ -36,6 +37,7 @@ class StepResults:
         stats: SchedulerStats,
         shape_choice: ShapeChoice,
         shapes: RoundShapes,
+        admission: Admission,
         clock: Callable[[], float],
     ) -> None:
         self._queues = queues
@@ -43,6 +45,7 @@ class StepResults:
         self._stats = stats
         self._shape_choice = shape_choice
         self._shapes = shapes
+        self._admission = admission
         self._num_drafts = np.array([shape.width - 1 for shape in shapes.shapes])
         self._clock = clock
         self.step_time: StepTime | None = None
@@ -83,6 +86,7 @@ class StepResults:
                 self._prompt_ended(sequence, now)
             if finish_code != FINISH_NONE:
                 reason = _FINISH[finish_code]
+                self._admission.ended(len(request.output))
                 self._queues.finish(sequence, reason, committed_before[index], now)
             drafted = min(num_accepted, count) if num_accepted > 0 else 0  # fewer where a stop ended the round
             outputs.append(
@@ -178,6 +182,7 @@ class StepResults:
         if step.num_rounds:
             num_tokens = int(unpack_i32(result.counts)[: step.num_rounds].sum())
             stats.count_rounds(self._shapes[step.shape].name, num_tokens, step.reason)
+            self._admission.ran(step.load, num_tokens)
             stats.expected_tokens_per_ms = self._shape_choice.expected
         num_generated = len(result.tokens) // 4
         stats.generation_tokens += num_generated

@@ -1,43 +1,16 @@
 """How the queue is bounded, what who finds it full is told, and the probe that goes a request's way."""
 
-import pytest
-
 from cluster.config import EngineConfig
-from cluster.coordinator.queue_speed import LONGEST_S, UNKNOWN_S, QueueSpeed
 from cluster.transport.encoding import encode
 from cluster.transport.messages import GenerateRequest, GenerateSummary, Probe, Refused
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
 from workers.config import SchedulerConfig
+from workers.scheduling.admission import UNKNOWN_S
+from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.plan import SamplingParams, pack_i32
-from workers.scheduling.waiting_queue import QueueLoad
 
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_speed_is_that_of_ended_tokens_while_someone_waits():
-    clock = Clock()
-    speed = QueueSpeed(clock)
-    one = QueueLoad(num_requests=1, prompt_tokens=1000, max_output_tokens=1000)
-    assert speed.wait_s(one) is None and speed.retry_after_s(one) == UNKNOWN_S
-    speed.ended(10, 1000, someone_waits=False)
-    for _ in range(11):
-        speed.ended(60, 40, someone_waits=True)
-        clock.now += 1.0
-    # 1,000 tokens after the first end, in 11 s; answers have been of 40 tokens.
-    assert speed.wait_s(QueueLoad(2, 107, 10_013)) == pytest.approx((107 + 2 * 40) * 11 / 1000)
-    assert speed.wait_s(QueueLoad(2, 107, 20)) == pytest.approx((107 + 20) * 11 / 1000), "they may have 20 at most"
-    assert speed.retry_after_s(QueueLoad(10, 10_000, 10)) == pytest.approx(1001 * 10 * 11 / 1000 / 2, rel=0.01)
-    assert speed.retry_after_s(QueueLoad(1, 1, 1)) == 1.0
-    assert speed.retry_after_s(QueueLoad(1, 10**6, 1)) == LONGEST_S
-    speed.ended(10, 10, someone_waits=False)  # the queue is empty: what it was is no measure of what it can be
-    assert speed.wait_s(one) is None
+COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),) * 2, (0,), (16,), ((5.0,),), default=1)
 
 
 def _queue(bed, request_id, max_tokens=5, resumed=False):
@@ -78,10 +51,10 @@ def test_a_burst_of_a_benchmark_is_queued_as_a_whole(make_bed):
 
 def test_retry_after_follows_the_queue(make_bed):
     bed = make_bed(max_running=1, max_waiting=30, delay_s=0.005)
-    bed.attach()
+    bed.attach(costs=COSTS)
     for i in range(25):
         _queue(bed, f"q{i}", max_tokens=20)
-    bed.ingress.read_end("q9")  # ten have ended, so the speed is known
+    bed.ingress.read_end("q9")  # ten have ended, so the usual length is known
     for i in range(25, 60):
         _queue(bed, f"q{i}", max_tokens=300)
     refusals = []
@@ -90,7 +63,7 @@ def test_retry_after_follows_the_queue(make_bed):
         if isinstance(notice, Refused):
             refusals.append(notice.refusal)
     assert refusals[0].kind == "queue_full"
-    assert 1.0 <= refusals[0].retry_after_s != UNKNOWN_S, "by the measured speed"
+    assert 1.0 <= refusals[0].retry_after_s != UNKNOWN_S, "by what steps take"
 
 
 def test_who_would_wait_or_has_waited_too_long_is_refused(make_bed):
