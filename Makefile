@@ -1,5 +1,5 @@
-# make serve | test | check | test-slow | test-faults | test-hostile | test-gpu | bench | bench-gpu | load | wheel. Needs
-# python3 (3.11 or later) and make, nothing else.
+# make serve | test | check | test-slow | test-faults | test-hostile | test-gpu | bench | bench-gpu | load | wheel | docs.
+# Needs python3 (3.11 or later) and make, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ CONFIG ?= deploy/eagle.yaml
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: serve test check test-slow test-faults test-hostile test-gpu bench bench-gpu load wheel clean
+.PHONY: serve test check test-slow test-faults test-hostile test-gpu bench bench-gpu load wheel docs clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
@@ -78,6 +78,17 @@ $(VENV)/.installed-test: $(VENV)/.installed
 wheel: $(VENV)/.installed-test
 	rm -rf build
 	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+
+# build/site: the documentation with search and an API reference. Broken links fail. Docstrings are read, not imported, so
+# that torch need not be installed.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+EXTRA_DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+$(VENV)/.installed-docs: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c '$(EXTRA_DOCS)' | tr ' ' '\n' | xargs -d '\n' $(PIP)
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

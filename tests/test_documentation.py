@@ -1,0 +1,36 @@
+"""The documentation site (`make docs`), as far as it can be checked without mkdocs: links are `test_names`' part."""
+
+import ast
+import re
+
+from tests.support.names import ROOT
+
+NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+HOOK = ast.parse((ROOT / "docs" / "outside_pages.py").read_text())
+
+
+def _outside() -> dict[str, str]:
+    """Page of the repository -> page of the site."""
+    for node in HOOK.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "OUTSIDE":
+            found: dict[str, str] = ast.literal_eval(node.value)
+            return found
+    raise AssertionError("the hook has no OUTSIDE")
+
+
+def test_navigation_lists_every_page_once() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | set(_outside().values())
+    listed = re.findall(r"([\w-]+\.md)$", NAV, re.MULTILINE)
+    assert sorted(listed) == sorted(pages)
+
+
+def test_pages_outside_exist() -> None:
+    assert not [source for source in _outside() if not (ROOT / source).is_file()]
+
+
+def test_reference_names_what_exists() -> None:
+    named = re.findall(r"^::: ([\w.]+)\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert named
+    for module, name in named:
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}, name
