@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,12 +31,10 @@ from workers.runner.backends import Backends, ModelShape
 from workers.runner.build import BuiltRank, PhaseAdvance, PhaseReport
 from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
+from workers.runner.graphs.compile_processes import CompileProcesses
 from workers.runner.layout import EngineParts, EnginePlan, NoSpeculation, PhaseDone, Speculation
 from workers.runner.layout import plan_engine as plan_of
 from workers.runner.worker import Worker
-
-if TYPE_CHECKING:
-    from workers.runner.graphs.compile_processes import CompileProcesses
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,7 @@ def build_rank(
     rank: int,
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
-    compilers: "CompileProcesses | None" = None,
+    compilers: CompileProcesses | None = None,
     advance: PhaseAdvance = lambda phase, done, total, unit: None,
 ) -> BuiltRank:
     """See `workers.runner.build.build_rank`. engine: what `plan_engine` made of `spec`."""
