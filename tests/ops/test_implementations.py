@@ -5,6 +5,7 @@ On GPUs as it is; without one, Triton's kernels run in its interpreter, in a pro
 a module of cases here: nothing else is to be written.
 """
 
+import re
 from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from attention.capability import Capability
 from attention.ops.operation import OPERATIONS, Implementation
 from tests.ops.case import TOLERANCE, Case
+from tests.support.pages import DOCS, page_code
 from tests.support.triton_interpreter import INTERPRETED
 from workers.ops.__main__ import import_operations
 
@@ -61,6 +63,23 @@ def test_an_implementation_is_its_reference(case: Case, implementation: Implemen
 def test_every_operation_has_cases() -> None:
     without = {each.name for each in OPERATIONS} - {case.operation.name for case in CASES}
     assert not without, f"no cases in tests/ops: {', '.join(sorted(without))}"
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/add-an-operation.md, and its kernel under the interpreter."""
+    page = page_code("add-an-operation.md")
+    OPERATIONS.remove(page.soft_cap)
+    x = torch.tensor([[0.0, 30.0, -1000.0]])
+    torch.testing.assert_close(page.soft_cap(x, 30.0), 30.0 * torch.tanh(x / 30.0))
+    if not INTERPRETED:
+        return
+    kernel = re.findall(r"```py\n(.*?)```", (DOCS / "add-an-operation.md").read_text(), re.DOTALL)
+    (tmp_path / "soft_cap_triton.py").write_text(*kernel)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = import_module("soft_cap_triton").soft_cap
+    for case in page.CASES:
+        arguments = case.arguments(torch.device("cpu"))
+        _compare(case, found(*arguments), page.soft_cap(*arguments))
 
 
 def test_every_table_names_functions_that_exist() -> None:

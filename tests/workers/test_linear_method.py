@@ -1,103 +1,28 @@
-"""The seam of quantised weights, by a method that only these tests know, int8 with scales by row or by block: it
-creates its parameters, cuts and loads them, fills dummies, finishes and multiplies, and no layer knows of it."""
+"""The seam of quantised weights, by the example of docs/add-a-quantisation.md: a method creates its parameters, cuts
+and loads them, fills dummies, finishes and multiplies, and no layer knows of it."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.support.pages import page_code
 from tests.support.tiny_models import make_target
 from tests.workers.test_targets import by_transformers, by_us
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
-from workers.layers.weighted import WrongTensorError, check_shape
 from workers.models.decoder import Decoder
 from workers.models.loading import load_target, read_target_config
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.quantization.quant_method import QuantMethod
 from workers.quantization.table import QUANT_METHODS
 
 CPU = torch.device("cpu")
+read_int8 = page_code("add-a-quantisation.md").read_int8
 WHOLE = 1 << 30  # columns of a block that is as long as its row
-
-
-def blocks(size: int, block: int) -> int:
-    return -(-size // block)
-
-
-class Int8(LinearMethod):
-    """weight: int8. weight_scale: float32, one for each block of rows and columns."""
-
-    kinds = ("weight", "weight_scale")
-
-    def __init__(self, shape: LinearShape, block: tuple[int, int]) -> None:
-        super().__init__(shape)
-        for part in shape.parts:
-            for name, span, size in (("rows", part.rows, block[0]), ("columns", part.columns, block[1])):
-                if size < span.total and (span.first % size or (span.end % size and span.end != span.total)):
-                    raise ValueError(f"int8: {span.size} {name} of {part.name or 'a layer'} cut a block of {size}")
-        self.block = block
-        self._dtype = torch.get_default_dtype()
-        self.weight = nn.Parameter(
-            torch.empty(shape.out_features, shape.in_features, dtype=torch.int8), requires_grad=False
-        )
-        scales = blocks(shape.out_features, block[0]), blocks(shape.in_features, block[1])
-        self.weight_scale = nn.Parameter(torch.empty(scales, dtype=torch.float32), requires_grad=False)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    def load(self, kind: str, part: Part, full: Tensor) -> None:
-        if kind == "weight":
-            if full.dtype != torch.int8:
-                raise WrongTensorError(f"is {full.dtype}, not int8")
-            self.weight.data[part.offset : part.offset + part.rows.size] = part.cut(full)
-            return
-        rows, columns = self.block
-        check_shape(full, (blocks(part.rows.total, rows), blocks(part.columns.total, columns)))
-        mine = full[
-            part.rows.first // rows : blocks(part.rows.end, rows),
-            part.columns.first // columns : blocks(part.columns.end, columns),
-        ]
-        self.weight_scale.data[part.offset // rows :][: mine.shape[0]] = mine
-
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        self.weight.data.random_(-127, 128, generator=generator)
-        self.weight_scale.data.fill_(0.02 / 127)
-
-    def finish(self, options: GEMMOptions) -> None:
-        rows, columns = (min(size, extent) for size, extent in zip(self.block, self.weight.shape, strict=True))
-        scale = self.weight_scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        self._weight = (self.weight * scale[: self.weight.shape[0], : self.weight.shape[1]]).to(self._dtype)
-
-    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        y = nn.functional.linear(x, self._weight, bias)
-        return y if out is None else out.copy_(y)
-
-
-@dataclass(frozen=True)
-class Int8Quant(QuantMethod):
-    block: tuple[int, int]
-    ignored: tuple[str, ...]
-
-    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
-        left = [name for name in names if name in self.ignored]
-        if left and len(left) < len(names):
-            raise ValueError(f"int8: of {', '.join(names)} only {', '.join(left)} are left unquantised")
-        return UnquantizedLinearMethod(shape) if left else Int8(shape, self.block)
-
-
-def read_int8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    rows, columns = quantization["block"]
-    return Int8Quant((rows, columns), tuple(quantization["ignore"]))
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import page_code
 from tests.support.tiny_models import make_target
+from tests.workers.test_targets import by_transformers, by_us
 from workers.config import ModelSource
 from workers.models.family import ModelFamily
 from workers.models.loading import read_target_config
@@ -25,3 +27,15 @@ def test_an_unknown_architecture_names_those_that_exist(tmp_path: Path) -> None:
 def test_every_row_of_the_registry_leads_to_a_family() -> None:
     for architecture in ARCHITECTURES:
         assert isinstance(family_of(architecture, "model x"), ModelFamily)
+
+
+def test_the_family_of_the_page_answers_as_transformers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/add-a-model.md."""
+    page = page_code("add-a-model.md")
+    monkeypatch.setitem(ARCHITECTURES, "MistralForCausalLM", lambda: page.FAMILY)
+    target = make_target(tmp_path / "t", architecture="Mistral", num_hidden_layers=2, sliding_window=None)
+    assert by_us(target) == by_transformers(target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
+    with pytest.raises(ValueError, match="sliding_window=64 is not supported; only null is"):
+        read_target_config(ModelSource(path=str(target)), 1)
