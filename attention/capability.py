@@ -51,6 +51,11 @@ class Capability:
         return self.type != "meta"
 
     @property
+    def runs_kernels(self) -> bool:
+        """Whether it runs our Triton kernels, which fix the order of sums that a library leaves open."""
+        return self.is_gpu
+
+    @property
     def has_streams(self) -> bool:
         """Whether kernels and copies run in streams, for which the host need not wait."""
         return self.is_gpu

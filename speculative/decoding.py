@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attention.capability import Capability
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from speculative.draft_backlog import DraftBacklog
 from speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
@@ -61,7 +62,9 @@ class SpeculativeDecoding(CuttableStrategy):
         self._drafters = {shape: Drafter(shape, self._trees, draft, slots, sampler) for shape in trees}
         columns = {shape.max_new_tokens for shape in shapes.shapes}
         self._causal = {rows: causal_mask(1, rows, slots.device) for rows in columns}
-        self._backlog = DraftBacklog(draft, slots) if shapes.eager and slots.device.type == "cpu" else None
+        self._backlog = (
+            DraftBacklog(draft, slots) if shapes.eager and Capability.of(slots.device).shares_host_memory else None
+        )
         self._every_row = draft.model.reads_last_layer  # of prompt chunks
 
     @property

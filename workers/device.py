@@ -8,11 +8,12 @@ from attention.capability import Capability
 def resolve_device(device: str, rank: int) -> torch.device:
     """ "auto" is this process's GPU if it has one, else the CPU. A worker sees one GPU; if it sees several, its rank
     chooses."""
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    num_gpus = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and not num_gpus):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not num_gpus:
         raise ValueError("device=cuda: this process sees no GPU; set device: cpu, or check CUDA_VISIBLE_DEVICES")
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cuda", rank % num_gpus)
 
 
 def make_current(device: torch.device) -> None:

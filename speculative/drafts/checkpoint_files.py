@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attention.capability import Capability
 from workers.models.weights import INDEX, CheckpointTensor, checkpoint_files, checkpoint_tensors, opened
 
 _PICKLE = "pytorch_model.bin"
@@ -25,7 +26,7 @@ def draft_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[C
         yield from checkpoint_tensors(folder, device)
         return
     for name, tensor in _unpickled(folder).items():
-        is_header = device.type == "meta" and tensor.dtype.is_floating_point
+        is_header = not Capability.of(device).has_memory and tensor.dtype.is_floating_point
         yield CheckpointTensor(name, tensor.to(device) if is_header else tensor, _PICKLE)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
+from attention.capability import Capability
 from speculative.drafts.checkpoint_files import draft_tensors
 from speculative.drafts.method import DraftMethod, DraftModel
 from speculative.drafts.vocabulary import take_target_ids
@@ -62,7 +63,7 @@ def fill_draft(
         tensors = {name: tensor for name, tensor in tensors.items() if not names.ignores(name)}
         shared = _share_with_target(model, tensors.keys(), method, source, target)
         load_weights(model, tensors.values(), names, f"draft {method.path}", elsewhere=shared)
-        if device.type != "meta":
+        if Capability.of(device).has_memory:
             check_finite(model, tensors.values, names, f"draft {method.path}", elsewhere=shared)
     return model
 

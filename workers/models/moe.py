@@ -52,7 +52,7 @@ def moe_rules(ours: str, theirs: str) -> dict[str, str]:
 def check_experts_device(device: Capability, dtype: torch.dtype, source: str) -> None:
     """Raises ValueError, naming `source`, where experts would wait for the device in every layer, which a captured step
     cannot."""
-    if not device.is_gpu:
+    if not device.captures_graphs:
         return
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from attention.capability import Capability
 from workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
 from workers.models.name_map import NameMap
 
@@ -71,7 +72,7 @@ def _read(file: Any, name: str, device: torch.device, path: Path) -> Tensor:
     dtype = _TYPES.get(header.get_dtype())
     if dtype is None:
         raise ValueError(f"{path}: {name} is of type {header.get_dtype()}, which is not supported; convert it to BF16")
-    if device.type == "meta":
+    if not Capability.of(device).has_memory:
         is_weight = dtype.is_floating_point
         return torch.empty(header.get_shape(), dtype=dtype, device=device) if is_weight else torch.tensor(header[:])
     tensor: Tensor = file.get_tensor(name)
@@ -83,7 +84,7 @@ def opened(path: Path, device: torch.device = _CPU) -> Iterator[Any]:
     """A safetensors file, its header checked against its length. device: "meta" gives arrays, since PyTorch would
     reserve memory for the whole file. Raises ValueError that names the file."""
     try:
-        file = safe_open(str(path), framework="np" if device.type == "meta" else "pt")
+        file = safe_open(str(path), framework="pt" if Capability.of(device).has_memory else "np")
     except SafetensorError as error:
         raise ValueError(f"{path}: is cut off or damaged ({error}); download it again") from None
     except (OSError, RuntimeError) as error:

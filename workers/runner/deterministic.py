@@ -27,7 +27,7 @@ def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torc
     """Whether this engine computes deterministically: it was asked to, and runs on a GPU. dtype: of the weights.
 
     Raises ValueError with the remedy where it cannot."""
-    if not worker.deterministic or not device.is_gpu:
+    if not worker.deterministic or not device.runs_kernels:
         return False
     reason = refusal(worker, target, dtype)
     if reason is not None:
