@@ -1,20 +1,17 @@
-"""How Aerie is run.
+"""How Aerie is run. The packaged configurations (eagle.yaml and others) lie here.
 
-cli       the command `aerie`
-configs   which configuration a command means, and where the paths in it start; eagle.yaml and its neighbours lie here
-model_options, model_config  a configuration made of a model's name and options; hub: models by name
+cli       the command `aerie`; each of its commands is the module or folder of its name
+serve     `aerie serve`: one server from start to end
+start     `aerie start`: a Ray node; stop: `aerie stop`
 checks    `aerie plan`: what can be checked without a cluster
-check_process  the process that runs them for `aerie serve`, and then begins the ranks
-doctor    `aerie doctor`: what is needed next on this machine
-guard     the process that signals go to in place of the server; private_arguments: keys on its command line
-launch    `aerie serve`; ray_start, ray_files: its Ray; watches, process_watch, start_watch: what it watches
-console   what `aerie serve` prints; announcement: its last line; address: where it listens
-nodes     `aerie start`; stop: `aerie stop`; server_record: what both and `aerie serve` have begun
-haproxy   the proxy in front as a server runs it; haproxy_config: what strangers may do to it, and who waits
-app       what Serve's config files name
-offline   `LLM`: an engine in your own process
+doctor    `aerie doctor`: what this machine lacks
+bench, chat  commands that talk to a server; client: its HTTP API, server_options: its address and key
 evaluate  `aerie eval-draft`
-chat, bench  the commands that talk to a server: client: its HTTP API, server_options: which one
+offline   `LLM`: an engine in your own process; offline_requests: its parameters and outputs
+app       what Serve's config files name
+config    which configuration a command uses: files, model names, options of `vllm serve`
+processes  the processes of a server, and how they end after a crash
+haproxy   HAProxy in front of the ingresses
 models    the embedded pair
-kuberay   Kubernetes
+kuberay   Kubernetes; observability: alerts and dashboard
 """

@@ -9,7 +9,7 @@ from cluster.config import parse
 from cluster.deployments import application
 from cluster.replica.placement import NodeResources
 from deploy.checks import check_devices, checked
-from deploy.configs import PACKAGED
+from deploy.config.files import PACKAGED
 
 
 def build(args: dict[str, Any]) -> Application:

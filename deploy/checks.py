@@ -16,8 +16,8 @@ from cluster.logs import print_line
 from cluster.replica.placement import NodeResources, place
 from cluster.replica.plan_report import plan_lines
 from cluster.start_log import StartLog
-from deploy.configs import PACKAGED
-from deploy.hub import with_downloads
+from deploy.config.files import PACKAGED
+from deploy.config.hub import with_downloads
 
 
 def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool = True) -> AerieConfig:
@@ -62,7 +62,7 @@ def check_and_begin(
     """`print_plan` for `aerie serve`, on this machine. gpus: of this machine; None: the nodes are not known yet.
     ranks: a folder for the sockets of an engine's ranks, which are begun as soon as the configuration is found right;
     "": none are. tell: called before the plan is printed, which takes seconds on GPUs, with what only the checkpoints
-    know (`deploy.configs.use_checked`). Raises ConfigError, if at all, before that."""
+    know (`deploy.config.files.use_checked`). Raises ConfigError, if at all, before that."""
     log = StartLog("check")
     log.done("torch imported")
     set_process_environment(parse(read_args(path), path.resolve().parent).engine.threads_per_worker)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deploy.check_process import CheckProcess
+    from deploy.serve.check_process import CheckProcess
 
 DEFAULT_CONFIG = "eagle"
 
@@ -23,13 +23,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code: 2 with one line on stderr for what the user has to change, 130
     after Ctrl-C."""
     if argv is None and "serve" in sys.argv[1:2]:
-        from deploy.private_arguments import hide_keys
+        from deploy.serve.private_arguments import hide_keys
 
         hide_keys()
     arguments = _parser().parse_args(argv)
     if argv is None and arguments.run is _serve:  # as a program, not called by another
         from cluster.start_log import process_began_s
-        from deploy.guard import run_guarded
+        from deploy.processes.guard import run_guarded
 
         began_s = process_began_s()
         return run_guarded(lambda ends: _command(arguments, lambda arguments: _serve(arguments, began_s, ends)))
@@ -79,8 +79,8 @@ def _place_fault(error: OSError) -> str:
 def _parser() -> argparse.ArgumentParser:
     from deploy.bench.command import add_command as add_bench
     from deploy.chat.command import add_command as add_chat
+    from deploy.config.model_options import add_options
     from deploy.evaluate import add_command as add_eval_draft
-    from deploy.model_options import add_options
     from speculative.training.cli import add_commands
 
     parser = argparse.ArgumentParser(prog="aerie", description="Serves large language models from a Ray cluster.")
@@ -167,8 +167,8 @@ def _serve(
     arguments: argparse.Namespace, began_s: float | None = None, ends_by_itself: Callable[[], None] = lambda: None
 ) -> int:
     """began_s: Unix time at which the command began; None: with this process. ends_by_itself: see
-    `deploy.guard.run_guarded`."""
-    from deploy.check_process import CheckProcess
+    `deploy.processes.guard.run_guarded`."""
+    from deploy.serve.check_process import CheckProcess
 
     check = CheckProcess()
     try:
@@ -182,9 +182,9 @@ def _serve_checked(
 ) -> int:
     from cluster.start_log import process_began_s
     from cluster.transport.folders import temporary_folder
-    from deploy.launch import ServeStart, serve
-    from deploy.model_config import chosen_config
-    from deploy.nodes import use_token
+    from deploy.config.model import chosen_config
+    from deploy.serve.launch import ServeStart, serve
+    from deploy.start import use_token
 
     if arguments.address:
         use_token()
@@ -202,7 +202,7 @@ def _serve_checked(
 
 
 def _start(arguments: argparse.Namespace) -> int:
-    from deploy.nodes import NodeStart, start
+    from deploy.start import NodeStart, start
 
     return start(
         NodeStart(
@@ -227,7 +227,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from cluster.transport.folders import temporary_folder
     from deploy.checks import local_nodes, print_plan
-    from deploy.model_config import chosen_config
+    from deploy.config.model import chosen_config
 
     nodes = local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
     with temporary_folder() as scratch:
@@ -241,7 +241,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> int:
-    from deploy.configs import starting_point
+    from deploy.config.files import starting_point
 
     print(starting_point(arguments.name), end="")
     return 0

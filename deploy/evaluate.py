@@ -73,7 +73,7 @@ def _evaluate_file(arguments: argparse.Namespace) -> DraftReport:
     from cluster.assembly import engine_spec
     from cluster.http.text.tokenizer import ChatTokenizer
     from deploy.checks import checked_file
-    from deploy.configs import find_config
+    from deploy.config.files import find_config
     from workers.scheduling.plan import SamplingParams
 
     path = find_config(arguments.config)

@@ -18,10 +18,11 @@ from cluster.assembly import engine_spec
 from cluster.config import ConfigError, read_args
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.text.user_text import ChatText
-from deploy import vllm_options
 from deploy.checks import checked
-from deploy.configs import find_config
-from deploy.model_config import model_args, names_model, use_options
+from deploy.config import vllm_options
+from deploy.config.files import find_config
+from deploy.config.model import model_args, names_model, use_options
+from deploy.config.vllm_values import OptionError
 from deploy.offline_requests import (
     CompletionOutput,
     Logprob,
@@ -184,7 +185,7 @@ def _with(args: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """`args` with the keys that keyword arguments become. Raises ConfigError."""
     try:
         keys, _ = vllm_options.changes(options, python=True)
-    except vllm_options.OptionError as error:
+    except OptionError as error:
         raise ConfigError(str(error)) from None
     if server := [key for key in keys if key.startswith("ingress.")]:
         raise ConfigError(f"{server[0]}: is a server's; LLM has none")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.transport import folders
-from deploy.server_record import Record, clear, is_living, processes, records
+from deploy.processes.server_record import Record, clear, is_living, processes, records
 
 _POLL_S = 0.1
 _GUARD_LIMIT_S = 15.0  # for it to clear up after its server

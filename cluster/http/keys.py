@@ -1,5 +1,5 @@
 """API keys, of which the server keeps SHA-256 digests alone: Ray Serve writes a deployment's arguments into its logs,
-and hands them to every process. Used by `cluster.http.config`, `cluster.http.middleware` and `deploy.configs`.
+and hands them to every process. Used by `cluster.http.config`, `cluster.http.middleware` and `deploy.config.files`.
 """
 
 import hashlib

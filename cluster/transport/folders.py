@@ -1,6 +1,7 @@
-"""Private folders of processes, for sockets and files of a server, and what killed ones have left. Made by
-`cluster.transport.keys`, `cluster.replica.engine`, `deploy.launch` and `deploy.cli`, which remove their own; the next
-server's start removes those that nobody could."""
+"""Private folders of processes, for sockets and files of a server, and what killed ones have left.
+
+`cluster.transport.keys`, `cluster.replica.engine`, `deploy.serve.launch` and `deploy.cli` make them and remove their
+own. The next server's start removes those of killed processes."""
 
 import contextlib
 import json

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import yaml
 
-from deploy.configs import located
+from deploy.config.files import located
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ GROUPS = (
     ("ray::ServeReplica:aerie:Engine", "engine"),
     ("ray::EagleCoordinator", "coordinator"),
     ("ray::Worker", "worker"),
-    ("deploy.check_process", "rank, check"),
+    ("deploy.serve.check_process", "rank, check"),
     ("haproxy.cfg", "proxy"),
     ("ray::HAProxyManager", "proxy's manager"),
     ("ray::ProxyActor", "Python proxy"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deploy.configs import find_config, located
+from deploy.config.files import find_config, located
 from tests.bench import deepseek_rank
 from tests.bench.round import MODELS, SHAPES, write_checkpoints
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError
-from deploy.address import Address, checked_address
 from deploy.cli import main
+from deploy.serve.address import Address, checked_address
 
 IPV6 = Path("/proc/net/if_inet6")
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from cluster.config import ConfigError
-from deploy.check_process import CheckProcess, Task
-from deploy.configs import located
+from deploy.config.files import located
+from deploy.serve.check_process import CheckProcess, Task
 
 ROOT = Path(__file__).resolve().parents[2]
 

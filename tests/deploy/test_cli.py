@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from deploy.cli import main
-from deploy.configs import located, packaged_names, starting_point
+from deploy.config.files import located, packaged_names, starting_point
 from tests.support.prompts import MODELS
 from workers.distributed.ports import free_port
 
@@ -43,9 +43,9 @@ def test_what_a_killed_command_leaves_says_whose_it_is(
         return 0
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("deploy.model_config.chosen_config", look)
+    monkeypatch.setattr("deploy.config.model.chosen_config", look)
     monkeypatch.setattr("deploy.checks.print_plan", lambda *_: 0)
-    monkeypatch.setattr("deploy.launch.serve", lambda *_, **__: 0)
+    monkeypatch.setattr("deploy.serve.launch.serve", lambda *_, **__: 0)
     assert main([command, "eagle"]) == 0
     (folder,) = seen
     assert folder.name.startswith("aerie-") and not folder.exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cluster.http.metrics import declared_metrics, prometheus_text
 from cluster.transport.messages import EngineStats
-from deploy.vllm_options import OPTIONS
+from deploy.config.vllm_options import OPTIONS
 from workers.scheduling.stats import SchedulerStats
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from-vllm.md").read_text()

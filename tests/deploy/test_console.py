@@ -11,14 +11,14 @@ from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispa
 
 from cluster.logs import MARK
 from cluster.start_log import READY, Progress, StartLog, Step, read_line
-from deploy.console import Console, log_path, show_ray_lines
+from deploy.serve.console import Console, log_path, show_ray_lines
 
 # Prints as `aerie serve` does: steps of three processes, Ray's lines, and what a child and C code write to fd 1 and 2.
 PROGRAM = """
 import os, subprocess, sys, time
 from pathlib import Path
 from cluster.start_log import StartLog
-from deploy.console import Console
+from deploy.serve.console import Console
 
 began_s = time.time() - 2.0
 with Console(began_s, Path(sys.argv[1])) as console:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy import haproxy, watches
-from deploy.haproxy import start_arguments, write_script
-from deploy.haproxy_config import RETRY_AFTER_S, rewritten, write_error_files
-from deploy.watches import HaproxyWatch
+from deploy.haproxy import process as haproxy
+from deploy.haproxy.config import RETRY_AFTER_S, rewritten, write_error_files
+from deploy.haproxy.process import start_arguments, write_script
+from deploy.serve import watches
+from deploy.serve.watches import HaproxyWatch
 
 ROUTES = """defaults
     mode http

@@ -20,11 +20,12 @@ import psutil
 import pytest
 
 from cluster.http.config import EdgeConfig
-from deploy import haproxy, haproxy_config
-from deploy.haproxy import NUM_PORTS, write_script
-from deploy.haproxy_config import rewritten, write_error_files
-from deploy.launch import HAPROXY_ENVIRONMENT, silence_limit_s
-from deploy.nodes import node_environment
+from deploy.haproxy import config as haproxy_config
+from deploy.haproxy import process as haproxy
+from deploy.haproxy.config import rewritten, write_error_files
+from deploy.haproxy.process import NUM_PORTS, write_script
+from deploy.serve.environment import HAPROXY_ENVIRONMENT, silence_limit_s
+from deploy.start import node_environment
 from tests.e2e.serving import free_port
 from tests.support.wheel import ROOT
 from workers.distributed.ports import free_ports

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from cluster.config import ConfigError
-from deploy import hub as hub_module
-from deploy.configs import located, starting_point
-from deploy.hub import is_hub_name, missing_files, model_folder, with_downloads
+from deploy.config import hub as hub_module
+from deploy.config.files import located, starting_point
+from deploy.config.hub import is_hub_name, missing_files, model_folder, with_downloads
 from tests.support.fake_hub import COMMIT, REVISION, FakeHub, checkpoint, running_hub
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import yaml
 
 from cluster.config import parse
 from cluster.replica.placement import NodeResources, place
-from deploy.launch import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
+from deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFEST = DEPLOY / "kuberay" / "rayservice.yaml"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy import model_config
 from deploy.cli import main
+from deploy.config import model as model_config
 
 MODELS = Path(__file__).resolve().parents[2] / "deploy" / "models"
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")

@@ -13,7 +13,7 @@ import yaml
 
 from cluster.config import ConfigError
 from deploy.cli import main
-from deploy.nodes import NODE_ENVIRONMENT, NodeStart, address_of, ensure_token, node_environment, ray_command
+from deploy.start import NODE_ENVIRONMENT, NodeStart, address_of, ensure_token, node_environment, ray_command
 from tests.support.wheel import ROOT
 
 
@@ -108,7 +108,7 @@ def test_serve_without_an_address_starts_ray_though_the_host_is_a_node_of_a_clus
     """With no address at all, Ray 2.60 joins the cluster of the last `ray start` and refuses the other arguments."""
     import ray
 
-    from deploy.ray_start import start_ray
+    from deploy.serve.ray_start import start_ray
 
     asked: list[str | None] = []
     monkeypatch.setattr(ray, "init", lambda address=None, **others: asked.append(address))
@@ -121,7 +121,7 @@ def test_serve_without_an_address_starts_ray_though_the_host_is_a_node_of_a_clus
 def test_where_there_are_cores_processes_begin_before_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from deploy.ray_start import SERVING_MODULES, start_ray
+    from deploy.serve.ray_start import SERVING_MODULES, start_ray
 
     monkeypatch.setattr(ray, "init", lambda *_, **others: None)
     monkeypatch.setattr(os, "environ", {"PYTHONPATH": "/some/where"})
@@ -142,7 +142,7 @@ def ray_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "ray"
     script.write_text('#!/bin/sh\necho "Next steps: ray start --address=... ; ray stop"\nexit ${STATUS:-0}\n')
     script.chmod(0o755)
-    monkeypatch.setattr("deploy.nodes._command", lambda name: str(script))
+    monkeypatch.setattr("deploy.start._command", lambda name: str(script))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

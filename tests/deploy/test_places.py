@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError
-from deploy import cli, launch
-from deploy.home import can_be_written, do_without_home
-from deploy.nodes import ensure_token
+from deploy import cli
+from deploy.serve import launch
+from deploy.serve.home import can_be_written, do_without_home
+from deploy.start import ensure_token
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = "/dev/null/home"  # cannot be made by root either
@@ -43,7 +44,7 @@ def test_a_command_that_fails_for_its_surroundings_says_so_in_one_line(
     def fail(name: str) -> str:
         raise error
 
-    monkeypatch.setattr("deploy.configs.starting_point", fail)
+    monkeypatch.setattr("deploy.config.files.starting_point", fail)
     assert cli.main(["config"]) == (130 if isinstance(error, KeyboardInterrupt) else 2)
     (said,) = capsys.readouterr().err.splitlines()
     assert re.search(line, said), said
@@ -63,7 +64,7 @@ def test_other_errors_of_the_system_keep_their_traceback(monkeypatch: pytest.Mon
     def fail(name: str) -> str:
         raise FileNotFoundError(errno.ENOENT, "No such file", "ours")
 
-    monkeypatch.setattr("deploy.configs.starting_point", fail)
+    monkeypatch.setattr("deploy.config.files.starting_point", fail)
     with pytest.raises(FileNotFoundError):
         cli.main(["config"])
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from cluster import linux
-from deploy import process_watch
-from deploy.process_watch import ProcessWatch
-from deploy.server_record import VARIABLE, Record, begin, processes
+from deploy.processes.server_record import VARIABLE, Record, begin, processes
+from deploy.serve import process_watch
+from deploy.serve.process_watch import ProcessWatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 # A parent and its child: the child's number is printed, and outlives the parent.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError
-from deploy import ray_files
-from deploy.ray_files import check_room, keep_to_owner
+from deploy.serve import ray_files
+from deploy.serve.ray_files import check_room, keep_to_owner
 
 
 def test_a_token_that_everybody_may_read_and_new_files_become_the_users_alone(tmp_path: Path) -> None:

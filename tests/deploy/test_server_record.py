@@ -13,9 +13,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy import server_record
 from deploy.cli import main
-from deploy.server_record import VARIABLE, Record, begin, clear, clear_abandoned, note, note_processes, processes, read
+from deploy.processes import server_record
+from deploy.processes.server_record import (
+    VARIABLE,
+    Record,
+    begin,
+    clear,
+    clear_abandoned,
+    note,
+    note_processes,
+    processes,
+    read,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(120)"]
@@ -107,8 +117,8 @@ def test_a_start_clears_up_after_killed_servers_and_spares_living_ones_and_nodes
 SERVER = """
 import os, signal, subprocess, sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
-from deploy.guard import run_guarded
-from deploy.server_record import note
+from deploy.processes.guard import run_guarded
+from deploy.processes.server_record import note
 
 def serve(ends_by_itself):
     session = os.path.join(sys.argv[1], f"session_{sys.argv[2]}")

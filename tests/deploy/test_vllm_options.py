@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from cluster.config import ConfigError, parse
-from deploy import vllm_options
 from deploy.cli import main
+from deploy.config import vllm_options
+from deploy.config.vllm_values import QUANTIZATION, OptionError
 
 MODELS = Path(__file__).resolve().parents[2] / "deploy" / "models"
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
@@ -98,14 +99,14 @@ def test_every_key_of_the_table_exists(option: vllm_options.Option) -> None:
     for sample in samples:
         try:
             found, _ = vllm_options.changes({option.name: sample})
-        except vllm_options.OptionError as error:
+        except OptionError as error:
             assert str(error).startswith(f"{option.flags[0]} {sample}: ")
             continue
         became.append(found)
     for keys in became:
         args: dict[str, Any] = {"model": {"path": TARGET}}
         for key, value in keys.items():
-            if key in (vllm_options.QUANTIZATION, "speculative.path", "ingress.api_keys"):
+            if key in (QUANTIZATION, "speculative.path", "ingress.api_keys"):
                 continue  # no key of the configuration, a folder, and a key of at least 8 characters
             section, _, name = key.partition(".")
             args.setdefault(section, {})[name] = True if option.nargs == 0 else value

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import yaml
 
-from deploy.configs import starting_point
+from deploy.config.files import starting_point
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
 from tests.support.wheel import ROOT
 

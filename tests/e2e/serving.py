@@ -17,7 +17,7 @@ import psutil
 from cluster.checkpoints import with_checkpoints
 from cluster.config import parse
 from cluster.transport.messages import EngineStats
-from deploy.launch import FAULT_ENVIRONMENT
+from deploy.serve.environment import FAULT_ENVIRONMENT
 from workers.distributed.ports import free_port
 
 START_LIMIT_S = 120.0

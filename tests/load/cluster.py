@@ -18,7 +18,7 @@ import psutil
 import yaml
 
 from cluster.replica.rank_process import NAME
-from deploy.configs import find_config, located
+from deploy.config.files import find_config, located
 from tests.bench.served import GROUPS
 from tests.load import gpus
 from tests.load.network import Network, address, namespace

@@ -58,11 +58,12 @@ def build(args: dict[str, Any]) -> object:
 
 
 def main() -> None:
-    from deploy import launch
-    from deploy.console import Console, show_ray_lines
-    from deploy.haproxy import ENDING
-    from deploy.ray_start import start_ray
-    from deploy.start_watch import StartWatch
+    from deploy.haproxy.process import ENDING
+    from deploy.serve.console import Console, show_ray_lines
+    from deploy.serve.drain import run_until_signal
+    from deploy.serve.environment import silence_limit_s, use_haproxy
+    from deploy.serve.ray_start import start_ray
+    from deploy.serve.start_watch import StartWatch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
@@ -70,10 +71,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with Console(time.time(), None) as console, temporary_folder() as folder:
         if not arguments.no_haproxy:
-            launch._use_haproxy(folder, console.say)
+            use_haproxy(folder, silence_limit_s(3600), console.say)
         start_ray(150)
         show_ray_lines(console)
-        launch._run(arguments.config, folder, DRAIN_TIMEOUT_S, [], StartWatch(), folder / ENDING, console)
+        run_until_signal(arguments.config, folder, DRAIN_TIMEOUT_S, [], StartWatch(), folder / ENDING, console)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tests.bench.served_model import add_options, label, server_config
 LIMIT_S = 60.0
 GRAPHS_LIMIT_S = 120.0  # for what is captured after readiness
 RESTART_LIMIT_S = 120.0
-# `deploy.console.Console`: when, in which process, what, how long.
+# `deploy.serve.console.Console`: when, in which process, what, how long.
 _STEP = re.compile(r"^ *(\d+\.\d) s  (\S.*?) {2,}(\S.*?) +(\d+\.\d) s$")
 _RANK = re.compile(r"(?:^|\) )0 +\S+ +(\d+)  ")  # `cluster.replica.plan_report.rank_lines`
 # A part of the console's line -> what Ray and Serve are done with.

@@ -9,8 +9,8 @@ import yaml
 from cluster.config import ConfigError, parse
 from cluster.http.config import EdgeConfig
 from cluster.http.keys import digest, is_known
-from deploy.configs import located, starting_point
-from deploy.private_arguments import with_digests
+from deploy.config.files import located, starting_point
+from deploy.serve.private_arguments import with_digests
 
 KEY = "sk-a-secret-of-ours"
 DIGEST = f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"

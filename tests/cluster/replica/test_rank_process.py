@@ -15,8 +15,8 @@ from cluster.config import AerieConfig, parse, read_args
 from cluster.replica import rank_process
 from cluster.replica.rank_process import RankLostError, adopt
 from deploy import checks
-from deploy.check_process import CheckProcess, Task
-from deploy.configs import PACKAGED, find_config
+from deploy.config.files import PACKAGED, find_config
+from deploy.serve.check_process import CheckProcess, Task
 
 LIMIT_S = 120.0  # for what takes seconds
 

@@ -14,7 +14,7 @@ from cluster.replica import refusals
 from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.supervisor import GaveUpError, Supervisor
 from cluster.replica.worker_group import WorkerGroup
-from deploy.start_watch import StartWatch, failure
+from deploy.serve.start_watch import StartWatch, failure
 from tests.support.prompts import MODELS
 from workers.memory_use import DeviceMemoryError
 

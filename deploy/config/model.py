@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from cluster.config import ConfigError
-from deploy import vllm_options
-from deploy.configs import find_config, key_digest, packaged_names
-from deploy.hub import model_folder
+from deploy.config import vllm_options
+from deploy.config.files import find_config, key_digest, packaged_names
+from deploy.config.hub import model_folder
+from deploy.config.vllm_values import QUANTIZATION, Changes, OptionError
 
 
 def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
@@ -61,11 +62,11 @@ def model_args(given: str, draft: str | None, revision: str | None) -> dict[str,
     return use_options(args, {"speculative.path": draft} if draft else {})
 
 
-def use_options(args: dict[str, Any], keys: vllm_options.Changes) -> dict[str, Any]:
+def use_options(args: dict[str, Any], keys: Changes) -> dict[str, Any]:
     """`args` with keys set that options became. Raises ConfigError."""
     args = copy.deepcopy(args)
     for key, value in keys.items():
-        if key == vllm_options.QUANTIZATION:
+        if key == QUANTIZATION:
             _check_quantization(value, Path(args["model"]["path"]))
         elif key == "speculative.path":
             folder = model_folder(value, None)
@@ -76,13 +77,11 @@ def use_options(args: dict[str, Any], keys: vllm_options.Changes) -> dict[str, A
     return args
 
 
-def _vllm_keys(
-    arguments: argparse.Namespace, report: Callable[[str], None] = lambda note: None
-) -> vllm_options.Changes:
+def _vllm_keys(arguments: argparse.Namespace, report: Callable[[str], None] = lambda note: None) -> Changes:
     """The keys that options of `vllm serve` become. report: hears what differs. Raises ConfigError."""
     try:
         keys, notes = vllm_options.changes(vllm_options.given(arguments))
-    except vllm_options.OptionError as error:
+    except OptionError as error:
         raise ConfigError(str(error)) from None
     for note in notes:
         report(note)

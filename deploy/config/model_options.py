@@ -1,9 +1,9 @@
-"""Options of `aerie serve MODEL` and `aerie plan MODEL`, which `deploy.model_config` reads. Imports nothing heavy."""
+"""Options of `aerie serve MODEL` and `aerie plan MODEL`, which `deploy.config.model` reads. Imports nothing heavy."""
 
 import argparse
 from pathlib import Path
 
-from deploy import vllm_options
+from deploy.config import vllm_options
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

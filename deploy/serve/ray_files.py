@@ -1,5 +1,5 @@
 """Ray's files (2.60), which it makes readable for all users of a machine: logs, sockets, and the token that lets its
-holder run code. Used before a Ray is started, by `deploy.launch` and `deploy.nodes`.
+holder run code. Used before a Ray is started, by `deploy.serve.launch` and `deploy.start`.
 """
 
 import os

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import ConfigError
-from deploy.configs import path_sections
+from deploy.config.files import path_sections
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # of a repository, what a checkpoint is made of here
 FOLDERS = "models"  # where packaged configurations keep what is to be downloaded; nobody's name on the hub

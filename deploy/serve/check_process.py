@@ -1,5 +1,7 @@
-"""The process that checks a configuration with its checkpoints while Ray starts, and then begins the ranks. Made by
-`deploy.cli` before anything is imported, so that torch is imported at once; told what to check by `deploy.launch`.
+"""The process that checks a configuration with its checkpoints while Ray starts, and then starts the ranks.
+
+`deploy.cli` makes it before anything is imported, so that it imports torch at once. `deploy.serve.launch` says later
+what to check.
 """
 
 import json
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from cluster.linux import end_with_parent
 
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from deploy.check_process import run; run()"
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from deploy.serve.check_process import run; run()"
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,9 @@ class CheckProcess:
         self._found.add_done_callback(look)
 
     def checked(self) -> dict[str, object]:
-        """What only the checkpoints know, see `deploy.configs.use_checked`, as soon as nothing is found wrong. Raises
-        ConfigError for what is."""
+        """Wait for the check; return what only the checkpoints know (see `deploy.config.files.use_checked`).
+
+        Raises ConfigError."""
         return self._found.result()
 
     def close(self) -> None:

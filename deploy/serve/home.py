@@ -1,11 +1,11 @@
 """A home folder that cannot be written: what would be stored there goes to the server's own folder. Called by
-`deploy.launch`."""
+`deploy.serve.launch`."""
 
 import os
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
-from deploy.ray_files import token_path
+from deploy.serve.ray_files import token_path
 
 _KERNELS = "TRITON_CACHE_DIR"
 

@@ -1,11 +1,11 @@
-"""Watches whether the application that `aerie serve` has deployed can start at all. Used by `deploy.launch`."""
+"""Watches whether the application that `aerie serve` has deployed can start at all. Used by `deploy.serve.launch`."""
 
 import os
 import signal
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.watches import Watch
+from deploy.serve.watches import Watch
 
 
 class StartWatch(Watch):

@@ -15,7 +15,7 @@ import yaml
 from cluster.config import ConfigError, read_args
 from cluster.http.keys import digest
 
-PACKAGED = Path(__file__).resolve().parent
+PACKAGED = Path(__file__).resolve().parents[1]
 PATH_SECTIONS = ("model", "speculative")  # sections of `args` whose `path` names a folder
 
 

@@ -1,12 +1,12 @@
-"""Ray for `aerie serve`: joins a cluster, or starts a small one of this machine. Called by `deploy.launch`."""
+"""Ray for `aerie serve`: joins a cluster, or starts a small one of this machine. Called by `deploy.serve.launch`."""
 
 import os
 import site
 from pathlib import Path
 from typing import Any
 
-from deploy import server_record
-from deploy.ray_files import keep_to_owner
+from deploy.processes import server_record
+from deploy.serve.ray_files import keep_to_owner
 
 # Of a small application: the controller, its two proxies, the task that builds the application, two ingresses, an
 # engine's replica and its coordinator. They are begun one after the other, and each imports for seconds.
@@ -60,6 +60,6 @@ def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
 
 def _let_find_us() -> None:
     """Processes that import before they know whose they are find our modules by PYTHONPATH alone."""
-    root, paths = str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")
+    root, paths = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")
     if root not in site.getsitepackages() and root not in paths.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, paths)))

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy.console import Console
-from deploy.guard import FAULT, end_descendants, tree_below
-from deploy.haproxy import LAST, PID, STAND_IN, living
-from deploy.server_record import note, sessions_of
+from deploy.haproxy.process import LAST, PID, STAND_IN, living
+from deploy.processes.guard import FAULT, end_descendants, tree_below
+from deploy.processes.server_record import note, sessions_of
+from deploy.serve.console import Console
 
 _STARTED_S = 1.0  # a HAProxy that lives for so long has got the port
 
@@ -46,8 +46,8 @@ class Watch(ABC):
 
 
 class HaproxyWatch(Watch):
-    """Puts a HAProxy with the last routes on the port when Serve's has died, until Serve has started another, which
-    takes seconds. folder: what `deploy.haproxy.write_script` was given; Serve has a folder below it for each node."""
+    """When Serve's HAProxy has died, puts one with the last routes on its port until Serve has started another, which
+    takes seconds. folder: as for `deploy.haproxy.process.write_script`; Serve has a folder below it for each node."""
 
     period_s = 0.25
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from cluster.config import ConfigError
 from cluster.linux import raise_open_files
-from deploy.console import log_path
-from deploy.haproxy import max_connections
-from deploy.launch import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
-from deploy.ray_files import keep_to_owner, token_path
-from deploy.server_record import VARIABLE, Record, begin
+from deploy.haproxy.process import max_connections
+from deploy.processes.server_record import VARIABLE, Record, begin
+from deploy.serve.console import log_path
+from deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
+from deploy.serve.ray_files import keep_to_owner, token_path
 
 _SIOCGIFADDR = 0x8915
 

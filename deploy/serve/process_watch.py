@@ -1,5 +1,5 @@
 """The processes below `aerie serve`, watched: their numbers are written down, those that are stopped are ended, and
-those that have ended are waited for. Made by `deploy.launch`.
+those that have ended are waited for. Made by `deploy.serve.launch`.
 """
 
 import contextlib
@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.guard import tree_below
-from deploy.server_record import note_processes
-from deploy.watches import Watch
+from deploy.processes.guard import tree_below
+from deploy.processes.server_record import note_processes
+from deploy.serve.watches import Watch
 
 STOPPED_LIMIT_S = 5.0
 _ZOMBIE_LIMIT_S = 10.0  # longer than whoever began a process takes to ask for its exit code

@@ -1,5 +1,6 @@
-"""What `aerie serve` and `aerie start` have begun on this machine, so that it ends and leaves no file, whatever became
-of them. Used by `deploy.guard`, `deploy.launch`, `deploy.nodes` and `deploy.stop`; needs the standard library alone.
+"""Records of what `aerie serve` and `aerie start` have started on this machine, so that it can be ended and its files
+removed whatever became of them. Used by `deploy.processes.guard`, `deploy.serve`, `deploy.start` and `deploy.stop`;
+needs the standard library only.
 
 A record is a private folder (`cluster.transport.folders`). Its path stands in the environment of every process that the
 server starts (`VARIABLE`), and the server writes the numbers and start times of its processes into it, because some
@@ -29,7 +30,7 @@ class Record:
     """kind: "server" of `aerie serve`, or "node" of `aerie start`.
 
     port: of HTTP, or of the cluster's head; 0 while it is not known.
-    guard: pid of the process that signals go to, see `deploy.guard`; 0 if there is none.
+    guard: pid of the process that signals go to, see `deploy.processes.guard`; 0 if there is none.
     stop_limit_s: for it to end after SIGTERM.
     session: Ray's folder of the processes that it started, "" where it is not known.
     beside: a private folder of it outside of the temporary folder, "" if there is none.

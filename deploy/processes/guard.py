@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cluster.linux import adopt_orphans, end_with_parent, set_name
 from cluster.transport.folders import OWNER, give_to, is_living
-from deploy.server_record import Record, begin, clear, clear_abandoned, note, read
+from deploy.processes.server_record import Record, begin, clear, clear_abandoned, note, read
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _REPEAT_S = 1.0  # what comes sooner after the first signal is the same one, sent to a group and by its members

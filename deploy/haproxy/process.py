@@ -1,11 +1,9 @@
-"""Serve's HAProxy as this server runs it: with a configuration of `deploy.haproxy_config`, and no pause in routes when
-it or Serve's actor around it is replaced. Used by `deploy.launch`; `deploy.watches` puts a stand-in on its port when it
-dies.
+"""The program that Serve starts in HAProxy's place. Used by `deploy.serve.environment`.
 
-Serve (Ray 2.60) has settings for little of this, and starts HAProxy through RAY_SERVE_HAPROXY_BINARY_PATH. What is
-named there is a script that calls `run`, which changes the configuration, takes the port over from a HAProxy that is
-left of before, and becomes HAProxy. Needs the standard library only: each change of routes starts it. On hosts of a
-cluster the command `aerie-haproxy` is named instead (`main`).
+Serve (Ray 2.60) starts what RAY_SERVE_HAPROXY_BINARY_PATH names: a script of `write_script`, or on a cluster's hosts
+the command `aerie-haproxy` (`main`). It rewrites the configuration (`deploy.haproxy.config`), takes over the port from
+a previous HAProxy, so that no route is missing meanwhile, and then becomes HAProxy. Each change of routes starts it, so
+it needs the standard library only. When HAProxy dies, `deploy.serve.watches` puts a stand-in on its port.
 """
 
 import json
@@ -17,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.haproxy_config import AMPLE, MAX_CONNECTIONS, has_routes, num_streams, rewritten, write_error_files
+from deploy.haproxy.config import AMPLE, MAX_CONNECTIONS, has_routes, num_streams, rewritten, write_error_files
 
 _FILES_EACH = 2  # of a connection: the client's and the ingress's
 _FILES_BESIDE = 64  # open files of HAProxy (2.8) for other things, and four more for each of its threads
@@ -25,8 +23,8 @@ _THREADS = 4  # Serve's default
 NUM_PORTS = 4  # for `write_script`
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
 ENDING = "aerie-ending"  # beside the script; once it is there nothing is waited for
-_ROOT = Path(__file__).resolve().parent.parent
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from deploy.haproxy import run; run(*sys.argv[2:])"
+_ROOT = Path(__file__).resolve().parents[2]
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from deploy.haproxy.process import run; run(*sys.argv[2:])"
 
 
 def max_connections() -> int:

@@ -8,8 +8,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deploy.address import Address
-from deploy.console import Console
+from deploy.serve.address import Address
+from deploy.serve.console import Console
 
 _POLL_S = 0.1
 

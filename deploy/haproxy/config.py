@@ -1,5 +1,5 @@
-"""Serve's HAProxy configuration as this server runs it: what strangers may do to it, answers that clients can act on,
-and requests that wait where no ingress can be reached. Used by `deploy.haproxy`. Needs the standard library only.
+"""Serve's HAProxy configuration as this server runs it: limits for clients, errors that clients can act on, and
+requests that wait while no ingress is reachable. Used by `deploy.haproxy.process`. Needs the standard library only.
 """
 
 import json

@@ -1,0 +1,12 @@
+"""`aerie serve`: one server, from its start to its end.
+
+launch         the start, in order
+environment    variables for Ray's, Serve's and HAProxy's processes
+drain          the end: running requests finish, new ones are refused
+check_process  checks the checkpoints while Ray starts, then starts the ranks
+ray_start      joins a Ray cluster or starts one; ray_files: its session folder and token; home: without a home folder
+address        the HTTP address; announcement: the line that says that it is ready
+console        what is printed, and what goes to the log only
+watches        HAProxy and Ray; process_watch: stopped processes; start_watch: starts that cannot succeed
+private_arguments  API keys on the command line
+"""

