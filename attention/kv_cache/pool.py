@@ -83,7 +83,7 @@ class KVPool:
         """Zero pages [n] int64 in all layers, in place."""
         for tensors in self.tensors:
             for tensor in tensors:
-                tensor.index_fill_(1, pages, 0)
+                tensor.view(torch.uint8).index_fill_(1, pages, 0)  # torch fills no FP8
 
     def move_path(self, page_table: Tensor, length: Tensor, path: Tensor) -> None:
         """Copy, in all layers and in place, what stands path[b, j] positions after length[b] to j positions after it.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import workers.runner.worker as worker
+import workers.runner.step_result as step_result
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from workers.scheduling.plan import SamplingParams, unpack_i32
@@ -16,9 +16,9 @@ GUEST = SamplingParams(12, 0.0, logprobs=7, prompt_logprobs=7, frequency_penalty
 OTHERS = SamplingParams(12, 0.0, logprobs=2, prompt_logprobs=2, frequency_penalty=0.2)
 # by what fails: the module and function that do it, and which of its arguments say for whom
 PARTS: dict[str, tuple[Any, str, Any, str]] = {
-    "log-probabilities": (worker, "_token_logprobs", lambda *given: given[3] == 7, "its log-probabilities failed"),
+    "log-probabilities": (step_result, "_token_logprobs", lambda *given: given[3] == 7, "its log-probabilities failed"),
     "scores of a prompt": (
-        worker,
+        step_result,
         "_scores_of",
         lambda chunk, *_: chunk.logprobs == 7,
         "its prompt's log-probabilities failed",

@@ -74,7 +74,7 @@ def test_a_request_whose_logits_are_nan_ends_alone(pair: Pair, shape: str, kind:
         assert outputs(run(engine, prompts, sampling, "after")) == undisturbed
         assert engine.scheduler.kv_usage == 0
         engine.scheduler.queues.check_integrity()
-        pools = engine.executor._pools  # type: ignore[attr-defined]
+        pools = engine.executor._batches._pools  # type: ignore[attr-defined]
         spoilt = engine.scheduler.slot_pages._spoilt
         for pool in pools:
             for tensor in (tensor for tensors in pool.tensors for tensor in tensors):
