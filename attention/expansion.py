@@ -6,6 +6,7 @@ Memory for that must be there before the chunks are known: a captured step has r
 chunks look at no more. The device reads how many tokens that is, and makes keys and values of those alone.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,12 +25,12 @@ _PAIRS_OF_TOKEN = 170
 
 
 @dataclass(frozen=True)
-class ExpandedChunks:
-    """One batch of chunks, to be attended layer by layer."""
+class ExpandedChunks(ABC):
+    """One batch of chunks, to be attended layer by layer. tile_lists: the backend's, by the size of a tile."""
 
     batch: PrefillBatch
     page_size: int
-    _tile_lists: dict[int, Tensor] = field(default_factory=dict)
+    tile_lists: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: PrefillBatch, page_size: int) -> "ExpandedChunks | None":
@@ -64,26 +65,19 @@ class ExpandedChunks:
         """[C] int32: where each chunk's tokens begin."""
         return self.ends[:-1]
 
+    @abstractmethod
     def attend(
-        self,
-        q: Tensor,
-        made: ExpandedKV,
-        cos: Tensor,
-        sin: Tensor,
-        index: Tensor,
-        scale: float,
-        out: Tensor,
+        self, q: Tensor, made: ExpandedKV, cos: Tensor, sin: Tensor, index: Tensor, scale: float, out: Tensor
     ) -> Tensor:
-        """See `attention.ops.attend.expanded_prefill_triton.attend_expanded`; zeros in rows that belong to no chunk."""
-        from attention.ops.attend.expanded_prefill_triton import attend_expanded, expanded_tiles
-        from attention.ops.attend.prefill_plan_triton import plan_tiles
+        """Write causal attention of one layer's rows into `out` and return it; zeros in rows that belong to no chunk.
 
-        tiles = expanded_tiles(q.itemsize)
-        if tiles.block_m not in self._tile_lists:
-            self._tile_lists[tiles.block_m] = plan_tiles(self.batch, tiles.block_m)
-        if self.batch.is_padded:
-            out.zero_()
-        return attend_expanded(q, made, cos, sin, index, self._tile_lists[tiles.block_m], tiles, scale, out)
+        q         [rows, heads, key_dim + rotated], its rotated part not rotated yet
+        made      keys and values of `tokens`
+        cos, sin  [any, rotated / 2] float32
+        index     [rows] int64, each row's line of cos and sin
+        scale     positive
+        out       [rows, heads, value_dim], written
+        """
 
 
 def pays(lists: ChunkLists) -> bool:

@@ -160,6 +160,12 @@ def build_backend(name: str, mode: Mode) -> AttentionBackend:
     return facts.build()
 
 
+def deterministic_backend(max_model_len: int) -> AttentionBackend:
+    """The triton backend whose results depend on a row's own path only (`attention.backends.triton_backend`)."""
+    backend: AttentionBackend = load("attention.backends.triton_backend:deterministic")(max_model_len)
+    return backend
+
+
 def _mode_refusal(facts: BackendFacts) -> str:
     return f"it does {', '.join(sorted(mode.value for mode in facts.modes))} only"
 

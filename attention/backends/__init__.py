@@ -2,6 +2,7 @@
 
 torch_backend        the oracle, and the backend of CPUs
 triton_backend       every mode by our kernels, or with results that depend on a row's path only
+triton_expansion     prompt chunks over keys and values computed from latent rows
 flashinfer_backend   FlashInfer's paged wrappers; `flashinfer_rounds` has its kernels of rounds with plans of ours
 trtllm_backend       FlashInfer's TensorRT-LLM decode kernels
 """

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
+from attention.backends.triton_expansion import TritonExpandedChunks
 from attention.backends.triton_kernels import FIXED_TILES, LayerShape, attend_chunks, attend_rows
 from attention.capability import Capability
 from attention.expansion import ExpandedChunks
@@ -44,6 +45,11 @@ def fixed_span(max_model_len: int) -> int:
     return max(FIXED_SPAN, 1 << (-(-2 * max_model_len // MAX_SPLITS) - 1).bit_length())
 
 
+def deterministic(max_model_len: int) -> "TritonBackend":
+    """Return a backend whose results depend on a row's own path only, for contexts of up to max_model_len tokens."""
+    return TritonBackend(fixed_span(max_model_len))
+
+
 class TritonBackend(AttentionBackend):
     """span: None, or a multiple of FIXED_TILES.block_n, of which MAX_SPLITS hold the longest context; see above."""
 
@@ -61,7 +67,7 @@ class TritonBackend(AttentionBackend):
         return _PreparedDecode(batch, self) if isinstance(batch, DecodeBatch) else _PreparedPrefill(batch)
 
     def expand(self, batch: PrefillBatch, page_size: int) -> ExpandedChunks | None:
-        return None if self.span is not None else ExpandedChunks.of(batch, page_size)
+        return None if self.span is not None else TritonExpandedChunks.of(batch, page_size)
 
     def workspace(self, tiles: DecodeTiles, head_dim: int, device: torch.device) -> DecodeWorkspace:
         """The buffers for programs of this shape. They are never freed: captured graphs hold their addresses."""

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 
 from attention.backends.torch_backend import TorchBackend  # noqa: E402
 from attention.backends.triton_backend import TritonBackend  # noqa: E402
+from attention.backends.triton_expansion import TritonExpandedChunks  # noqa: E402
 from attention.config import LATENT_PAGE_SIZE  # noqa: E402
 from attention.expansion import ExpandedChunks  # noqa: E402
 from attention.kv_cache.latent import LatentLayout  # noqa: E402
@@ -405,7 +406,7 @@ def test_a_layer_that_expands_chunks_is_the_layer(with_rounds: bool) -> None:
         pool = uniform_pool(1, 40, 4, LatentLayout(32, 16, torch.float32), DEVICE)
         pool.tensors[0][0][0] = history
         context = make_context(pool, {Mode.VERIFY: backend, Mode.PREFILL: backend}, decode, None, chunks)
-        expanded = ExpandedChunks(chunks, 4) if expands else None
+        expanded = TritonExpandedChunks(chunks, 4) if expands else None
         context = dataclasses.replace(context, expanded=expanded)
         out = with_kernels(layer, layer.qkv_a(x), angles, context)
         results.append((out[: num_rounds + sum(counts)], pool.tensors[0][0][0, 1:]))
@@ -461,7 +462,7 @@ def check_expanded(
     batch = PrefillBatch.from_lists(
         starts, counts, random_table([max(1, n) for n in lengths], 16, 600), sum(counts) + 2
     )
-    chunks = ExpandedChunks(batch, 16)
+    chunks = TritonExpandedChunks(batch, 16)
     kv = random_rows(sum(lengths), heads, key + value, dtype).contiguous()
     made = ExpandedKV(kv, random_rows(sum(lengths), 1, rotated, dtype).squeeze(1), chunks.first, key)
     q, angles = random_rows(batch.num_rows, heads, key + rotated, dtype), random_angles(batch.num_rows, rotated)

@@ -62,17 +62,18 @@ def target_choices(names: TargetAttention, shape: ModelShape, verified: Mapping[
 
 
 def target_backends(
-    names: TargetAttention, shape: ModelShape, verified: Mapping[Mode, bool], span: int | None = None
+    names: TargetAttention,
+    shape: ModelShape,
+    verified: Mapping[Mode, bool],
+    instead: AttentionBackend | None = None,
 ) -> Backends:
-    """The backends of `target_choices`. span: of `TritonBackend`, the only one that has it. Raises ValueError as
+    """The backends of `target_choices`. instead: serves all modes, of which all name its kind. Raises ValueError as
     `choose_backends` does."""
     chosen = choose_backends(target_choices(names, shape, verified))
-    if span is None:
+    if instead is None:
         return chosen
-    from attention.backends.triton_backend import TritonBackend
-
-    assert all(isinstance(backend, TritonBackend) for backend in chosen.values()), "others are refused before"
-    return dict.fromkeys(chosen, TritonBackend(span))
+    assert {backend.name for backend in chosen.values()} == {instead.name}, "others are refused before"
+    return dict.fromkeys(chosen, instead)
 
 
 def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:

@@ -10,7 +10,7 @@ import torch
 
 from attention.capability import Capability
 from attention.kv_cache.pool import KVPool
-from attention.registry import Choice, choose_backends
+from attention.registry import Choice, choose_backends, deterministic_backend
 from workers.config import WorkerConfig
 from workers.device import make_current, resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
@@ -220,12 +220,8 @@ def _backends_of_target(
     """Raises ValueError where one cannot do what it is named for."""
     kind = Capability.of(device)
     shape = ModelShape(engine.target, worker.tensor_parallel, engine.dtype, worker.cache.page_size, kind)
-    span = None
-    if deterministic:
-        from attention.backends.triton_backend import fixed_span
-
-        span = fixed_span(engine.layout.max_model_len)
-    return target_backends(worker.attention, shape, engine.speculation.verified_modes, span)
+    backend = deterministic_backend(engine.layout.max_model_len) if deterministic else None
+    return target_backends(worker.attention, shape, engine.speculation.verified_modes, backend)
 
 
 def graphed_strategy(
