@@ -111,7 +111,7 @@ def tokens_per_ms(engine: LocalEngine, prompts: Sequence[list[int]], settling: i
 def forced(engine: LocalEngine, shape: int | None) -> None:
     """From now on all rounds have this shape; None: the scheduler chooses."""
     choose: Callable[[RoundShapes], int] | None = None if shape is None else lambda shapes: shape
-    engine.scheduler._choose_shape = choose
+    engine.scheduler.rounds.choose_shape = choose
 
 
 def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tuple[dict[str, float], dict[str, int]]:

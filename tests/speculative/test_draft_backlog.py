@@ -23,7 +23,7 @@ def run(pair: Pair, max_rounds: int, monkeypatch: pytest.MonkeyPatch, shape: str
             steps += 1
             return 0 if steps % (PLAIN_STEPS + 6) < PLAIN_STEPS else shapes.default
 
-        engine.scheduler._choose_shape = choose
+        engine.scheduler.rounds.choose_shape = choose
         sampling = SamplingParams(70, 0.0, stop_token_ids=(EOS,))
         requests = engine.generate(pair.prompts[:5], sampling, 3)
         return [request.output for request in requests], list(engine.scheduler.stats.accepted_histogram)

@@ -365,7 +365,7 @@ def test_drafts_count_whether_or_not_they_are_verified():
     """Plain rounds leave the trees unverified that the steps before them drafted."""
     sim = Simulation()
     shapes = itertools.cycle([1, 1, 0])
-    sim.scheduler._choose_shape = lambda _: next(shapes)
+    sim.scheduler.rounds.choose_shape = lambda _: next(shapes)
     sim.submit([1, 2], max_tokens=40)
     sim.run()
     drafting = sum(plan.next_shape for plan in sim.plans)

@@ -1,21 +1,32 @@
 """Which requests run in a step, and on which KV pages. No torch, no transport; the clock is handed in.
 
-scheduler       decides what each step runs, and takes its result one step later
-step_results    the part that is about results
-prefill         the part that is about prompts: which chunks, and who is admitted
-shared_prefixes prompts that wait for the pages of one that is being computed
-cost_table      what steps cost, as measured
-step_time       what steps take: the table, corrected by the steps that ran
-latency_budget  how long a step may take, and so how many prompt tokens it carries
-shape_choice    the tree shape that rounds verify and draft, by load and acceptance
-shape_rates     what each shape is expected to bring and to take
-shape_probes    steps of other shapes, to learn what the running one does not tell
-survival        how many drafts of each shape are expected to be accepted
-capture_pacing  when another step is captured while the engine serves
-request_queues  who waits, who has a slot
-slot_pages      slots, their page tables, and the pages that steps in flight may write
-sequence        what is kept per request and per step in flight
-request         one request, and what it hears back
-plan            what travels to the ranks and back: `StepPlan` and `StepResult`
-stats           what an engine counts
+In the order of one step:
+
+1. A request comes.
+   admission        refuse what cannot run or finds the queue full; say how long what waits takes
+   request          one request, and what it hears back
+   waiting_queue    requests that wait for a slot, by deadline
+   grammar_queue    requests whose grammar or mask is not ready
+2. The scheduler makes a plan.
+   scheduler        puts the parts below together; takes a plan's result one step later
+   rounds           which requests decode, with which tree shape, on which pages
+   prefill          which prompt chunks run, and which requests get a slot
+   shared_prefixes  prompts that wait for the pages of one that is being computed
+   request_queues   moves between the queue and the slots
+   slot_pages       slots, their page tables, and the pages that steps in flight may write
+   capture_pacing   when another CUDA graph is captured while the engine serves
+3. Time decides how much a plan holds.
+   cost_table       milliseconds of steps, as the start measured them
+   step_time        what steps take now: the table, corrected by every step that ran
+   latency_budget   how long a step may take, and so how many prompt tokens it carries
+4. Acceptance and time decide the tree shape.
+   shape_choice     the shape that rounds verify and draft
+   shape_rates      what each shape is expected to bring and to take
+   shape_probes     steps of other shapes, to learn what the running one does not tell
+   survival         how many drafts of each shape are expected to be accepted
+5. The plan travels, and its result comes back.
+   plan             `StepPlan` and `StepResult`
+   sequence         what is kept per request and per step in flight
+   step_results     tokens, lengths and pages are brought up to date; `StepTime`, shapes and admission learn
+   stats            what an engine counts
 """

@@ -18,6 +18,7 @@ _MANY_STEPS = 8  # of prompts, which stretch a step as far as it goes
 PATIENCE = 2.0  # times what a prompt takes by itself, from its arrival to its deadline
 MAX_PATIENCE = 4.0  # times the target, which that is at most while few prompts are pending
 QUEUE_PATIENCE = 2.0  # times what the pending prompts take, which that is at most while many are
+MIN_MASK_WAIT_MS = 5.0
 _ROUNDING_MS = 1e-6
 
 
@@ -93,6 +94,12 @@ class LatencyBudget:
         most of it anyway, and a short one that passes adds little; without one, being passed is the only wait."""
         bound_ms = max(MAX_PATIENCE * self.target_ms, QUEUE_PATIENCE * self.prompt_ms(backlog_tokens))
         return min(PATIENCE * self.prompt_ms(num_tokens), bound_ms) / 1000
+
+    def mask_wait_ms(self, expected_ms: float) -> float:
+        """Milliseconds that a step of `expected_ms` may wait for masks: what it leaves of the target, within a quarter
+        and a half of it. Ranks may wait half as long again where the process that fills masks does not answer."""
+        target_ms = self.target_ms
+        return max(MIN_MASK_WAIT_MS, min(target_ms / 2, max(target_ms / 4, target_ms - expected_ms)))
 
     def step_limit_ms(self, rounds: StepRounds, backlog_tokens: int) -> float:
         """What a step with these rounds may take while `backlog_tokens` prompt tokens are pending.

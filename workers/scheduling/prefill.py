@@ -13,8 +13,10 @@ from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder, Sequence
 from workers.scheduling.shared_prefixes import SharedPrefixes
 from workers.scheduling.stats import SchedulerStats
+from workers.scheduling.step_time import Prediction
 
 MAX_PASSED = 64  # requests with uncompiled grammars that a later request may pass: each step looks through them
+MASK_WAIT_MS = 250.0  # where no costs are known
 _ORDER = attrgetter("order")
 
 
@@ -74,6 +76,10 @@ class PrefillPlanner:
             return Turn.ROUNDS
         backlog = self._admissible_tokens()
         return Turn.PROMPTS if backlog and self.budget.apart_ms(rounds, backlog) > 0.0 else Turn.BOTH
+
+    def mask_wait_ms(self, expected: Prediction | None) -> float:
+        """Milliseconds that a step may wait for its grammars' masks. expected: what the step should take."""
+        return MASK_WAIT_MS if self.budget is None or expected is None else self.budget.mask_wait_ms(expected.ms)
 
     def plan(self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds, turn: Turn = Turn.BOTH) -> StepBudget:
         """Prompt chunks beside `rounds`, or between them, of admitted and new requests while slots, pages and the

@@ -21,33 +21,28 @@ from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.latency_budget import LatencyBudget, StepRounds, Turn
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.prefill import PrefillPlanner
-from workers.scheduling.request import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    UnfinishedError,
-)
+from workers.scheduling.request import FinishReason, Request, RequestOutput, UnfinishedError
 from workers.scheduling.request_queues import RequestQueues
+from workers.scheduling.rounds import RoundPlanner
 from workers.scheduling.sequence import InFlightStep, PlanBuilder
-from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
-from workers.scheduling.slot_pages import Int64s, SlotPages, Slots
+from workers.scheduling.shape_choice import ShapeChoice
+from workers.scheduling.slot_pages import SlotPages, Slots
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_results import StepResults
-from workers.scheduling.step_time import Prediction, StepTime
+from workers.scheduling.step_time import Prediction, Step, StepTime
 
 UPDATE_EVERY = 128  # steps: how often a target that is no number follows what steps take
-MASK_WAIT_MS = 250.0  # where no costs are known
-MIN_MASK_WAIT_MS = 5.0
 
 
 class Scheduler:
     """Continuous batching with chunked prefill, any number of steps in flight.
 
-    Every running request runs a round each step; beside them go prompt tokens, as many as a latency budget holds
-    (`workers.scheduling.latency_budget`), in the order of the prompts' deadlines (`PrefillPlanner`). Where that takes
-    less time, prompts and rounds take turns (`LatencyBudget.apart_ms`). For pages arrival
-    is priority: when they run out the youngest goes back to the queue. So the oldest can always take every page, and
-    `submit` has checked that this is enough for it.
+    Every running request runs a round each step (`RoundPlanner`). Prompt tokens run beside the rounds, as many as a
+    latency budget holds (`LatencyBudget`), in the order of the prompts' deadlines (`PrefillPlanner`). Where that takes
+    less time, prompts and rounds take turns (`LatencyBudget.apart_ms`).
+
+    For pages, arrival is priority: when they run out, the youngest request goes back to the queue. So the oldest can
+    always take every page, and `submit` has checked that this is enough for it.
     """
 
     def __init__(
@@ -70,7 +65,6 @@ class Scheduler:
         self.cache = cache
         self._clock = clock
         self._shapes = shapes
-        self._choose_shape = choose_shape
         self.shape_choice = ShapeChoice(shapes, config.num_slots)
         self.allocator = PageAllocator(num_pages)
         self.prefix_cache = PrefixCache(self.allocator, cache.page_size, lookahead) if cache.prefix_cache else None
@@ -79,6 +73,7 @@ class Scheduler:
         self._grammars = GrammarQueue()
         self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars)
         self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
+        self.rounds = RoundPlanner(self.queues, shapes, self.shape_choice, choose_shape)
         self.admission = Admission(config, max_model_len, self.queues, shapes)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
@@ -149,12 +144,9 @@ class Scheduler:
 
     def prefill_tokens_per_s(self) -> float:
         """At which prompts are computed beside the rounds of now, by the costs; 0 without costs."""
-        budget = self._prefill.budget
-        if budget is None:
-            return 0.0
         slots = self.slot_pages.round_slots()
-        kv_tokens = int(self.slot_pages.committed[slots].sum())
-        return budget.tokens_per_s(StepRounds(self._shapes.largest_beside_chunks(len(slots)), len(slots), kv_tokens))
+        rounds = self.rounds.load(slots, self._shapes.largest_beside_chunks(len(slots)))
+        return self._prefill.budget.tokens_per_s(rounds) if self._prefill.budget else 0.0
 
     @property
     def kv_usage(self) -> float:
@@ -223,9 +215,9 @@ class Scheduler:
             return None if self._in_flight else self._plan_capture()
         slot_pages = self.slot_pages
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
-        shape = self._shape()
-        slots, ends = self._reserve_rounds(builder, shape)
-        rounds = StepRounds(shape, len(slots), int(slot_pages.committed[slots].sum()))
+        shape = self.rounds.shape(self.step_time)
+        slots, ends = self.rounds.reserve(builder, shape)
+        rounds = self.rounds.load(slots, shape)
         turn = self._prefill.turn(rounds, self._rounds_wait)
         budget = self._prefill.plan(builder, self._shapes[shape], rounds, turn)
         self._rounds_wait = turn is Turn.PROMPTS and bool(builder.chunks)
@@ -234,32 +226,10 @@ class Scheduler:
         if builder.preempted and len(slots):  # a chunk of an older request may have taken a younger one's slot
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]
-            rounds = StepRounds(shape, len(slots), int(slot_pages.committed[slots].sum()))
+            rounds = self.rounds.load(slots, shape)
         if len(slots) == 0 and not builder.chunks:
             return None
-        max_new_tokens = self._shapes[shape].max_new_tokens
-        by_slot = self.queues.by_slot
-        sequences = [by_slot[slot] for slot in slots.tolist()] + builder.last_chunks
-        users, drafted = slot_pages.user[slots], slot_pages.drafted[slots]
-        reason = self.shape_choice.reason.value
-        in_flight = InFlightStep(
-            self._next_step,
-            sequences,
-            slots,
-            users,
-            max_new_tokens,
-            shape,
-            drafted,
-            reason,
-            builder.asking,
-            budget.planned(rounds),
-        )
-        if self.step_time is not None:
-            in_flight.expected = self.step_time.predict(in_flight.load)
-        self._in_flight.append(in_flight)
-        slot_pages.plan_round(slots, max_new_tokens)
-        for sequence in builder.last_chunks:
-            self.queues.start_decoding(sequence)
+        in_flight = self._launch(builder, shape, slots, budget.planned(rounds))
         drafting = slot_pages.speculative[in_flight.slots]
         next_shape = shape if drafting.any() else 0
         slot_pages.drafted[in_flight.slots] = np.where(drafting, next_shape, 0)
@@ -277,11 +247,35 @@ class Scheduler:
             chunks=tuple(builder.chunks),
             grammars=self._grammars.announce(self.queues.waiting),
             ended=pack_i32(self._grammars.take_ended()),
-            mask_wait_ms=self._mask_wait_ms(in_flight.expected),
+            mask_wait_ms=self._prefill.mask_wait_ms(in_flight.expected),
             cleared_pages=slot_pages.take_cleared(),
         )
         self._next_step += 1
         return plan
+
+    def _launch(self, builder: PlanBuilder, shape: int, slots: Slots, load: Step) -> InFlightStep:
+        """The step that the builder's plan is about, which is in flight from now on."""
+        slot_pages, by_slot = self.slot_pages, self.queues.by_slot
+        max_new_tokens = self._shapes[shape].max_new_tokens
+        in_flight = InFlightStep(
+            self._next_step,
+            [by_slot[slot] for slot in slots.tolist()] + builder.last_chunks,
+            slots,
+            slot_pages.user[slots],
+            max_new_tokens,
+            shape,
+            slot_pages.drafted[slots],
+            self.shape_choice.reason.value,
+            builder.asking,
+            load,
+        )
+        if self.step_time is not None:
+            in_flight.expected = self.step_time.predict(load)
+        self._in_flight.append(in_flight)
+        slot_pages.plan_round(slots, max_new_tokens)
+        for sequence in builder.last_chunks:
+            self.queues.start_decoding(sequence)
+        return in_flight
 
     def apply(self, result: StepResult) -> list[RequestOutput]:
         """What the oldest plan in flight brought, a request each; drops results of another epoch."""
@@ -298,15 +292,6 @@ class Scheduler:
             self._use_budget(self._prefill.budget.updated())
         return outputs
 
-    def _mask_wait_ms(self, expected: Prediction | None) -> float:
-        """Milliseconds that a step may wait for masks: what it leaves of the target, within a quarter
-        and a half of it. Ranks may wait half as long again where the process that fills masks does not answer."""
-        budget = self._prefill.budget
-        if budget is None or expected is None:
-            return MASK_WAIT_MS
-        target_ms = budget.target_ms
-        return max(MIN_MASK_WAIT_MS, min(target_ms / 2, max(target_ms / 4, target_ms - expected.ms)))
-
     def _plan_capture(self) -> StepPlan:
         """A capture has the ranks to itself: nothing is in flight, and nothing follows before its result."""
         nobody = np.empty(0, np.int64)
@@ -314,37 +299,3 @@ class Scheduler:
         self.captures.in_flight = True
         self._next_step += 1
         return StepPlan(self.epoch, self._next_step - 1, b"", 0, 0, capture=True)
-
-    def _shape(self) -> int:
-        """The shape that the next step's rounds verify, of whatever trees they have, and draft."""
-        if self._choose_shape is not None:
-            return self._choose_shape(self._shapes)
-        if self._shapes.default == 0:
-            return 0
-        slot_pages, waiting = self.slot_pages, self.queues.waiting
-        slots = slot_pages.round_slots()
-        with_prompts = bool(self.queues.prefilling or (waiting and slot_pages.num_free_slots))
-        speculative = slot_pages.speculative[slots]
-        if not with_prompts and not speculative.any():
-            self.shape_choice.reason = Reason.NOBODY
-            return 0
-        load = Load(
-            slots,
-            slot_pages.user[slots],
-            speculative,
-            int(slot_pages.committed[slots].sum()),
-            with_prompts,
-            bool(slot_pages.rare_sampling[slots].any()),
-        )
-        return self.shape_choice.choose(load, self.step_time)
-
-    def _reserve_rounds(self, builder: PlanBuilder, shape: int) -> tuple[Slots, Int64s]:
-        """Pages for a round of everything that decodes, preempting the youngest until they suffice. Returns the slots
-        and where each one's writes end."""
-        slot_pages = self.slot_pages
-        while True:
-            slots = slot_pages.round_slots()
-            ends = slot_pages.round_ends(slots, self._shapes[shape])
-            if len(slots) == 0 or slot_pages.fit_rounds(slots, ends) == 0:
-                return slots, ends
-            self.queues.preempt_youngest(builder)

@@ -283,10 +283,10 @@ def test_with_costs_the_next_plan_is_held_while_a_step_runs(make_bed, with_costs
     for _ in range(5):
         assert bed.ingress.read()
     seen = []
-    for _ in range(60):  # plans are sent 2 ms before a step of 40 ms ends; most looks fall before that
+    for _ in range(60):  # plans are sent shortly before a step of 40 ms ends, sooner if steps vary
         seen.append(ranks.executors[0].num_pending)
         time.sleep(0.005)
-    assert seen.count(num_pending) > 40
+    assert seen.count(num_pending) > 30
     assert bed.ingress.read_end("q").finish == "length"
 
 
