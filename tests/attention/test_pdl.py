@@ -28,7 +28,7 @@ from attention.views import LayerKV  # noqa: E402
 from speculative.ops import head_input_triton  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
 from tests.attention.test_triton_compile import compiled, decode_constants, latent_constants  # noqa: E402
-from tests.workers.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
+from tests.workers.kernels.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
 from workers.ops import norm_triton  # noqa: E402
 from workers.ops.collectives import one_shot_all_reduce_triton as one_shot_all_reduce  # noqa: E402
@@ -134,8 +134,8 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         {"weight_ptr", "inboxes_ptr"},
     ),
 }
-# Read W through a tensor map, no pointer: `tests.workers.test_kernels_compile` and `test_expert_kernels_compile` look
-# at what stands before their wait.
+# Read W through a tensor map, no pointer: `test_kernels_compile` and `test_expert_kernels_compile` of
+# `tests.workers.kernels` look at what stands before their wait.
 ELSEWHERE = {
     name: f"_{name}"
     for name in (

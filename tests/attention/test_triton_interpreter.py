@@ -14,16 +14,16 @@ ROOT = Path(__file__).parents[2]
 SLOW_FILES = (
     "tests/speculative/test_deterministic_interpreted.py",
     "tests/speculative/test_deterministic_experts.py",
-    "tests/workers/test_expert_kernels.py",
-    "tests/workers/test_expert_layers.py",
+    "tests/workers/kernels/test_expert_kernels.py",
+    "tests/workers/layers/test_expert_layers.py",
     "tests/attention/test_fixed_spans.py",
-    "tests/workers/test_fp8_layers.py",
+    "tests/workers/layers/test_fp8_layers.py",
     "tests/attention/test_flashinfer_latent.py",
     "tests/attention/test_flashinfer_rounds.py",
-    "tests/workers/test_fp8_gemm.py",
-    "tests/workers/test_one_shot_all_reduce.py",
-    "tests/workers/test_sampling_kernels.py",
-    "tests/workers/test_skinny_gemm.py",
+    "tests/workers/kernels/test_fp8_gemm.py",
+    "tests/workers/distributed/test_one_shot_all_reduce.py",
+    "tests/workers/sampling/test_sampling_kernels.py",
+    "tests/workers/kernels/test_skinny_gemm.py",
 )
 # The longest first, so that the workers end together.
 FILES = (

@@ -10,7 +10,7 @@ import pytest
 
 from deploy.cli import main
 from tests.speculative.drafts.test_published_heads import flat, layer
-from tests.workers.test_published_configs import FP8, QWEN3_30B, V3
+from tests.workers.models.test_published_configs import FP8, QWEN3_30B, V3
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3_HEAD = flat(layer(2048, 12288, 32, 4, 151936)) | {"architectures": ["LlamaForCausalLMEagle3"]}

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.checkpoint import VOCAB, make_tokenizer
 from tests.e2e.serving import Server, ray_cluster, serving, wait_idle
 from tests.support.tiny_models import add_mtp, make_target
-from tests.workers.test_block_fp8 import quantised
+from tests.workers.layers.test_block_fp8 import quantised
 
 # Ray leaves sockets and subprocesses to the garbage collector when it is shut down in the process that started it.
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]

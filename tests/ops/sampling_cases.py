@@ -99,7 +99,7 @@ FILTERS = (
     (1.0, 10**6, 0.5, 0.0),
 )
 """Temperature, top_k, top_p, min_p by slot. Where float32 and float64 sums decide differently, and near ties:
-`tests/workers/test_sampling_kernels.py`."""
+`tests/workers/sampling/test_sampling_kernels.py`."""
 
 
 def _draw(size: int, device: torch.device) -> tuple[Tensor, Draws, SlotTable]:

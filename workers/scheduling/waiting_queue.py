@@ -13,7 +13,7 @@ from typing import NamedTuple
 from workers.scheduling.sequence import Sequence
 
 # Bytes of one waiting request beside its prompt: request, sampling parameters, sequence and stream
-# (`tests/workers/test_waiting_queue.py` measures them).
+# (`tests/workers/scheduling/test_waiting_queue.py` measures them).
 REQUEST_BYTES = 3072
 BYTES_PER_TOKEN = 4  # int32
 _ORDER = attrgetter("order")

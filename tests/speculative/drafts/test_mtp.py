@@ -20,7 +20,7 @@ from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited
 from tests.support.tiny_models import HIDDEN, VOCAB, add_mtp, make_target
-from tests.workers.test_block_fp8 import quantised
+from tests.workers.layers.test_block_fp8 import quantised
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.layers.forward_context import make_context

@@ -14,7 +14,7 @@ from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.tiny_models import VOCAB, add_mtp, make_eagle, make_target
-from tests.workers.test_block_fp8 import quantised
+from tests.workers.layers.test_block_fp8 import quantised
 from workers.config import SchedulerConfig
 from workers.scheduling.plan import SamplingParams
 

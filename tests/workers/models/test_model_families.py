@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.pages import page_code
 from tests.support.tiny_models import make_target
-from tests.workers.test_targets import by_transformers, by_us
+from tests.workers.models.test_targets import by_transformers, by_us
 from workers.config import ModelSource
 from workers.models.family import ModelFamily
 from workers.models.loading import read_target_config

@@ -1,6 +1,6 @@
 """What becomes of the schemas of JSON-Schema-Test-Suite: enforced, or refused by keyword.
 
-    python -m tests.workers.schema_suite FOLDER ...     # of its `tests`, as draft2020-12 or draft7
+    python -m tests.workers.structured_output.schema_suite FOLDER ...     # of its `tests`, as draft2020-12 or draft7
 
 The sources of the package `jsonschema` have the suite (in `json/tests`). Each schema goes the way of one that a request
 brings. Of those that are taken no instance may be possible that the suite calls invalid; valid ones that are not are

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.pages import page_code
 from tests.support.tiny_models import make_target
-from tests.workers.test_targets import by_transformers, by_us
+from tests.workers.models.test_targets import by_transformers, by_us
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.models.decoder import Decoder

@@ -12,7 +12,7 @@ from workers.runner.layout import plan_engine
 from workers.runner.local_engine import local_engine
 from workers.scheduling.plan import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
 import json, sys

@@ -17,8 +17,8 @@ from attention.limits import AttentionUse
 from attention.metadata import Mode, PrefillBatch
 from attention.registry import BACKENDS, Choice, choose_backends, limit
 from tests.support.tiny_models import make_target
-from tests.workers.test_moe import check_speculation, load
-from tests.workers.test_targets import by_transformers, by_us
+from tests.workers.layers.test_moe import check_speculation, load
+from tests.workers.models.test_targets import by_transformers, by_us
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.decoder_layer import DecoderLayer

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_models import make_target
-from tests.workers.test_moe import load
-from tests.workers.test_targets import by_transformers, by_us
+from tests.workers.layers.test_moe import load
+from tests.workers.models.test_targets import by_transformers, by_us
 from workers.distributed.tp_group import TPGroup
 from workers.quantization.block_fp8 import BlockFp8, read_block_fp8
 from workers.quantization.fp8_weight import FP8
