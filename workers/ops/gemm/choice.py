@@ -74,7 +74,7 @@ GEMMS = (
         "triton", "workers.ops.gemm.skinny_triton:SkinnyGEMM", lambda here: True, _wants(False), "up to 128 rows"
     ),
     Implementation(
-        "onednn", "workers.ops.gemm.choice:BlockedGEMM", lambda here: not here.is_gpu, _fits_onednn, "float32"
+        "onednn", "workers.ops.gemm.choice:BlockedGEMM", lambda here: here.shares_host_memory, _fits_onednn, "float32"
     ),
 )
 """The first that serves a layer's weight and options; else torch's."""
