@@ -109,7 +109,7 @@ class StepTime:
         self._settling = 0  # steps
         self.num_pace_changes = 0  # sudden ones: a change of load
         self._num_observed = np.zeros(len(errors), np.int64)  # steps, by the last of their parts
-        self._chunk_factors: dict[bool, list[float]] = {}  # by whether requests run rounds; of `chunk_tokens`
+        self._last_points: tuple[Step, tuple[list[float], list[float]]] | None = None  # `_chunk_points`
 
     def predict(self, step: Step) -> Prediction:
         """What a step takes, and how sure that is."""
@@ -125,18 +125,14 @@ class StepTime:
     ) -> int:
         """The most prompt tokens, at most `most`, that keep a step with `rounds` within `limit_ms`; 0 if not even one
         does. more_pairs: of a prompt's token and one before its chunk, beside those with `context_tokens`."""
-        costs, factors = self.costs, self._factors_of_chunks(rounds.num_requests > 0)
-        rounds_ms = costs.round_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens) + costs.chunk_kv_ms(
-            1, more_pairs
-        )
-        added = costs.chunk_added_ms(rounds.shape, rounds.num_requests)
+        sizes, (without, per_pair) = self.costs.chunk_tokens, self._chunk_points(rounds)
         points = [
-            factor * (rounds_ms + ms + costs.chunk_kv_ms(tokens, context_tokens))
-            for factor, ms, tokens in zip(factors, added, costs.chunk_tokens, strict=True)
+            ms + each * (more_pairs + tokens * context_tokens)
+            for ms, each, tokens in zip(without, per_pair, sizes, strict=True)
         ]
         # a chunk smaller than the smallest costs as much, but for its context
-        points = [factors[0] * (rounds_ms + added[0]), *accumulate(points, max)]
-        return _most_within(limit_ms, (0, *costs.chunk_tokens), points, most)
+        points = [without[0] + per_pair[0] * more_pairs, *accumulate(points, max)]
+        return _most_within(limit_ms, (0, *sizes), points, most)
 
     def row_ms(self) -> float:
         """Milliseconds that each further prompt token adds to a step of prompts alone, in the mean."""
@@ -201,7 +197,7 @@ class StepTime:
 
     def _learn(self, parts: list[int], difference: float) -> None:
         """The filter's update by one step that was off by `difference`."""
-        self._chunk_factors.clear()
+        self._last_points = None
         shared = functools.reduce(np.add, [self._covariance[part] for part in parts])
         total = sum(shared.item(part) for part in parts) + self._noise
         self._mean += shared * (difference / total)
@@ -232,13 +228,17 @@ class StepTime:
     def _table_ms(self, step: Step) -> float:
         return self.costs.step_ms(*step)
 
-    def _factors_of_chunks(self, with_rounds: bool) -> list[float]:
-        """Corrections of steps with as many prompt tokens as the table has, by `CostTable.chunk_tokens`."""
-        factors = self._chunk_factors.get(with_rounds)
-        if factors is None:
-            steps = (Step(num_requests=int(with_rounds), chunk_tokens=tokens) for tokens in self.costs.chunk_tokens)
-            factors = self._chunk_factors[with_rounds] = [self.correction(step) for step in steps]
-        return factors
+    def _chunk_points(self, rounds: Step) -> tuple[list[float], list[float]]:
+        """Milliseconds of steps with `rounds` and as many prompt tokens as the table has, by `CostTable.chunk_tokens`:
+        without context, and what each pair of a prompt's token and one before its chunk adds. A plan asks often."""
+        if self._last_points is None or self._last_points[0] != rounds:
+            costs, sizes = self.costs, self.costs.chunk_tokens
+            factors = [self.correction(rounds._replace(chunk_tokens=tokens)) for tokens in sizes]
+            rounds_ms = costs.round_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens)
+            added = costs.chunk_added_ms(rounds.shape, rounds.num_requests)
+            without = [factor * (rounds_ms + ms) for factor, ms in zip(factors, added, strict=True)]
+            self._last_points = rounds, (without, [factor * costs.ms_per_chunk_kv for factor in factors])
+        return self._last_points[1]
 
     def _factor(self, parts: list[int]) -> float:
         return math.exp(_bounded(sum(map(self._mean.item, parts))))
