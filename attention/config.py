@@ -13,15 +13,15 @@ MIN_WINDOW = 64  # of a draft: more than a round has columns, all of which a win
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache of one engine; target and draft share page ids.
+    """The paged KV cache of one engine; target and draft share page numbers.
 
-    page_size: tokens per page.
-    num_pages: pages in the pool of each rank, page 0 excluded (it takes the writes of padding rows); None sizes the
-        pool from `memory_gb`.
-    memory_gb: memory per rank in GB (10^9 bytes) for the KV of target and draft and for the tables of running requests;
-        "auto": what `workers.runner.memory` finds to be left.
-    memory_share: of the device's memory that is free at the start, how much an engine may take in all.
-    prefix_cache: keep the pages of finished requests for later prompts with the same beginning.
+    page_size: tokens per page: 1 to 64, a power of two; 64 for models with latent rows (DeepSeek), whose attention is
+        up to a sixth faster then.
+    num_pages: pages of each rank, without page 0; none: as many as `memory_gb` holds.
+    memory_gb: memory per rank in GB (10^9 bytes) for the KV of target and draft and the tables of running requests;
+        auto: what is left of `memory_share`.
+    memory_share: share of the memory free at the start that a rank may take in all; at most 0.95.
+    prefix_cache: keep pages of finished requests for prompts with the same beginning.
     """
 
     page_size: int = 16
@@ -46,8 +46,12 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class TargetAttention:
-    """Backend names of the target: `prefill` for prompt chunks, `decode` for decoding and tree verification. One of
-    `BACKEND_NAMES`, or "auto": triton on a GPU, torch on a CPU. What each can serve is in `attention.registry`."""
+    """Attention backends of the target: a name of `BACKEND_NAMES`, or "auto" (triton on a GPU, torch on a CPU). What
+    each serves is in `attention.registry`.
+
+    prefill: for prompt chunks.
+    decode: for decoding and verification.
+    """
 
     prefill: str = "auto"
     decode: str = "auto"
@@ -58,7 +62,12 @@ class TargetAttention:
 
 @dataclass(frozen=True)
 class DraftAttention:
-    """Backend names of the draft: `prefill` for prompt chunks, `extend` for accepted rows, `decode` for tree steps."""
+    """Attention backends of the draft.
+
+    prefill: for prompt chunks.
+    extend: for the pass over accepted tokens.
+    decode: for draft steps.
+    """
 
     prefill: str = "auto"
     extend: str = "auto"

@@ -37,18 +37,18 @@ class ConfigError(ValueError):
 class EngineConfig:
     """How an engine is watched.
 
-    on_worker_loss: "resume" replays running requests on the new workers, "error" ends them.
-    max_resumes: times that a request is resumed at most; once only, if each time a step with it hung or crashed.
+    on_worker_loss: `resume`: running requests continue after a worker's death; `error`: they end.
+    max_resumes: times that a request is resumed; once only, if each time a step with it hung or crashed.
     start_timeout_s: from placed to ready.
-    step_timeout_s: a step that takes longer counts as hung; above the longest real step.
+    step_timeout_s: a longer step counts as hung.
     queue_timeout_s: a request that has waited so long for its first step, or would, gets 429.
-    drain_timeout_s: running requests may finish for so long at shutdown.
+    drain_timeout_s: time that running requests have at shutdown.
     restart_backoff_s: pause after a failed start, doubled each time.
-    max_restarts: failed starts in a row before the replica gives up and Serve replaces it.
+    max_restarts: failed starts in a row before Serve replaces the replica.
     threads_per_worker: torch threads of a CPU worker.
-    spare_workers: one more process per rank, which has imported all and holds no device memory, to take the place of
-        one that dies; "auto": where ranks use GPUs.
-    debug: assert after every step that all ranks agree.
+    spare_workers: keep one more process per rank that has imported everything (0.2 GB of host memory, no device
+        memory) to replace a dead one; auto: where ranks use GPUs.
+    debug: compare after every step what the ranks emitted.
     """
 
     on_worker_loss: OnWorkerLoss = "resume"
@@ -74,12 +74,11 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class IngressConfig(EdgeConfig):
-    """The HTTP ingresses.
+    """The HTTP ingresses; `EdgeConfig` has the other keys.
 
-    num_replicas: how many; each takes the rest of this section, see `EdgeConfig`. "auto": 2, so that one may die, where
-        the cluster has `CORES_FOR_TWO`.
-    routing: of several engines, "first_token" asks that from which a request's first token is expected first, by
-        cached prefixes and load; "least_loaded" that with the fewest requests.
+    num_replicas: ingresses; auto: 2 where the cluster has 8 cores, so that one may die, else 1.
+    routing: which engine gets a request: `first_token`: the earliest expected first token, by cached prefixes, pending
+        prompts and speed; `least_loaded`: the fewest requests.
     """
 
     num_replicas: int | Literal["auto"] = "auto"
@@ -100,8 +99,12 @@ class IngressConfig(EdgeConfig):
 class AerieConfig(BaseModel):
     """One application: a target, its draft if it speculates, and the engines and ingresses that serve it.
 
-    deterministic: see `workers.runner.deterministic`.
-    log_format: json: a line of each process's log is a JSON object, see `cluster.logs`."""
+    deterministic: on a GPU, an answer depends on its request alone, not on speculation, batch or cache; prompts are
+        slower (`workers.runner.deterministic`).
+    log_format: `json`: every process writes its log as JSON objects, one a line on stderr, with the client's
+        `X-Request-Id`, and a line for every request that ended: path, status, reason, seconds. What a start prints
+        stays text.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -34,12 +34,12 @@ class ReplicasConfig:
 class ParallelConfig:
     """How many engines, of how many workers, and where.
 
-    tensor_parallel: workers of one engine, each with one GPU (or one CPU process).
-    expert_parallel: each worker holds some experts whole, instead of a slice of each.
-    replicas: engines; or how few and how many, as the load wants.
-    strategy: placement of an engine's workers: STRICT_PACK (one node), PACK (as few nodes as fit), auto (STRICT_PACK if
-        any node is large enough, else PACK).
-    autoscaling: nodes may still come, so an engine that does not fit now waits.
+    tensor_parallel: ranks of one engine, each with one GPU or one CPU process.
+    expert_parallel: each rank of a mixture of experts holds some experts whole, instead of a slice of each.
+    replicas: engines; or `{min: 1, max: 4, up_after_s: 10, down_after_s: 300}`: as many as the load wants.
+    strategy: placement of an engine's ranks: `STRICT_PACK` on one node, `PACK` on as few as fit, `STRICT_SPREAD` each
+        on its own; auto: `STRICT_PACK` if all engines fit so, else `PACK`.
+    autoscaling: nodes may still come; an engine that does not fit now waits.
     """
 
     tensor_parallel: int = 1

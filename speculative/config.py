@@ -14,15 +14,18 @@ Method = Literal["eagle", "eagle3", "mtp"]
 class SpeculativeConfig:
     """EAGLE speculation (EAGLE arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840).
 
-    method: "eagle" for EAGLE and EAGLE-2 heads, "eagle3" for EAGLE-3 heads, "mtp" for the module that comes with the
-    target. path: folder of the draft's checkpoint; for "mtp" the target's if it is empty.
-    num_steps: depth of the draft tree. top_k: children per expanded node; 1 drafts a chain. num_draft_tokens: nodes
-    verified per round, the root (the bonus token) included. draft_tp: ranks that share the draft; 1 replicates it.
-    synthetic_acceptance_length: for benchmarks with dummy weights; accept so that 1 + accepted/rounds has this mean
-    (minimum-variance schedule, the definition vLLM uses), whatever the draft says, as far as a round's shape holds so
-    many; None verifies for real. window: tokens that the draft attends to, the newest of a request; None for all.
-    adaptive: the tree is the most that rounds verify and draft, and the scheduler may run
-    smaller shapes, down to none (`shapes`), as load and acceptance want it.
+    path: folder of the draft, or its name on the hub; empty with `method: mtp`: the target's.
+    method: `eagle3` for EAGLE-3 and EAGLE-3.1 heads, `speculators` files too; `eagle` for EAGLE and EAGLE-2 heads;
+        `mtp` for the module of a DeepSeek-V3.
+    num_steps: depth of the draft tree.
+    top_k: children per expanded node; 1 drafts a chain.
+    num_draft_tokens: nodes verified per round, the root included; num_steps + 1 for a chain.
+    draft_tp: ranks that share the draft; 1: each holds all of it; none: as many as the target.
+    synthetic_acceptance_length: for benchmarks with dummy weights: accept so that this is the mean of 1 + accepted /
+        rounds (minimum-variance schedule, as vLLM defines it); none: verify.
+    adaptive: the tree is an upper limit, and the scheduler runs smaller shapes, down to none, as load and acceptance
+        want; false: always the whole tree.
+    window: newest tokens of a request that the draft attends to, at least 64; none: all.
     """
 
     path: str = ""

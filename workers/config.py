@@ -21,9 +21,13 @@ AUTO_SLOTS = {"cuda": (8, 256), "cpu": (8, 32)}
 class ModelSource:
     """Where the target's weights come from.
 
-    path: folder with config.json and *.safetensors. load_format: "dummy" makes random weights of the right shapes
-    (benchmarks) and then needs config.json only. dtype "auto": the checkpoint's on a GPU, float32 on a CPU.
-    max_model_len: prompt and answer tokens together; None takes the model's own limit.
+    path: folder of the target (config.json, *.safetensors, tokenizer), under the same path on every node; or a name on
+        the hub, `OWNER/NAME` or `OWNER/NAME@REVISION`.
+    load_format: `dummy` makes random weights of the right shapes, for benchmarks; it needs config.json only.
+    dtype: `float32`, `bfloat16` or `float16`; auto: the checkpoint's on a GPU, float32 on a CPU.
+    device: `cpu` or `cuda`; auto: GPUs where the cluster has any.
+    max_model_len: prompt and answer tokens together; none: the model's own limit.
+    seed: of dummy weights.
     """
 
     path: str = ""
@@ -43,16 +47,15 @@ class ModelSource:
 class SchedulerConfig:
     """What runs at once, and how much of it a step may hold.
 
-    max_running: requests that decode together (slots). "auto": a number of `AUTO_SLOTS`, by the memory that KV gets
-        (`workers.runner.memory.slots_for`).
-    max_step_tokens: most prompt tokens that one step computes beside the rounds; its activations take memory by it.
-        "auto": `MAX_STEP_TOKENS` of the device, as `resolved` says.
-    max_waiting: queued requests before new ones are refused (HTTP 429); None: as many as `max_waiting_bytes` and
-        `engine.queue_timeout_s` allow.
-    itl_target_ms: milliseconds between a running request's tokens to which prompt chunks may stretch a step. "auto":
-        what `workers.scheduling.cost_table.default_itl_target_ms` takes from the measured costs.
-    max_waiting_bytes: host memory that queued requests may take before new ones are refused likewise;
-        `workers.scheduling.waiting_queue` counts it.
+    max_running: requests that decode together (slots); auto: as many as KV has room for at 2,048 tokens each, a power
+        of two, 8 to 256 on GPUs, 8 to 32 on CPUs.
+    max_step_tokens: prompt tokens per step at most, beside the rounds; auto: 2048 on a GPU, 512 on a CPU. Larger steps
+        run eagerly and delay other requests, but may pay for long prompts of a mixture of experts.
+    max_waiting: queued requests at most, more get 429; none: only `max_waiting_bytes` limits them.
+    itl_target_ms: milliseconds between a request's tokens to which prompts may stretch a step; auto: derived from
+        measured step times, and up to three times that under a backlog. A number is kept whatever waits.
+    max_waiting_bytes: host memory of queued requests, more get 429: 3 KB each and 4 bytes per prompt token, so the
+        default holds 15,000 of 3,500 tokens.
     """
 
     max_running: int | Auto = "auto"
@@ -197,16 +200,13 @@ class RoundShapes:
 
 @dataclass(frozen=True)
 class GraphCapture:
-    """What capturing steps as CUDA graphs may take on each rank. A start waits for the first graphs, with which every
-    greedy or plainly random request runs well; the others are captured between steps, while the engine serves. Until a
-    step has its graph it runs padded in a larger one, or else eagerly.
+    """Capture of steps as CUDA graphs, on each rank.
 
     limit_s: seconds that a start may spend on more than the first graphs.
-    limit_gb: GB (10^9 bytes) of GPU memory for all but greedy and plainly random rounds, which are captured whatever
-        that takes. What does not fit stays without a graph.
-    busy_interval_s: seconds at least from the end of one capture to the next while requests run, which wait for it
-        meanwhile; it comes once steps without that graph have lost as much time. An engine that has been idle for half
-        a second captures all the time.
+    limit_gb: device memory in GB (10^9 bytes) for all but greedy and plainly random rounds; never more than a
+        twentieth of what is free at the start.
+    busy_interval_s: seconds at least between captures while requests run; 0 captures before every step until all
+        graphs exist.
     """
 
     limit_s: float = 0.0

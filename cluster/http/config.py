@@ -15,40 +15,48 @@ OutputParserName = Literal[
 class EdgeConfig:
     """Names and lengths, load, bounds of one request, access, defaults.
 
-    served_model_name: the name clients ask for; "" takes the name of the model's folder.
-    model_aliases: further names that requests may ask by; replies have `served_model_name`.
-    max_model_len: prompt and answer tokens together; 0 takes the engine's.
-    max_concurrent_requests: generations (choices) carried by one ingress; more are refused with 429. None: as many as
-        memory and open files allow.
-    max_pending_bytes: memory that bodies being read, prompts and streams of one ingress may take, as
-        `cluster.http.admission` counts it; more are refused with 429.
-    retry_after_s: what a 429 or 503 advises if the engine does not.
-    request_timeout_s: a generation that takes longer is aborted: 504 with `x-should-retry: false` (OpenAI's client
-        would repeat a 408 or a bare 504 twice, and so triple the work), or an error event in a stream; None: no limit.
-    strict: refuse fields of requests that no schema knows, instead of ignoring them and saying so.
-    max_body_bytes: 413 above.
-    body_timeout_s: for a request's body to come whole; 408 above.
-    max_bytes_per_token: no token of the model's stands for more; longer texts than max_model_len of them are refused
-        before they are tokenized. 0: the longest token of the vocabulary.
+    served_model_name: the name that clients ask for; "": that of the model's folder.
+    model_aliases: further names that requests may ask for; replies have `served_model_name`.
+    max_model_len: prompt and answer tokens together; 0: the engine's.
+    max_concurrent_requests: generations in flight per ingress, more get 429; none: three quarters of the open files
+        that the process may have.
+    max_pending_bytes: memory of one ingress for bodies being read, prompts (44 bytes per token) and streams (48 KB
+        each); more get 429.
+    retry_after_s: seconds in `Retry-After` of a 429 or 503 where the engine says nothing.
+    request_timeout_s: a longer generation is aborted: 504 with `x-should-retry: false` (OpenAI's client repeats a bare
+        504 twice), or an error event in a stream; null: none is.
+    strict: refuse request fields that no schema knows (400), instead of ignoring them and naming them in
+        `x-aerie-ignored`.
+    max_body_bytes: larger bodies get 413.
+    body_timeout_s: time for a body to arrive; 408 above.
+    max_bytes_per_token: texts longer than `max_model_len` times this are refused before they are tokenized; 0: the
+        longest token of the vocabulary.
     max_n: choices per prompt.
-    max_choices: prompts x n.
-    max_prompt_logprobs: log-probabilities of prompts in a reply: prompt tokens of all choices x (1 + how many likely
-        ones it asks for).
+    max_choices: prompts times choices of one call.
+    max_prompt_logprobs: log-probabilities of prompts in one reply: prompt tokens of all choices times (1 + likely
+        tokens asked for).
     max_stop_strings: entries of `stop`.
     max_stop_length: characters of each.
-    max_grammar_bytes: of a JSON schema, regular expression or other grammar of an answer.
-    max_schema_depth: of schemas in schemas.
+    max_grammar_bytes: size of a JSON schema, regular expression or grammar.
+    max_schema_depth: nesting of schemas.
     grammar_timeout_s: a grammar that takes longer to compile is refused.
-    max_stored_responses: replies of /v1/responses that one ingress keeps for previous_response_id; 0: none.
-    max_stored_bytes: of them and the conversations before them.
-    api_keys: if any, every route but those of health wants `Authorization: Bearer <key>`. Keys, or their digests
-        (`cluster.http.keys`); this object has the digests.
-    allowed_hosts: without API keys, names in the Host header that are answered beside addresses, names without a dot,
-        private domains and this machine's name (`cluster.http.origins`); "*": all.
-    allowed_origins: pages of these origins ("https://chat.example.com") may use this server (CORS); "*": all.
-    output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content; "auto": what
-        the model's chat template tells of (`cluster.http.parsers.detection`).
-    default_*: sampling parameters of a request that does not set them.
+    max_stored_responses: replies of /v1/responses that one ingress keeps for `previous_response_id`; 0: none.
+    max_stored_bytes: memory of these replies and the conversations before them.
+    api_keys: if any, all routes except those of health and the page require `Authorization: Bearer KEY` or `x-api-key:
+        KEY`. An entry is a key, or `sha256:` and the output of `printf %s KEY | sha256sum`; the server keeps digests
+        only.
+    allowed_hosts: without API keys, further names accepted in the Host header, besides those that nobody else can own;
+        `["*"]`: all.
+    allowed_origins: pages of these origins may use this server (CORS), such as `["https://chat.example.com"]`;
+        `["*"]`: all.
+    output_parser: finds reasoning and tool calls in a chat's answer: `text` (none), `think` (reasoning only), `hermes`
+        (also Qwen 2.5 and 3), `llama3`, `mistral`, `deepseek_v3` (V3, V3.1, R1), `harmony` (gpt-oss),
+        `response_template` (the checkpoint's own); auto: found from the chat template.
+    default_temperature: sampling default of requests that do not set it; so are the next four.
+    default_top_p: nucleus sampling; 1: off.
+    default_top_k: 0: off.
+    default_min_p: 0: off.
+    default_repetition_penalty: 1: off.
     """
 
     served_model_name: str = ""

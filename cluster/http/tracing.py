@@ -28,9 +28,9 @@ ARRIVED = "arrived_ns"  # of a scope's state: when the request came
 class TracingConfig:
     """Traces by OpenTelemetry.
 
-    endpoint: of a collector that takes OTLP over HTTP, "http://HOST:4318"; "": no traces.
-    sample_ratio: share of the requests that are traced, 0 to 1; one with a `traceparent` is if its caller's trace is.
-    service_name: what the collector calls this server.
+    endpoint: a collector that takes OTLP over HTTP, such as `http://127.0.0.1:4318`; "": no traces.
+    sample_ratio: share of requests traced, 0 to 1; a request with a `traceparent` is traced if its caller's trace is.
+    service_name: name of this server at the collector.
     """
 
     endpoint: str = ""
