@@ -1,6 +1,8 @@
-"""From a checked body to what the engine is asked.
+"""A checked body as the request that the engine gets.
 
-edge_request       the whole of it: prompts and one set of sampling parameters per choice
+edge_request       the whole request: prompts, and one set of sampling parameters per choice
+limits             checks against the configuration and the model's length
+reasoning          what a chat asks about the model's reasoning
 responses          /v1/responses as a chat
 messages           /v1/messages as a chat
 native             SGLang's /generate as a completion

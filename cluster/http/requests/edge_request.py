@@ -1,20 +1,21 @@
-"""From a checked body to what the engine is asked: prompts as tokens and one `SamplingParams` per choice.
+"""A checked body as the request that the engine gets: prompts as tokens and one `SamplingParams` per choice.
 
-What depends on the model (length, vocabulary) or on several parameters together is checked here.
+Checks that need the model (length, vocabulary) or several parameters together are made here, in `limits` and in
+`reasoning`.
 """
 
 import dataclasses
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from cluster.http.config import EdgeConfig, OutputParserName
-from cluster.http.errors import ApiError, invalid, model_not_found, too_long, unsupported
-from cluster.http.parsers.marks import THINKING_MARKS
+from cluster.http.errors import ApiError, invalid, unsupported
+from cluster.http.requests.limits import answer_tokens, check_model, check_scores, kept_part, num_choices, stop_strings
 from cluster.http.requests.prompts import (
     chat_text,
     check_token_ids,
@@ -23,17 +24,15 @@ from cluster.http.requests.prompts import (
     listed_prompts,
     template_tool,
 )
+from cluster.http.requests.reasoning import chat_parser, separates_reasoning, thinking_budget
 from cluster.http.requests.sampling import sampling_params
 from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
 from cluster.http.schema.request import BatchRequest, ChatCompletionRequest, CompletionRequest
-from cluster.http.text.long_text import Kept
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.text.user_text import ChatText
 from cluster.http.thinking_budget import ThinkingBudget
 from workers.scheduling.plan import SamplingParams
-
-DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,8 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
-    _num_choices(body.n, 1, config)
-    calls = tool_calling(body, _chat_parser(config))
+    num_choices(body.n, 1, config)
+    calls = tool_calling(body, chat_parser(config))
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     max_tokens = body.max_completion_tokens or body.max_tokens
     text, prompt = await _chat_prompt(body, calls, max_tokens, config, tokenizer)
@@ -133,8 +132,8 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         reads_calls=bool(calls.tools),
         parallel_calls=calls.parallel,
         include_reasoning=body.include_reasoning is not False,
-        thinking_budget=await _thinking_budget(body, request.output_parser, tokenizer),
-        separate_reasoning=_separates(body, request.output_parser),
+        thinking_budget=await thinking_budget(body, request.output_parser, tokenizer),
+        separate_reasoning=separates_reasoning(body, request.output_parser),
         stream_reasoning=body.stream_reasoning is not False,
     )
 
@@ -166,7 +165,7 @@ async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatT
 async def chat_prompt_of(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> list[int]:
     """The tokens of a chat's prompt; some more than the model's length are allowed. Raises ApiError."""
     check_model(body.model, config)
-    text = await _chat_text(body, tool_calling(body, _chat_parser(config)), tokenizer)
+    text = await _chat_text(body, tool_calling(body, chat_parser(config)), tokenizer)
     return await encode_prompt(text, False, "messages", tokenizer, config)
 
 
@@ -182,7 +181,7 @@ async def _chat_prompt(
         prompt = check_token_ids("input_ids", body.input_ids, tokenizer)
         return await tokenizer.decode_long(prompt), prompt
     chat = await _chat_text(body, calls, tokenizer)
-    kept = _kept(body, max_tokens, config)
+    kept = kept_part(body, max_tokens, config)
     return chat.text, await encode_prompt(chat, False, "messages", tokenizer, config, kept)
 
 
@@ -190,30 +189,6 @@ def _chat_echo(body: ChatCompletionRequest) -> list[str]:
     """What stands before the answer: the last message, if it is the assistant's and is asked for."""
     last = body.messages[-1]
     return [content_text(last.content or "")] if body.echo and last.role == "assistant" else []
-
-
-async def _thinking_budget(
-    body: ChatCompletionRequest, parser: OutputParserName, tokenizer: ChatTokenizer
-) -> ThinkingBudget | None:
-    """The request's, where this model's thinking stands between two marks."""
-    limit = body.thinking_token_budget
-    if limit is None or limit < 0:
-        return None
-    if parser not in THINKING_MARKS or body.separate_reasoning is False:
-        known = ", ".join(THINKING_MARKS)
-        raise unsupported("thinking_token_budget", f"answers have no thinking between marks; output parsers: {known}")
-    if body.allowed_token_ids:
-        raise unsupported("thinking_token_budget", "beside allowed_token_ids thinking cannot be ended")
-    closing = await tokenizer.encode(THINKING_MARKS[parser][1], add_special_tokens=False)
-    return ThinkingBudget(limit, tuple(closing))
-
-
-def _separates(body: ChatCompletionRequest, parser: OutputParserName) -> bool:
-    """Whether reasoning and content are separate fields."""
-    separates = body.separate_reasoning is not False
-    if not separates and parser in ("harmony", "response_template"):
-        raise unsupported("separate_reasoning", "this model's form of answers has no text that is both")
-    return separates
 
 
 async def _chat_text(body: ChatCompletionRequest, calls: ToolCalling, tokenizer: ChatTokenizer) -> ChatText:
@@ -238,8 +213,8 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo: true for the prompt alone")
     given = listed_prompts(body.prompt, config.max_choices, tokenizer)
-    _num_choices(body.n, len(given), config)
-    kept = _kept(body, body.max_tokens, config)
+    num_choices(body.n, len(given), config)
+    kept = kept_part(body, body.max_tokens, config)
     prompts = [
         await encode_prompt(prompt, body.add_special_tokens is not False, "prompt", tokenizer, config, kept)
         if isinstance(prompt, str)
@@ -249,11 +224,6 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
     echo = [p if isinstance(p, str) else await tokenizer.decode_long(p) for p in given] if body.echo else []
     logprobs = -1 if body.logprobs is None else body.logprobs
     return _request(body, prompts, echo, logprobs, body.max_tokens, config, tokenizer)
-
-
-def check_model(name: str | None, config: EdgeConfig) -> None:
-    if name is not None and name not in config.model_names:
-        raise model_not_found(name, config.served_model_name)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -278,19 +248,19 @@ def _request(
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
     chat = isinstance(body, ChatCompletionRequest)
-    n = _num_choices(body.n, len(prompts), config)
-    if (kept := _kept(body, max_tokens, config)) is not None:
+    n = num_choices(body.n, len(prompts), config)
+    if (kept := kept_part(body, max_tokens, config)) is not None:
         prompts = [kept.of(prompt) for prompt in prompts]
     eos = frozenset(() if body.ignore_eos else tokenizer.eos_token_ids)
     prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     scored = max(prompt_logprobs, logprobs if echo else -1)
-    _check_scores(body, scored, sum(map(len, prompts)) * n, config)
+    check_scores(body, scored, sum(map(len, prompts)) * n, config)
     sampling = sampling_params(body, logprobs, eos, config, tokenizer)
     sampling = msgspec.structs.replace(sampling, prompt_logprobs=scored)
     random_seed = secrets.randbits(64)
     choices = []
     for p, prompt in enumerate(prompts):
-        budget = _budget(len(prompt), max_tokens if max_tokens != 0 else 1, chat, config)
+        budget = answer_tokens(len(prompt), max_tokens if max_tokens != 0 else 1, chat, config)
         if sampling.min_tokens > budget:
             raise invalid("min_tokens", f"min_tokens={sampling.min_tokens} is more than the {budget} tokens allowed")
         for i in range(n):
@@ -308,7 +278,7 @@ def _request(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         echo_only=max_tokens == 0,
-        stops=_stops(body.stop, config),
+        stops=stop_strings(body.stop, config),
         include_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
@@ -316,84 +286,5 @@ def _request(
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
-        output_parser=_chat_parser(config) if chat else "text",
+        output_parser=chat_parser(config) if chat else "text",
     )
-
-
-def _check_scores(
-    body: ChatCompletionRequest | CompletionRequest, num_top: int, num_tokens: int, config: EdgeConfig
-) -> None:
-    """Log-probabilities of prompts of num_tokens tokens in all choices, with num_top others for each."""
-    if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs", "prompt_logprobs is not available with stream: true; ask for the whole reply")
-    if num_top >= 0 and num_tokens * (1 + num_top) > config.max_prompt_logprobs:
-        raise invalid(
-            "logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
-            f"{num_tokens} prompt tokens with {num_top} likely ones each are more than {config.max_prompt_logprobs} "
-            "log-probabilities (ingress.max_prompt_logprobs); ask for fewer, or send several requests",
-        )
-
-
-def _kept(body: ChatCompletionRequest | CompletionRequest, max_tokens: int | None, config: EdgeConfig) -> Kept | None:
-    """The end of a prompt that stays, or its beginning with `truncation_side: right`; None: all of it. -1 stands for as
-    many tokens as leave room for the answer."""
-    limit = body.truncate_prompt_tokens
-    if limit is None:
-        return None
-    if limit == 0:
-        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for the length")
-    if limit == -1:
-        limit = max(1, config.max_model_len - (max_tokens or 1))
-    return Kept(limit, at_end=body.truncation_side != "right")
-
-
-def _chat_parser(config: EdgeConfig) -> OutputParserName:
-    assert config.output_parser != "auto", "the application's builder finds it"
-    return config.output_parser
-
-
-def _num_choices(n: int | None, num_prompts: int, config: EdgeConfig) -> int:
-    n = 1 if n is None else n
-    if not 1 <= n <= config.max_n:
-        raise invalid("n", f"n must be from 1 to {config.max_n}")
-    if n * num_prompts > config.max_choices:
-        raise invalid(
-            "n", f"{num_prompts} prompts with n={n} are more than {config.max_choices} choices; send several requests"
-        )
-    return n
-
-
-def _budget(prompt_len: int, max_tokens: int | None, chat: bool, config: EdgeConfig) -> int:
-    """How many tokens an answer to this prompt may have."""
-    param = "messages" if chat else "prompt"
-    if prompt_len == 0:
-        raise invalid(param, f"{param} must contain at least one token")
-    left = config.max_model_len - prompt_len
-    if left < 1:
-        raise too_long(
-            f"This model's maximum context length is {config.max_model_len} tokens, prompt and answer "
-            f"together, but the prompt alone has {prompt_len}; shorten it",
-            param,
-        )
-    if max_tokens is None:
-        return left if chat else min(DEFAULT_TEXT_TOKENS, left)
-    if max_tokens > left:
-        raise too_long(
-            f"This model's maximum context length is {config.max_model_len} tokens, but the request wants "
-            f"{prompt_len + max_tokens}: {prompt_len} in the prompt and {max_tokens} in the answer; shorten "
-            "the prompt or lower max_tokens",
-            param,
-        )
-    return max_tokens
-
-
-def _stops(stop: Any, config: EdgeConfig) -> tuple[str, ...]:
-    entries: Sequence[Any] = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(entries, list):
-        raise invalid("stop", "stop must be a string or a list of strings")
-    if len(entries) > config.max_stop_strings:
-        raise invalid("stop", f"stop may have at most {config.max_stop_strings} entries")
-    for entry in entries:
-        if not isinstance(entry, str) or not 1 <= len(entry) <= config.max_stop_length:
-            raise invalid("stop", f"each stop must be a string of 1 to {config.max_stop_length} characters")
-    return tuple(entries)

@@ -9,6 +9,7 @@ from cluster.http.endpoint import Endpoint, post
 from cluster.http.replies.messages import MessagesForm
 from cluster.http.requests.edge_request import chat_prompt_of, chat_request
 from cluster.http.requests.messages import messages_chat, restated
+from cluster.http.requests.reasoning import chat_parser
 from cluster.http.schema.messages_reply import MessagesError, MessagesEvent, MessagesReply, TokenCount
 from cluster.http.schema.messages_request import CountTokensRequest, MessagesRequest
 from cluster.http.serving import Edge, GenerationResponse
@@ -17,8 +18,7 @@ from cluster.http.serving import Edge, GenerationResponse
 def endpoints(edge: Edge) -> list[Endpoint]:
     """Of one ingress."""
     config, tokenizer = edge.config, edge.tokenizer
-    assert config.output_parser != "auto", "the application's builder finds it"
-    parser = config.output_parser
+    parser = chat_parser(config)
 
     async def messages(http: Request, body: MessagesRequest) -> Response:
         """Continues a conversation, in Anthropic's form."""

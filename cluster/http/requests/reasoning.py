@@ -1,0 +1,38 @@
+"""What a chat asks about the model's reasoning. Called by `cluster.http.requests.edge_request`."""
+
+from cluster.http.config import EdgeConfig, OutputParserName
+from cluster.http.errors import unsupported
+from cluster.http.parsers.marks import THINKING_MARKS
+from cluster.http.schema.request import ChatCompletionRequest
+from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.thinking_budget import ThinkingBudget
+
+
+def chat_parser(config: EdgeConfig) -> OutputParserName:
+    """The parser of chats' answers."""
+    assert config.output_parser != "auto", "the application's builder finds it"
+    return config.output_parser
+
+
+def separates_reasoning(body: ChatCompletionRequest, parser: OutputParserName) -> bool:
+    """Whether reasoning and content are separate fields of the reply. Raises ApiError."""
+    separates = body.separate_reasoning is not False
+    if not separates and parser in ("harmony", "response_template"):
+        raise unsupported("separate_reasoning", "this model's form of answers has no text that is both")
+    return separates
+
+
+async def thinking_budget(
+    body: ChatCompletionRequest, parser: OutputParserName, tokenizer: ChatTokenizer
+) -> ThinkingBudget | None:
+    """The request's limit of thinking tokens, None without one. Raises ApiError where thinking has no marks."""
+    limit = body.thinking_token_budget
+    if limit is None or limit < 0:
+        return None
+    if parser not in THINKING_MARKS or body.separate_reasoning is False:
+        known = ", ".join(THINKING_MARKS)
+        raise unsupported("thinking_token_budget", f"answers have no thinking between marks; output parsers: {known}")
+    if body.allowed_token_ids:
+        raise unsupported("thinking_token_budget", "beside allowed_token_ids thinking cannot be ended")
+    closing = await tokenizer.encode(THINKING_MARKS[parser][1], add_special_tokens=False)
+    return ThinkingBudget(limit, tuple(closing))
