@@ -11,6 +11,7 @@ import torch
 import workers.models.llama  # noqa: F401 - with it what all families share
 import workers.runner.graphs.cuda_graph  # noqa: F401
 from cluster.config import AerieConfig
+from cluster.plan import RankPlan
 from speculative.build import EngineSpec, build_rank, plan_engine
 from workers.engine_layout import EngineLayout
 from workers.runner.build import PhaseAdvance, PhaseReport
@@ -19,7 +20,7 @@ from workers.runner.graphs.compile_processes import CompileProcesses
 from workers.runner.graphs.kernel_compilation import compile_processes, read_compiler
 
 
-def engine_spec(config: AerieConfig) -> EngineSpec:
+def engine_spec(config: AerieConfig | RankPlan) -> EngineSpec:
     """One engine, as the layers below read it."""
     return EngineSpec(config.worker, config.speculative, config.draft_attention)
 
@@ -30,14 +31,14 @@ class RankBuilder:
     device_name: what it computes on, for the operator.
     """
 
-    def __init__(self, config: AerieConfig, rank: int, compilers: CompileProcesses | None = None) -> None:
+    def __init__(self, plan: RankPlan, rank: int, compilers: CompileProcesses | None = None) -> None:
         """compilers: see `workers.runner.build.build_rank`; None: begun when they are needed."""
         self._compilers = compilers
         self._rank = rank
-        self._spec = engine_spec(config)
+        self._spec = engine_spec(plan)
         self._engine = plan_engine(self._spec)
-        self._num_threads = config.engine.threads_per_worker
-        self._uses_gpu = config.model.uses_gpus
+        self._num_threads = plan.threads
+        self._uses_gpu = plan.uses_gpus
         if self._uses_gpu:
             read_compiler()
         self.device_name = torch.cuda.get_device_name(0) if self._uses_gpu else f"cpu, {self._num_threads} thread(s)"

@@ -23,7 +23,6 @@ from cluster.parallel import ParallelConfig
 from speculative.config import SpeculativeConfig
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
-CORES_FOR_TWO = 8  # ingresses: each wants up to a core
 PRESTART_VARIABLE = "AERIE_PRESTART_FOLDER"  # set by `aerie serve` for the processes of a Ray that it starts
 _SECRET = "ingress.api_keys"  # no error quotes its value
 OnWorkerLoss = Literal["resume", "error"]
@@ -84,12 +83,6 @@ class IngressConfig(EdgeConfig):
     num_replicas: int | Literal["auto"] = "auto"
     routing: Literal["first_token", "least_loaded"] = "first_token"
 
-    def resolved(self, cores: float) -> "IngressConfig":
-        """With a number in place of "auto"; cores: of the cluster."""
-        if self.num_replicas != "auto":
-            return self
-        return dataclasses.replace(self, num_replicas=2 if cores >= CORES_FOR_TWO else 1)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_replicas != "auto" and self.num_replicas < 1:
@@ -97,7 +90,8 @@ class IngressConfig(EdgeConfig):
 
 
 class AerieConfig(BaseModel):
-    """One application: a target, its draft if it speculates, and the engines and ingresses that serve it.
+    """One application as its user wrote it: a target, its draft if it speculates, and the engines and ingresses that
+    serve it. `cluster.plan.resolve` makes what its processes get.
 
     deterministic: on a GPU, an answer depends on its request alone, not on speculation, batch or cache; prompts are
         slower (`workers.runner.deterministic`).
@@ -141,12 +135,6 @@ class AerieConfig(BaseModel):
             deterministic=self.deterministic,
             debug=self.engine.debug,
         )
-
-    @property
-    def has_spare_workers(self) -> bool:
-        """Whether engines keep spare workers; `model.device` is not "auto" any more."""
-        wanted = self.engine.spare_workers
-        return self.model.uses_gpus if wanted == "auto" else wanted
 
 
 def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:

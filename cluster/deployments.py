@@ -1,6 +1,5 @@
 """The two deployments of an application, bound: how many, where, and with which of Serve's limits."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from cluster.config import AerieConfig
 from cluster.ingress.deployment import Ingress
 from cluster.parallel import ReplicasConfig
+from cluster.plan import resolve
 from cluster.replica.engine import Engine
 from cluster.replica.placement import ENGINE_CPUS, NodeResources, place
 from cluster.replica.scaling import desired_replicas
@@ -30,10 +30,8 @@ def application(
 ) -> Application:
     """The application for a cluster of `nodes`. Raises ConfigError."""
     placement = place(config, nodes)
-    model = dataclasses.replace(config.model, device=placement.device)
-    ingress = config.ingress.resolved(sum(node.cpus for node in nodes))
-    config = config.model_copy(update={"model": model, "ingress": ingress})
     one_node = len(nodes) == 1 and not config.parallel.autoscaling
+    plan = resolve(config, placement.device, sum(node.cpus for node in nodes), one_node)
     drain_s = config.engine.drain_timeout_s
     engine = serve.deployment(
         engine_class,
@@ -46,18 +44,18 @@ def application(
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
-    ).bind(config, one_node)
+    ).bind(plan.replica)
     return serve.deployment(
         Ingress,
         name="Ingress",
-        num_replicas=config.ingress.num_replicas,
+        num_replicas=plan.num_ingresses,
         max_ongoing_requests=INGRESS_MAX_ONGOING,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=drain_s + 5,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
-    ).bind(config, engine, one_node)
+    ).bind(plan.ingress, engine)
 
 
 def _replicas(replicas: int | ReplicasConfig) -> dict[str, Any]:

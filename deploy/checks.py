@@ -9,10 +9,11 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cluster.config import AerieConfig, ConfigError, parse, read_args, set_process_environment
 from cluster.logs import print_line
+from cluster.plan import resolve
 from cluster.replica.placement import NodeResources, place
 from cluster.replica.plan_report import plan_lines
 from cluster.start_log import StartLog
@@ -73,9 +74,8 @@ def check_and_begin(
         nodes = [dataclasses.replace(node, capability=here.capability) for node in local_nodes(1, None, here.count)]
     check_devices(config, nodes)
     log.done("checkpoints read")
-    device = place(config, nodes).device if nodes else None
-    if device and ranks:
-        _begin_ranks(config, device, Path(ranks))
+    if nodes and ranks:
+        _begin_ranks(config, nodes, Path(ranks))
         log.done("ranks begun")
     tell({"max_model_len": config.model.max_model_len})
     _print_plan(path, config, nodes, print_line)
@@ -114,13 +114,13 @@ def _print_plan(path: Path, config: AerieConfig, nodes: Sequence[NodeResources],
         report(line)
 
 
-def _begin_ranks(config: AerieConfig, device: Literal["cpu", "cuda"], folder: Path) -> None:
+def _begin_ranks(config: AerieConfig, nodes: Sequence[NodeResources], folder: Path) -> None:
     """Begin the ranks of one engine. Where they cannot be, their actors build them."""
     from cluster.replica.rank_process import begin_ranks
 
-    model = dataclasses.replace(config.model, device=device)
+    plan = resolve(config, place(config, nodes).device, sum(node.cpus for node in nodes), one_node=True)
     try:
-        begin_ranks(config.model_copy(update={"model": model}), folder)
+        begin_ranks(plan.replica.rank, folder)
     except (OSError, RuntimeError) as error:
         print_line(f"ranks are not begun before Ray has started: {error}")
 

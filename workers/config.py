@@ -37,11 +37,6 @@ class ModelSource:
     max_model_len: int | None = None
     seed: int = 0
 
-    @property
-    def uses_gpus(self) -> bool:
-        """Whether ranks compute on GPUs; `device` is not "auto" any more."""
-        return self.device == "cuda"
-
 
 @dataclass(frozen=True)
 class SchedulerConfig:

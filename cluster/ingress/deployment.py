@@ -14,7 +14,6 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.config import AerieConfig
 from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
 from cluster.http.requests.grammar_checker import ProcessChecker
@@ -26,6 +25,7 @@ from cluster.ingress.remote_engines import RemoteEngines
 from cluster.ingress.token_inbox import TokenInbox
 from cluster.linux import raise_open_files
 from cluster.logs import use_logs
+from cluster.plan import IngressPlan
 from cluster.start_log import StartLog
 from cluster.transport.channel import Context, bind_ingress
 from cluster.transport.encoding import decode_tokens
@@ -43,26 +43,23 @@ class Ingress:
     """One replica: the HTTP application over all engines of its Serve application. It finds and asks them itself;
     engine: so that Serve deploys the two together."""
 
-    async def __init__(  # type: ignore[misc]
-        self, config: AerieConfig, engine: DeploymentHandle, one_node: bool
-    ) -> None:
+    async def __init__(self, plan: IngressPlan, engine: DeploymentHandle) -> None:  # type: ignore[misc]
         log = StartLog("ingress")
         log.done("replica began")
-        use_logs(config.log_format, "ingress")
+        use_logs(plan.log_format, "ingress")
         application = serve.get_replica_context().app_name
-        self._transport = make_transport(one_node, application)
+        self._transport = make_transport(plan.one_node, application)
         self._context: Context = zmq.Context()
         socket, endpoint = bind_ingress(self._context, self._transport, f"ingress-{uuid.uuid4().hex[:8]}")
         inbox = TokenInbox()
-        resume = config.engine.on_worker_loss == "resume"
         coordinators = Coordinators(application)
-        self._links = EngineLinks(self._context, self._transport, coordinators.endpoints, config.ingress.routing)
-        self._engines = RemoteEngines(self._links, coordinators, inbox, endpoint, resume, config.engine.start_timeout_s)
+        self._links = EngineLinks(self._context, self._transport, coordinators.endpoints, plan.config.routing)
+        self._engines = RemoteEngines(self._links, coordinators, inbox, endpoint, plan.resumes, plan.start_timeout_s)
         self._listener = Listener(socket, lambda raw: inbox.deliver(decode_tokens(raw)))
-        self._edge = edge_config(config, raise_open_files())
-        self._tokenizer = ChatTokenizer.from_folder(config.model.path)
-        self._grammars = ProcessChecker(config.model.path, self._edge.grammar_timeout_s)
-        self._tracing = make_tracing(config.tracing)
+        self._edge = edge_config(plan.config, raise_open_files())
+        self._tokenizer = ChatTokenizer.from_folder(plan.model_path)
+        self._grammars = ProcessChecker(plan.model_path, self._edge.grammar_timeout_s)
+        self._tracing = make_tracing(plan.tracing)
         self._begun = asyncio.create_task(self._begin_grammars())
         await self._engines.meet(MEET_LIMIT_S)
         log.done("ready")
@@ -89,13 +86,9 @@ class Ingress:
             shutil.rmtree(self._transport.folder, ignore_errors=True)
 
 
-def edge_config(config: AerieConfig, open_files: int) -> EdgeConfig:
-    """The edge's configuration, with what it leaves to the engine's and to this process's limits filled in. open_files:
-    that the process may have; each generation is a connection."""
-    most = config.ingress.max_concurrent_requests or open_files
-    return dataclasses.replace(
-        config.ingress,
-        served_model_name=config.served_model_name,
-        max_model_len=config.ingress.max_model_len or config.model.max_model_len or 0,
-        max_concurrent_requests=max(config.ingress.max_choices, min(most, int(open_files * STREAM_SHARE))),
-    )
+def edge_config(config: EdgeConfig, open_files: int) -> EdgeConfig:
+    """`config` with a limit of concurrent requests that this process can keep. open_files: that it may have; each
+    generation is a connection."""
+    wanted = config.max_concurrent_requests or open_files
+    limit = max(config.max_choices, min(wanted, int(open_files * STREAM_SHARE)))
+    return dataclasses.replace(config, max_concurrent_requests=limit)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.config import AerieConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.coordinator.stats import go_on_from
 from cluster.logs import use_logs
+from cluster.plan import ReplicaPlan
 from cluster.start_log import StartLog
 from cluster.transport.messages import EngineStats, FlushOutcome
 from cluster.transport.sockets import Transport
@@ -26,10 +26,10 @@ class EagleCoordinator:
     """The scheduler's loop in an actor. Starts without a loop, so that it can answer "starting" while the
     workers load."""
 
-    async def __init__(self, config: AerieConfig, engine_id: str, transport: Transport) -> None:  # type: ignore[misc]
+    async def __init__(self, plan: ReplicaPlan, engine_id: str, transport: Transport) -> None:  # type: ignore[misc]
         StartLog("coordinator").done("actor began")
-        use_logs(config.log_format, f"coordinator {engine_id}")
-        self._config = config
+        use_logs(plan.rank.log_format, f"coordinator {engine_id}")
+        self._engine_config = plan.engine
         self._engine_id = engine_id
         self._transport = transport
         self._coordinator: Coordinator | None = None
@@ -41,7 +41,7 @@ class EagleCoordinator:
         """Start the loop for engines of this layout.
 
         former: `stats` of the coordinator whose place this one takes, for its counters."""
-        engine = self._config.engine
+        engine = self._engine_config
         scheduler = Scheduler.of(layout, time.monotonic)
         if former:
             go_on_from(scheduler, msgspec.msgpack.decode(former, type=EngineStats))
@@ -102,7 +102,7 @@ class EagleCoordinator:
     async def drain(self) -> None:
         """Refuse new requests and wait until the others have ended; what takes longer than engine.drain_timeout_s ends
         with an error."""
-        limit_s = self._config.engine.drain_timeout_s
+        limit_s = self._engine_config.drain_timeout_s
         if self._coordinator is not None and not await asyncio.to_thread(self._coordinator.drain, limit_s):
             reason = f"the server is shutting down, and engine.drain_timeout_s={limit_s:g} is over"
             await asyncio.to_thread(self._coordinator.fail_all, reason)
@@ -110,7 +110,7 @@ class EagleCoordinator:
     async def leave(self) -> None:
         """Refuse new requests, because another engine takes this one's place, and wait until the others have ended."""
         if self._coordinator is not None:
-            await asyncio.to_thread(self._coordinator.drain, self._config.engine.drain_timeout_s, True)
+            await asyncio.to_thread(self._coordinator.drain, self._engine_config.drain_timeout_s, True)
 
     async def loop_age_s(self) -> float:
         """Seconds since the last turn of the loop; answers even if it hangs."""

@@ -13,8 +13,8 @@ import uuid
 import ray
 from ray import serve
 
-from cluster.config import AerieConfig
 from cluster.logs import print_line, use_logs
+from cluster.plan import ReplicaPlan
 from cluster.replica import refusals
 from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.scaling import engine_load
@@ -28,37 +28,34 @@ from cluster.transport.keys import make_transport
 
 
 class Engine:
-    """One replica. config.model.device is "cpu" or "cuda". one_node: all of the application runs on this node.
-
-    worker: the class of its ranks' actors.
-    """
+    """One replica. worker: the class of its ranks' actors."""
 
     worker: type[Worker] = Worker
 
-    async def __init__(self, config: AerieConfig, one_node: bool) -> None:  # type: ignore[misc]
+    async def __init__(self, plan: ReplicaPlan) -> None:  # type: ignore[misc]
         StartLog("engine").done("replica began")
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
         engine_id = uuid.uuid4().hex[:8]
-        use_logs(config.log_format, f"engine {engine_id}")
+        use_logs(plan.rank.log_format, f"engine {engine_id}")
         application = serve.get_replica_context().app_name
-        transport = make_transport(one_node, application)
+        transport = make_transport(plan.one_node, application)
         folder = transport.folder or str(private_folder())
-        self._limit_s = 2 * config.engine.start_timeout_s
+        self._limit_s = 2 * plan.engine.start_timeout_s
         self._supervisor = Supervisor(
-            WorkerGroupPlan(config, self.worker, group, transport, folder, application),
+            WorkerGroupPlan(plan, self.worker, group, transport, folder, application),
             engine_id=engine_id,
             name_prefix=coordinator_prefix(application),
             report=print_line,
         )
         log = StartLog("engine", time.time())
-        if reason := refusals.remembered(application, config):
+        if reason := refusals.remembered(application, plan):
             raise StartRefusedError(reason)
         try:
             await self._supervisor.start()
         except StartRefusedError as error:
             print(f"the engine could not start: {error}")  # `aerie serve` ends with it
-            refusals.remember(application, config, str(error))
+            refusals.remember(application, plan, str(error))
             raise
         except (WorkerGroupError, CoordinatorLostError) as error:
             print_line(f"the engine could not start: {error}")  # Serve tells this to its log file only, in some modes

@@ -44,14 +44,14 @@ def plan_lines(
     ]
 
 
-def rank_lines(config: AerieConfig, places: Sequence[RankPlace], layout: EngineLayout) -> list[str]:
+def rank_lines(places: Sequence[RankPlace], layout: EngineLayout) -> list[str]:
     """Rank -> node -> device, where the memory went, the KV cache and the kinds of round."""
     rows = [[str(place.rank), place.address, str(place.pid), place.device] for place in places]
-    tokens = layout.num_pages * config.cache.page_size
+    page_size = layout.cache.page_size
     return [
         *_table([["rank", "node", "pid", "device"], *rows]),
         *([] if layout.memory is None else [memory_line(layout.memory)]),
-        f"{layout.num_pages} KV pages of {config.cache.page_size} tokens = {tokens} tokens, "
+        f"{layout.num_pages} KV pages of {page_size} tokens = {layout.num_pages * page_size} tokens, "
         f"{layout.scheduler.num_slots} requests at once; rounds: {_shapes(layout)}",
     ]
 

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.lazy_import import load
-from cluster.config import AerieConfig, pin_network_interface, set_visible_devices, visible_devices
+from cluster.config import pin_network_interface, set_visible_devices, visible_devices
 from cluster.linux import end_with_parent, give_way, set_name
 from cluster.logs import use_logs
+from cluster.plan import RankPlan
 from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
 from cluster.start_log import StartLog
 from cluster.transport.sockets import Transport
@@ -100,7 +101,7 @@ class AdoptedRank:
         return answer
 
 
-def adopt(folder: Path | None, config: AerieConfig, rank: int) -> AdoptedRank | None:
+def adopt(folder: Path | None, plan: RankPlan, rank: int) -> AdoptedRank | None:
     """The rank that was begun ahead for an engine like this one, if there is one that nobody has yet and that could use
     its device. folder: see `cluster.config.prestart_folder`."""
     if folder is None:
@@ -111,7 +112,7 @@ def adopt(folder: Path | None, config: AerieConfig, rank: int) -> AdoptedRank | 
         end.connect(str(path))
         path.unlink()
         connection = Connection(end.detach())
-        connection.send(("adopt", _identity(config)))
+        connection.send(("adopt", plan))
         if connection.poll(ADOPTION_LIMIT_S):
             if connection.recv() is True:
                 return AdoptedRank(connection)
@@ -122,25 +123,25 @@ def adopt(folder: Path | None, config: AerieConfig, rank: int) -> AdoptedRank | 
     return None
 
 
-def begin_ranks(config: AerieConfig, folder: Path) -> None:
-    """Fork all ranks of one engine, on this machine's first GPUs or on its CPUs. config: checked, and with its device.
+def begin_ranks(plan: RankPlan, folder: Path) -> None:
+    """Fork all ranks of one engine, on this machine's first GPUs or on its CPUs.
     This process must have one thread, and have used no device."""
     load(RANK_BUILDER)
-    if config.model.uses_gpus:
+    if plan.uses_gpus:
         import_compiler()
     if (count := len(os.listdir("/proc/self/task"))) > 1:
         raise RuntimeError(f"this process has {count} threads and cannot be forked")
     gc.freeze()  # imports stay shared between the processes
     sys.stdout.flush()
-    size = config.parallel.tensor_parallel
+    size = plan.worker.tensor_parallel
     rendezvous = f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}"
     for rank in range(size):
-        compilers = CompileProcesses.fork(processes_of(size)) if config.model.uses_gpus else None
+        compilers = CompileProcesses.fork(processes_of(size)) if plan.uses_gpus else None
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(_socket_path(folder, rank)))
         listener.listen(1)
         if os.fork() == 0:
-            _end_as_rank(functools.partial(_Rank, config, rank, rendezvous, compilers), listener)
+            _end_as_rank(functools.partial(_Rank, plan, rank, rendezvous, compilers), listener)
         listener.close()
         if compilers is not None:
             compilers.close()
@@ -157,8 +158,8 @@ def wait_for_ranks() -> None:
 class _Rank:
     """A rank in its process: built in the main thread, which also runs it, while another thread answers its actor."""
 
-    def __init__(self, config: AerieConfig, rank: int, rendezvous: str, compilers: CompileProcesses | None) -> None:
-        self._config = config
+    def __init__(self, plan: RankPlan, rank: int, rendezvous: str, compilers: CompileProcesses | None) -> None:
+        self._plan = plan
         self._rank = rank
         self._rendezvous = rendezvous
         self._compilers = compilers
@@ -171,7 +172,7 @@ class _Rank:
     def run(self, listener: socket.socket) -> None:
         """All of its life."""
         set_name(f"{NAME}{self._rank}")
-        if not self._config.model.uses_gpus:
+        if not self._plan.uses_gpus:
             give_way()
         threading.Thread(target=self._attend, args=(listener,), name="actor", daemon=True).start()
         builder = self._open()
@@ -190,18 +191,18 @@ class _Rank:
                 channel = open_channel(transport, name, self._rank, epoch)
                 _answer(self._connection, channel.endpoint)
             else:
-                idle_work = idle_work_of(self._config.model.uses_gpus)
+                idle_work = idle_work_of(self._plan.uses_gpus)
                 outcome = _outcome(functools.partial(run_worker_loop, executor, channel, idle_work=idle_work))
                 _answer(self._connection, outcome)
 
     def _open(self) -> "RankBuilder":
         """Ends the process where it cannot: the actor tries for itself, in a process of its own."""
-        use_logs(self._config.log_format, f"rank {self._rank}")
-        if self._config.model.uses_gpus:
+        use_logs(self._plan.log_format, f"rank {self._rank}")
+        if self._plan.uses_gpus:
             set_visible_devices(_device_of(self._rank, visible_devices()))
         pin_network_interface(LOOPBACK_INTERFACE)
         try:
-            builder: RankBuilder = load(RANK_BUILDER)(self._config, self._rank, self._compilers)
+            builder: RankBuilder = load(RANK_BUILDER)(self._plan, self._rank, self._compilers)
             self._facts = RankFacts(os.getpid(), builder.device_name, visible_devices())
         finally:
             self._opened.set()
@@ -209,7 +210,7 @@ class _Rank:
         return builder
 
     def _build(self, builder: "RankBuilder") -> StepExecutor:
-        if not self._config.model.uses_gpus:
+        if not self._plan.uses_gpus:
             # what steps cost is not measured while Ray and Serve start on the same cores
             self._requests.put(self._requests.get())
         gc.freeze()
@@ -228,7 +229,7 @@ class _Rank:
                 request = connection.recv()
                 if request[0] == "adopt":
                     self._opened.wait()
-                    is_it = self._facts is not None and request[1] == _identity(self._config)
+                    is_it = self._facts is not None and request[1] == self._plan
                     connection.send(is_it)
                     if not is_it:
                         break
@@ -281,11 +282,6 @@ def _portable(error: Exception) -> Exception:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _identity(config: AerieConfig) -> tuple[object, ...]:
-    """What a rank is made from, as it is told without torch."""
-    return config.worker, config.speculative, config.draft_attention, config.engine.threads_per_worker
 
 
 def _device_of(rank: int, visible: str | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from cluster.config import AerieConfig
+from cluster.plan import ReplicaPlan
 
 # Serve begins replicas anew after 1, 2 and 4 s. A longer memory would outlast a fault of one node.
 FRESH_S = 30.0
@@ -22,29 +22,30 @@ class Refusal(msgspec.Struct):
     reason: str
 
 
-def remember(application: str, config: AerieConfig, reason: str) -> None:
+def remember(application: str, plan: ReplicaPlan, reason: str) -> None:
     """Tell all processes of the cluster why an engine of `application` cannot start."""
-    _internal_kv_put(_key(application), msgspec.msgpack.encode(Refusal(time.time(), identity_of(config), reason)))
+    _internal_kv_put(_key(application), msgspec.msgpack.encode(Refusal(time.time(), identity_of(plan), reason)))
 
 
-def remembered(application: str, config: AerieConfig | None = None) -> str:
-    """Why an engine of `application` cannot start, "" if nothing is known. config: the refused start must have had the
+def remembered(application: str, plan: ReplicaPlan | None = None) -> str:
+    """Why an engine of `application` cannot start, "" if nothing is known. plan: the refused start must have had the
     same, and the same files."""
     found = _internal_kv_get(_key(application))
     if not found:
         return ""
     refusal = msgspec.msgpack.decode(found, type=Refusal)
-    is_same = config is None or refusal.identity == identity_of(config)
+    is_same = plan is None or refusal.identity == identity_of(plan)
     return refusal.reason if is_same and abs(time.time() - refusal.at) < FRESH_S else ""
 
 
-def identity_of(config: AerieConfig) -> str:
-    """A digest of the configuration and of the names, sizes and times of the checkpoints' files, so that a mended
+def identity_of(plan: ReplicaPlan) -> str:
+    """A digest of the plan and of the names, sizes and times of the checkpoints' files, so that a mended
     checkpoint is tried at once."""
-    paths = {config.model.path, *([config.speculative.path] if config.speculative is not None else [])}
+    rank = plan.rank
+    paths = {rank.worker.model.path, *([rank.speculative.path] if rank.speculative is not None else [])}
     files = [file for path in sorted(paths) for file in sorted(Path(path).glob("*")) if file.is_file()]
     facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr((config.model_dump(), facts)).encode()).hexdigest()
+    return hashlib.sha256(repr((plan, facts)).encode()).hexdigest()
 
 
 def _key(application: str) -> bytes:

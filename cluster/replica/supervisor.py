@@ -92,7 +92,7 @@ class Supervisor:
         not done in `engine.drain_timeout_s` is left, to be resumed there too."""
         with contextlib.suppress(CoordinatorLostError, ray.exceptions.RayTaskError):
             if self._is_open:
-                await self._ask("leave", limit_s=self._plan.config.engine.drain_timeout_s + CALL_TIMEOUT_S)
+                await self._ask("leave", limit_s=self._plan.replica.engine.drain_timeout_s + CALL_TIMEOUT_S)
 
     def stop(self) -> None:
         """Kill everything."""
@@ -106,7 +106,7 @@ class Supervisor:
         shutil.rmtree(self._plan.folder, ignore_errors=True)
 
     async def _restart(self) -> None:
-        config = self._plan.config.engine
+        config = self._plan.replica.engine
         backoff_s = config.restart_backoff_s
         for attempt in range(1, config.max_restarts + 1):
             try:
@@ -146,11 +146,11 @@ class Supervisor:
             raise
         self._worker_group = self._former = worker_group
         if self._epoch == 1:
-            for line in rank_lines(self._plan.config, worker_group.places, worker_group.layout):
+            for line in rank_lines(worker_group.places, worker_group.layout):
                 self._report(line)
             if worker_group.costs is not None:
                 self._report(cost_line(worker_group.layout, worker_group.costs))
-        if self._plan.config.has_spare_workers:
+        if self._plan.replica.has_spare_workers:
             self._spares = worker_group.start_spares()
 
     def _start_coordinator(self) -> None:
@@ -167,7 +167,7 @@ class Supervisor:
                 max_concurrency=100,  # calls that wait for a failure, beside those of every ingress's statistics
                 scheduling_strategy=placed,
             )
-            .remote(self._plan.config, name, self._plan.transport)
+            .remote(self._plan.replica, name, self._plan.transport)
         )
         self._coordinator_death = asyncio.ensure_future(_await(self._coordinator.death.remote()))
 

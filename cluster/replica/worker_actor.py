@@ -15,7 +15,6 @@ import ray
 
 from attention.lazy_import import load
 from cluster.config import (
-    AerieConfig,
     pin_network_interface,
     prestart_folder,
     set_process_environment,
@@ -24,6 +23,7 @@ from cluster.config import (
 )
 from cluster.linux import give_way
 from cluster.logs import use_logs
+from cluster.plan import RankPlan
 from cluster.replica.placement import RankPlace
 from cluster.replica.rank_process import RANK_BUILDER, AdoptedRank, RankFacts, adopt
 from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
@@ -40,28 +40,28 @@ if TYPE_CHECKING:
 class Worker:
     """One rank. Its methods are called in the order in which they stand here; `run` lasts until the end."""
 
-    def __init__(self, config: AerieConfig, rank: int | None) -> None:
+    def __init__(self, plan: RankPlan, rank: int | None) -> None:
         """rank: None for a spare, which has imported all that a rank needs and waits for `take_rank`."""
-        set_process_environment(config.engine.threads_per_worker)
-        self._config = config
+        set_process_environment(plan.threads)
+        self._plan = plan
         self._log = StartLog("spare" if rank is None else f"rank {rank}")
         if rank is not None:
             self._log.done("actor began")
         self._adopted: AdoptedRank | None = None
         if rank is None:
-            self.preload(config)
+            self.preload(plan)
         else:
             self._become(rank, may_be_ahead=True)
 
     @staticmethod
-    def preload(config: AerieConfig) -> None:
+    def preload(plan: RankPlan) -> None:
         """Import what `rank_builder` and the rank that it builds import, without touching a device."""
         load(RANK_BUILDER)
 
     @staticmethod
-    def rank_builder(config: AerieConfig, rank: int) -> "RankBuilder":
+    def rank_builder(plan: RankPlan, rank: int) -> "RankBuilder":
         """What this worker is made from; imports torch."""
-        builder: RankBuilder = load(RANK_BUILDER)(config, rank)
+        builder: RankBuilder = load(RANK_BUILDER)(plan, rank)
         return builder
 
     def take_rank(self, rank: int, devices: str | None) -> None:
@@ -117,19 +117,19 @@ class Worker:
         """Execute plans until a `Stop` comes or the coordinator is lost; returns which."""
         if self._adopted is not None:
             return self._adopted.run()
-        return run_worker_loop(self._executor, self._channel, idle_work=idle_work_of(self._config.model.uses_gpus))
+        return run_worker_loop(self._executor, self._channel, idle_work=idle_work_of(self._plan.uses_gpus))
 
     def _become(self, rank: int, may_be_ahead: bool = False) -> None:
         self._rank = rank
-        use_logs(self._config.log_format, f"rank {rank}")
+        use_logs(self._plan.log_format, f"rank {rank}")
         if may_be_ahead:
-            self._adopted = adopt(prestart_folder(), self._config, rank)
+            self._adopted = adopt(prestart_folder(), self._plan, rank)
             if self._adopted is not None:
                 self._log.done("took the rank begun ahead")
         if self._adopted is None:
-            if not self._config.model.uses_gpus:
+            if not self._plan.uses_gpus:
                 give_way()
-            self._builder = self.rank_builder(self._config, rank)
+            self._builder = self.rank_builder(self._plan, rank)
             self._log.done("device opened")
 
     def _report(self, phase: str, seconds: float) -> None:

@@ -17,7 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.config import AerieConfig
+from cluster.plan import ReplicaPlan
 from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.placement import WORKER_CPUS, RankPlace, order_ranks
 from cluster.replica.worker_actor import Worker
@@ -46,7 +46,7 @@ class WorkerGroupPlan:
     application: whose keys ranks on other nodes use.
     """
 
-    config: AerieConfig
+    replica: ReplicaPlan
     worker: type[Worker]
     group: PlacementGroup
     transport: Transport
@@ -56,16 +56,16 @@ class WorkerGroupPlan:
     def start_worker(self, rank: int | None, bundle: int) -> Any:
         """The actor of a rank, or of a spare, which takes no resources: those that it will use are a rank's till then.
         Ray shows it no GPU, which holds until it learns the rank's."""
-        config, is_rank = self.config, rank is not None
+        plan, is_rank = self.replica.rank, rank is not None
         return (
             ray.remote(self.worker)
             .options(
                 num_cpus=WORKER_CPUS if is_rank else 0,
-                num_gpus=1 if is_rank and config.model.uses_gpus else 0,
+                num_gpus=1 if is_rank and plan.uses_gpus else 0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
             )
-            .remote(config, rank)
+            .remote(plan, rank)
         )
 
 
@@ -121,11 +121,11 @@ class WorkerGroup:
     async def start(self) -> None:
         """Place, load and warm up all ranks. Raises WorkerGroupError after killing what was started."""
         try:
-            async with asyncio.timeout(self._plan.config.engine.start_timeout_s):
+            async with asyncio.timeout(self._plan.replica.engine.start_timeout_s):
                 await self._start()
         except TimeoutError:
             self.kill()
-            limit = self._plan.config.engine.start_timeout_s
+            limit = self._plan.replica.engine.start_timeout_s
             raise WorkerGroupError(
                 f"not ready after engine.start_timeout_s={limit:g} (last done: {self._done})"
             ) from None
@@ -191,7 +191,7 @@ class WorkerGroup:
         else:
             nodes = await self._bundle_nodes()
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-            self._bundles = order_ranks(nodes, self._plan.config.parallel.tensor_parallel, addresses)
+            self._bundles = order_ranks(nodes, self._plan.replica.rank.worker.tensor_parallel, addresses)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
         self.places = await self._all("place")
         if len({place.is_ahead for place in self.places}) > 1:

@@ -20,11 +20,12 @@ BELOW: dict[str, set[str]] = {
     "parallel": set(),
     "config": {"http", "parallel"},
     "start_log": {"logs"},
-    "assembly": {"config"},
+    "plan": {"http", "config"},
+    "assembly": {"config", "plan"},
     "checkpoints": {"http", "config", "assembly"},
-    "replica": {"linux", "logs", "transport", "coordinator", "config", "start_log", "assembly"},
-    "ingress": {"linux", "logs", "transport", "http", "config", "start_log"},
-    "deployments": {"parallel", "config", "replica", "ingress"},
+    "replica": {"linux", "logs", "transport", "coordinator", "config", "plan", "start_log", "assembly"},
+    "ingress": {"linux", "logs", "transport", "http", "plan", "start_log"},
+    "deployments": {"parallel", "config", "plan", "replica", "ingress"},
 }
 
 

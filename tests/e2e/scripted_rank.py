@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from cluster.config import AerieConfig
+from cluster.plan import RankPlan
 from cluster.replica import worker_actor
 from cluster.replica.engine import Engine
 from tests.support.scripted import ScriptedExecutor
@@ -21,22 +21,22 @@ class ScriptedRank:
 
     device_name = "script"
 
-    def __init__(self, config: AerieConfig, rank: int) -> None:
-        self._config = config
+    def __init__(self, plan: RankPlan, rank: int) -> None:
+        self._worker = plan.worker
         self._rank = rank
-        scheduler = config.scheduler.resolved("cpu")
+        scheduler = plan.worker.scheduler.resolved("cpu")
         self._scheduler = scheduler.with_slots(32) if scheduler.max_running == "auto" else scheduler
 
     def layout(self) -> EngineLayout:
         return EngineLayout(
             shapes=RoundShapes((PLAIN, TREE), default=1),
             scheduler=self._scheduler,
-            cache=self._config.cache,
-            max_model_len=self._config.model.max_model_len or 1024,
-            max_position=self._config.model.max_model_len or 1024,
+            cache=self._worker.cache,
+            max_model_len=self._worker.model.max_model_len or 1024,
+            max_position=self._worker.model.max_model_len or 1024,
             lookahead=1,
-            graph_capture=self._config.graph_capture,
-            known_pages=self._config.cache.num_pages or 256,
+            graph_capture=self._worker.graph_capture,
+            known_pages=self._worker.cache.num_pages or 256,
         )
 
     def build(
@@ -52,12 +52,12 @@ class Worker(worker_actor.Worker):
     """Of the same name, by which its processes are found."""
 
     @staticmethod
-    def preload(config: AerieConfig) -> None:
+    def preload(plan: RankPlan) -> None:
         """There is nothing to import."""
 
     @staticmethod
-    def rank_builder(config: AerieConfig, rank: int) -> ScriptedRank:
-        return ScriptedRank(config, rank)
+    def rank_builder(plan: RankPlan, rank: int) -> ScriptedRank:
+        return ScriptedRank(plan, rank)
 
 
 class ScriptedEngine(Engine):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from cluster.config import AerieConfig
+from cluster.plan import RankPlan
 from cluster.replica import worker_actor
 from cluster.replica.engine import Engine
 from tests.bench.host.coordinator import TREE
@@ -19,16 +19,16 @@ class InstantRank:
 
     device_name = "none"
 
-    def __init__(self, config: AerieConfig, rank: int) -> None:
-        self._config = config
+    def __init__(self, plan: RankPlan, rank: int) -> None:
+        self._worker = plan.worker
 
     def layout(self) -> EngineLayout:
-        cache = self._config.cache
+        cache = self._worker.cache
         assert cache.num_pages is not None
-        length = self._config.model.max_model_len or 2048
+        length = self._worker.model.max_model_len or 2048
         return EngineLayout(
             shapes=RoundShapes((PLAIN, TREE), default=1),
-            scheduler=self._config.scheduler.resolved("cpu"),
+            scheduler=self._worker.scheduler.resolved("cpu"),
             cache=cache,
             max_model_len=length,
             max_position=length,
@@ -39,15 +39,15 @@ class InstantRank:
     def build(
         self, rendezvous: str, report: Report, former: EngineLayout | None = None, advance: object = None
     ) -> StepExecutor:
-        return PacedExecutor(self._config.scheduler.num_slots)
+        return PacedExecutor(self._worker.scheduler.num_slots)
 
 
 class Worker(worker_actor.Worker):
     """Of the same name, by which its processes are counted."""
 
     @staticmethod
-    def rank_builder(config: AerieConfig, rank: int) -> InstantRank:
-        return InstantRank(config, rank)
+    def rank_builder(plan: RankPlan, rank: int) -> InstantRank:
+        return InstantRank(plan, rank)
 
 
 class InstantEngine(Engine):

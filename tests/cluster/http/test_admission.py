@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from cluster.config import AerieConfig
 from cluster.http.admission import STREAM_BYTES, TOKEN_BYTES
+from cluster.http.config import EdgeConfig
 from cluster.ingress.deployment import edge_config as of_ingress
 from cluster.transport.messages import TokenDelta
 from tests.support.edge_client import PROMPT, TEXT, in_process, served
 from tests.support.fake_engine import FakeEngine, Script, Step, says
-from workers.config import ModelSource
 from workers.scheduling.plan import SamplingParams
 
 
@@ -105,8 +104,8 @@ async def test_bodies_that_are_read_are_bounded_by_their_memory() -> None:
 
 
 def test_an_ingress_carries_what_its_open_files_allow() -> None:
-    config = AerieConfig(model=ModelSource(path="m", max_model_len=100))
+    config = EdgeConfig()
     assert of_ingress(config, 20_000).max_concurrent_requests == 15_000
-    own = dataclasses.replace(config.ingress, max_concurrent_requests=300)
-    assert of_ingress(config.model_copy(update={"ingress": own}), 20_000).max_concurrent_requests == 300
-    assert of_ingress(config, 64).max_concurrent_requests == config.ingress.max_choices
+    own = dataclasses.replace(config, max_concurrent_requests=300)
+    assert of_ingress(own, 20_000).max_concurrent_requests == 300
+    assert of_ingress(config, 64).max_concurrent_requests == config.max_choices

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.config import AerieConfig, parse, read_args
+from cluster.config import parse, read_args
+from cluster.plan import RankPlan, resolve
 from cluster.replica import rank_process
 from cluster.replica.rank_process import RankLostError, adopt
 from deploy import checks
@@ -23,11 +24,11 @@ LIMIT_S = 120.0  # for what takes seconds
 
 @dataclass
 class Begun:
-    """process: the one that has forked the ranks. config: as the actors have it."""
+    """process: the one that has forked the ranks. plan: as the actors have it."""
 
     process: CheckProcess
     folder: Path
-    config: AerieConfig
+    plan: RankPlan
 
 
 @pytest.fixture
@@ -38,8 +39,8 @@ def begun(tmp_path: Path) -> Iterator[Begun]:
     config = parse(read_args(path), PACKAGED)
     found = process.checked()
     assert found == {"max_model_len": 2048}
-    model = replace(config.model, device="cpu", max_model_len=2048)
-    yield Begun(process, tmp_path, config.model_copy(update={"model": model}))
+    config = config.model_copy(update={"model": replace(config.model, max_model_len=2048)})
+    yield Begun(process, tmp_path, resolve(config, "cpu", 1.0, one_node=True).replica.rank)
     process.close()
 
 
@@ -59,18 +60,18 @@ def runs(process: psutil.Process) -> bool:
 
 
 def test_who_gets_a_rank_and_when_it_ends(begun: Begun) -> None:
-    assert adopt(None, begun.config, 0) is None, "no server has begun any"
+    assert adopt(None, begun.plan, 0) is None, "no server has begun any"
     ranks = psutil.Process(begun.process.pid).children()
     assert len(ranks) == 2
     until(lambda: sorted(process.name() for process in ranks) == ["aerie-rank-0", "aerie-rank-1"])
     until(lambda: all(process.nice() == max(10, os.nice(0)) for process in ranks))
-    other = begun.config.model_copy(update={"speculative": None})
+    other = replace(begun.plan, speculative=None)
     assert adopt(begun.folder, other, 0) is None, "it is made for another engine"
     until(lambda: sum(runs(process) for process in ranks) == 1)
-    assert adopt(begun.folder, begun.config, 0) is None, "it is gone"
+    assert adopt(begun.folder, begun.plan, 0) is None, "it is gone"
 
-    rank = adopt(begun.folder, begun.config, 1)
-    assert rank is not None and adopt(begun.folder, begun.config, 1) is None, "only one actor has it"
+    rank = adopt(begun.folder, begun.plan, 1)
+    assert rank is not None and adopt(begun.folder, begun.plan, 1) is None, "only one actor has it"
     facts = rank.facts()
     assert facts.pid in [process.pid for process in ranks] and facts.device == "cpu, 1 thread(s)"
     os.kill(begun.process.pid, signal.SIGKILL)  # the server's end is that of its ranks

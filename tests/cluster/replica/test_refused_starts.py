@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from cluster.config import parse
+from cluster.plan import ReplicaPlan, resolve
 from cluster.replica import refusals
 from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.supervisor import GaveUpError, Supervisor
@@ -43,6 +44,11 @@ async def failed(error: Exception) -> WorkerGroupError:
     return raised.value
 
 
+def plan_of(args: dict[str, Any], base: Path) -> ReplicaPlan:
+    """Of an engine on one node's CPUs."""
+    return resolve(parse(args, base), "cpu", 1.0, one_node=True).replica
+
+
 def test_a_refusal_is_told_from_what_may_pass() -> None:
     refused = asyncio.run(failed(ValueError(NAN)))
     assert isinstance(refused, StartRefusedError) and str(refused) == f"rank 0, build: ValueError: {NAN}"
@@ -52,7 +58,7 @@ def test_a_refusal_is_told_from_what_may_pass() -> None:
 
 @pytest.mark.parametrize("error,attempts", [(StartRefusedError(NAN), 1), (WorkerGroupError("NCCL"), 4)])
 def test_a_restart_that_is_refused_is_given_up_at_once(error: Exception, attempts: int) -> None:
-    plan = SimpleNamespace(config=parse(ARGS, MODELS), folder="/nonexistent")
+    plan = SimpleNamespace(replica=plan_of(ARGS, MODELS), folder="/nonexistent")
     supervisor: Any = Supervisor(plan, "e", "p", lambda line: None)  # type: ignore[arg-type]
     tried = []
 
@@ -81,12 +87,12 @@ def test_a_refusal_is_remembered_for_the_same_start(
     store: dict[bytes, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    config = parse({"model": {"path": str(tmp_path)}}, tmp_path)
+    config = plan_of({"model": {"path": str(tmp_path)}}, tmp_path)
     assert refusals.remembered("aerie", config) == ""
     refusals.remember("aerie", config, NAN)
     assert refusals.remembered("aerie", config) == refusals.remembered("aerie") == NAN
     assert refusals.remembered("another", config) == ""
-    other = parse({"model": {"path": str(tmp_path), "max_model_len": 64}}, tmp_path)
+    other = plan_of({"model": {"path": str(tmp_path), "max_model_len": 64}}, tmp_path)
     assert refusals.remembered("aerie", other) == ""
     (tmp_path / "model.safetensors").write_text("mended")
     assert refusals.remembered("aerie", config) == ""
@@ -103,7 +109,7 @@ def test_the_command_sees_a_refusal_and_what_serve_gave_up(store: dict[bytes, by
     assert failure({}) == failure(applications()) == failure(applications("RUNNING")) == ""
     gave_up = failure(applications("DEPLOY_FAILED", message="Failed to update.\nOSError: No space left"))
     assert gave_up == "Serve gave up application aerie: OSError: No space left"
-    refusals.remember("aerie", parse(ARGS, MODELS), NAN)
+    refusals.remember("aerie", plan_of(ARGS, MODELS), NAN)
     assert failure(applications()) == f"the engine could not start: {NAN}"
 
 

@@ -1,0 +1,124 @@
+"""`Plan`: an application with everything resolved that is known before its processes start.
+
+Sizes that checkpoints and the device's memory decide follow in `workers.engine_layout.EngineLayout`, and the parser of
+answers when the ingress has read the chat template. `resolve` alone reads `engine.spare_workers` and
+`ingress.num_replicas`, which may be "auto".
+
+resolve          computes it once, from the configuration as written (`cluster.config.AerieConfig`), the device and the
+                 cluster; called by `cluster.deployments`, and by `deploy.checks` for ranks that start before Serve
+RankPlan         read by `cluster.assembly.RankBuilder` and the processes around it
+ReplicaPlan      read by an engine's replica, coordinator and supervisor
+IngressPlan      read by `cluster.ingress.deployment`
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from attention.config import DraftAttention
+from cluster.config import AerieConfig, EngineConfig, IngressConfig
+from cluster.http.tracing import TracingConfig
+from speculative.config import SpeculativeConfig
+from workers.config import WorkerConfig
+
+CORES_FOR_TWO = 8  # ingresses: each uses up to a core
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What the ranks of an engine are built from. Equal plans make equal ranks.
+
+    worker: its `model.device` is "cpu" or "cuda".
+    threads: torch threads of a CPU rank.
+    log_format: see `cluster.logs`.
+    """
+
+    worker: WorkerConfig
+    speculative: SpeculativeConfig | None
+    draft_attention: DraftAttention
+    threads: int
+    log_format: Literal["text", "json"]
+
+    def __post_init__(self) -> None:
+        assert self.worker.model.device != "auto", "`resolve` knows the device"
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether ranks compute on GPUs, one each."""
+        return self.worker.model.device == "cuda"
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """One engine: its ranks, and how they are watched.
+
+    has_spare_workers: whether a spare process waits for each rank.
+    one_node: all of the application runs on one node.
+    """
+
+    rank: RankPlan
+    engine: EngineConfig
+    has_spare_workers: bool
+    one_node: bool
+
+
+@dataclass(frozen=True)
+class IngressPlan:
+    """One ingress.
+
+    config: its `served_model_name` and `max_model_len` are filled in.
+    model_path: folder of the tokenizer.
+    resumes: whether requests go on after their workers are lost.
+    start_timeout_s: of engines.
+    one_node: see `ReplicaPlan`.
+    """
+
+    config: IngressConfig
+    model_path: str
+    resumes: bool
+    start_timeout_s: float
+    tracing: TracingConfig
+    log_format: Literal["text", "json"]
+    one_node: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An application. num_ingresses: replicas of the ingress."""
+
+    replica: ReplicaPlan
+    ingress: IngressPlan
+    num_ingresses: int
+
+
+def resolve(config: AerieConfig, device: Literal["cpu", "cuda"], num_cpus: float, one_node: bool) -> Plan:
+    """The plan of a configuration that was checked (`cluster.checkpoints.with_checkpoints`).
+
+    device: see `cluster.replica.placement.Placement`. num_cpus: of the cluster."""
+    worker, engine, wanted = config.worker, config.engine, config.ingress.num_replicas
+    rank = RankPlan(
+        dataclasses.replace(worker, model=dataclasses.replace(worker.model, device=device)),
+        config.speculative,
+        config.draft_attention,
+        engine.threads_per_worker,
+        config.log_format,
+    )
+    spares = device == "cuda" if engine.spare_workers == "auto" else engine.spare_workers
+    ingress = dataclasses.replace(
+        config.ingress,
+        served_model_name=config.served_model_name,
+        max_model_len=config.ingress.max_model_len or config.model.max_model_len or 0,
+    )
+    return Plan(
+        ReplicaPlan(rank, engine, spares, one_node),
+        IngressPlan(
+            ingress,
+            config.model.path,
+            engine.on_worker_loss == "resume",
+            engine.start_timeout_s,
+            config.tracing,
+            config.log_format,
+            one_node,
+        ),
+        (2 if num_cpus >= CORES_FOR_TWO else 1) if wanted == "auto" else wanted,
+    )
