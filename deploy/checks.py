@@ -26,7 +26,11 @@ def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool =
     downloaded where they are named by their names on the hub. base: where relative paths start. Raises ConfigError."""
     from cluster.checkpoints import with_checkpoints
 
-    return with_checkpoints(parse(with_downloads(args, base), base), need_weights)
+    return with_checkpoints(_parsed(args, base), need_weights)
+
+
+def _parsed(args: Mapping[str, Any], base: Path) -> AerieConfig:
+    return parse(with_downloads(args, base), base)
 
 
 def checked_file(path: Path, need_weights: bool = True) -> AerieConfig:
@@ -64,10 +68,13 @@ def check_and_begin(
     ranks: a folder for the sockets of an engine's ranks, which are begun as soon as the configuration is found right;
     "": none are. tell: called before the plan is printed, which takes seconds on GPUs, with what only the checkpoints
     know (`deploy.config.files.use_checked`). Raises ConfigError, if at all, before that."""
+    from cluster.checkpoints import with_checkpoints
+
     log = StartLog("check")
     log.done("torch imported")
-    set_process_environment(parse(read_args(path), path.resolve().parent).engine.threads_per_worker)
-    config = checked_file(path)
+    config = _parsed(read_args(path), path.resolve().parent)
+    set_process_environment(config.engine.threads_per_worker)
+    config = with_checkpoints(config)
     nodes = []
     if gpus is not None:
         here = gpus()
