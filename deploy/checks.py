@@ -147,11 +147,6 @@ class LocalGpus:
         return LocalGpus(len(found), kinds.pop() if len(kinds) == 1 else None)
 
 
-def count_gpus() -> int:
-    """Of this machine."""
-    return counted_gpus()().count
-
-
 def counted_gpus() -> Callable[[], LocalGpus]:
     """Begin to count; the function waits for the result."""
     if shutil.which("nvidia-smi") is None:

@@ -10,9 +10,7 @@ late  how late the client itself sent it: above some 10 ms the client is what wa
 """
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from deploy.bench.arrivals import Arrival
@@ -97,25 +95,3 @@ def latency_plot(name: str, rates: Sequence[Rate]) -> str:
         for title, kind, q in kinds
     }
     return line_plot(name, "requests per second", "ms", lines)
-
-
-def trade(results: Mapping[str, Sequence[Rate]], rate: float) -> list[Point]:
-    """TTFT against ITL, 99th percentiles, a point for each server, at one rate."""
-    return [
-        Point(found["itl_ms"]["p99"], found["ttft_ms"]["p99"], name)
-        for name, rates in results.items()
-        for found in rates
-        if found["rate"] == rate and found["itl_ms"]["p99"] is not None
-    ]
-
-
-def read_others(path: Path) -> dict[str, list[Rate]]:
-    """Figures of other servers, by name: JSON objects, one a line, perhaps after a word, with name, rate, ttft_ms and
-    itl_ms as `rate_figures` has them. Other lines are passed over."""
-    found: dict[str, list[Rate]] = {}
-    for line in path.read_text().splitlines():
-        _, brace, rest = line.partition("{")
-        if brace and '"ttft_ms"' in rest and '"name"' in rest:
-            rate = json.loads(brace + rest)
-            found.setdefault(rate["name"], []).append(rate)
-    return found

@@ -26,9 +26,9 @@ import httpx
 import yaml
 
 from deploy.bench.arrivals import MIXES, Traffic
-from deploy.bench.figures import Rate, latency_plot, markdown, read_others, trade
+from deploy.bench.figures import Rate, latency_plot, markdown
 from deploy.bench.load import Target, measure_rate, warm_up
-from deploy.bench.plot import line_plot
+from deploy.bench.plot import Point, line_plot
 from tests.bench.machine import machine
 from tests.bench.served import running
 from tests.bench.served_model import add_options, label, prompt_ids, server_config
@@ -120,6 +120,28 @@ def plot(results: Mapping[str, list[Rate]], others: Mapping[str, list[Rate]], ra
         return latency_plot(name, found)
     lines = {"Aerie": trade(results, rate), **{name: trade({name: found}, rate) for name, found in others.items()}}
     return line_plot(f"at {rate:g} requests per second", "ITL p99, ms", "TTFT p99, ms", lines)
+
+
+def trade(results: Mapping[str, Sequence[Rate]], rate: float) -> list[Point]:
+    """TTFT against ITL, 99th percentiles, a point for each server, at one rate."""
+    return [
+        Point(found["itl_ms"]["p99"], found["ttft_ms"]["p99"], name)
+        for name, rates in results.items()
+        for found in rates
+        if found["rate"] == rate and found["itl_ms"]["p99"] is not None
+    ]
+
+
+def read_others(path: Path) -> dict[str, list[Rate]]:
+    """Figures of other servers, by name: JSON objects, one a line, perhaps after a word, with name, rate, ttft_ms and
+    itl_ms as `rate_figures` has them. Other lines are passed over."""
+    found: dict[str, list[Rate]] = {}
+    for line in path.read_text().splitlines():
+        _, brace, rest = line.partition("{")
+        if brace and '"ttft_ms"' in rest and '"name"' in rest:
+            rate = json.loads(brace + rest)
+            found.setdefault(rate["name"], []).append(rate)
+    return found
 
 
 def main() -> None:

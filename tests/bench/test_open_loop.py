@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.bench.arrivals import MIXES
-from deploy.bench.figures import read_others
-from tests.bench.open_loop import Load, add_load_options, parsed_load, plot, traffic_of, varied
+from tests.bench.open_loop import Load, add_load_options, parsed_load, plot, read_others, traffic_of, varied
 from tests.bench.served import embedded_config
 from tests.bench.served_model import add_options, server_config
 

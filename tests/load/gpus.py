@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deploy.checks import count_gpus
+from deploy.checks import counted_gpus
 from tests.load.scenario import Hosts
 
 # Before a command that is to run under another host name, which is its first argument.
@@ -24,7 +24,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     return [str(number) for number in range(_num_here())]
 
 
-_num_here = functools.cache(count_gpus)
+_num_here = functools.cache(lambda: counted_gpus()().count)
 
 
 def too_few(hosts: Hosts, visible: Sequence[str]) -> str:
