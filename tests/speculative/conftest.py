@@ -9,6 +9,7 @@ import torch
 from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
+from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 

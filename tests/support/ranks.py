@@ -1,17 +1,43 @@
 """Runs a function once per rank, each in a process of its own, and never waits longer than told: a kernel that spins or
 a collective that a rank misses ends as a failed test."""
 
+import functools
 import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
 
 from workers.distributed.ports import free_port
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+@functools.cache
+def fresh_processes() -> BaseContext:
+    """Starts processes. Without a GPU they are forks of one that has imported what ranks need, which each would import
+    for seconds; they see the environment of the first start."""
+    if torch.cuda.device_count():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "speculative.local", "workers.runner.rank_processes", __name__])
+    return context
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    """The ranks of local engines start so too. For the conftest.py of folders whose tests have such engines."""
+    forked = SimpleNamespace(get_context=lambda _: fresh_processes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.runner.rank_processes.multiprocessing", forked)
+        yield
 
 
 class RankError(AssertionError):
@@ -27,7 +53,7 @@ def run_ranks(
 ) -> list[Any]:
     """What function(rank, size, address, *arguments) returns on each rank; it must be a module's own, and give plain
     values, no tensors. environments: variables for each rank, beside those that keep NVLink multicast off."""
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     address = f"tcp://127.0.0.1:{free_port()}"
     pipes: list[Connection] = []
     processes = []
