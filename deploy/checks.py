@@ -1,4 +1,4 @@
-"""Checks that need no cluster: of a configuration and of its checkpoints."""
+"""Checks of a configuration and its checkpoints, without a cluster; `aerie plan`."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""A server's HTTP API as the commands use it that talk to one: `aerie chat` and `aerie bench`."""
+"""A client of a server's HTTP API, for `aerie chat` and `aerie bench`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`aerie eval-draft`: how long the runs are that a draft gets accepted, on the prompts of a file, with the engine that
-a config file describes but without Ray and HTTP."""
+"""`aerie eval-draft`: mean accepted length of a draft on the prompts of a file, with the engine of a config file but
+without Ray and HTTP."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Offline generation: the engine of a model in this process, texts in and texts out, without Ray and HTTP, by the names
-of vLLM's `LLM`. Users import it as `aerie.LLM`.
+"""Offline generation: an engine in this process, without Ray and HTTP, with the interface of vLLM's `LLM`. Users import
+it as `aerie.LLM`.
 
 Several ranks are processes of their own, started by `multiprocessing`: a script then needs the usual
 `if __name__ == "__main__":`.

@@ -1,4 +1,4 @@
-"""What goes into `deploy.offline.LLM` and what comes out, by the names of vLLM's `LLM`."""
+"""Parameters and outputs of `deploy.offline.LLM`, named as those of vLLM's `LLM`."""
 
 import random
 from collections.abc import Mapping, Sequence

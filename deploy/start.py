@@ -1,7 +1,7 @@
-"""`aerie start`: makes this host the head of a Ray cluster, or joins one, by `ray start` with settings that suit Aerie.
+"""`aerie start`: makes this host the head of a Ray cluster, or joins one, by `ray start` with Aerie's settings.
 
-What it sets is in the environment that Ray's processes are started in, so it must be the same on all hosts; a variable
-that is set already stays.
+The settings are environment variables of Ray's processes and must be the same on all hosts. A variable that is already
+set keeps its value.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ NODE_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class NodeStart:
-    """What is asked for. address: of the cluster to join, host:port; "" to be its head.
+    """Options of `aerie start`. address: of the cluster to join, host:port; "" to be its head.
 
     port: of the head. node_ip, interface: where other hosts reach this one, by address or by name; at most one.
     num_cpus, num_gpus: None for what the host has. object_store_mb: shared memory for Ray's objects; Aerie has few.

@@ -1,4 +1,4 @@
-"""`aerie stop`: ends what `aerie serve` and `aerie start` have begun on this machine, and nothing else of Ray's."""
+"""`aerie stop`: ends what `aerie serve` and `aerie start` have started on this machine, and no other Ray."""
 
 import contextlib
 import os

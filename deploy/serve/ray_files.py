@@ -1,5 +1,5 @@
-"""Ray's files (2.60), which it makes readable for all users of a machine: logs, sockets, and the token that lets its
-holder run code. Used before a Ray is started, by `deploy.serve.launch` and `deploy.start`.
+"""Keeps Ray's files private to their owner. Ray 2.60 makes logs, sockets and the token, which lets its holder run code,
+readable for all users of a machine. Called by `deploy.serve.launch` and `deploy.start` before Ray starts.
 """
 
 import os

@@ -8,8 +8,8 @@ from typing import Any
 from deploy.processes import server_record
 from deploy.serve.ray_files import keep_to_owner
 
-# Of a small application: the controller, its two proxies, the task that builds the application, two ingresses, an
-# engine's replica and its coordinator. They are begun one after the other, and each imports for seconds.
+# Processes of a small application: controller, two proxies, the task that builds the application, two ingresses, an
+# engine's replica and its coordinator. Ray starts them one after the other, and each imports for seconds.
 SERVING_PROCESSES = 8
 SERVING_MODULES = (
     "ray.serve._private.controller",

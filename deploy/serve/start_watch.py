@@ -1,4 +1,4 @@
-"""Watches whether the application that `aerie serve` has deployed can start at all. Used by `deploy.serve.launch`."""
+"""Ends a start of `aerie serve` that cannot succeed. Used by `deploy.serve.drain`."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What `aerie serve` watches while it runs: processes of Ray and Serve without which nothing works."""
+"""Watches over the processes that a server cannot do without: Serve's HAProxy, and Ray's raylet and GCS."""
 
 import os
 import re
@@ -19,7 +19,7 @@ _STARTED_S = 1.0  # a HAProxy that lives for so long has got the port
 
 
 class Watch(ABC):
-    """Looks in a thread, every `period_s` seconds."""
+    """Calls `look` in a thread every `period_s` seconds."""
 
     period_s: float
 
@@ -29,13 +29,13 @@ class Watch(ABC):
 
     @abstractmethod
     def look(self) -> None:
-        """Called again and again in the thread."""
+        """Check once; called in the thread."""
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Before what is watched is stopped on purpose."""
+        """Stop watching. To be called before what is watched is stopped on purpose."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -64,8 +64,8 @@ class HaproxyWatch(Watch):
                 self._stand_in(last)
 
     def _stand_in(self, last: Path) -> None:
-        """With an admin socket of its own, for Serve asks the one it knows whether its HAProxy lives. Its path is no
-        longer than that one's: a socket's has 97 characters at most."""
+        """Start a HAProxy with an admin socket of its own, because Serve asks the usual one whether its HAProxy lives.
+        The new path is no longer than the usual one: a socket's path has at most 97 characters."""
         config = last.with_name("aerie-stand-in.cfg")
         config.write_text(re.sub(r"(stats socket \S*/)\S+", r"\1s", last.read_text()))
         command = [self._binary, "-db", "-dR", "-f", str(config)]
@@ -82,8 +82,8 @@ class HaproxyWatch(Watch):
 
 
 class RayWatch(Watch):
-    """Ends this process, and all below it, when one of Ray's that it needs has died: Ray (2.60) would have Serve wait
-    for it for ever. node: Ray's own account of the processes that it started here."""
+    """Ends this process and its descendants when Ray's raylet or GCS has died: Serve would wait for it for ever (Ray
+    2.60). node: Ray's object for the processes that it started here."""
 
     period_s = 0.5
 
@@ -100,11 +100,11 @@ class RayWatch(Watch):
 
 
 def end_at_once(console: Console, reason: str, status: int = FAULT) -> None:
-    """Say why, and end this process with `status` and nothing left behind, except Ray's logs after a fault."""
+    """Print `reason`, and end this process and its descendants with `status`. Only a fault leaves Ray's logs."""
     if status == FAULT:
         note(is_kept=True)
     else:
-        note(session=next(iter(sessions_of(tree_below(os.getpid()))), ""))  # a Ray that is starting has not told it
+        note(session=next(iter(sessions_of(tree_below(os.getpid()))), ""))  # a starting Ray has not reported it
     end_descendants()
     console.__exit__()
     print(reason, file=sys.stderr, flush=True)
