@@ -45,8 +45,8 @@ class EdgeConfig:
     api_keys: if any, all routes except those of health and the page require `Authorization: Bearer KEY` or `x-api-key:
         KEY`. An entry is a key, or `sha256:` and the output of `printf %s KEY | sha256sum`; the server keeps digests
         only.
-    allowed_hosts: without API keys, further names accepted in the Host header, besides those that nobody else can own;
-        `["*"]`: all.
+    allowed_hosts: without API keys, further names accepted in the Host header, besides addresses, private names and
+        this machine's name; `["*"]`: all.
     allowed_origins: pages of these origins may use this server (CORS), such as `["https://chat.example.com"]`;
         `["*"]`: all.
     output_parser: finds reasoning and tool calls in a chat's answer: `text` (none), `think` (reasoning only), `hermes`
