@@ -23,7 +23,7 @@ from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.graphs.graph_keys import CHUNK_NEEDS, bucket_sizes
 from workers.runner.worker import Worker
 from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.plan import SamplingParams, StepPlan
+from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
 GREEDY = SamplingParams(44, 0.0, stop_token_ids=(EOS,))
@@ -95,30 +95,6 @@ def test_answers_do_not_change_when_shapes_do(pair: Pair, plain: list[list[int]]
     with local_engine(spec(pair, dataclasses.replace(speculative, adaptive=False))) as engine:
         assert answers(engine, pair.prompts, with_rare=True) == plain
         assert set(engine.scheduler.stats.steps_by_reason) <= {"static", "nobody"}
-
-
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_answers_do_not_change_when_prompts_and_rounds_take_turns(
-    pair: Pair, plain: list[list[int]], shape: str
-) -> None:
-    """By these costs a chunk beside rounds takes longer than the chunk and then the rounds."""
-    speculative = dataclasses.replace(pair.chain() if shape == "chain" else pair.tree(), adaptive=False)
-    with local_engine(spec(pair, speculative)) as engine:
-        scheduler, turns = engine.scheduler, set()
-        rounds = (RoundCosts((1, 16), (1.0, 1.0), (0.0, 0.0)),) * len(scheduler._shapes)
-        scheduler.use_costs(CostTable(rounds, (0, 1, 16), (64,), ((2.0,), (9.0,), (9.0,)), scheduler._shapes.default))
-        scheduler.step_time.observe = lambda step, ms: None  # what this machine takes tells nothing here
-        schedule = scheduler.schedule
-
-        def watched() -> StepPlan | None:
-            before, plan = len(scheduler.slot_pages.round_slots()), schedule()
-            if plan is not None and before:
-                turns.add((bool(plan.slots), bool(plan.chunks)))
-            return plan
-
-        scheduler.schedule = watched
-        assert answers(engine, pair.prompts, with_rare=True) == plain
-    assert turns == {(False, True), (True, False)}
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])

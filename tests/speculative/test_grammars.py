@@ -7,7 +7,6 @@ trees, greedy and sampled, and prints how many answers were whole.
 
 import argparse
 import time
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -29,8 +28,7 @@ from workers.distributed.tp_group import SOLO
 from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.plan import Grammar, SamplingParams, StepPlan
+from workers.scheduling.plan import Grammar, SamplingParams
 from workers.scheduling.request import FinishReason, Request, RequestOutput
 
 SHAPES: dict[str, SpeculativeConfig | None] = {"plain": None, "chain": CHAIN, "tree": TREE}
@@ -89,29 +87,6 @@ def test_speculation_changes_no_token(shape: str) -> None:
     assert run(embedded_spec(SHAPES[shape]), asked) == plainly()
     # 2.25 and 2.88; drafts that know nothing of grammars give 1.34 and 1.59
     assert acceptance_length(asked) > {"chain": 2.0, "tree": 2.5}[shape]
-
-
-def test_answers_are_the_same_where_prompts_and_rounds_take_turns() -> None:
-    """A request's masks then follow what a step before the last one emitted and drafted."""
-    asked, turns = requests(SCHEMAS, 7), Counter[tuple[bool, bool]]()
-    with local_engine(embedded_spec(TREE)) as engine:
-        scheduler = engine.scheduler
-        shapes, schedule = scheduler._shapes, scheduler.schedule
-        rounds = (RoundCosts((1, 16), (1.0, 1.0), (0.0, 0.0)),) * len(shapes)
-        scheduler.use_costs(CostTable(rounds, (0, 1, 16), (64,), ((2.0,), (9.0,), (9.0,)), shapes.default))
-        assert scheduler.step_time is not None
-        scheduler.step_time.observe = lambda step, ms: None  # type: ignore[method-assign]
-
-        def watched() -> StepPlan | None:
-            num_decoding, plan = len(scheduler.slot_pages.round_slots()), schedule()
-            if plan is not None and num_decoding:
-                turns[bool(plan.slots), bool(plan.chunks)] += 1
-            return plan
-
-        scheduler.schedule = watched  # type: ignore[method-assign]
-        engine.run(asked, 6)
-    assert [request.output for request in asked] == plainly()
-    assert turns.keys() == {(False, True), (True, False)} and turns[False, True] > 3
 
 
 def acceptance_length(asked: list[Request]) -> float:

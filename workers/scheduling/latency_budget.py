@@ -5,7 +5,6 @@ The constants were chosen by simulation (`tests.support.load_simulation`; figure
 
 import math
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import NamedTuple
 
 from workers.config import SchedulerConfig
@@ -28,14 +27,6 @@ class StepRounds(NamedTuple):
     shape: int = 0
     num_requests: int = 0
     kv_tokens: int = 0
-
-
-class Turn(Enum):
-    """What a step carries while requests decode and prompts are pending."""
-
-    BOTH = "both"
-    PROMPTS = "prompts"  # the rounds follow in the next step
-    ROUNDS = "rounds"  # the prompts go on in the next step
 
 
 @dataclass(frozen=True)
@@ -116,23 +107,6 @@ class LatencyBudget:
         stretched_ms = min(BACKLOG_SHARE * self.prompt_ms(backlog_tokens), self.limit_ms)
         rounds_ms = self.step_time.ms(Step(*rounds))
         return max(self.target_ms, stretched_ms, rounds_ms + MIN_SHARE * self.target_ms)
-
-    def apart_ms(self, rounds: StepRounds, backlog_tokens: int) -> float:
-        """Milliseconds of a step with prompts alone that is followed by one with the rounds alone; 0 if one step with
-        both should take no longer than these two.
-
-        Products of many rows take longer by whole waves of tiles, and rounds beside prompts are padded further than
-        rounds alone. So a large chunk beside many rounds may take longer than the chunk and the rounds one after the
-        other. The two steps together keep to `step_limit_ms`, so that no request waits longer for its next token."""
-        ms = self.step_time.ms
-        rounds_ms, alone = ms(Step(*rounds)), Step(rounds.shape)
-        room_ms = self.step_limit_ms(rounds, backlog_tokens) - rounds_ms
-        most = min(backlog_tokens, self.max_step_tokens)
-        tokens = self.step_time.chunk_tokens_within(room_ms, alone, most)
-        if rounds.num_requests == 0 or tokens < min(most, self.step_time.costs.chunk_tokens[0]) or tokens == 0:
-            return 0.0
-        both_ms, apart_ms = ms(Step(*rounds, tokens)), ms(alone._replace(chunk_tokens=tokens)) + rounds_ms
-        return room_ms if both_ms > apart_ms else 0.0
 
     def _chunk_ms(self, num_tokens: int) -> float:
         """Milliseconds of a step with so many prompt tokens alone."""

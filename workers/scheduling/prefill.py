@@ -7,7 +7,7 @@ from operator import attrgetter
 from attention.kv_cache.prefix_cache import PrefixCache
 from workers.config import RoundShape, RoundShapes
 from workers.scheduling.grammar_queue import GrammarQueue
-from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds, Turn
+from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
 from workers.scheduling.plan import Chunk, pack_i32
 from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder, Sequence
@@ -68,24 +68,15 @@ class PrefillPlanner:
         num_tokens = len(sequence.tokens) - sequence.num_cached
         return sequence.submitted_s + self.budget.patience_s(num_tokens, self._queues.backlog_tokens)
 
-    def turn(self, rounds: StepRounds, rounds_wait: bool) -> Turn:
-        """Whether the next step carries prompts, `rounds` or both. rounds_wait: the step before left them out."""
-        if self.budget is None or rounds.num_requests == 0:
-            return Turn.BOTH
-        if rounds_wait:
-            return Turn.ROUNDS
-        backlog = self._admissible_tokens()
-        return Turn.PROMPTS if backlog and self.budget.apart_ms(rounds, backlog) > 0.0 else Turn.BOTH
-
     def mask_wait_ms(self, expected: Prediction | None) -> float:
         """Milliseconds that a step may wait for its grammars' masks. expected: what the step should take."""
         return MASK_WAIT_MS if self.budget is None or expected is None else self.budget.mask_wait_ms(expected.ms)
 
-    def plan(self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds, turn: Turn = Turn.BOTH) -> StepBudget:
-        """Prompt chunks beside `rounds`, or between them, of admitted and new requests while slots, pages and the
+    def plan(self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds) -> StepBudget:
+        """Prompt chunks beside `rounds`, of admitted and new requests while slots, pages and the
         budget last; how much of that was used. drafted: the shape that a prompt's last chunk drafts if its request
         speculates."""
-        queues, budget = self._queues, self._step_budget(rounds, turn)
+        queues, budget = self._queues, self._step_budget(rounds)
         admitted = sorted(queues.prefilling.values(), key=_ORDER, reverse=True)
         self.shared.begin()
         while budget.room(1, 0):
@@ -123,16 +114,10 @@ class PrefillPlanner:
     def _can_admit(self, builder: PlanBuilder) -> bool:
         return builder.admits and not builder.preempted and self._slot_pages.num_free_slots > 0
 
-    def _step_budget(self, rounds: StepRounds, turn: Turn) -> StepBudget:
+    def _step_budget(self, rounds: StepRounds) -> StepBudget:
         if self.budget is None:
             return StepBudget(self._max_step_tokens)
-        if turn is Turn.ROUNDS:
-            return StepBudget(0)
-        backlog = self._admissible_tokens()
-        if turn is Turn.PROMPTS:
-            alone, limit_ms = StepRounds(rounds.shape), self.budget.apart_ms(rounds, backlog)
-            return StepBudget(self.budget.max_step_tokens, self.budget.step_time, alone, limit_ms)
-        return self.budget.step(rounds, backlog)
+        return self.budget.step(rounds, self._admissible_tokens())
 
     def _admissible_tokens(self) -> int:
         """Prompt tokens that may be planned now: of requests that have a slot or could get one."""

@@ -18,7 +18,7 @@ from workers.scheduling.admission import Admission
 from workers.scheduling.capture_pacing import CapturePacing
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.grammar_queue import GrammarQueue
-from workers.scheduling.latency_budget import LatencyBudget, StepRounds, Turn
+from workers.scheduling.latency_budget import LatencyBudget
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.prefill import PrefillPlanner
 from workers.scheduling.request import FinishReason, Request, RequestOutput, UnfinishedError
@@ -38,8 +38,7 @@ class Scheduler:
     """Continuous batching with chunked prefill, any number of steps in flight.
 
     Every running request runs a round each step (`RoundPlanner`). Prompt tokens run beside the rounds, as many as a
-    latency budget holds (`LatencyBudget`), in the order of the prompts' deadlines (`PrefillPlanner`). Where that takes
-    less time, prompts and rounds take turns (`LatencyBudget.apart_ms`).
+    latency budget holds (`LatencyBudget`), in the order of the prompts' deadlines (`PrefillPlanner`).
 
     For pages, arrival is priority: when they run out, the youngest request goes back to the queue. So the oldest can
     always take every page, and `submit` has checked that this is enough for it.
@@ -81,7 +80,6 @@ class Scheduler:
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
         self.step_time: StepTime | None = None
-        self._rounds_wait = False  # the newest plan carries prompts alone, while requests decode
 
     @staticmethod
     def of(layout: EngineLayout, clock: Callable[[], float]) -> "Scheduler":
@@ -206,7 +204,6 @@ class Scheduler:
         self.captures.reset()
         self.epoch = epoch
         self._next_step = 0
-        self._rounds_wait = False
         return self.queues.requeue(had_step)
 
     def schedule(self) -> StepPlan | None:
@@ -218,11 +215,7 @@ class Scheduler:
         shape = self.rounds.shape(self.step_time)
         slots, ends = self.rounds.reserve(builder, shape)
         rounds = self.rounds.load(slots, shape)
-        turn = self._prefill.turn(rounds, self._rounds_wait)
-        budget = self._prefill.plan(builder, self._shapes[shape], rounds, turn)
-        self._rounds_wait = turn is Turn.PROMPTS and bool(builder.chunks)
-        if self._rounds_wait:
-            slots, ends, rounds = slots[:0], ends[:0], StepRounds(shape)
+        budget = self._prefill.plan(builder, self._shapes[shape], rounds)
         if builder.preempted and len(slots):  # a chunk of an older request may have taken a younger one's slot
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]

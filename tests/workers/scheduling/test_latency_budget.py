@@ -71,11 +71,9 @@ class Watched(Simulation):
         return {s.number: (s, len(s.tokens) - (s.computed if s.slot >= 0 else 0)) for s in sequences}
 
     def schedule(self) -> StepPlan | None:
-        before, rounds_wait = self.pending(), self.scheduler._rounds_wait
+        before = self.pending()
         plan = super().schedule()
-        if plan is not None and rounds_wait and plan.slots:
-            assert not plan.chunks, "the rounds that were left out wait for another prompt"
-        elif plan is not None:
+        if plan is not None:
             self.check_budget(plan, sum(count for _, count in before.values()))
             if self.is_roomy and not any(sequence.probation for sequence, _ in before.values()):
                 self.check_order(plan, before)  # suspects of a crash are admitted one after the other
@@ -230,36 +228,6 @@ def test_no_step_takes_a_scrap_of_a_prompt() -> None:
     step.take(10, 0)
     assert step.room(100, 0) == 0
     assert budget.step(rounds, 100).room(3, 0) == 3
-
-
-def test_rounds_follow_a_chunk_where_both_together_take_longer() -> None:
-    """A round of eight takes 6 ms, 50 tokens alone 6; together 13 or, where they disturb each other less, 11."""
-    apart = CostTable((ROUND, ROUND), (0, 8), (10, 110), ((2.0, 12.0), (9.0, 19.0)), default=1)
-    rounds = StepRounds(1, 8)
-    budget = LatencyBudget(exact(apart), 20.0, 40.0, 512)
-    assert budget.apart_ms(rounds, 50) == 14.0, "both steps are within the target"
-    assert budget.apart_ms(StepRounds(), 50) == budget.apart_ms(rounds, 0) == 0.0
-    assert LatencyBudget(exact(TABLE), 20.0, 40.0, 512).apart_ms(rounds, 50) == 0.0
-    assert LatencyBudget(exact(apart), 7.0, 7.0, 512).apart_ms(rounds, 50) == 0.0, "no chunk fits beside the rounds"
-    learnt = StepTime(apart, 8)
-    for _ in range(20):  # such a step takes 7 ms, as has turned out
-        learnt.observe(Step(1, 8, 0, 50), 7.0)
-    assert LatencyBudget(learnt, 20.0, 40.0, 512).apart_ms(rounds, 50) == 0.0
-
-
-def test_prompts_and_rounds_take_turns_and_no_request_waits_for_two_prompts() -> None:
-    apart = CostTable((ROUND, ROUND), (0, 1, 8), (10, 110), ((2.0, 12.0), (17.0, 27.0), (18.0, 28.0)), default=1)
-    sim = Watched(num_pages=400, max_step_tokens=64, costs=apart, itl_target_ms=12.0, prefix_cache=False)
-    first = sim.submit([1] * 5, max_tokens=40)
-    sim.step()
-    sim.submit([2] * 90, max_tokens=5)
-    while sim.scheduler.num_waiting or sim.scheduler.queues.prefilling:
-        sim.step()
-    sim.run()
-    turns = [(bool(plan.slots), bool(plan.chunks)) for plan in sim.plans]
-    start = turns.index((False, True), 1)
-    assert turns[start : start + 4] == [(False, True), (True, False), (False, True), (True, False)]
-    sim.check_output(first)
 
 
 def test_what_steps_turn_out_to_take_decides_how_many_prompt_tokens_they_carry() -> None:
