@@ -1,10 +1,11 @@
 """Runs the small cases of kernels' tests under Triton's interpreter, which needs a process of its own: whether
-kernels are interpreted is decided when they are imported. A file is a test, so that pytest's workers share them."""
+kernels are interpreted is decided when they are imported. The imports take seconds: small files share a process."""
 
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,17 +26,19 @@ SLOW_FILES = (
     "tests/workers/sampling/test_sampling_kernels.py",
     "tests/workers/kernels/test_skinny_gemm.py",
 )
-# The longest first, so that the workers end together.
-FILES = (
-    "tests/attention/test_triton_backend.py",
-    "tests/attention/test_triton_prefill.py",
-    "tests/attention/test_latent_kernels.py",
-    "tests/speculative/test_round_kernels.py",
-    "tests/attention/test_flashinfer_plan.py",
-    "tests/attention/test_trtllm_latent.py",
-    "tests/attention/test_pdl_gpu.py",
-    "tests/ops/test_implementations.py",
-)
+# Each row is a process. The longest first, so that pytest's workers end together.
+FILES = {
+    "operations": ("tests/ops/test_implementations.py",),
+    "latent rows": ("tests/attention/test_latent_kernels.py",),
+    "heads": ("tests/attention/test_triton_backend.py",),
+    "others": (
+        "tests/attention/test_triton_prefill.py",
+        "tests/speculative/test_round_kernels.py",
+        "tests/attention/test_flashinfer_plan.py",
+        "tests/attention/test_trtllm_latent.py",
+        "tests/attention/test_pdl_gpu.py",
+    ),
+}
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed here"),
@@ -43,21 +46,21 @@ pytestmark = [
 ]
 
 
-def interpreted(file: str, which: str = "not gpu") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", which, file]
+def interpreted(files: Sequence[str], which: str = "not gpu") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", which, *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_small_cases_are_right_on_a_cpu(file: str) -> None:
-    check(interpreted(file, "not gpu and not slow"))
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_small_cases_are_right_on_a_cpu(files: Sequence[str]) -> None:
+    check(interpreted(files, "not gpu and not slow"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", SLOW_FILES)
 def test_the_rest_is_right_on_a_cpu(file: str) -> None:
-    check(interpreted(file))
+    check(interpreted([file]))
 
 
 def check(done: subprocess.CompletedProcess[str]) -> None:

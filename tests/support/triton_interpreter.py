@@ -15,8 +15,25 @@ DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else
 MARKS = [] if INTERPRETED else [pytest.mark.gpu]
 
 if INTERPRETED:
+    import triton.language
+    from triton.language import core
     from triton.runtime import interpreter
 
+    patch_lang, patched = interpreter._patch_lang, set[Any]()
+
+    def patch_lang_once(function: Any) -> Any:
+        """Triton 3.6 replaces its language's functions anew at each call of a device function, though the kernel's
+        launch has: a third of the interpreter's time."""
+        languages = {each for each in function.__globals__.values() if each is triton.language or each is core}
+        if languages <= patched:
+            return interpreter._LangPatchScope()
+        scope = patch_lang(function)
+        restore = scope.restore
+        scope.restore = lambda: (patched.clear(), restore())
+        patched.update(languages)
+        return scope
+
+    interpreter._patch_lang = patch_lang_once
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_for_new_numpy(tensor: Any, scope: Any) -> None:
