@@ -5,6 +5,7 @@ chain and tree, TP 1 and 2, page size 1 and 16.
 """
 
 import argparse
+import functools
 import time
 from dataclasses import dataclass
 
@@ -49,14 +50,18 @@ ALL_ARMS = tuple(
 )
 
 
-def answers(arm: Arm, max_tokens: int = 1) -> list[Request]:
+def answers(arm: Arm, max_tokens: int = 1, num_prompts: int = NUM_PROMPTS) -> list[Request]:
     """Greedy answers to the held-out prompts, of mixed lengths; the ranks check each other in every step."""
-    prompts = tokenized(held_out_prompts(NUM_PROMPTS))
+    prompts = tokenized(held_out_prompts(num_prompts))
     sampling = [
         SamplingParams(max_tokens * (4 + i * 7 % 37), 0.0, stop_token_ids=eos_token_ids()) for i in range(len(prompts))
     ]
     with local_engine(embedded_spec(arm.speculative, arm.tensor_parallel, arm.page_size)) as engine:
         return engine.generate(prompts, sampling, CONCURRENCY)
+
+
+def _name(arm: Arm) -> str:
+    return f"{arm.name}-tp{arm.tensor_parallel}-page{arm.page_size}"
 
 
 def acceptance_length(requests: list[Request]) -> float:
@@ -65,24 +70,24 @@ def acceptance_length(requests: list[Request]) -> float:
     return 1 + accepted / max(1, sum(sum(r.acceptance_histogram) for r in requests))
 
 
-@pytest.fixture(scope="module")
-def reference() -> list[list[int]]:
-    return [r.output for r in answers(OFF)]
+@functools.cache
+def reference(num_prompts: int) -> list[list[int]]:
+    return [r.output for r in answers(OFF, num_prompts=num_prompts)]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "arm",
+    "arm,num_prompts",
     [
-        pytest.param(arm, id=f"{arm.name}-tp{arm.tensor_parallel}-page{arm.page_size}", marks=() if quick else SLOW)
-        for arm, quick in ((arm, arm.speculative is not None and arm.page_size == 1) for arm in ARMS)
+        *(pytest.param(arm, NUM_PROMPTS, marks=SLOW, id=f"all-{_name(arm)}") for arm in ARMS),
+        *(pytest.param(arm, 60, id=_name(arm)) for arm in ARMS if arm.speculative is not None and arm.page_size == 1),
     ],
 )
-def test_greedy_answers_are_equal_to_the_token(arm: Arm, reference: list[list[int]]) -> None:
+def test_greedy_answers_are_equal_to_the_token(arm: Arm, num_prompts: int) -> None:
     """In float32 on one machine: passes of different widths differ by about 1e-5 in a logit, and two best tokens that
     close occur about once in 10^5 tokens; the run is deterministic, so it fails always or never on a machine."""
-    requests = answers(arm)
-    different = [i for i, r in enumerate(requests) if r.output != reference[i]]
+    requests, expected = answers(arm, num_prompts=num_prompts), reference(num_prompts)
+    different = [i for i, r in enumerate(requests) if r.output != expected[i]]
     assert different == []
     if arm.speculative is not None:
         assert acceptance_length(requests) > (2.6 if arm.speculative.top_k == 1 else 3.5)

@@ -16,9 +16,9 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
     return tiny_spec(tmp_path_factory.mktemp("oracle"))
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
-def arm(request: pytest.FixtureRequest, spec: EngineSpec) -> tuple[str, Oracle]:
-    return request.param, Oracle(spec, SHAPES[request.param])
+@pytest.fixture(scope="module")
+def oracles(spec: EngineSpec) -> dict[str, Oracle]:
+    return {name: Oracle(spec, shapes) for name, shapes in SHAPES.items()}
 
 
 # Requests that speculate beside others that do not, and pages for about three of them, so that some are preempted.
@@ -31,12 +31,18 @@ CASES = [
     Case(page_size=4, num_pages=50, max_step_tokens=64, speculating=0.6, prefix_cache=True, captured=True),
     Case(page_size=1, num_pages=170, max_step_tokens=20, speculating=0.8, prefix_cache=True, captured=True),
 ]
+# Every case with shapes that change, and every shape with steps as they are and as they were captured.
+QUICK = {("chain", 0), ("chain", 5), ("tree", 2), ("tree", 6), *(("changing", seed) for seed in range(len(CASES)))}
+CROSS = [
+    pytest.param(name, seed, marks=() if (name, seed) in QUICK else pytest.mark.slow)
+    for name in SHAPES
+    for seed in range(len(CASES))
+]
 
 
-@pytest.mark.parametrize("seed", range(len(CASES)))
-def test_drafts_are_those_of_the_text_alone(spec: EngineSpec, arm: tuple[str, Oracle], seed: int) -> None:
-    name, oracle = arm
-    rank = run_case(spec, oracle, replace(CASES[seed], num_requests=8), SHAPES[name], seed)
+@pytest.mark.parametrize("name,seed", CROSS)
+def test_drafts_are_those_of_the_text_alone(spec: EngineSpec, oracles: dict[str, Oracle], name: str, seed: int) -> None:
+    rank = run_case(spec, oracles[name], replace(CASES[seed], num_requests=8), SHAPES[name], seed)
     assert rank.num_kv > 30 and rank.num_drafts > 0
     assert not rank.faults, "\n".join(rank.faults[:5])
 
