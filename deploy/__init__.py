@@ -1,9 +1,9 @@
 """How Aerie is run. The packaged configurations (eagle.yaml and others) lie here.
 
-cli       the command `aerie`; each of its commands is the module or folder of its name
+cli       the command `aerie`; arguments: of every command; run_command: runs it and tells what went wrong in one line
 serve     `aerie serve`: one server from start to end
 start     `aerie start`: a Ray node; stop: `aerie stop`
-checks    `aerie plan`: what can be checked without a cluster
+plan      `aerie plan`; checks: what can be checked without a cluster
 doctor    `aerie doctor`: what this machine lacks
 bench, chat  commands that talk to a server; client: its HTTP API, server_options: its address and key
 evaluate  `aerie eval-draft`

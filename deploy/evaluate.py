@@ -8,14 +8,22 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from speculative.build import EngineSpec
-    from workers.scheduling.plan import SamplingParams
-    from workers.scheduling.request import Request, RequestOutput
+from tqdm import tqdm
+
+from cluster.assembly import engine_spec
+from cluster.config import ConfigError
+from cluster.http.text.tokenizer import ChatTokenizer
+from deploy.checks import checked_file
+from deploy.config.files import find_config
+from speculative.build import EngineSpec
+from speculative.local import local_engine
+from speculative.training import TrainingError
+from speculative.training.rows import read_conversations
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request, RequestOutput
 
 
 @dataclass(frozen=True)
@@ -32,32 +40,8 @@ class DraftReport:
     histogram: tuple[int, ...]
 
 
-def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], default_config: str) -> None:
-    """Registers `eval-draft`; sets `run`, a function of the parsed arguments that returns the exit code."""
-    parser = subparsers.add_parser(
-        "eval-draft",
-        help="measure a draft's acceptance length on a prompts file",
-        description="Answers the prompts of a JSON or JSONL file (question/answer, instruction/input/response, "
-        "messages, prompt/response or turns rows) and prints the acceptance length, 1 + accepted / rounds.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("config", nargs="?", default=default_config, help="Serve config file, or a packaged one's name")
-    parser.add_argument("--prompts", required=True, help="file or folder of prompts")
-    parser.add_argument("--limit", type=_at_least(1), default=100, help="prompts to take")
-    parser.add_argument("--max-tokens", type=_at_least(1), default=256)
-    parser.add_argument("--concurrency", type=_at_least(1), default=8)
-    parser.add_argument("--temperature", type=_at_least(0.0), default=0.0)
-    shape = parser.add_argument_group("tree, instead of the config file's")
-    shape.add_argument("--num-steps", type=int, default=argparse.SUPPRESS)
-    shape.add_argument("--top-k", type=int, default=argparse.SUPPRESS)
-    shape.add_argument("--num-draft-tokens", type=int, default=argparse.SUPPRESS)
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError and TrainingError."""
-    from cluster.config import ConfigError
-    from speculative.training import TrainingError
 
     try:
         report = _evaluate_file(arguments)
@@ -70,11 +54,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate_file(arguments: argparse.Namespace) -> DraftReport:
-    from cluster.assembly import engine_spec
-    from cluster.http.text.tokenizer import ChatTokenizer
-    from deploy.checks import checked_file
-    from deploy.config.files import find_config
-    from workers.scheduling.plan import SamplingParams
 
     path = find_config(arguments.config)
     conversations = read_prompts(arguments.prompts, arguments.limit)
@@ -89,18 +68,6 @@ def _evaluate_file(arguments: argparse.Namespace) -> DraftReport:
     return evaluate(spec, prompts, sampling, arguments.concurrency)
 
 
-def _at_least(least: float) -> Callable[[str], float]:
-    """A type for argparse: a number of the kind of `least`, not below it."""
-
-    def parsed(text: str) -> float:
-        number = type(least)(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
-        return number
-
-    return parsed
-
-
 def with_shape(spec: EngineSpec, arguments: argparse.Namespace) -> EngineSpec:
     """The engine with the tree that the command line names; raises ValueError if there is no draft to shape."""
     if spec.speculative is None:
@@ -112,7 +79,6 @@ def with_shape(spec: EngineSpec, arguments: argparse.Namespace) -> EngineSpec:
 
 def read_prompts(source: str, limit: int) -> list[list[dict[str, str]]]:
     """Chat messages of the first `limit` rows, up to each conversation's first answer."""
-    from speculative.training.rows import read_conversations
 
     prompts = []
     for conversation in read_conversations([source])[:limit]:
@@ -126,10 +92,6 @@ def evaluate(
     spec: EngineSpec, prompts: Sequence[Sequence[int]], sampling: SamplingParams, concurrency: int
 ) -> DraftReport:
     """Answer `prompts` (token ids) and count what was accepted; shows a progress bar on a terminal."""
-    from tqdm import tqdm
-
-    from speculative.local import local_engine
-    from workers.scheduling.request import Request
 
     requests = [Request(f"eval-{i}", list(prompt), sampling) for i, prompt in enumerate(prompts)]
     with local_engine(spec) as engine, tqdm(total=len(requests), unit=" prompts", disable=None) as bar:

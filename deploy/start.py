@@ -4,6 +4,7 @@ The settings are environment variables of Ray's processes and must be the same o
 set keeps its value.
 """
 
+import argparse
 import fcntl
 import importlib.util
 import os
@@ -55,6 +56,22 @@ class NodeStart:
     num_gpus: int | None = None
     object_store_mb: int = 150
     block: bool = False
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`aerie start`; see `start`."""
+    return start(
+        NodeStart(
+            arguments.address,
+            arguments.port,
+            arguments.node_ip,
+            arguments.interface,
+            arguments.num_cpus,
+            arguments.num_gpus,
+            arguments.object_store_mb,
+            arguments.block,
+        )
+    )
 
 
 def start(wanted: NodeStart) -> int:
@@ -116,13 +133,6 @@ def ray_command(wanted: NodeStart, find_address: Callable[[str], str]) -> list[s
         command += [f"--num-gpus={wanted.num_gpus}"]
     command += [f"--object-store-memory={wanted.object_store_mb * 10**6}", "--disable-usage-stats"]
     return [*command, "--block"] if wanted.block else command
-
-
-def use_token() -> None:
-    """Let this process, which is about to join a cluster, use the token that `aerie start` used, if there is one. Ray
-    2.60 takes a stored token by itself only for clusters that it starts."""
-    if os.environ.get("RAY_AUTH_TOKEN") or token_path(os.environ).exists():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def ensure_token(environment: Mapping[str, str], is_head: bool) -> None:

@@ -1,5 +1,6 @@
 """`aerie stop`: ends what `aerie serve` and `aerie start` have started on this machine, and no other Ray."""
 
+import argparse
 import contextlib
 import os
 import signal
@@ -13,6 +14,11 @@ from deploy.processes.server_record import Record, clear, is_living, processes, 
 _POLL_S = 0.1
 _GUARD_LIMIT_S = 15.0  # for it to clear up after its server
 _RAYLET_LIMIT_S = 10.0  # to leave the cluster
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`aerie stop`; see `stop`."""
+    return stop(arguments.port, arguments.now)
 
 
 def stop(port: int | None, now: bool) -> int:

@@ -8,60 +8,22 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from deploy.server_options import add_options
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-if TYPE_CHECKING:
-    from deploy.bench.arrivals import Lengths, Mix, Prefixes, Traffic
-    from deploy.bench.figures import Rate
-    from deploy.bench.load import Target
-    from deploy.client import Server
+from cluster.config import ConfigError
+from deploy.bench.arrivals import MIXES, OWN_TOKENS, Lengths, Mix, Prefixes, Traffic
+from deploy.bench.figures import Rate, latency_plot, markdown
+from deploy.bench.load import Target, measure_rate, warm_up
+from deploy.client import AnswerError, Server, given_server
 
 LOWEST_ID, DEFAULT_VOCAB = 300, 16000  # below and above them are special tokens and bytes, of most tokenizers
 
 
-def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Registers `bench`; sets `run`."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="load on a server: latencies at each of several rates",
-        description="Poisson arrivals that wait for nobody, lognormal lengths, prompts of random token ids, streamed "
-        "greedy answers of a fixed length on /v1/completions. Seed, rate and lengths decide the requests, so that "
-        "every server gets the same. Prints a table, and JSON objects one a rate with --json.",
-    )
-    add_options(parser)
-    parser.add_argument("--rates", default="1,2,4", help="requests per second, one after another (default: 1,2,4)")
-    parser.add_argument("--secs", type=float, default=20.0, help="of arrivals at each rate (default: 20)")
-    parser.add_argument("--drain-s", type=float, default=60.0, help="after the last arrival, then cancel (default: 60)")
-    parser.add_argument("--max-requests", type=int, default=5000, help="at each rate (default: 5000)")
-    parser.add_argument(
-        "--mix", choices=("plain", "prompt-heavy"), default="plain", help="what the next options default to"
-    )
-    for side, name in (("in", "prompts"), ("out", "answers")):
-        parser.add_argument(f"--{side}-mean", type=float, help=f"tokens of {name} (default: by mix and model)")
-        parser.add_argument(f"--{side}-sigma", type=float, help="of their logarithm (default: 0.8)")
-        parser.add_argument(f"--{side}-cap", type=int, help="at most (default: by mix and model)")
-    parser.add_argument("--share", type=float, help="of the prompts that begin with a common text (default: by mix)")
-    parser.add_argument("--prefixes", type=int, help="how many such texts (default: 8)")
-    parser.add_argument("--prefix-tokens", type=int, help="of each text (default: by mix and model)")
-    parser.add_argument("--vocab", type=int, help=f"prompt ids are below this (default: the model's, {DEFAULT_VOCAB})")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm", type=int, default=16, help="requests at once before the first rate (default: 16)")
-    parser.add_argument("--extra", default="{}", metavar="JSON", help="goes into every request's body")
-    parser.add_argument("--name", default="", help="of the server in the table")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="latencies over rates")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="figures, an object a line (-: standard output)")
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """1 if a request failed. Raises ConfigError."""
-    from cluster.config import ConfigError
-    from deploy.bench.figures import latency_plot, markdown
-    from deploy.bench.load import Target
-    from deploy.client import given_server
 
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         raise ConfigError(f"--plot {arguments.plot}: must end in .svg")
@@ -96,10 +58,6 @@ async def measure(
 ) -> list[Rate]:
     """All rates, one after the other, after a warm-up, with a bar each on a terminal's standard error. Raises
     RuntimeError if the warm-up fails."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from deploy.bench.load import measure_rate, warm_up
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
@@ -125,8 +83,6 @@ async def measure(
 
 def traffic_for(arguments: argparse.Namespace, max_model_len: int | None, server: Server) -> Traffic:
     """What the options ask for; lengths that they leave open suit the model's. Raises ConfigError."""
-    from cluster.config import ConfigError
-    from deploy.bench.arrivals import Traffic
 
     mix = _mix(arguments, max_model_len)
     vocab = arguments.vocab or min(DEFAULT_VOCAB, _vocab_size(server))
@@ -138,8 +94,6 @@ def traffic_for(arguments: argparse.Namespace, max_model_len: int | None, server
 
 def _mix(arguments: argparse.Namespace, max_model_len: int | None) -> Mix:
     """--mix, made to fit the model's length, with what the options say otherwise. Raises ConfigError."""
-    from cluster.config import ConfigError
-    from deploy.bench.arrivals import MIXES, OWN_TOKENS, Mix
 
     mix = MIXES[arguments.mix]
     whole = max_model_len or mix.prompts.cap + mix.answers.cap
@@ -161,8 +115,6 @@ def _mix(arguments: argparse.Namespace, max_model_len: int | None) -> Mix:
 
 
 def _lengths(side: str, arguments: argparse.Namespace, default: Lengths) -> Lengths:
-    from cluster.config import ConfigError
-    from deploy.bench.arrivals import Lengths
 
     mean, sigma = (getattr(arguments, f"{side}_{name}") for name in ("mean", "sigma"))
     mean, sigma = default.mean if mean is None else mean, default.sigma if sigma is None else sigma
@@ -173,8 +125,6 @@ def _lengths(side: str, arguments: argparse.Namespace, default: Lengths) -> Leng
 
 def _prefixes(arguments: argparse.Namespace, mix: Mix) -> Prefixes | None:
     """None where no prompts begin alike."""
-    from cluster.config import ConfigError
-    from deploy.bench.arrivals import MIXES, Prefixes
 
     default = mix.prefixes or MIXES["prompt-heavy"].scaled(mix.prompts.cap, mix.answers.cap).prefixes
     assert default is not None
@@ -188,7 +138,6 @@ def _prefixes(arguments: argparse.Namespace, mix: Mix) -> Prefixes | None:
 
 def _vocab_size(server: Server) -> int:
     """Of the model, where the server tells it."""
-    from deploy.client import AnswerError
 
     try:
         return int(server.get("/tokenizer_info")["vocab_size"])
@@ -197,7 +146,6 @@ def _vocab_size(server: Server) -> int:
 
 
 def _rates(text: str) -> list[float]:
-    from cluster.config import ConfigError
 
     try:
         rates = [float(rate) for rate in text.split(",")]
@@ -209,7 +157,6 @@ def _rates(text: str) -> list[float]:
 
 
 def _extra(text: str) -> dict[str, Any]:
-    from cluster.config import ConfigError
 
     try:
         extra = json.loads(text)

@@ -6,15 +6,13 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from deploy.server_options import add_options
+from rich.console import Console
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from deploy.chat.conversation import Conversation
-    from deploy.client import Server
+from deploy.chat.answer import StreamedAnswer
+from deploy.chat.conversation import CommandError, Conversation
+from deploy.client import AnswerError, Server, given_server
 
 STYLES = {True: "green", False: "magenta", None: ""}  # of drafted tokens, of the target's own, of unknown ones
 
@@ -22,24 +20,8 @@ STYLES = {True: "green", False: "magenta", None: ""}  # of drafted tokens, of th
 _SHOWN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Registers `chat`; sets `run`."""
-    parser = subparsers.add_parser("chat", help="chat with a server in the terminal, tokens coloured by how they came")
-    add_options(parser)
-    parser.add_argument("--no-spec", action="store_true", help="begin with speculation off")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--max-tokens", type=int, default=0, help="of an answer (default: as many as fit)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--system", default="", help="what the model is told first")
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError."""
-    from rich.console import Console
-
-    from deploy.chat.conversation import Conversation
-    from deploy.client import given_server
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history and keys to edit with
@@ -60,7 +42,6 @@ def _run(arguments: argparse.Namespace) -> int:
 def chat(server: Server, conversation: Conversation, console: Console, read: Callable[[], str]) -> int:
     """Until `read` ends with EOFError, as at Ctrl-D, or a line says /quit. KeyboardInterrupt, as at Ctrl-C, stops an
     answer, or drops a line. Raises ConfigError if the server is gone."""
-    from deploy.chat.conversation import CommandError
 
     console.print(f"[bold]{conversation.model}[/bold] at {server.url}. /help says what can be done; Ctrl-D leaves.")
     console.print(f"[{STYLES[True]}]drafted and accepted[/], [{STYLES[False]}]the target's own token[/]\n")
@@ -87,10 +68,6 @@ def chat(server: Server, conversation: Conversation, console: Console, read: Cal
 def answer(server: Server, conversation: Conversation, console: Console, prompt: str) -> None:
     """Show the answer to `prompt` as it comes; what came of one that is stopped is kept, one that fails is forgotten.
     Raises ConfigError."""
-    from rich.text import Text
-
-    from deploy.chat.answer import StreamedAnswer
-    from deploy.client import AnswerError
 
     answer = StreamedAnswer(time.monotonic())
     end = ""

@@ -5,6 +5,7 @@ they stood, so `aerie serve` hands it a copy with absolute paths, and what `serv
 folder of the packaged files. Everything that starts an engine from a file comes through here.
 """
 
+import argparse
 import copy
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,6 +78,12 @@ def _first(content: dict[str, Any]) -> dict[str, Any]:
     """The application that `read_args` reads, of a file that it has read."""
     applications: list[Any] = content["applications"]
     return next(a for a in applications if isinstance(a, dict) and a.get("import_path") == "deploy.app:build")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`aerie config`."""
+    print(starting_point(arguments.name), end="")
+    return 0
 
 
 def starting_point(name: str) -> str:

@@ -1,11 +1,18 @@
 """The command: a line per finding about this machine and a configuration."""
 
+import argparse
+
 from cluster.config import ConfigError
 from cluster.replica.placement import place
 from deploy.checks import check_devices, checked_file, local_nodes
 from deploy.config.files import find_config
 from deploy.doctor.findings import Finding, findings
 from deploy.doctor.machine import read_machine
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`aerie doctor`; see `run_doctor`."""
+    return run_doctor(arguments.config)
 
 
 def run_doctor(given: str) -> int:

@@ -27,6 +27,13 @@ def keep_to_owner(environment: Mapping[str, str]) -> None:
         pass  # there is none, or Ray will say why it cannot be read
 
 
+def use_token() -> None:
+    """Let this process, which is about to join a cluster, use the token that `aerie start` used, if there is one. Ray
+    2.60 takes a stored token by itself only for clusters that it starts."""
+    if os.environ.get("RAY_AUTH_TOKEN") or token_path(os.environ).exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
 def check_room(environment: Mapping[str, str]) -> None:
     """Raise ConfigError where Ray's temporary folder is full: Ray would wait for itself for two minutes."""
     folder = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"

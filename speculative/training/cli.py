@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from attention.lazy_import import load
 from speculative.training import TrainingError
 
 # The fields of `speculative.drafts.eagle3_config.HeadFlags`; a test compares them.
@@ -15,22 +15,18 @@ HEAD_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Registers the commands; each sets `run`, a function of the parsed arguments that returns the exit code."""
+    """Registers the commands; each sets `run`, the "module:function" that takes the parsed
+    arguments and returns the exit code."""
     _add_target(subparsers)
     _add_deepseek(subparsers)
     _add_draft(subparsers)
 
 
-def _command(name: str) -> Callable[[argparse.Namespace], int]:
-    """The function of that name in `commands`, which is imported when it is called."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        if find_spec("accelerate") is None:
-            raise TrainingError("training needs accelerate, which is not installed: pip install 'aerie-serve[train]'")
-        commands = import_module("speculative.training.commands")
-        return int(getattr(commands, name)(arguments))
-
-    return run
+def run(arguments: argparse.Namespace) -> int:
+    """Run the function of `commands` that the parser named. Raises TrainingError."""
+    if find_spec("accelerate") is None:
+        raise TrainingError("training needs accelerate, which is not installed: pip install 'aerie-serve[train]'")
+    return int(load(f"speculative.training.commands:{arguments.function}")(arguments))
 
 
 def _at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
@@ -76,7 +72,7 @@ def _add_target(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     shape.add_argument("--max-positions", type=_at_least(2), default=2048)
     _add_chat(parser)
     parser.add_argument("--strip-calc-marks", action="store_true", help="take GSM8K's <<48/2=24>> marks out")
-    parser.set_defaults(run=_command("run_train_target"))
+    parser.set_defaults(run="speculative.training.cli:run", function="run_train_target")
 
 
 def _add_deepseek(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -97,7 +93,7 @@ def _add_deepseek(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     module.add_argument(
         "--router-bias-speed", type=_at_least(0, float), default=1e-3, help="change of a router's bias per step"
     )
-    parser.set_defaults(run=_command("run_train_deepseek"))
+    parser.set_defaults(run="speculative.training.cli:run", function="run_train_deepseek")
 
 
 def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -136,7 +132,7 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     measure.add_argument(
         "--measure-depths", type=_at_least(1), nargs="+", default=[3, 5], help="chain lengths to measure"
     )
-    parser.set_defaults(run=_command("run_train_draft"))
+    parser.set_defaults(run="speculative.training.cli:run", function="run_train_draft")
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from attention.capability import Capability
 from speculative.training import TrainingError
 from speculative.training.deepseek import SIZES, MtpKind, build_deepseek, save_deepseek, train_deepseek
 from speculative.training.draft import DraftKind, measure_acceptance, train_draft
@@ -135,7 +136,8 @@ def fit_arguments(arguments: argparse.Namespace) -> FitArguments:
     return FitArguments(
         output_dir=str(arguments.output),
         place=place,
-        bf16=arguments.dtype == "bfloat16" or (arguments.dtype == "auto" and place.type == "cuda"),
+        bf16=arguments.dtype == "bfloat16"
+        or (arguments.dtype == "auto" and not Capability.of(place).shares_host_memory),
         max_steps=arguments.steps or -1,
         num_train_epochs=arguments.epochs,
         batch_tokens=arguments.batch_tokens,

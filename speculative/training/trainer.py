@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback
 
+from attention.capability import Capability
 from speculative.training import TrainingError, TrainingInterrupted
 from speculative.training.samples import Batch, Sample, collate, plan_steps
 from workers.interrupt import interrupts_between_steps
@@ -67,7 +68,7 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
     ddp_find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
-        self.use_cpu = self.place.type == "cpu"
+        self.use_cpu = Capability.of(self.place).shares_host_memory
         self.dataloader_pin_memory = not self.use_cpu
         self.accelerator_config = {"non_blocking": not self.use_cpu}  # else each copy would wait for the steps before
         super().__post_init__()
@@ -136,7 +137,7 @@ def fit(
     arguments.max_steps = -(-len(plan) // arguments.world_size)
     arguments.warmup_steps = min(arguments.warmup_steps, arguments.max_steps - 1)
     arguments.eval_strategy = "no" if evaluate is None else "steps"
-    graphs = arguments.graphs and arguments.device.type == "cuda" and arguments.world_size == 1
+    graphs = arguments.graphs and Capability.of(arguments.device).captures_graphs and arguments.world_size == 1
     full_tokens = arguments.batch_tokens if graphs else None
     checkpoint = str(_checkpoint_to_resume(arguments)) if arguments.resume else None
     with interrupts_between_steps() as is_interrupted, contextlib.closing(_Session(title, arguments)) as session:

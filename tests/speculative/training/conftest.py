@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from attention.lazy_import import load
 from speculative.drafts.eagle3 import Eagle3
 from speculative.training.cli import add_commands
 from speculative.training.eagle3_files import draft_config, read_draft_config
@@ -81,4 +82,4 @@ def run(line: str) -> int:
     parser = argparse.ArgumentParser()
     add_commands(parser.add_subparsers(required=True))
     arguments = parser.parse_args([*line.split(), "--device", "cpu"])
-    return int(arguments.run(arguments))
+    return int(load(arguments.run)(arguments))

@@ -1,0 +1,173 @@
+"""The arguments of every command of `aerie`, and the function that runs it, which is imported once they are parsed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from attention.distribution import version
+from deploy.config.model_options import add_options as add_model_options
+from deploy.server_options import add_options as add_server_options
+from speculative.training.cli import add_commands as add_training
+
+DEFAULT_CONFIG = "eagle"
+SERVE = "deploy.serve.command:run"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of `aerie`. Each command sets `run`, the "module:function" that takes the parsed arguments and returns the exit
+    code."""
+    parser = argparse.ArgumentParser(prog="aerie", description="Serves large language models from a Ray cluster.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print Aerie's version")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="check a Serve config file, then `serve run` it")
+    _add_config(serve)
+    add_model_options(serve)
+    serve.add_argument("--host", help="of HTTP, instead of the file's; 0.0.0.0 for all interfaces")
+    serve.add_argument("--port", type=_port, help="of HTTP, instead of the file's")
+    serve.add_argument("--verbose", action="store_true", help="print what Ray and Serve write, too")
+    serve.add_argument("--address", help="of a running Ray cluster; without it Ray starts here, and small")
+    serve.add_argument("--object-store-mb", type=int, default=150, help="of a Ray started here (default: 150)")
+    serve.add_argument("--no-haproxy", action="store_true", help="use Serve's Python proxy in any case")
+    serve.set_defaults(run=SERVE, shows_config=False)
+    _add_start(commands)
+    stop = commands.add_parser("stop", help="end what `aerie serve` and `aerie start` have begun here, nothing else")
+    stop.add_argument("--port", type=int, help="of HTTP, or of the cluster's head (default: every one)")
+    stop.add_argument("--now", action="store_true", help="do not wait for running requests")
+    stop.set_defaults(run="deploy.stop:run")
+    plan = commands.add_parser("plan", help="check a Serve config file and print what it would start")
+    _add_config(plan)
+    add_model_options(plan)
+    plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
+    plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
+    plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
+    plan.set_defaults(run="deploy.plan:run", shows_config=True)
+    doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
+    _add_config(doctor)
+    doctor.set_defaults(run="deploy.doctor.report:run")
+    config = commands.add_parser("config", help="print a packaged config file, to start your own from")
+    config.add_argument("name", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    config.set_defaults(run="deploy.config.files:run")
+    add_training(commands)
+    _add_eval_draft(commands)
+    _add_bench(commands)
+    _add_chat(commands)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Print the version, which is looked up when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"aerie {version()}")
+        parser.exit()
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number from 1 to 65535, such as 8000")
+    return int(text)
+
+
+def _add_start(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    start = commands.add_parser("start", help="make this host a Ray cluster's head, or join one; see docs/clusters.md")
+    role = start.add_mutually_exclusive_group(required=True)
+    role.add_argument("--head", action="store_true", help="be the head")
+    role.add_argument("--address", default="", help="join the cluster of this head, HOST:PORT")
+    start.add_argument("--port", type=_port, default=6379, help="of the head (default: 6379)")
+    start.add_argument(
+        "--node-ip", default="", help="address of this host by which others reach it (default: Ray's choice)"
+    )
+    start.add_argument("--interface", default="", help="instead of --node-ip, the network interface, as eth0")
+    start.add_argument("--num-cpus", type=int, help="for Ray to place on (default: the host's)")
+    start.add_argument("--num-gpus", type=int, help="for Ray to place on (default: the host's)")
+    start.add_argument("--object-store-mb", type=int, default=150, help="of Ray's shared memory (default: 150)")
+    start.add_argument("--block", action="store_true", help="stay in the foreground, as a supervisor wants it")
+    start.set_defaults(run="deploy.start:run")
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        nargs="?",
+        default=DEFAULT_CONFIG,
+        help=f"file, or where there is none, a packaged one's name (default: {DEFAULT_CONFIG}, the embedded pair)",
+    )
+
+
+def _add_eval_draft(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "eval-draft",
+        help="measure a draft's acceptance length on a prompts file",
+        description="Answers the prompts of a JSON or JSONL file (question/answer, instruction/input/response, "
+        "messages, prompt/response or turns rows) and prints the acceptance length, 1 + accepted / rounds.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", default=DEFAULT_CONFIG, help="Serve config file, or a packaged one's name")
+    parser.add_argument("--prompts", required=True, help="file or folder of prompts")
+    parser.add_argument("--limit", type=_at_least(1), default=100, help="prompts to take")
+    parser.add_argument("--max-tokens", type=_at_least(1), default=256)
+    parser.add_argument("--concurrency", type=_at_least(1), default=8)
+    parser.add_argument("--temperature", type=_at_least(0.0), default=0.0)
+    shape = parser.add_argument_group("tree, instead of the config file's")
+    shape.add_argument("--num-steps", type=int, default=argparse.SUPPRESS)
+    shape.add_argument("--top-k", type=int, default=argparse.SUPPRESS)
+    shape.add_argument("--num-draft-tokens", type=int, default=argparse.SUPPRESS)
+    parser.set_defaults(run="deploy.evaluate:run")
+
+
+def _at_least(least: float) -> Callable[[str], float]:
+    """A type for argparse: a number of the kind of `least`, not below it."""
+
+    def parsed(text: str) -> float:
+        number = type(least)(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
+        return number
+
+    return parsed
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="load on a server: latencies at each of several rates",
+        description="Poisson arrivals that wait for nobody, lognormal lengths, prompts of random token ids, streamed "
+        "greedy answers of a fixed length on /v1/completions. Seed, rate and lengths decide the requests, so that "
+        "every server gets the same. Prints a table, and JSON objects one a rate with --json.",
+    )
+    add_server_options(parser)
+    parser.add_argument("--rates", default="1,2,4", help="requests per second, one after another (default: 1,2,4)")
+    parser.add_argument("--secs", type=float, default=20.0, help="of arrivals at each rate (default: 20)")
+    parser.add_argument("--drain-s", type=float, default=60.0, help="after the last arrival, then cancel (default: 60)")
+    parser.add_argument("--max-requests", type=int, default=5000, help="at each rate (default: 5000)")
+    parser.add_argument(
+        "--mix", choices=("plain", "prompt-heavy"), default="plain", help="what the next options default to"
+    )
+    for side, name in (("in", "prompts"), ("out", "answers")):
+        parser.add_argument(f"--{side}-mean", type=float, help=f"tokens of {name} (default: by mix and model)")
+        parser.add_argument(f"--{side}-sigma", type=float, help="of their logarithm (default: 0.8)")
+        parser.add_argument(f"--{side}-cap", type=int, help="at most (default: by mix and model)")
+    parser.add_argument("--share", type=float, help="of the prompts that begin with a common text (default: by mix)")
+    parser.add_argument("--prefixes", type=int, help="how many such texts (default: 8)")
+    parser.add_argument("--prefix-tokens", type=int, help="of each text (default: by mix and model)")
+    parser.add_argument("--vocab", type=int, help="prompt ids are below this (default: the model's, 16000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm", type=int, default=16, help="requests at once before the first rate (default: 16)")
+    parser.add_argument("--extra", default="{}", metavar="JSON", help="goes into every request's body")
+    parser.add_argument("--name", default="", help="of the server in the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="latencies over rates")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="figures, an object a line (-: standard output)")
+    parser.set_defaults(run="deploy.bench.command:run")
+
+
+def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("chat", help="chat with a server in the terminal, tokens coloured by how they came")
+    add_server_options(parser)
+    parser.add_argument("--no-spec", action="store_true", help="begin with speculation off")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-tokens", type=int, default=0, help="of an answer (default: as many as fit)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--system", default="", help="what the model is told first")
+    parser.set_defaults(run="deploy.chat.command:run")

@@ -1,0 +1,57 @@
+"""Runs a parsed command of `aerie`; what the user has to change is one line and an exit code."""
+
+import argparse
+import errno
+import os
+import signal
+import sys
+
+from attention.lazy_import import load
+from cluster.config import ConfigError
+from cluster.start_log import process_began_s
+from deploy.processes.guard import run_guarded
+from speculative.training import TrainingError
+
+
+def run_guarded_command(arguments: argparse.Namespace) -> int:
+    """Run `aerie serve` beside a process that ends what is left of it."""
+    began_s = process_began_s()
+    return run_guarded(lambda ends_by_itself: run_command(arguments, began_s, ends_by_itself))
+
+
+def run_command(arguments: argparse.Namespace, *more: object) -> int:
+    """Run the command that was parsed. more: what its function takes beside the arguments."""
+    try:
+        code: int = load(arguments.run)(arguments, *more)
+    except (ConfigError, TrainingError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # of `aerie ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python writes what is left as it ends
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        # ENOENT without a name: tempfile has found no folder for temporary files
+        if error.errno not in _OF_PLACES and (error.errno != errno.ENOENT or error.filename):
+            raise
+        print(_place_fault(error), file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        remedy = "free memory, or raise the limit (ulimit -v, a container's memory)"
+        print(f"aerie: not enough memory{f' ({error})' if str(error) else ''}: {remedy}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as error:
+        print(str(error) or "aerie: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return code
+
+
+# What is wrong with a file's place, and not with us.
+_OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EMFILE, errno.ENFILE)
+
+
+def _place_fault(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else "TMPDIR, HOME or the output: "
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"aerie: {where}{error.strerror}: raise the limit of open files (ulimit -n)"
+    remedy = "free some space, or set TMPDIR, HOME or the option that names it to a place that can be written"
+    return f"aerie: {where}{error.strerror}: {remedy}"
