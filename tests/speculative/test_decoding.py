@@ -83,7 +83,7 @@ def test_preempted_requests_lose_nothing(pair: Pair, plain: list[list[int]]) -> 
 def test_sampled_tokens_do_not_change(pair: Pair, sampling: SamplingParams) -> None:
     off = run(pair, None, sampling)
     for speculative in (pair.chain(), pair.tree()):
-        on = run(pair, speculative, sampling, concurrency=3)
+        on = run(pair, speculative, sampling, concurrency=6)
         assert [r.output for r in on] == [r.output for r in off]
         assert accepted_share(on) > 0.3
 
@@ -146,7 +146,7 @@ def test_a_stop_token_ends_an_accepted_run_at_every_offset(pair: Pair, plain: li
     cases = [(i, stop) for i, output in enumerate(plain[:6]) for stop in sorted(set(output))]
     sampling = [SamplingParams(24, 0.0, stop_token_ids=(stop,)) for _, stop in cases]
     with local_engine(pair.spec(pair.chain())) as engine:
-        requests = engine.generate([pair.prompts[i] for i, _ in cases], sampling, 1)
+        requests = engine.generate([pair.prompts[i] for i, _ in cases], sampling, 6)
     for (i, stop), request in zip(cases, requests, strict=True):
         assert request.output == plain[i][: plain[i].index(stop) + 1], (i, stop)
 

@@ -104,9 +104,9 @@ def test_captured_steps_give_the_same_answers(shape: str) -> None:
     """Steps that are cut where masks join, replayed one after the other with those that are not."""
     with local_engine(embedded_spec(SHAPES[shape], max_running=6)) as engine:
         recorder = _record(engine)
-        asked = requests(SCHEMAS, 7)
+        asked = requests(SCHEMAS, 7)[:7]
         engine.run(asked, 6)
-    assert [request.output for request in asked] == plainly()
+    assert [request.output for request in asked] == plainly()[:7]
     assert recorder.num_replays > 20
 
 
