@@ -160,7 +160,7 @@ BORDERS = (
     Border("cluster.coordinator.worker_links:WorkerLinks.send", _of_plan, entered="plan_sent"),
     Border("cluster.transport.channel:RankChannel.receive", _of_result, left="plan_received"),
     Border("workers.slots.slot_table:SlotTable.enter", _of_plan, entered="plan_uploaded", left="slots_set"),
-    Border("workers.runner.worker:Worker._batch", _of_plan, left="batch_made"),
+    Border("workers.runner.plan_batch:PlanBatches.of", _of_plan, left="batch_made"),
     Border("workers.runner.worker:Worker.submit", _of_plan, left="launched"),
     Border("workers.runner.worker:Worker.ready", _of_ready, left="step_done"),
     Border("workers.runner.worker:Worker.take", _of_result, left="result_made"),
