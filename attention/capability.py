@@ -57,7 +57,7 @@ class Capability:
 
     @property
     def has_streams(self) -> bool:
-        """Whether kernels and copies run in streams, for which the host need not wait."""
+        """Whether kernels and copies run asynchronously, in streams, while the host goes on."""
         return self.is_gpu
 
     @property

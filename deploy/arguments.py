@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 from attention.distribution import version
 from deploy.config.model_options import add_options as add_model_options
 from deploy.server_options import add_options as add_server_options
 from speculative.training.cli import add_commands as add_training
+from speculative.training.cli import at_least
 
 DEFAULT_CONFIG = "eagle"
+DEFAULT_VOCAB = (
+    16000  # the largest that `aerie bench` draws token ids below by itself; special tokens of most models lie above
+)
 SERVE = "deploy.serve.command:run"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of `aerie`. Each command sets `run`, the "module:function" that takes the parsed arguments and returns the exit
-    code."""
+    """Return the parser of `aerie`. A command sets `run` to "module:function": the function takes the parsed arguments
+    and returns the exit code."""
     parser = argparse.ArgumentParser(prog="aerie", description="Serves large language models from a Ray cluster.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print Aerie's version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -106,27 +109,15 @@ def _add_eval_draft(commands: argparse._SubParsersAction[argparse.ArgumentParser
     )
     parser.add_argument("config", nargs="?", default=DEFAULT_CONFIG, help="Serve config file, or a packaged one's name")
     parser.add_argument("--prompts", required=True, help="file or folder of prompts")
-    parser.add_argument("--limit", type=_at_least(1), default=100, help="prompts to take")
-    parser.add_argument("--max-tokens", type=_at_least(1), default=256)
-    parser.add_argument("--concurrency", type=_at_least(1), default=8)
-    parser.add_argument("--temperature", type=_at_least(0.0), default=0.0)
+    parser.add_argument("--limit", type=at_least(1), default=100, help="prompts to take")
+    parser.add_argument("--max-tokens", type=at_least(1), default=256)
+    parser.add_argument("--concurrency", type=at_least(1), default=8)
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.0)
     shape = parser.add_argument_group("tree, instead of the config file's")
     shape.add_argument("--num-steps", type=int, default=argparse.SUPPRESS)
     shape.add_argument("--top-k", type=int, default=argparse.SUPPRESS)
     shape.add_argument("--num-draft-tokens", type=int, default=argparse.SUPPRESS)
     parser.set_defaults(run="deploy.evaluate:run")
-
-
-def _at_least(least: float) -> Callable[[str], float]:
-    """A type for argparse: a number of the kind of `least`, not below it."""
-
-    def parsed(text: str) -> float:
-        number = type(least)(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
-        return number
-
-    return parsed
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -152,7 +143,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--share", type=float, help="of the prompts that begin with a common text (default: by mix)")
     parser.add_argument("--prefixes", type=int, help="how many such texts (default: 8)")
     parser.add_argument("--prefix-tokens", type=int, help="of each text (default: by mix and model)")
-    parser.add_argument("--vocab", type=int, help="prompt ids are below this (default: the model's, 16000)")
+    parser.add_argument("--vocab", type=int, help=f"prompt ids are below this (default: the model's, {DEFAULT_VOCAB})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm", type=int, default=16, help="requests at once before the first rate (default: 16)")
     parser.add_argument("--extra", default="{}", metavar="JSON", help="goes into every request's body")

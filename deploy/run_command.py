@@ -45,7 +45,7 @@ def run_command(arguments: argparse.Namespace, *more: object) -> int:
     return code
 
 
-# What is wrong with a file's place, and not with us.
+# Errors of the place where a file should be: a full disk, a read-only folder, too many open files.
 _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EMFILE, errno.ENFILE)
 
 

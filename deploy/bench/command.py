@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cluster.config import ConfigError
+from deploy.arguments import DEFAULT_VOCAB
 from deploy.bench.arrivals import MIXES, OWN_TOKENS, Lengths, Mix, Prefixes, Traffic
 from deploy.bench.figures import Rate, latency_plot, markdown
 from deploy.bench.load import Target, measure_rate, warm_up
 from deploy.client import AnswerError, Server, given_server
 
-LOWEST_ID, DEFAULT_VOCAB = 300, 16000  # below and above them are special tokens and bytes, of most tokenizers
+LOWEST_ID = 300  # below it are special tokens and bytes, of most tokenizers
 
 
 def run(arguments: argparse.Namespace) -> int:

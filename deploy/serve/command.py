@@ -16,7 +16,6 @@ def run(
 ) -> int:
     """began_s: Unix time at which the command began; None: with this process. ends_by_itself: see
     `deploy.processes.guard.run_guarded`."""
-
     check = CheckProcess()
     try:
         return _serve(arguments, check, began_s, ends_by_itself)
@@ -27,7 +26,6 @@ def run(
 def _serve(
     arguments: argparse.Namespace, check: CheckProcess, began_s: float | None, ends_by_itself: Callable[[], None]
 ) -> int:
-
     if arguments.address:
         use_token()
     wanted = ServeStart(

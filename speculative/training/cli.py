@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(load(f"speculative.training.commands:{arguments.function}")(arguments))
 
 
-def _at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
     """A type for argparse: a number, not below `least`."""
 
     def parsed(text: str) -> float:
@@ -64,12 +64,12 @@ def _add_target(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     _add_common(parser, lr=1e-3, epochs=12.0, batch_tokens=16384)
     shape = parser.add_argument_group("model")
     shape.add_argument("--vocab-size", type=int, default=4096, help="tokens of the tokenizer")
-    shape.add_argument("--hidden-size", type=_at_least(1), default=512)
-    shape.add_argument("--intermediate-size", type=_at_least(1), default=896)
-    shape.add_argument("--layers", type=_at_least(1), default=8)
-    shape.add_argument("--heads", type=_at_least(1), default=8)
-    shape.add_argument("--kv-heads", type=_at_least(1), default=2)
-    shape.add_argument("--max-positions", type=_at_least(2), default=2048)
+    shape.add_argument("--hidden-size", type=at_least(1), default=512)
+    shape.add_argument("--intermediate-size", type=at_least(1), default=896)
+    shape.add_argument("--layers", type=at_least(1), default=8)
+    shape.add_argument("--heads", type=at_least(1), default=8)
+    shape.add_argument("--kv-heads", type=at_least(1), default=2)
+    shape.add_argument("--max-positions", type=at_least(2), default=2048)
     _add_chat(parser)
     parser.add_argument("--strip-calc-marks", action="store_true", help="take GSM8K's <<48/2=24>> marks out")
     parser.set_defaults(run="speculative.training.cli:run", function="run_train_target")
@@ -88,10 +88,10 @@ def _add_deepseek(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--tokenizer", type=Path, help="use this model folder's tokenizer instead of a new one")
     _add_chat(parser)
     module = parser.add_argument_group("module and experts")
-    module.add_argument("--mtp-steps", type=_at_least(1), default=3, help="steps it is unrolled on its own outputs")
-    module.add_argument("--mtp-weight", type=_at_least(0, float), default=0.3, help="its loss's, beside the target's")
+    module.add_argument("--mtp-steps", type=at_least(1), default=3, help="steps it is unrolled on its own outputs")
+    module.add_argument("--mtp-weight", type=at_least(0, float), default=0.3, help="its loss's, beside the target's")
     module.add_argument(
-        "--router-bias-speed", type=_at_least(0, float), default=1e-3, help="change of a router's bias per step"
+        "--router-bias-speed", type=at_least(0, float), default=1e-3, help="change of a router's bias per step"
     )
     parser.set_defaults(run="speculative.training.cli:run", function="run_train_deepseek")
 
@@ -108,29 +108,29 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--method", choices=("eagle3", "mtp"), default="eagle3", help="a head, or the target's module")
     _add_common(parser, lr=3e-4, epochs=4.0, batch_tokens=8192)
     draft = parser.add_argument_group("head")
-    draft.add_argument("--draft-vocab", type=_at_least(1), help="tokens the draft may propose; 32000 when not given")
-    draft.add_argument("--intermediate-size", type=_at_least(1), help="width of its MLP; the target's when not given")
+    draft.add_argument("--draft-vocab", type=at_least(1), help="tokens the draft may propose; 32000 when not given")
+    draft.add_argument("--intermediate-size", type=at_least(1), help="width of its MLP; the target's when not given")
     draft.add_argument("--head-flags", nargs="+", choices=HEAD_FLAGS, help="how it differs from EAGLE-3's paper")
-    draft.add_argument("--ttt-length", type=_at_least(1), default=7, help="steps it is unrolled on its own outputs")
-    draft.add_argument("--ttt-decay", type=_at_least(0, float), default=0.8, help="step s of the loss weighs decay**s")
+    draft.add_argument("--ttt-length", type=at_least(1), default=7, help="steps it is unrolled on its own outputs")
+    draft.add_argument("--ttt-decay", type=at_least(0, float), default=0.8, help="step s of the loss weighs decay**s")
     text = parser.add_argument_group("training text")
     text.add_argument("--regenerate", action="store_true", help="train on the target's own answers to the prompts")
     text.add_argument(
         "--temperatures",
-        type=_at_least(0, float),
+        type=at_least(0, float),
         nargs="+",
         default=[0.0, 1.0],
         help="one regenerated answer for each; 0 is greedy",
     )
-    text.add_argument("--max-new-tokens", type=_at_least(1), default=512)
-    text.add_argument("--generate-batch", type=_at_least(1), default=64, help="prompts answered at once")
+    text.add_argument("--max-new-tokens", type=at_least(1), default=512)
+    text.add_argument("--generate-batch", type=at_least(1), default=64, help="prompts answered at once")
     measure = parser.add_argument_group("measurement")
     measure.add_argument("--measure", nargs="*", default=[], metavar="ROWS", help="rows to measure acceptance on")
     measure.add_argument(
-        "--measure-rows", type=_at_least(0), default=100, help="maximum of them, and of validation rows"
+        "--measure-rows", type=at_least(0), default=100, help="maximum of them, and of validation rows"
     )
     measure.add_argument(
-        "--measure-depths", type=_at_least(1), nargs="+", default=[3, 5], help="chain lengths to measure"
+        "--measure-depths", type=at_least(1), nargs="+", default=[3, 5], help="chain lengths to measure"
     )
     parser.set_defaults(run="speculative.training.cli:run", function="run_train_draft")
 
@@ -140,7 +140,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("target training")
     training.add_argument("--dropout", type=_share, default=0.1, help="on the outputs of attention, MLP and experts")
     training.add_argument(
-        "--prompt-weight", type=_at_least(0, float), default=0.3, help="weight of prompt tokens in the loss"
+        "--prompt-weight", type=at_least(0, float), default=0.3, help="weight of prompt tokens in the loss"
     )
     training.add_argument("--preview", nargs="*", default=[], metavar="PROMPT", help="prompts to answer at the end")
 
@@ -156,23 +156,23 @@ def _add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, ba
     )
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and the checkpoint")
     parser.add_argument("--epochs", type=_above_zero, default=epochs)
-    parser.add_argument("--steps", type=_at_least(1), help="optimizer steps; overrides --epochs")
+    parser.add_argument("--steps", type=at_least(1), help="optimizer steps; overrides --epochs")
     parser.add_argument("--lr", type=_above_zero, default=lr, help="peak learning rate")
-    parser.add_argument("--warmup-steps", type=_at_least(0), default=100)
-    parser.add_argument("--weight-decay", type=_at_least(0, float), default=0.1)
+    parser.add_argument("--warmup-steps", type=at_least(0), default=100)
+    parser.add_argument("--weight-decay", type=at_least(0, float), default=0.1)
     parser.add_argument(  # at least `samples.LENGTH_STEP`
-        "--batch-tokens", type=_at_least(64), default=batch_tokens, help="tokens of a step, padding included"
+        "--batch-tokens", type=at_least(64), default=batch_tokens, help="tokens of a step, padding included"
     )
-    parser.add_argument("--max-length", type=_at_least(2), default=1024, help="longer rows are left out")
+    parser.add_argument("--max-length", type=at_least(2), default=1024, help="longer rows are left out")
     parser.add_argument("--val-fraction", type=_share, default=0.03, help="share of the rows held out")
-    parser.add_argument("--seed", type=_at_least(0), default=0)
+    parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the arithmetic")
     parser.add_argument(
         "--graphs", action=argparse.BooleanOptionalAction, default=True, help="replay steps from CUDA graphs on a GPU"
     )
-    parser.add_argument("--checkpoint-every", type=_at_least(1), default=500, help="steps")
-    parser.add_argument("--eval-every", type=_at_least(1), default=500, help="steps")
+    parser.add_argument("--checkpoint-every", type=at_least(1), default=500, help="steps")
+    parser.add_argument("--eval-every", type=at_least(1), default=500, help="steps")
     parser.add_argument(
         "--keep-checkpoint",
         action=argparse.BooleanOptionalAction,

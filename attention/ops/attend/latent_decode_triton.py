@@ -266,7 +266,7 @@ def _partials(plan: DecodePlan, dtype: torch.dtype) -> Tensor:
 
 
 def token_axis(tiles: DecodeTiles) -> int:
-    """Of the scores: see `attention.ops.attend.latent_tile_triton`."""
+    """Return the axis of a tile's scores that tokens lie along (`attention.ops.attend.latent_tile_triton`)."""
     return 0 if tiles.block_m <= TOKENS_FIRST_ROWS and tiles.block_n >= 64 else 1
 
 

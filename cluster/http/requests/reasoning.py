@@ -15,7 +15,7 @@ def chat_parser(config: EdgeConfig) -> OutputParserName:
 
 
 def separates_reasoning(body: ChatCompletionRequest, parser: OutputParserName) -> bool:
-    """Whether reasoning and content are separate fields of the reply. Raises ApiError."""
+    """Return whether the reply has reasoning and content in separate fields. Raises ApiError."""
     separates = body.separate_reasoning is not False
     if not separates and parser in ("harmony", "response_template"):
         raise unsupported("separate_reasoning", "this model's form of answers has no text that is both")
