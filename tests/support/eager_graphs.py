@@ -16,7 +16,7 @@ class EagerRecorder:
     must bear it. bytes_each: memory that each recording takes."""
 
     def __init__(self, bytes_each: int = 0) -> None:
-        self.num_recorded = self.num_rehearsed = self.num_run_apart = 0
+        self.num_recorded = self.num_dry_runs = self.num_run_apart = 0
         self.num_replays = 0
         self._bytes_each = bytes_each
 
@@ -30,8 +30,8 @@ class EagerRecorder:
 
         return replay, kept
 
-    def rehearse(self, function: Callable[[], object], ahead: CompileAhead) -> None:
-        self.num_rehearsed += 1
+    def dry_run(self, function: Callable[[], object], ahead: CompileAhead) -> None:
+        self.num_dry_runs += 1
 
     def run_apart(self, function: Callable[[], object]) -> None:
         self.num_run_apart += 1

@@ -233,7 +233,7 @@ class Rank:
         return Rank(rank.worker, rank.layout, worker.cache.page_size, deterministic)
 
     def start(self) -> None:
-        """What a start on a GPU launches beside what `built` has: rehearsals, the largest steps, the first captures,
+        """What a start on a GPU launches beside what `built` has: dry runs, the largest steps, the first captures,
         the warm-up, and the steps whose costs are measured. From then on steps run as they are captured."""
         from tests.support.eager_graphs import EagerRecorder
         from workers.config import GraphCapture
@@ -245,7 +245,7 @@ class Rank:
         worker, layout, slots, gpu = self.worker, self.layout, self.worker._slots, torch.device("cuda")
 
         class Recorder(EagerRecorder):
-            def rehearse(self, function: Callable[[], object], ahead: object) -> None:
+            def dry_run(self, function: Callable[[], object], ahead: object) -> None:
                 function()
 
         for _, plan in warm_up.largest_steps(layout):
@@ -259,7 +259,7 @@ class Rank:
         probe = cost_probe.CostProbe(graphed, slots, worker._group, roomy, self.page_size, timer)
         ahead = CompileAhead()
         with torch.inference_mode():
-            graphed.rehearse(first, ahead, worker._group)
+            graphed.dry_run(first, ahead, worker._group)
             ahead.close()
             graphed.capture(GraphCapture(), worker._group, first)
             warm_up.warm_up(worker, layout)

@@ -5,7 +5,7 @@ import math
 
 from workers.config import GraphCapture, RoundShapes
 from workers.runner.costs.cost_points import ProbeExtent, measured_steps
-from workers.runner.graphs.capture_queue import CaptureQueue, Taken
+from workers.runner.graphs.capture_queue import CaptureCost, CaptureQueue
 from workers.runner.graphs.graph_keys import RANDOM, GraphKey, GraphKeys, bucket_sizes, token_buckets
 from workers.scheduling.plan import GraphCount
 
@@ -51,5 +51,5 @@ class SimulatedGraphs:
         return None if used is None else (used.bucket, used.tokens)
 
     def _took(self, key: GraphKey) -> None:
-        self._queue.took(key, Taken(CAPTURE_MS / 1000, 0))
+        self._queue.captured(key, CaptureCost(CAPTURE_MS / 1000, 0))
         self._captured.append(key)

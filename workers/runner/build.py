@@ -249,12 +249,12 @@ def _compile_ahead(
     report_compilations(False)  # of an engine before this one
     ahead = CompileAhead(processes=compilers)
     try:
-        graphed.rehearse(first, ahead, group)
+        graphed.dry_run(first, ahead, group)
     except Exception as error:  # whatever a compiler raises; Triton's errors are no RuntimeErrors
         logger.warning("kernels could not be compiled ahead, and are where they are first launched: %s", error)
     finally:
         ahead.close()
-    torch.cuda.empty_cache()  # of the rehearsals' graphs, before anything is measured
+    torch.cuda.empty_cache()  # of the dry runs' graphs, before anything is measured
     return f"{ahead.num_kernels} kernels ready"
 
 

@@ -14,7 +14,7 @@ from workers.config import MAX_STEP_TOKENS, PLAIN, GraphCapture, RoundShape, Rou
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.decoding import FillMasks, Passed
-from workers.runner.graphs.cuda_graph import GraphedDecoding, Taken
+from workers.runner.graphs.cuda_graph import CaptureCost, GraphedDecoding
 from workers.runner.graphs.graph_keys import (
     TOKEN_BUCKETS,
     GraphKey,
@@ -164,7 +164,7 @@ def test_captures_stop_at_the_allowance() -> None:
         # every recording takes ten seconds
         report = graphs.capture(limits, SOLO, clock=lambda recorder=recorder: 10.0 * recorder.num_recorded)
         assert len(graphs.captured) == expected and report.num_left_out == wanted - expected
-        assert report.whole == Taken(10.0 * recorder.num_recorded, 10**6 * recorder.num_recorded)
+        assert report.total == CaptureCost(10.0 * recorder.num_recorded, 10**6 * recorder.num_recorded)
         optional = [key for key in graphs.captured if not is_always_captured(key)]
         order = [CAPTURED_NEEDS.index(key.needs) for key in optional]
         assert not order or max(order) == 2 or expected == wanted
@@ -387,13 +387,13 @@ def test_a_step_runs_before_its_capture_if_it_is_the_first_of_its_kind_or_misses
         assert outcome == (captured, 2), "what one rank misses, all run"
 
 
-def test_a_rehearsal_of_steps_runs_nothing() -> None:
+def test_a_dry_run_of_steps_runs_nothing() -> None:
     graphs, strategy, recorder = graphed()
     keys = graphs.first_graphs(MEASURED)
     ahead = CompileAhead(1)
-    graphs.rehearse(keys, ahead, SOLO)
+    graphs.dry_run(keys, ahead, SOLO)
     ahead.close()
-    assert recorder.num_rehearsed == 3 and not strategy.ran, "the largest round, two with grammars; no kernel was new"
+    assert recorder.num_dry_runs == 3 and not strategy.ran, "the largest round, two with grammars; no kernel was new"
 
 
 class CompilerError(Exception):

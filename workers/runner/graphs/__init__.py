@@ -1,13 +1,14 @@
-"""A rank's steps as CUDA graphs.
+"""CUDA graphs of a rank's steps.
 
-cuda_graph     captures and replays the steps of any strategy
-capture_queue  which step is captured next
-step_capture   how one step becomes graphs
-kernel_compilation  kernels compiled ahead of captures
-compile_processes  processes that compile them; compile_jobs: what they are given
-graph_keys     which steps have a graph
-graph_inputs   what a captured step reads
-emitted        what a step emitted, on its way to the host
-recorder       how a step is recorded
-warm_up        a rank's first steps
+graph_keys          which steps are captured, and which graph a batch uses
+capture_queue       the order of captures
+cuda_graph          captures steps and replays them
+step_capture        captures one step
+recorder            wraps CUDA's capture
+graph_inputs        the input tensors of a captured step
+emitted             copies a step's output to the host
+kernel_compilation  compiles kernels before they are captured
+compile_processes   processes that compile kernels
+compile_jobs        a kernel as a job for such a process
+warm_up             the first steps of a rank
 """

@@ -1,6 +1,6 @@
-"""Which step of an engine is captured next, and which never. Pure, and the same on every rank of an engine, since all
-that it is told is: steps run collectives, so that no rank may have a graph which another has not. Used by
-`workers.runner.graphs.cuda_graph`.
+"""The order in which steps are captured. Used by `workers.runner.graphs.cuda_graph`.
+
+Pure and equal on all ranks: steps run collectives, so all ranks must have the same graphs.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -11,63 +11,67 @@ from workers.runner.graphs.graph_keys import CHUNK_NEEDS, GraphKey, is_always_ca
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a capture took: seconds, and device memory; other processes' memory too, if they allocate meanwhile."""
+class CaptureCost:
+    """Time and device memory of a capture. The memory includes what other processes allocated meanwhile."""
 
     seconds: float
     num_bytes: int
 
     @staticmethod
-    def together(each: Iterable["Taken"]) -> "Taken":
-        each = tuple(each)
-        return Taken(sum(taken.seconds for taken in each), sum(taken.num_bytes for taken in each))
+    def total(costs: Iterable["CaptureCost"]) -> "CaptureCost":
+        costs = tuple(costs)
+        return CaptureCost(sum(cost.seconds for cost in costs), sum(cost.num_bytes for cost in costs))
 
 
 class CaptureQueue:
-    """The order of captures: the first ones, which a start waits for, then what steps have missed most, then what more
-    requests need first. Those with grammars come last, and once an engine is ready only if a request has one.
+    """Graphs waiting for capture, in this order:
 
-    first: keys of `wanted`; None: all that are captured whatever they take. wanted: in the order in which graphs reuse
-    each other's memory best, which is kept within a kind for what no step has missed.
+    1. the graphs that a start waits for;
+    2. the graph that steps have missed most;
+    3. the others, commonly used ones first;
+    4. graphs for grammars: at a start after all others, later only after a request with a grammar has come.
+
+    wanted: all graphs, ordered so that each reuses the memory of earlier ones.
+    first: the graphs that a start waits for; None: those with `is_always_captured`.
     """
 
     def __init__(self, wanted: Sequence[GraphKey], first: Collection[GraphKey] | None, allowance: GraphCapture) -> None:
         chosen = {key for key in wanted if (is_always_captured(key) if first is None else key in first)}
         rest = [key for key in wanted if key not in chosen]
-        # dicts for their order and for finding a key in them
+        # dicts, for order and quick look-up
         self._first = dict.fromkeys(key for key in wanted if key in chosen)
         self._rest = dict.fromkeys(sorted((key for key in rest if not key.needs.masked), key=_urgency))
         self._masked = dict.fromkeys(key for key in rest if key.needs.masked)
-        self._missed = dict[GraphKey, int]()  # rows, of some of the rest
+        self._missed = dict[GraphKey, int]()  # rows of padding that each missing graph has cost
         self._allowance = allowance
-        self._seconds = 0.0  # of the rest
-        self._num_bytes = 0  # of all that are not always captured
+        self._seconds = 0.0  # of captures after the first ones
+        self._num_bytes = 0  # of graphs that the memory limit applies to
         self.num_left_out = 0
         self._leave_out()
 
     @property
     def num_waiting(self) -> int:
-        """Graphs that are still to come."""
+        """Graphs still to capture."""
         return len(self._first) + len(self._rest)
 
     @property
     def missed_rows(self) -> int:
-        """By how many rows steps of the next one have been padded so far."""
+        """Rows of padding that the most missed graph has cost."""
         return max(self._missed.values(), default=0)
 
     def missed(self, key: GraphKey, num_rows: int) -> None:
-        """A step of `key`, which is not captured, was padded by so many rows; forgotten if it is not waiting."""
+        """Add the rows of padding that a step had because `key` is not captured. Ignored if `key` is not waiting."""
         if num_rows > 0 and key in self._rest:
             self._missed[key] = self._missed.get(key, 0) + num_rows
 
     def add_masked(self) -> None:
-        """Steps with grammars are wanted from now on."""
+        """Add the graphs for grammars."""
         self._rest |= self._masked
         self._masked.clear()
         self._leave_out()
 
     def next_at_start(self) -> GraphKey | None:
-        """What a start captures next: all of the first ones, and more while seconds are left; None: it is done."""
+        """Return the next graph to capture at start; None when the start need not wait for more."""
         if self._first:
             return next(iter(self._first))
         if self._seconds >= self._allowance.limit_s:
@@ -77,29 +81,29 @@ class CaptureQueue:
         return next(iter(self._rest), None)
 
     def next(self) -> GraphKey | None:
-        """What is captured next while an engine serves; None: nothing is waiting."""
+        """Return the next graph to capture while serving; None if none is waiting."""
         if self._first:
             return next(iter(self._first))
         return max(self._missed, key=self._missed.__getitem__) if self._missed else next(iter(self._rest), None)
 
-    def took(self, key: GraphKey, taken: Taken) -> None:
-        """`key`, which was next, has been captured. taken: on the rank where that is most."""
+    def captured(self, key: GraphKey, cost: CaptureCost) -> None:
+        """Remove `key`, which was next. cost: the maximum over ranks."""
         queue = self._first if self._first else self._rest
-        assert key in queue, "another step was to be captured"
+        assert key in queue, "another graph was next"
         del queue[key]
         self._missed.pop(key, None)
         if queue is self._rest:
-            self._seconds += taken.seconds
+            self._seconds += cost.seconds
         if not is_always_captured(key):
-            self._num_bytes += taken.num_bytes
+            self._num_bytes += cost.num_bytes
             self._leave_out()
 
     def failed(self, key: GraphKey) -> None:
-        """`key`, which was next, cannot be captured: its batches run without a graph, or in a larger one."""
-        self.took(key, Taken(0.0, 0))
+        """Remove `key`, which was next and cannot be captured."""
+        self.captured(key, CaptureCost(0.0, 0))
 
     def _leave_out(self) -> None:
-        """Once memory is used up, only what is captured whatever it takes stays."""
+        """Drop all graphs that the memory limit applies to, once it is reached."""
         if self._num_bytes < self._allowance.limit_gb * 1e9:
             return
         for queue in (self._first, self._rest, self._masked):
@@ -110,8 +114,8 @@ class CaptureQueue:
 
 
 def _urgency(key: GraphKey) -> tuple[int, int]:
-    """Rounds with filters, which many clients send, would run without a graph; then steps with prompts, beside few
-    requests first, which would be padded most; then sizes between those of the first graphs; then what is rare."""
+    """Sort key: rounds with filters, since common and without a larger graph; mixed batches, fewest requests (most
+    padding) first; greedy and random rounds of sizes between the first ones; rare kinds."""
     if key.tokens:
         return 1, key.bucket
     if is_always_captured(key):

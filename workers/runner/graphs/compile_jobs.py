@@ -1,7 +1,6 @@
-"""Kernels as jobs that another process can compile: what Triton (3.6) asks for, as a plain value, and its compilation
-into Triton's cache on disk. Used by `compile_processes` and `kernel_compilation`.
+"""A kernel as a job for another process, which compiles it into Triton's (3.6) cache on disk.
 
-Processes that are asked for the same kernel compile it once, under a lock on its folder in the cache.
+Processes with the same job compile it once: they lock the kernel's folder in the cache.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ COMPILER = ("torch", "triton", "triton.compiler", "triton.backends.nvidia.compil
 
 @dataclass(frozen=True)
 class _Named:
-    """A kernel's function, by the module that has it."""
+    """A kernel's function, by module and name."""
 
     module: str
     name: str
@@ -29,12 +28,13 @@ class _Named:
 
 @dataclass(frozen=True)
 class KernelJob:
-    """A kernel as Triton was asked for it, as a plain value.
+    """The arguments of a kernel's compilation, picklable.
 
-    key: what Triton calls the kernel in its cache: a hash of function, arguments, options, compiler and environment.
-    function: jitted, at the top of a module.
-    signature, constants, attributes: as `triton.compiler.ASTSource` takes them.
-    options: of the backend, by name. target: a `GPUTarget`.
+    key: Triton's cache key, from function, arguments, options, compiler and environment.
+    function: a jitted function at the top of its module.
+    signature, constants, attributes: arguments of `triton.compiler.ASTSource`.
+    options: options of the backend.
+    target: a `GPUTarget`.
     """
 
     key: str
@@ -48,11 +48,11 @@ class KernelJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job.
+    """The outcome of a job.
 
-    error: why the rank has to compile it; "" if it need not.
-    is_busy: another process compiles it just now.
-    seconds: that it took.
+    error: why the rank must compile the kernel itself; "" if it need not.
+    is_busy: another process is compiling the kernel.
+    seconds: time of the compilation.
     """
 
     error: str = ""
@@ -61,9 +61,9 @@ class Outcome:
 
 
 def job_of(key: str, compile_kernel: Callable[[], Any]) -> KernelJob | None:
-    """The job for what Triton (3.6) hands to an asynchronous mode; None if no other process could do it.
+    """Return the job for what Triton hands to an asynchronous mode; None if another process cannot do it.
 
-    compile_kernel: Triton's closure over the source, the options and the target.
+    compile_kernel: Triton's closure over source, options and target.
     """
     from triton.runtime.jit import JITFunction
 
@@ -93,7 +93,7 @@ def job_of(key: str, compile_kernel: Callable[[], Any]) -> KernelJob | None:
 
 
 def is_cached(key: str, compile_kernel: Callable[[], Any]) -> bool:
-    """Whether the kernel is in Triton's (3.6) cache on disk. compile_kernel: as for `job_of`."""
+    """Whether Triton's cache on disk has the kernel. compile_kernel: as in `job_of`."""
     from triton.runtime.cache import get_cache_manager
 
     source = inspect.getclosurevars(compile_kernel).nonlocals.get("src")
@@ -101,7 +101,7 @@ def is_cached(key: str, compile_kernel: Callable[[], Any]) -> bool:
 
 
 def compile_job(job: KernelJob) -> Outcome:
-    """Compile into the cache, unless it is there; the kernel's C launcher too, where there is CUDA's driver library."""
+    """Compile a kernel and, with CUDA's driver library, its C launcher into the cache, unless they are there."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, make_backend
     from triton.compiler import compile as compile_source
@@ -115,9 +115,9 @@ def compile_job(job: KernelJob) -> Outcome:
     backend, variables = make_backend(job.target), get_cache_invalidating_env_vars()
     options = backend.parse_options(dict(job.options))
     if get_cache_key(source, backend, options, variables) != job.key:
-        return Outcome("its key is another one in this process")
-    with _alone(job.key) as is_alone:
-        if not is_alone:
+        return Outcome("this process computes another cache key")
+    with _lock(job.key) as is_locked:
+        if not is_locked:
             return Outcome(is_busy=True)
         kernel = compile_source(source, target=job.target, options=vars(options), _env_vars=variables)
         if job.target.backend == "cuda":
@@ -126,13 +126,13 @@ def compile_job(job: KernelJob) -> Outcome:
 
 
 def import_compiler() -> None:
-    """Import what a process needs to compile."""
+    """Import the modules of the compiler."""
     for name in COMPILER:
         importlib.import_module(name)
 
 
 def _hash(key: str) -> str:
-    """The name under which Triton (3.6) caches what has this key."""
+    """The name of the kernel's folder in Triton's cache."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -141,7 +141,7 @@ def _named(function: Any) -> _Named:
 
 
 def _function(named: _Named) -> Any:
-    """The jitted function, out of what it may be wrapped in."""
+    """The jitted function, without its wrappers."""
     from triton.runtime.jit import JITFunction
 
     found = getattr(importlib.import_module(named.module), named.name)
@@ -151,7 +151,7 @@ def _function(named: _Named) -> Any:
 
 
 def _build_launcher(kernel: Any) -> None:
-    """gcc's part; where it cannot be done, loading the kernel says why."""
+    """Compile the launcher with gcc. Errors are ignored here: loading the kernel raises them again."""
     with contextlib.suppress(Exception):
         from triton.backends.nvidia.driver import CudaLauncher
 
@@ -159,12 +159,12 @@ def _build_launcher(kernel: Any) -> None:
 
 
 @contextlib.contextmanager
-def _alone(key: str) -> Iterator[bool]:
-    """Hold a lock on the key's folder in the cache; False if another process holds it."""
+def _lock(key: str) -> Iterator[bool]:
+    """Lock the kernel's folder in the cache. Yields False if another process holds the lock."""
     from triton.runtime.cache import get_cache_manager
 
     folder = getattr(get_cache_manager(_hash(key)), "cache_dir", None)
-    if folder is None:  # a cache of another kind
+    if folder is None:  # not a cache on disk
         yield True
         return
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

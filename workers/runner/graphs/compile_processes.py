@@ -1,10 +1,7 @@
-"""Processes that compile kernels into Triton's cache on disk, where the rank that asked finds them, launchers too.
-Made by `cluster`, used by `workers.runner.graphs.kernel_compilation`.
+"""Processes that compile kernels into Triton's cache on disk, where their rank loads them. Started by `cluster`.
 
-Threads do less: Triton (3.6) holds Python's lock for a third of a compilation, and has gcc compile a launcher for every
-signature, one after the other, when a kernel is loaded. A process takes one job (`compile_jobs`) at a time.
-
-Nothing here is needed: the rank itself compiles what a process cannot, or cannot as the rank asks for it.
+Threads would be slower: Triton (3.6) holds the GIL for a third of each compilation, and loading kernels compiles their
+launchers one by one. A kernel that a process cannot compile is compiled by the rank.
 """
 
 import contextlib
@@ -21,13 +18,13 @@ from multiprocessing.connection import Connection
 
 from workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job, import_compiler
 
-MAX_AT_ONCE = 16  # a kernel takes a core for about a second; an engine has about a hundred
-_NICENESS = 10  # there is a process per core; the few that start everything else go first
+MAX_AT_ONCE = 16  # an engine has about 100 kernels of about one core-second each
+_NICENESS = 10  # one process per core must not delay the other processes of a start
 _SERVER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve(sys.argv[2])"
 
 
 class CompileProcesses:
-    """Processes for one rank, each at the other end of a connection. As many threads may call `compile` at once."""
+    """Compile processes of one rank, one per connection. That many threads may call `compile` at once."""
 
     def __init__(self, connections: Sequence[Connection], server: "subprocess.Popen[bytes] | None" = None) -> None:
         self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -37,9 +34,9 @@ class CompileProcesses:
             self._free.put(connection)
 
     @staticmethod
-    def begin(count: int) -> "CompileProcesses":
-        """Start a new Python that imports the compiler once and forks the processes. This takes seconds, for which the
-        first `compile` waits."""
+    def start(count: int) -> "CompileProcesses":
+        """Start a Python process that imports the compiler and forks `count` compile processes. Does not wait for it;
+        the first `compile` does, for seconds."""
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         code = _SERVER.format(__name__)
@@ -51,7 +48,8 @@ class CompileProcesses:
 
     @staticmethod
     def fork(count: int) -> "CompileProcesses":
-        """Fork this process, which has imported the compiler, has no second thread and has used no device."""
+        """Fork `count` compile processes from this one, which must have imported the compiler, have no other thread and
+        have used no device."""
         pairs = [socket.socketpair() for _ in range(count)]
         if os.fork() == 0:
             _end_as(functools.partial(_serve, [end for _, end in pairs]), [ours for ours, _ in pairs])
@@ -64,7 +62,7 @@ class CompileProcesses:
         return len(self._connections)
 
     def compile(self, job: KernelJob) -> Outcome:
-        """Wait for a free process, then for its outcome."""
+        """Compile `job` in the next free process, and wait for it."""
         connection = self._free.get()
         try:
             connection.send(job)
@@ -76,7 +74,7 @@ class CompileProcesses:
         return outcome
 
     def close(self) -> None:
-        """End the processes: after their current job, or at once while they import."""
+        """End the processes after their current jobs; a process that is still importing ends at once."""
         for connection in self._connections:
             connection.close()
         if self._server is not None:
@@ -85,19 +83,22 @@ class CompileProcesses:
 
 
 def serve(numbers: str) -> None:
-    """Main function of the Python that `CompileProcesses.begin` starts. numbers: descriptors of its ends, as JSON."""
+    """Main function of the process that `CompileProcesses.start` starts. numbers: its sockets' file descriptors, as
+    JSON."""
     import_compiler()
     _serve([socket.socket(fileno=number) for number in json.loads(numbers)])
 
 
 def processes_of(num_ranks: int) -> int:
-    """The number of compile processes of each of so many ranks."""
+    """Compile processes per rank, for `num_ranks` ranks on this node."""
     return max(1, min(MAX_AT_ONCE, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 def _serve(ends: Sequence[socket.socket]) -> None:
-    """Fork a process for each end, and wait until all have ended. The hash of the compiler's files, which is a part of
-    Triton's keys, is computed once before. Only cubins are stored, not the stages before, which a rank would read too.
+    """Fork a process for each socket, and wait until all have ended.
+
+    Triton hashes the compiler's files once, before the forks. Only cubins are stored, because a rank would read the
+    earlier stages too.
     """
     from triton import knobs
     from triton.runtime.cache import triton_key
@@ -115,11 +116,11 @@ def _serve(ends: Sequence[socket.socket]) -> None:
 
 
 def _end_as(work: Callable[[], None], others: Sequence[socket.socket]) -> None:
-    """Run `work` in a forked process; never returns. others: ends to close here."""
+    """Run `work` in a forked process; never returns. others: sockets to close here."""
     try:
         for end in others:
             end.close()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end says when it is over
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a closed connection ends the process
         os.nice(_NICENESS)
         work()
     finally:
@@ -132,6 +133,6 @@ def _work(connection: Connection) -> None:
             job = connection.recv()
             try:
                 outcome = compile_job(job)
-            except Exception as error:  # whatever it is, the rank meets it again, where it can be raised
+            except Exception as error:  # the rank compiles the kernel itself and raises this there
                 outcome = Outcome(f"{type(error).__name__}: {error}")
             connection.send(outcome)

@@ -1,14 +1,14 @@
-"""A strategy's steps as CUDA graphs: one graph per (shapes, batch bucket, prompt tokens, kind of sampling)
-(`workers.runner.graphs.graph_keys`).
+"""CUDA graphs of a decoding strategy's steps. `GraphedDecoding` wraps any `DecodingStrategy`.
 
-`GraphedDecoding` wraps any `DecodingStrategy`, which it knows nothing about: what a step reads and writes lives in
-device tensors by slot, so a captured round needs two inputs, the slots and those that draft, and its outputs are
-tensors it always writes to the same place. A few graphs are captured at start, the others when a plan says so: while
-nobody is there and, under load, once they have been missed enough (`workers.scheduling.capture_pacing`). Steps whose
-graph is not there yet are padded to a larger one. Steps that have none at all run eagerly: those with more prompt
-tokens or chunks than any graph has room for, chunks beside requests with penalties or log-probabilities, chunks whose
-own log-probabilities are wanted, and kinds for which the allowance for captures (`workers.config.GraphCapture`) has no
-memory.
+A step's state is in device tensors, by slot. So a captured round has two inputs, the slots that run and the slots that
+draft, and each replay writes the same output tensors. A start captures some graphs; the others are captured when a plan
+says so (`workers.scheduling.capture_pacing`). A step without a graph of its own is padded to a larger graph, or runs
+eagerly if there is none:
+
+- more prompt tokens or chunks than any graph holds;
+- chunks beside requests with penalties or log-probabilities;
+- chunks that ask for log-probabilities of the prompt;
+- graphs that `workers.config.GraphCapture` leaves no memory for.
 """
 
 import logging
@@ -23,7 +23,7 @@ from workers.config import GraphCapture, RoundShapes
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.decoding import CuttableStrategy, FillMasks
-from workers.runner.graphs.capture_queue import CaptureQueue, Taken
+from workers.runner.graphs.capture_queue import CaptureCost, CaptureQueue
 from workers.runner.graphs.graph_keys import GraphKey, GraphKeys, is_always_captured
 from workers.runner.graphs.kernel_compilation import CompileAhead
 from workers.runner.graphs.recorder import Recorder
@@ -46,28 +46,28 @@ _LEFT_OUT = (
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What a start has captured.
+    """The captures of a start.
 
-    rounds: what each captured round took, in their order.
-    num_left_out: how many more were wanted, and do not fit or come later.
+    rounds: the cost of each graph, in the order of capture.
+    num_left_out: graphs that come later or exceed the memory limit.
     """
 
-    rounds: Mapping[GraphKey, Taken]
+    rounds: Mapping[GraphKey, CaptureCost]
     num_left_out: int
 
     @property
-    def whole(self) -> Taken:
-        return Taken.together(self.rounds.values())
+    def total(self) -> CaptureCost:
+        return CaptureCost.total(self.rounds.values())
 
 
 class GraphedDecoding:
-    """Runs `inner`'s steps as graphs.
+    """Runs the steps of `inner` as graphs.
 
     buckets: numbers of requests in a round.
-    tokens: numbers of prompt tokens in a step; empty if steps with prompt chunks are not captured.
-    expands: of `GraphKeys`.
-    max_kv_len: longest length that a request can have, with what its rounds in flight may write.
-    report: of its captures.
+    tokens: numbers of prompt tokens in a step; empty: steps with prompt chunks are not captured.
+    expands: as in `GraphKeys`.
+    max_kv_len: maximum KV length of a request, with the writes of its rounds in flight.
+    report: the captures of the start.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class GraphedDecoding:
         self._recorder = recorder
         self._step_capture = StepCapture(inner, slots, max_kv_len, recorder)
         self._captured: dict[GraphKey, CapturedStep] = {}
-        self._stand_ins: dict[GraphKey, GraphKey | None] = {}  # what runs a step that has no graph; None: eagerly
+        self._stand_ins: dict[GraphKey, GraphKey | None] = {}  # the larger graph for a missing one; None: run eagerly
         self._queue = CaptureQueue((), (), GraphCapture())
-        self._capture_s = 0.0  # of all captures
+        self._capture_s = 0.0  # spent on captures
         self._warned: set[str] = set()
         self.report = CaptureReport({}, 0)
 
@@ -98,50 +98,52 @@ class GraphedDecoding:
 
     @property
     def captured(self) -> frozenset[GraphKey]:
-        """The steps that have graphs."""
+        """The graphs captured so far."""
         return frozenset(self._captured)
 
     @property
     def num_always_captured(self) -> int:
-        """Graphs that are captured whatever they take."""
+        """Graphs that the memory limit does not apply to."""
         return sum(is_always_captured(key) for key in self._keys.wanted())
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
-        """Numbers of prompt tokens that captured steps are padded to, ascending."""
+        """Numbers of prompt tokens that steps are padded to, ascending."""
         return tuple(sorted({key.tokens for key in self._captured if key.tokens}))
 
     @property
     def wanted_token_buckets(self) -> tuple[int, ...]:
-        """The same once all are captured."""
+        """`token_buckets` once all graphs are captured."""
         return self._keys.tokens
 
     @property
     def graphs(self) -> GraphCount:
-        """How many there are, how many are still to come, and what speaks for the next of those."""
+        """Graphs captured and waiting, and what the scheduler needs to decide on the next capture."""
         num_captured, queue = len(self._captured), self._queue
         capture_ms = 1000 * self._capture_s / max(1, num_captured)
         return GraphCount(num_captured, queue.num_waiting, queue.missed_rows, capture_ms)
 
     def first_graphs(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
-        """What a start waits for: see `GraphKeys.first`."""
+        """The graphs that a start waits for: see `GraphKeys.first`."""
         return self._keys.first(measured)
 
     @torch.inference_mode()
-    def rehearse(self, keys: Collection[GraphKey], ahead: CompileAhead, group: TPGroup) -> None:
-        """Let `ahead` compile what the steps of `keys` launch: a step of each kind, and unless all of their kernels are
-        in the disk cache on all ranks of `group`, all others; and what those of grammars launch. Nothing runs, on no
-        rank."""
+    def dry_run(self, keys: Collection[GraphKey], ahead: CompileAhead, group: TPGroup) -> None:
+        """Let `ahead` compile the kernels of these graphs without running anything.
+
+        Runs one step of each kind. If a kernel is missing in the disk cache of any rank, runs all steps of `keys`.
+        Steps with grammars come last.
+        """
         ordered = [key for key in self._keys.wanted() if key in keys]
         largest = {(key.tokens > 0, key.seen > 0): key for key in reversed(ordered)}.values()
         for key in largest:
-            self._step_capture.rehearse(key, ahead)
+            self._step_capture.dry_run(key, ahead)
         if on_any_rank(ahead.num_missing > 0, group, self._slots.device):
             for key in (key for key in ordered if key not in largest):
-                ahead.take_done()  # what is there is not asked for again
-                self._step_capture.rehearse(key, ahead)
+                ahead.load_compiled()  # later steps then skip these kernels
+                self._step_capture.dry_run(key, ahead)
         for key in self._keys.first_masked():
-            self._step_capture.rehearse(key, ahead)
+            self._step_capture.dry_run(key, ahead)
         ahead.finish()
 
     def capture(
@@ -152,53 +154,59 @@ class GraphedDecoding:
         clock: Callable[[], float] = time.perf_counter,
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> CaptureReport:
-        """Capture what a start waits for: `first`, or if that is None all greedy and random rounds, and as far as
-        `allowance.limit_s` goes the others. The same on every rank of `group`. The rest is left to `capture_next`.
-        advance: hears how many are captured, and how many a start waits for at least."""
-        wanted, rounds = self._keys.wanted(), dict[GraphKey, Taken]()
+        """Capture the graphs of a start; the same on every rank. `capture_next` captures the rest.
+
+        allowance: limits of time and memory.
+        first: graphs to capture in any case; None: all greedy and random rounds.
+        advance: called with the number of graphs captured and the least number that the start waits for.
+        """
+        wanted, rounds = self._keys.wanted(), dict[GraphKey, CaptureCost]()
+
         self._queue = CaptureQueue(wanted, first, allowance)
         while (key := self._queue.next_at_start()) is not None:
-            rounds[key] = taken = self._measured(key, group, clock)
-            self._queue.took(key, _most(taken, group, self._slots.device))
+            rounds[key] = cost = self._capture_one(key, group, clock)
+            self._queue.captured(key, _max_over_ranks(cost, group, self._slots.device))
             advance(len(rounds), max(len(rounds), len(wanted if first is None else first)))
         self.report = CaptureReport(rounds, len(wanted) - len(rounds))
         self._warn_of_left_out(group)
         return self.report
 
     def capture_next(self, group: TPGroup, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Capture one of the steps that are waiting, if any is; to be called on every rank of `group` while none of its
-        steps runs. One that fails on any of them is given up: its batches run without it, as they did before. Raises
-        BrokenStepError where this rank cannot agree with the others any more."""
+        """Capture the next waiting graph, if any. Called on all ranks, while none of their steps runs.
+
+        A graph that fails on any rank is given up; its batches run as before. Raises BrokenStepError if this rank can
+        no longer agree with the others.
+        """
         key = self._queue.next()
         if key is None:
             return
-        taken, error = Taken(0.0, 0), None
+        cost, error = CaptureCost(0.0, 0), None
         try:
-            taken = self._measured(key, group, clock)
+            cost = self._capture_one(key, group, clock)
         except BrokenStepError:
             raise
-        except Exception as failure:  # of memory, of the capture, of Triton's compiler: the engine serves without it
+        except Exception as failure:  # out of memory, capture or Triton: the engine serves without this graph
             error = failure
         if on_any_rank(error is not None, group, self._slots.device):
             self._captured.pop(key, None)
             self._queue.failed(key)
             self._warn_once(group, _FAILED, key, error or "another rank failed")
         else:
-            self._queue.took(key, _most(taken, group, self._slots.device))
+            self._queue.captured(key, _max_over_ranks(cost, group, self._slots.device))
         self._stand_ins.clear()
         self._warn_of_left_out(group)
 
     def want_masked(self) -> None:
-        """A request with a grammar has come: its steps are to be captured too. The same on every rank."""
+        """Capture steps with grammars from now on, after the first request with a grammar. The same on every rank."""
         self._queue.add_masked()
 
-    def _measured(self, key: GraphKey, group: TPGroup, clock: Callable[[], float]) -> Taken:
-        """Capture `key`; what that took on this rank."""
+    def _capture_one(self, key: GraphKey, group: TPGroup, clock: Callable[[], float]) -> CaptureCost:
+        """Capture `key`. Return the cost on this rank."""
         since_s, since_bytes = clock(), self._recorder.used_bytes()
         self._captured[key] = self._step_capture.capture(key, group)
-        taken = Taken(clock() - since_s, self._recorder.used_bytes() - since_bytes)
-        self._capture_s += taken.seconds
-        return taken
+        cost = CaptureCost(clock() - since_s, self._recorder.used_bytes() - since_bytes)
+        self._capture_s += cost.seconds
+        return cost
 
     def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
         key = self._keys.of(batch)
@@ -215,8 +223,8 @@ class GraphedDecoding:
         return _entries(captured.output, batch.num_requests, captured.bucket, num_finals)
 
     def _of_key(self, key: GraphKey) -> CapturedStep | None:
-        """The graph of `key`, or the one that stands in for it, which is looked for among all once between two
-        captures; None if there is neither."""
+        """The graph of `key`, else a larger one, else None. The search for a larger one is cached until the next
+        capture."""
         if key in self._captured:
             return self._captured[key]
         if key not in self._stand_ins:
@@ -235,18 +243,18 @@ class GraphedDecoding:
             self._warn_once(group, _LEFT_OUT, self._queue.num_left_out)
 
 
-def _most(mine: Taken, group: TPGroup, device: torch.device) -> Taken:
-    """Of what the ranks' captures took, each the most; the same answer on all."""
+def _max_over_ranks(mine: CaptureCost, group: TPGroup, device: torch.device) -> CaptureCost:
+    """Maximum seconds and bytes over the ranks; the same on every rank."""
     numbers = torch.tensor((mine.seconds, float(mine.num_bytes)), dtype=torch.float64, device=device)
     seconds, num_bytes = group.all_gather(numbers).amax(0).tolist()
-    return Taken(seconds, int(num_bytes))
+    return CaptureCost(seconds, int(num_bytes))
 
 
 def _entries(out: StepTensors, num_requests: int, bucket: int, num_finals: int) -> StepTensors:
-    """Of what a captured step emitted for rounds of `bucket` requests and then for chunks: the first `num_requests` of
-    the former and the first `num_finals` of the latter."""
+    """Select the valid entries of a captured step's output: the first `num_requests` of the `bucket` rounds, and the
+    first `num_finals` of the chunks that follow."""
 
-    def taken(x: Tensor) -> Tensor:
+    def valid(x: Tensor) -> Tensor:
         if num_finals == 0:
             return x[:num_requests]
         finals = x[bucket : bucket + num_finals]
@@ -254,6 +262,6 @@ def _entries(out: StepTensors, num_requests: int, bucket: int, num_finals: int) 
 
     logprobs = out.logprobs
     if logprobs is not None:
-        logprobs = Logprobs(taken(logprobs.chosen), taken(logprobs.top_ids), taken(logprobs.top))
-    drafts = None if out.drafts is None else taken(out.drafts)
-    return StepTensors(taken(out.tokens), taken(out.counts), taken(out.finish), taken(out.accepted), logprobs, drafts)
+        logprobs = Logprobs(valid(logprobs.chosen), valid(logprobs.top_ids), valid(logprobs.top))
+    drafts = None if out.drafts is None else valid(out.drafts)
+    return StepTensors(valid(out.tokens), valid(out.counts), valid(out.finish), valid(out.accepted), logprobs, drafts)

@@ -1,4 +1,4 @@
-"""A step's outcome on its way to the host. Made by `workers.runner.worker`."""
+"""Copies a step's output to the host. Used by `workers.runner.worker`."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,13 @@ from workers.sampling.sampler import Logprobs
 
 @dataclass(frozen=True)
 class Emitted:
-    """Nothing of it stays on the device, where the next replay of a captured round writes to the same place.
+    """A step's output on the host: on the device, the next replay overwrites it.
 
-    rows: [n, M + 3 + 2 W] int64, of each entry its tokens, count, finish and accepted, and of steps with grammars the
-        tokens and parents of its next tree.
+    rows: [n, M + 3 + 2 W] int64, per entry: tokens, count, finish, accepted; for grammars also the tokens and parents
+        of the
+        next tree.
     num_tokens: M.
+    copied: marks the end of the copy; None without streams.
     """
 
     rows: Tensor
@@ -28,7 +30,7 @@ class Emitted:
 
     @staticmethod
     def of(tensors: StepTensors) -> "Emitted":
-        """On a GPU the copy is only started: nothing waits for it before the result is read, a step later."""
+        """Start the copy to the host. Only reading the result, one step later, waits for it."""
         columns = [tensors.tokens, torch.stack((tensors.counts, tensors.finish, tensors.accepted), dim=1)]
         if tensors.drafts is not None:
             columns.append(tensors.drafts.flatten(1))
@@ -54,7 +56,7 @@ class Emitted:
 
     @property
     def tokens(self) -> Tensor:
-        """[n, M] int64; so many as `counts` says are valid."""
+        """[n, M] int64; `counts` of them are valid."""
         return self.rows[:, : self.num_tokens]
 
     @property
@@ -69,12 +71,12 @@ class Emitted:
 
     @property
     def drafts(self) -> Tensor | None:
-        """[n, 2, W] int64; None of steps without grammars or draft."""
+        """[n, 2, W] int64; None without grammars or a draft."""
         rest = self.rows[:, self.num_tokens + 3 :]
         return rest.view(rest.shape[0], 2, rest.shape[1] // 2) if rest.shape[1] else None
 
 
 def _start_copy(tensor: Tensor) -> Tensor:
-    """A pinned copy on the host, which is there once the stream has come this far."""
+    """Start a copy to pinned host memory."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -1,7 +1,6 @@
-"""The inputs of a captured step: tensors that stay where they are, filled from a batch before each replay.
+"""Inputs of a captured step: fixed tensors, filled from a batch before each replay.
 
-What a batch leaves free is padding: the padding slot, chunks without rows on the dummy page, rows of no chunk. Used by
-`workers.runner.graphs.cuda_graph`.
+The rest is padding: the padding slot, chunks without rows on the dummy page, rows without a chunk.
 """
 
 import torch
@@ -12,7 +11,7 @@ from workers.runner.batch import PromptChunks, StepBatch
 from workers.sampling.sampler import SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
-MAX_CHUNKS = 8  # of a captured step; each costs a row of the vocabulary head and a row of every draft step
+MAX_CHUNKS = 8  # per captured step; each costs one row in the vocabulary head and in every draft step
 
 
 class SlotInput:
@@ -24,7 +23,7 @@ class SlotInput:
         self._filled: Tensor | None = None
 
     def fill(self, slots: Tensor) -> None:
-        """Take over a batch's slots, which nobody changes in place: the same tensor need not be copied again."""
+        """Copy a batch's slots, unless it is the tensor of last time: slot tensors never change in place."""
         if self._filled is not slots:
             self.tensor[: slots.shape[0]] = slots
             self.tensor[slots.shape[0] :] = self._padding_slot
@@ -32,7 +31,7 @@ class SlotInput:
 
 
 class ChunkInput:
-    """Up to `MAX_CHUNKS` prompt chunks with `num_rows` rows together. Each of them may end its prompt. seen_limit: see
+    """Up to `MAX_CHUNKS` prompt chunks, `num_rows` rows in all. Any of them may end its prompt. seen_limit: see
     `PrefillBatch`."""
 
     def __init__(self, num_rows: int, seen_limit: int | None, slots: SlotTable) -> None:
@@ -51,7 +50,8 @@ class ChunkInput:
         self._final_lengths = zeros(torch.int32, count)
 
     def chunks(self) -> PromptChunks:
-        """These inputs as a batch's chunks; new ones for every run, for a batch keeps what it has computed."""
+        """Return these inputs as the chunks of a new batch. Every run needs a new one, because batches cache what they
+        compute."""
         batch = PrefillBatch(
             self._qo_indptr, self._starts, self._page_table, self._num_rows, lists=None, seen_limit=self._seen_limit
         )
@@ -64,7 +64,7 @@ class ChunkInput:
         )
 
     def fill(self, given: PromptChunks) -> None:
-        """Take over a batch's chunks."""
+        """Copy a batch's chunks."""
         batch, num_finals = given.batch, given.num_finals
         count = batch.num_chunks
         self._qo_indptr[: count + 1] = batch.qo_indptr
@@ -81,8 +81,8 @@ class ChunkInput:
 
 
 class StepInput:
-    """A whole step: rounds of up to `num_requests`, and with `num_rows` prompt chunks of that many rows together.
-    seen_limit: of `ChunkInput`."""
+    """Inputs of a step: `num_requests` rounds, and prompt chunks of `num_rows` rows in all (0: none). seen_limit: as in
+    `ChunkInput`."""
 
     def __init__(self, num_requests: int, num_rows: int, seen_limit: int | None, slots: SlotTable) -> None:
         self._num_requests = num_requests
@@ -93,12 +93,12 @@ class StepInput:
         self._draft_slots = SlotInput(entries, slots.padding_slot, slots.device)
 
     def batch(self, shape: int, next_shape: int, max_kv_len: int, needs: SamplingNeeds) -> StepBatch:
-        """The batch that a captured step runs: these inputs, of all sizes the largest. A new one for every run."""
+        """Return a new batch of maximum size over these inputs."""
         chunks = self._chunks.chunks() if self._chunks is not None else None
         return StepBatch(self._slots.tensor, shape, next_shape, self._draft_slots.tensor, max_kv_len, chunks, needs)
 
     def fill(self, batch: StepBatch) -> None:
-        """Take over a batch that fits."""
+        """Copy a batch that fits."""
         self._slots.fill(batch.slots)
         if self._chunks is None or batch.chunks is None:
             self._draft_slots.fill(batch.draft_slots)

@@ -1,8 +1,8 @@
-"""When Triton's kernels are compiled: ahead of their first launch, in processes, and never while a graph is captured.
-Used by `workers.runner.graphs.recorder`.
+"""Compiles kernels before their first launch, and forbids it during a capture. Used by
+`workers.runner.graphs.recorder`.
 
-Triton asks whatever is set as its asynchronous mode (`triton.runtime._async_compile`, Triton 3.6) for every kernel that
-this process has not compiled or read from the disk cache yet. Elsewhere it is compiled where it is launched.
+Triton (3.6) calls its asynchronous mode (`triton.runtime._async_compile`) for each kernel that this process has neither
+compiled nor loaded. Without a mode, a kernel is compiled when it is launched.
 """
 
 import contextlib
@@ -20,35 +20,37 @@ from workers.runner.graphs.compile_processes import MAX_AT_ONCE, CompileProcesse
 
 logger = logging.getLogger(__name__)
 
-BUSY_S = 0.01  # until what another process compiles is asked for again
-_THREADS = "compile"  # how the names of those begin that compile ahead
-LIMIT_S = 240.0  # for all kernels that are waited for; those that take longer are compiled where they are launched
+BUSY_S = 0.01  # between questions whether another process has compiled a kernel
+LIMIT_S = 240.0  # wait for all kernels; slower ones are compiled when they are launched
+_THREADS = "compile"  # name prefix of compile threads
 
 
 class _CompileMode(Protocol):
-    """What Triton expects of the mode; what `submit` returns is launched in the kernel's place."""
+    """Triton's interface of a mode. Triton launches what `submit` returns instead of the kernel."""
 
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any: ...
 
 
 class _Unlaunched:
-    """Stands for a kernel that is not there yet: its launch does nothing."""
+    """Replaces a kernel that is not compiled yet. Its launch does nothing."""
 
     function = packed_metadata = None
 
     def launch_metadata(self, *_: object) -> None:
-        """None: nobody measures it."""
+        """Unused."""
 
     def run(self, *_: object) -> None:
-        """Launches nothing."""
+        """Launch nothing."""
 
 
 class CompileAhead:
-    """Compiles what is launched while `rehearsing`, and launches nothing of it: in `processes`, one kernel each at a
-    time, and what they do not do in `num_threads` threads (None: one per core), which share Python's lock.
+    """Compiles the kernels that a dry run would launch.
+
+    Each of `processes` compiles one kernel at a time. What they cannot compile, threads of this process do (default:
+    one per core); these share the GIL.
 
     num_missing: kernels that were not in the disk cache.
-    process_seconds: what each kernel took in its process.
+    process_seconds: compile time of each kernel in its process.
     """
 
     def __init__(self, num_threads: int | None = None, processes: CompileProcesses | None = None) -> None:
@@ -64,17 +66,17 @@ class CompileAhead:
 
     @property
     def num_kernels(self) -> int:
-        """How many kernels were met that were not there."""
+        """Kernels that had to be compiled or loaded."""
         return len(self._kernels)
 
     @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Within, and in this thread, kernels are compiled instead of launched, but for those that are there."""
+    def dry_run(self) -> Iterator[None]:
+        """In this thread, launch only kernels that are loaded, and compile the others."""
         with _mode(self):
             yield
 
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:
-        """Called by Triton. key: of the source and its options."""
+        """Called by Triton. key: identifies source and options."""
         if key not in self._kernels:
             self._finalize[key] = finalize
             is_here = is_cached(str(key), compile_kernel)
@@ -88,32 +90,31 @@ class CompileAhead:
         return _Unlaunched()
 
     def _compile(self, kernel: Future[Any], job: KernelJob, compile_kernel: Callable[[], Any]) -> None:
-        """In a thread: have a process compile it, then load it from the cache, or if that process could not do it,
-        compile it here."""
+        """Compile in a process and load from the cache; if that fails, compile here. Runs in a thread."""
         assert self._processes is not None
         try:
             outcome = self._processes.compile(job)
             if outcome.is_busy:
                 time.sleep(BUSY_S)
-                self._pool.submit(self._compile, kernel, job, compile_kernel)  # after what else waits
+                self._pool.submit(self._compile, kernel, job, compile_kernel)  # at the end of the queue
                 return
             if outcome.error and not self._has_warned:
                 self._has_warned = True
-                logger.warning("%s is compiled by the rank itself: %s", job.function.name, outcome.error)
+                logger.warning("the rank itself compiles %s: %s", job.function.name, outcome.error)
             if outcome.seconds:
                 self.process_seconds.append(outcome.seconds)
             kernel.set_result(compile_kernel())
         except BaseException as error:
             kernel.set_exception(error)
 
-    def take_done(self) -> None:
-        """Load those kernels that are compiled. Raises what a compilation raised that failed."""
+    def load_compiled(self) -> None:
+        """Load the kernels compiled so far. Raises the error of a failed compilation."""
         for key in [key for key in self._finalize if self._kernels[key].done()]:
             self._load(key)
 
     def finish(self) -> None:
-        """Wait for all kernels and load them, after which their launch may be captured. Raises what the first
-        compilation raised that failed."""
+        """Wait for all kernels and load them; then they can be captured. Raises the error of the first failed
+        compilation."""
         waiting = {self._kernels[key]: key for key in self._finalize}
         with contextlib.suppress(TimeoutError):
             for done in as_completed(waiting, timeout=LIMIT_S):
@@ -125,40 +126,40 @@ class CompileAhead:
         kernel._init_handles()
 
     def close(self) -> None:
-        """Ends the threads, and the processes."""
+        """End the threads and the processes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._processes is not None:
             self._processes.close()
 
 
 def compile_processes(num_ranks: int) -> CompileProcesses:
-    """Begin one rank's share of this node's. num_ranks: of the node, as far as is known."""
-    return CompileProcesses.begin(processes_of(num_ranks))
+    """Start one rank's share of this node's compile processes. num_ranks: expected ranks on the node."""
+    return CompileProcesses.start(processes_of(num_ranks))
 
 
 class _NothingNew:
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:
-        raise NewUnderCaptureError("a kernel that is not compiled yet, under capture")
+        raise NewUnderCaptureError("a kernel that is not compiled yet was launched during a capture")
 
 
 @contextlib.contextmanager
 def nothing_new() -> Iterator[None]:
-    """Within, and in this thread, the launch of a kernel that is not there raises NewUnderCaptureError: to load one is
-    forbidden under capture."""
+    """In this thread, launching a kernel that is not loaded raises NewUnderCaptureError: loading is forbidden in a
+    capture."""
     with _mode(_NothingNew()):
         yield
 
 
 def report_compilations(wanted: bool) -> None:
-    """Whether a warning names each kernel that is compiled or read from the disk where it is launched: once a rank
-    serves, all its requests wait for that."""
+    """Turn on or off a warning for each kernel that is compiled or loaded at its launch: while serving, all requests
+    wait for that."""
     from triton import knobs
 
     knobs.compilation.listener = _report if wanted else None
 
 
 def _report(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
-    """Called by Triton after it has compiled, or read."""
+    """Called by Triton after it has compiled or loaded a kernel."""
     if not threading.current_thread().name.startswith(_THREADS):
         how = "read from the disk" if cache_hit else "compiled"
         logger.warning(
@@ -167,8 +168,8 @@ def _report(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
 
 
 def read_compiler() -> None:
-    """Begin to read what keys of Triton's disk cache are made of, all of the compiler's files: a second, which the
-    first kernel would wait for."""
+    """Start hashing the compiler's files for Triton's cache keys, in a thread. It takes a second, which the first
+    kernel would wait for."""
 
     def read() -> None:
         with contextlib.suppress(ImportError):

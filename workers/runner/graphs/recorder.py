@@ -1,4 +1,4 @@
-"""How steps become graphs that are replayed. Used by `workers.runner.graphs.cuda_graph`; tests record without a GPU."""
+"""Records steps as CUDA graphs. Used by `workers.runner.graphs.cuda_graph`; tests use recorders that need no GPU."""
 
 import contextlib
 import gc
@@ -11,40 +11,43 @@ import torch
 from attention.backend import NewUnderCaptureError
 from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new
 
-MAX_REHEARSALS = 8  # of one step: each but the last has found a workspace missing
+MAX_DRY_RUNS = 8  # of one step: each but the last found a missing workspace
 
 T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """How rounds become graphs. `CudaRecorder` is the one that serves."""
+    """Records functions as graphs. `CudaRecorder` is used for serving."""
 
     def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
-        """A replay of what `function` does to tensors, and what it returned: tensors that each replay writes. was_run:
-        it has run, so that what it needs is there; else NewUnderCaptureError is raised where something is not."""
+        """Return a replay of `function`, and its result: tensors that each replay writes.
 
-    def rehearse(self, function: Callable[[], object], ahead: CompileAhead) -> None:
-        """Find out what `function` launches without running it: what of that has to be compiled, `ahead` does."""
+        was_run: the function has run before, so that all it needs exists; else a missing piece raises
+            NewUnderCaptureError.
+        """
+
+    def dry_run(self, function: Callable[[], object], ahead: CompileAhead) -> None:
+        """Find the kernels that `function` launches without running it. `ahead` compiles those that are missing."""
 
     def run_apart(self, function: Callable[[], object]) -> None:
-        """Run `function` where it leaves nothing behind that a recording must not meet."""
+        """Run `function` on a stream of its own, so that what it leaves behind does not disturb a capture."""
 
     def used_bytes(self) -> int:
         """Memory in use on the device."""
 
 
 class CudaRecorder:
-    """Graphs that share one memory pool, recorded in one stream.
+    """Records graphs that share a memory pool, on one stream.
 
-    Not by `torch.cuda.graph`, which gives all cached memory back to the driver before every capture, for the next eager
-    run to ask for it again: tens of milliseconds each, and there are more than a hundred captures.
+    Does not use `torch.cuda.graph`: it returns cached memory to the driver before each capture, and the next eager run
+    allocates it again. That costs tens of milliseconds for each of more than a hundred captures.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         one = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
-        self.run_apart(lambda: one @ one)  # cuBLAS makes a handle and this stream's workspace, which no graph may own
+        self.run_apart(lambda: one @ one)  # creates cuBLAS's handle and workspace, which no graph may own
 
     def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
         graph = torch.cuda.CUDAGraph()
@@ -54,15 +57,15 @@ class CudaRecorder:
         except NewUnderCaptureError:
             raise
         except Exception:
-            self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 takes the former for one that is being recorded to
+            self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 believes that the old pool is still recording
             raise
         return graph.replay, output
 
-    def rehearse(self, function: Callable[[], object], ahead: CompileAhead) -> None:
-        for _ in range(MAX_REHEARSALS):
-            graph = torch.cuda.CUDAGraph(keep_graph=True)  # it is never made ready for a replay
+    def dry_run(self, function: Callable[[], object], ahead: CompileAhead) -> None:
+        for _ in range(MAX_DRY_RUNS):
+            graph = torch.cuda.CUDAGraph(keep_graph=True)  # no graph is instantiated
             try:
-                with ahead.rehearsing():  # in memory that is given back with the graph
+                with ahead.dry_run():  # its memory is freed with the graph
                     self._capture(graph, function, torch.cuda.graph_pool_handle())
                 return
             except NewUnderCaptureError as missing:
@@ -72,14 +75,14 @@ class CudaRecorder:
 
     def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], T], pool: Any) -> T:
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream), _nothing_collected():
+        with torch.cuda.stream(self._stream), _no_garbage_collection():
             # thread_local: NCCL's watchdog thread queries events while this thread captures
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 output = function()
             except BaseException:
                 with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that the graph is empty
+                    warnings.simplefilter("ignore")  # about an empty graph
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -90,7 +93,7 @@ class CudaRecorder:
         try:
             with torch.cuda.stream(self._stream):
                 function()
-        finally:  # what was launched before an error still writes
+        finally:  # kernels launched before an error still write
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def used_bytes(self) -> int:
@@ -100,8 +103,8 @@ class CudaRecorder:
 
 
 @contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Garbage may be the graphs of an engine that has ended, and to free one ends the capture that is under way."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Garbage may include graphs of an ended engine, and freeing a graph breaks the current capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,12 +1,10 @@
-"""How one step becomes graphs: a batch of padding of its size, run and recorded. Used by
-`workers.runner.graphs.cuda_graph`.
+"""Captures one step with a batch of padding. Used by `workers.runner.graphs.cuda_graph`.
 
-A step of requests with grammars is two graphs, cut where the target's pass ends: the masks of its rows come from the
-host while that pass runs. What the first graph leaves for the second lies in memory of the graph, or if it is large in
-memory that all such graphs share, since otherwise it would be kept for each.
+A step with grammars is two graphs, cut after the target's pass, because the host fills masks during that pass. Small
+tensors between the two stay in the graph's memory. Large ones go to memory that all such graphs share.
 
-Capturing changes no request's state: it runs rounds of the padding slot, which has finished, so commits keep its row
-and count nothing, its KV goes to the dummy page, and nobody verifies the tree that is drafted for it.
+A capture changes no request: it runs rounds of the padding slot, which is always finished, and its KV goes to the dummy
+page.
 """
 
 import dataclasses
@@ -31,32 +29,37 @@ from workers.slots.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 
-_SHARED_BYTES = 1 << 18  # of a tensor between two graphs, from which on a copy costs less than keeping it for each
+_SHARED_BYTES = 1 << 18  # tensors between two graphs: from here on a copy costs less than memory for each graph
 
 
 class BrokenStepError(RuntimeError):
-    """This rank failed within a step that the other ranks run: they wait in its next sum, so nothing can be agreed with
-    them, and the rank must end for all to be restarted."""
+    """This rank failed within a collective step.
+
+    The other ranks wait in its next collective, so the ranks cannot agree on anything. This rank must end, which
+    restarts all.
+    """
 
 
 class CaptureError(RuntimeError):
-    """Another rank could not capture what this one could."""
+    """Another rank failed to capture."""
 
 
 class Outcome(IntEnum):
-    """How far a rank's attempt to capture came; of several ranks the greatest counts."""
+    """Outcome of a rank's attempt to capture; the greatest over all ranks counts."""
 
     CAPTURED = 0
-    MISSING = 1  # something that an eager run of the step makes
-    FAILED = 2  # memory has ended, or a kernel cannot be compiled: a run would fail too
+    MISSING = 1  # an eager run of the step would create what is missing
+    FAILED = 2  # out of memory, or a kernel cannot be compiled: an eager run would fail too
 
 
 @dataclass
 class CapturedStep:
-    """bucket: requests of its rounds.
-    begin: replays it up to where masks join; None where none do.
-    run: replays it, or the rest.
-    output: what it emitted, at the same place after every replay.
+    """A captured step.
+
+    bucket: number of requests in its rounds.
+    begin: replays the part before the masks are needed; None without masks.
+    run: replays the rest, or all of it.
+    output: tensors that each replay writes.
     """
 
     bucket: int
@@ -67,7 +70,7 @@ class CapturedStep:
 
 
 class StepCapture:
-    """Captures steps of one strategy. max_kv_len: longest length that a request can have."""
+    """Captures steps of one strategy. max_kv_len: maximum KV length of a request."""
 
     def __init__(self, inner: CuttableStrategy, slots: SlotTable, max_kv_len: int, recorder: Recorder) -> None:
         self._inner = inner
@@ -76,19 +79,21 @@ class StepCapture:
         self._recorder = recorder
         self._kinds_run: set[GraphKey] = set()
         self._shared: dict[str, Tensor] = {}
-        self._outgrown: list[Tensor] = []  # what graphs write to that were captured before a larger one
+        self._outgrown: list[Tensor] = []  # earlier graphs still write here
 
-    def rehearse(self, key: GraphKey, ahead: CompileAhead) -> None:
-        """Let `ahead` compile what the step launches; nothing runs."""
+    def dry_run(self, key: GraphKey, ahead: CompileAhead) -> None:
+        """Let `ahead` compile the kernels of a step. Nothing runs."""
         given, batch = self._padding(key)
-        self._recorder.rehearse(lambda: self._inner.step(batch()), ahead)
+        self._recorder.dry_run(lambda: self._inner.step(batch()), ahead)
 
     def capture(self, key: GraphKey, group: TPGroup) -> CapturedStep:
-        """An eager run of each kind of step, on all ranks, makes what libraries make when they are first called; after
-        that captures are tried straight away, and where one misses something the step runs eagerly too.
+        """Capture a step; called on all ranks.
 
-        Raises BrokenStepError where an eager run fails on this rank beside others; any other error is raised where this
-        rank waits for no sum, so that the ranks can agree on it."""
+        The first step of each kind runs eagerly first, so that libraries allocate what they need. Later ones are
+        captured at once, and run eagerly only if something is missing.
+
+        Raises BrokenStepError if an eager run fails beside other ranks. All other errors leave the ranks able to agree.
+        """
         given, batch = self._padding(key)
 
         def step() -> StepTensors:
@@ -110,8 +115,7 @@ class StepCapture:
         return CapturedStep(key.bucket, None, run, given, output)
 
     def _padding(self, key: GraphKey) -> tuple[StepInput, Callable[[], StepBatch]]:
-        """The inputs of a step, and a batch of them that runs all that the batches of `key` may need, new for every
-        run."""
+        """Return the inputs of a step, and a function that builds a batch of maximum size over them for each run."""
         given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots)
         return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
 
@@ -125,7 +129,7 @@ class StepCapture:
             raise BrokenStepError(f"a step to be captured failed: {type(error).__name__}: {error}") from error
 
     def _try(self, step: Callable[[], StepTensors]) -> tuple[Callable[[], None], StepTensors] | Exception:
-        """A recording, or why there is none: as a rule something that is not there yet."""
+        """Record without an eager run. Return the error if something is missing."""
         try:
             return self._recorder.record(step, was_run=False)
         except Exception as error:  # Triton's are no RuntimeErrors
@@ -136,7 +140,7 @@ class StepCapture:
     def _capture_halves(
         self, key: GraphKey, given: StepInput, batch: Callable[[], StepBatch], group: TPGroup
     ) -> CapturedStep:
-        """Two graphs. Always after an eager run, for what both leave and share must not be allocated by a capture."""
+        """Capture two graphs, always after an eager run: a capture must not allocate the memory that graphs share."""
         self._run(lambda: self._inner.step(batch()), group)
         self._run(lambda: self._share(self._inner.forward(batch())), group)
         begin, passed = self._recorder.record(lambda: self._share(self._inner.forward(batch())))
@@ -144,8 +148,8 @@ class StepCapture:
         return CapturedStep(key.bucket, begin, run, given, output)
 
     def _share(self, passed: Any, path: str = "") -> Any:
-        """What a first graph leaves, its large tensors in memory that all first graphs share: one is in use at a
-        time."""
+        """Copy large tensors of the first graph's output to memory that all first graphs share; only one of them is in
+        use at a time."""
         if passed is None:
             return None
         if not isinstance(passed, Tensor):
@@ -169,15 +173,15 @@ def _outcome(recorded: object) -> Outcome:
 
 
 def _worst_of_ranks(mine: Outcome, group: TPGroup, device: torch.device) -> Outcome:
-    """The same answer on every rank of `group`; waits for the device."""
+    """Maximum over the ranks; waits for the device."""
     return Outcome(int(group.all_gather(torch.tensor([mine], dtype=torch.int32, device=device)).max()))
 
 
 def on_any_rank(flag: bool, group: TPGroup, device: torch.device) -> bool:
-    """The same answer on every rank of `group`; waits for the device."""
+    """Whether `flag` is set on any rank of `group`; waits for the device."""
     return bool(group.all_gather(torch.tensor([flag], dtype=torch.int32, device=device)).any())
 
 
 def _kind(key: GraphKey) -> GraphKey:
-    """The same for all keys that differ in sizes only."""
+    """The key without its sizes."""
     return dataclasses.replace(key, bucket=min(key.bucket, 1), tokens=min(key.tokens, 1), seen=min(key.seen, 1))

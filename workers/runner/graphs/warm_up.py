@@ -1,5 +1,5 @@
-"""The steps that a rank runs before its first request: each kind once, and the largest that can come. Called by
-`workers.runner.build` and, to measure what they take, by `workers.runner.memory`."""
+"""Steps that a rank runs before its first request: one of each kind, and the largest. Called by `workers.runner.build`,
+and by `workers.runner.memory` to measure memory."""
 
 from collections.abc import Iterable
 
@@ -13,37 +13,47 @@ WARM_UP_TOKENS = 16
 
 
 def warm_up(worker: Worker, layout: EngineLayout) -> None:
-    """Run each kind of step once, so that the first request compiles nothing and what cannot run fails the start: a
-    chunk that ends no prompt, a prompt and a round of every shape, greedy and random, and a prompt's first token with
-    filters, penalties and log-probabilities, which runs without a graph, after one token too. Slot 0 has no pages: all
-    KV lands on the dummy page."""
+    """Run each kind of step once, so that the first request compiles nothing and a broken step fails the start.
+
+    The steps: a chunk that does not end a prompt; a prompt and a round of every shape, greedy and random; the first
+        token of a prompt with filters, penalties and log-probabilities, also of a one-token prompt. Slot 0 has no
+        pages, so all KV goes to the dummy page.
+    """
     tokens = pack_i32([1] * WARM_UP_TOKENS)
     greedy, random = SamplingParams(WARM_UP_TOKENS, 0.0), SamplingParams(WARM_UP_TOKENS, 1.0)
     rest = SamplingParams(WARM_UP_TOKENS, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=1)
     beginning, whole = (Chunk(0, 0, tokens, next_token) for next_token in (1, -1))
     single = Chunk(0, 0, pack_i32([1]), -1)
-    kinds = (greedy, (beginning, whole)), (random, (whole,)), (rest, (whole, single))  # a beginning samples nothing
+    kinds = (
+        (greedy, (beginning, whole)),
+        (random, (whole,)),
+        (rest, (whole, single)),
+    )  # a chunk before the prompt's end samples nothing
     for number, (sampling, chunks) in enumerate(kinds):
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
         plans = [_prompt(number, layout, init, chunk) for chunk in chunks]
-        if sampling is not rest:  # its rounds run the same kernels, and would be captured
+        if sampling is not rest:  # its rounds run the same kernels, in captured steps
             plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]
         for plan in plans:
             run(worker, plan)
 
 
 def run(worker: Worker, plan: StepPlan) -> None:
-    """One step, to its end."""
+    """Run one step and wait for it."""
     worker.submit(plan)
     worker.take()
 
 
 def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
-    """The steps that take most memory, in an order in which they can run, and of what kind each is: "chunks", prompts
-    that end, as many as there are slots; "rounds" of all slots, one of every shape; "both", all prompt tokens that a
-    step may have beside rounds in the slots that are left. All have filters, penalties and log-probabilities, of
-    prompts too, and as much KV before them as a request may have, on the dummy page; where latent rows are expanded
-    ("chunks" too), as much as they are expanded for."""
+    """Return the steps with the highest memory use, in an order that can run, each with its kind:
+
+    - "chunks": prompts that end, as many as there are slots; with latent rows also the longest expansion;
+    - "rounds": all slots, one step of every shape;
+    - "both": the maximum of prompt tokens beside rounds of the remaining slots.
+
+    All have filters, penalties and log-probabilities, also of prompts, and the longest possible KV before them, on the
+    dummy page.
+    """
     num_slots, count, longest = layout.scheduler.num_slots, layout.scheduler.step_token_limit, layout.max_model_len - 2
     per_slot = max(1, min(longest, count // num_slots))
     ends = [_end(layout, slot, per_slot) for slot in range(num_slots)]
@@ -66,7 +76,7 @@ def _end(layout: EngineLayout, slot: int, count: int) -> tuple[SlotInit, Chunk]:
 
 
 def _part(layout: EngineLayout, slot: int, start: int, count: int) -> tuple[SlotInit, Chunk]:
-    """`count` tokens with which a prompt ends."""
+    """A chunk of `count` tokens that ends a prompt."""
     rest = SamplingParams(
         2, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, logit_bias={1: 0.1}, min_tokens=1
     )
