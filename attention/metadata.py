@@ -110,6 +110,8 @@ class PrefillBatch:
     window: tokens that a row sees at most, the last before it and itself; None for all.
     seen_limit: tokens that all chunks look at together at most, where only the device knows the chunks and the host
         knows that.
+    kept_from: [C] int32, the first position of each chunk whose KV is kept. Earlier rows run for the state of recurrent
+        layers alone: their KV is in shared pages already, and they write to page 0. None: all rows keep theirs.
     """
 
     qo_indptr: Tensor
@@ -119,6 +121,7 @@ class PrefillBatch:
     lists: ChunkLists | None
     window: int | None = None
     seen_limit: int | None = None
+    kept_from: Tensor | None = None
 
     @staticmethod
     def from_lists(

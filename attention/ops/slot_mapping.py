@@ -25,7 +25,7 @@ def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]
 
 @operation(Implementation("triton", "attention.ops.slot_mapping_triton:map_prefill_rows", on_gpu))
 def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """Map the rows of prompt chunks; padding rows get 0 and 0.
+    """Map the rows of prompt chunks; padding rows get 0 and 0. Rows before `kept_from` write to page 0.
 
     ->  positions     [num_rows] int64, KV positions in the request
         slot_mapping  [num_rows] int64, page * page_size + offset
@@ -36,4 +36,6 @@ def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tenso
     row = torch.arange(batch.num_rows, device=chunk.device)
     positions = torch.where(inside, batch.starts[chunk] + row - batch.qo_indptr[chunk], 0)
     pages = batch.page_table[chunk, positions // page_size].long()
+    if batch.kept_from is not None:
+        pages = torch.where(positions < batch.kept_from[chunk], 0, pages)
     return positions, torch.where(inside, pages * page_size + positions % page_size, 0)

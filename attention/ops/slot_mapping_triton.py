@@ -37,6 +37,7 @@ def _map_decode_rows(
 def _map_prefill_rows(
     indptr_ptr,
     starts_ptr,
+    kept_ptr,
     table_ptr,
     table_stride,
     position_ptr,
@@ -46,6 +47,7 @@ def _map_prefill_rows(
     page_size,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chunk = row * 0
@@ -58,6 +60,9 @@ def _map_prefill_rows(
     position = tl.where(inside, start + row - tl.load(indptr_ptr + chunk, mask=inside, other=0), 0)
     entry = table_ptr + chunk.to(tl.int64) * table_stride + position // page_size
     page = tl.load(entry, mask=inside, other=0).to(tl.int64)
+    if HAS_KEPT:
+        kept_from = tl.load(kept_ptr + chunk, mask=inside, other=0)
+        page = tl.where(position < kept_from, 0, page)
     tl.store(position_ptr + row, position.to(tl.int64), mask=row < num_rows)
     slot = tl.where(inside, page * page_size + position % page_size, 0)
     tl.store(slot_ptr + row, slot, mask=row < num_rows)
@@ -85,10 +90,13 @@ def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]
 def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """`attention.ops.slot_mapping.map_prefill_rows`."""
     assert batch.page_table.stride(1) == 1 and batch.qo_indptr.is_contiguous() and batch.starts.is_contiguous()
+    kept_from = batch.kept_from
+    assert kept_from is None or kept_from.is_contiguous()
     positions, slots = _places(batch.num_rows, batch.starts.device)
     _map_prefill_rows[(triton.cdiv(batch.num_rows, BLOCK),)](
         batch.qo_indptr,
         batch.starts,
+        batch.starts if kept_from is None else kept_from,
         batch.page_table,
         batch.page_table.stride(0),
         positions,
@@ -98,6 +106,7 @@ def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tenso
         page_size,
         BLOCK=BLOCK,
         CHUNKS=CHUNKS,
+        HAS_KEPT=kept_from is not None,
         num_warps=4,
     )
     return positions, slots

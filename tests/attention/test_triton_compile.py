@@ -325,9 +325,10 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
         )
     constants = {"BLOCK": prefill_plan_triton.BLOCK, "CHUNKS": prefill_plan_triton.CHUNKS}
     assert compiled(prefill_plan_triton._plan_tiles, tmp_path, {}, constants, 4, 1)[0] == 0
-    constants = {"BLOCK": slot_mapping_triton.BLOCK, "CHUNKS": slot_mapping_triton.CHUNKS}
     pointers = {"position_ptr": "i64", "slot_ptr": "i64"}
-    assert compiled(slot_mapping_triton._map_prefill_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
+    for kept in (False, True):
+        constants = {"BLOCK": slot_mapping_triton.BLOCK, "CHUNKS": slot_mapping_triton.CHUNKS, "HAS_KEPT": kept}
+        assert compiled(slot_mapping_triton._map_prefill_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
     constants = {
         "ROWS": 4,
         "GROUP": 4,

@@ -2,6 +2,7 @@
 rows, more chunks than a kernel looks at together."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,14 +47,21 @@ def _decode(rows: int, suffix_len: int, page_size: int) -> Arguments:
     return arguments
 
 
-def _prefill(starts: Sequence[int], counts: Sequence[int], padding: int, page_size: int) -> Arguments:
-    """Two chunks without rows come after them."""
+def _prefill(
+    starts: Sequence[int], counts: Sequence[int], padding: int, page_size: int, recomputed: int | None = None
+) -> Arguments:
+    """Two chunks without rows come after them. recomputed: rows of each chunk, more by one of the next, whose KV is
+    there."""
 
     def arguments(device: torch.device) -> tuple[Any, ...]:
         width = -(-max(start + count for start, count in zip(starts, counts, strict=True)) // page_size)
         table = _table(len(starts) + 2, width)
         table[-2:] = 0
-        return PrefillBatch.from_lists(starts, counts, table.to(device), sum(counts) + padding), page_size
+        batch = PrefillBatch.from_lists(starts, counts, table.to(device), sum(counts) + padding)
+        if recomputed is not None:
+            more = torch.arange(batch.num_chunks, dtype=torch.int32, device=device)
+            batch = replace(batch, kept_from=batch.starts + recomputed + more)
+        return batch, page_size
 
     return arguments
 
@@ -108,6 +116,12 @@ CASES = (
         for starts, counts in CHUNKS
         for padding in (0, 37)
         for page in (1, 16)
+    ),
+    Case(
+        map_prefill_rows,
+        "recomputed-rows-write-to-page-0",
+        _prefill((0, 5, 32, 0), (7, 1, 20, 30), 5, 4, recomputed=4),
+        exact=True,
     ),
     *(
         Case(move_path, name, arguments, written=(0,), exact=True)
