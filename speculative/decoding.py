@@ -132,7 +132,7 @@ class SpeculativeDecoding(CuttableStrategy):
         synthetic = self._synthetic_acceptance_length if shape.width > 1 else None
         done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots, shape.depth, synthetic)
         features = passed.round_features
-        # a chain's path is its nodes in their order; rows after the last accepted are read by nobody
+        # a chain's path is its nodes in their order; rows after the last accepted are unused
         if shape.width > 1 and not shape.is_chain:
             self._target.pool.move_path(page_table, rows.length, done.accepted.path)
             features = features.index_select(0, done.path_rows.flatten())
@@ -183,8 +183,8 @@ class SpeculativeDecoding(CuttableStrategy):
         features = joined((rounds.features if rounds else None, passed.chunk_features if chunks else None))
         prompts = chunks.batch if chunks else None
         if not batch.next_shape:
-            nobody = Attending.nobody(ids.device)
-            self._draft.model.keep(ids, features, self._draft.context(extend, None, prompts, nobody))
+            none_attend = Attending.none(ids.device)
+            self._draft.model.keep(ids, features, self._draft.context(extend, None, prompts, none_attend))
             return None
         context = self._draft.context(extend, None, prompts, self._newest_rows(batch, rounds))
         hidden = self._draft.model.extend(ids, features, context)

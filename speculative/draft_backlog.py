@@ -61,7 +61,7 @@ class DraftBacklog:
             rounds[-1].page_table,
             self._max_kv_len,
         )
-        nobody = Attending.nobody(ids.device)
-        context = self._draft.context(extend, None, None, nobody)
+        none_attend = Attending.none(ids.device)
+        context = self._draft.context(extend, None, None, none_attend)
         self._draft.model.keep(ids.flatten(), features.flatten(0, 1), context)
         self._slots, self._rounds = None, []

@@ -12,8 +12,13 @@ from workers.ops.rotary import Angles
 
 
 class Attention(AttentionLayer):
-    """layer: its number in the KV pool. num_heads, num_kv_heads: of the model; as attributes of this rank. input_size:
-    of its rows, output_size of what it adds. norm_eps: of a norm on each head of q and k (Qwen3), None without one."""
+    """Grouped-query attention.
+
+    layer: index in the KV pool.
+    num_heads, num_kv_heads: of the model; the attributes are of this rank.
+    input_size, output_size: row sizes of input and output.
+    norm_eps: epsilon of the q and k norms per head (Qwen3); None without them.
+    """
 
     def __init__(
         self,
@@ -53,7 +58,7 @@ class Attention(AttentionLayer):
         context.keep(self.layer, q, (k, v), angles)
 
     def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], not yet turned."""
+        """Return q [rows, heads, head_dim], and k and v [rows, kv_heads, head_dim], before RoPE."""
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]

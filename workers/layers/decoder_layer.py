@@ -1,5 +1,4 @@
-"""The pre-norm residual block that all our decoders are made of. Its family (`workers.models`) gives it its attention
-and its MLP; neither is known here."""
+"""The pre-norm residual block of all decoders. The model family (`workers.models`) supplies attention and MLP."""
 
 from abc import ABC, abstractmethod
 
@@ -14,39 +13,49 @@ from workers.ops.rotary import Angles
 
 
 class AttentionLayer(nn.Module, ABC):
-    """Rows that look at each other, through the KV of one layer."""
+    """Attention over the KV of one layer."""
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
-        """In which form `partial` takes rows beside the model's type, if in any."""
+        """The FP8 format that `partial` accepts, beside the model's dtype; None if it accepts none."""
         return None
 
     @abstractmethod
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
-        """This rank's part of the output [n, hidden_size], as `RowParallelLinear.partial` gives it, of the rows that
-        attend; x: [rows, input size]. Writes all rows' KV into the context's pool."""
+        """Return this rank's part of the output, as `RowParallelLinear.partial` does, and write the KV of all rows to
+        the pool.
+
+        x: [rows, input size].
+        returns: [n, hidden_size] for the n rows that attend.
+        """
 
     @abstractmethod
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
-        """`partial` of which no output is wanted: writes the rows' KV and nothing else."""
+        """Write the KV of all rows, without an output."""
 
 
 class FeedForward(nn.Module, ABC):
-    """What a block does with each row by itself: an MLP, or experts."""
+    """The part of a block that computes each row alone: an MLP or experts."""
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
-        """In which form `partial` takes rows beside the model's type, if in any."""
+        """The FP8 format that `partial` accepts, beside the model's dtype; None if it accepts none."""
         return None
 
     @abstractmethod
     def partial(self, x: Tensor | Fp8Rows, live: TokenSlots | None = None) -> Tensor:
-        """This rank's part of the output [rows, hidden_size], as `RowParallelLinear.partial` gives it. x: rows in the
-        model's type, or as `fp8_inputs` says. live: which rows are padding, whose output nobody reads."""
+        """Return this rank's part of the output [rows, hidden_size], as `RowParallelLinear.partial` does.
+
+        x: [rows, hidden_size] in the model's dtype, or in the format `fp8_inputs`.
+        live: marks padding rows, whose output is unused.
+        """
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(x)); group: the ranks whose parts are summed."""
+    """h = x + attention(norm(x)), then h + mlp(norm(h)).
+
+    group: the ranks whose parts are summed.
+    """
 
     def __init__(
         self, hidden_size: int, rms_eps: float, attention: AttentionLayer, mlp: FeedForward, group: TPGroup
@@ -61,9 +70,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self, normed: Tensor | Fp8Rows, residual: Tensor, angles: Angles, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """From the residual stream [rows, hidden] and its input norm, in the model's type or of the attention's
-        `fp8_inputs`: this rank's part of what the MLP adds to the stream, and the stream before that, both of the rows
-        that attend. The caller sums and adds, together with the next norm."""
+        """Return this rank's part of the MLP's output, and the residual stream before it, both for the rows that
+        attend.
+
+        The caller sums the parts and adds them together with the next norm.
+
+        normed: [rows, hidden] the input norm's output, in the model's dtype or the attention's `fp8_inputs`.
+        residual: [rows, hidden].
+        """
         attended = self.self_attn.partial(normed, angles, context)
         residual = context.attending_rows(residual)
         norm = self.post_attention_layernorm

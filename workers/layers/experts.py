@@ -1,5 +1,5 @@
-"""The experts of a layer in stacked tensors: a slice of the width of each, or some of them whole. How the tensors are
-kept and multiplied by is their `ExpertsMethod`'s, as a linear layer's is its `LinearMethod`'s."""
+"""The experts of a layer as stacked tensors: a slice of every expert's width, or some whole experts. An `ExpertsMethod`
+stores and multiplies them, as a `LinearMethod` does for a linear layer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -22,16 +22,18 @@ from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
-_ALIGNMENT = 16  # bytes; of the rows of what torch's grouped products read
+_ALIGNMENT = 16  # bytes; torch's grouped products need rows aligned to it
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """On this rank.
+    """The experts' weights on this rank.
 
-    held: of the experts that rows are routed to; a row goes to experts_per_token of all.
-    num_shared: that every row goes to, which may be joined.
-    gate_up: of one expert, gate_proj and up_proj one below the other. down: its down_proj.
+    held: the routed experts of this rank.
+    gate_up: gate_proj above up_proj, of one expert.
+    down: down_proj of one expert.
+    num_shared: shared experts that may be joined; every row uses them.
+    experts_per_token: routed experts per row, over all ranks.
     """
 
     held: Span
@@ -42,19 +44,19 @@ class ExpertsShape:
 
     @property
     def num_experts(self) -> int:
-        """Without shared ones."""
+        """Routed experts on this rank."""
         return self.held.size
 
     def stacked(self, one: LinearShape, dtype: torch.dtype) -> Tensor:
-        """[num_experts, rows, columns] for a matrix of each expert, at the beginning of memory that has room for shared
-        ones (`workers.ops.experts.shared.with_shared`)."""
+        """Allocate [num_experts, rows, columns], followed by unused room for shared experts
+        (`workers.ops.experts.shared.with_shared`)."""
         return torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)[
             : self.num_experts
         ]
 
     @property
     def held_if_some(self) -> Span | None:
-        """None if no other rank has others."""
+        """`held` if other ranks hold other experts, else None."""
         return self.held if self.held.size < self.held.total else None
 
     @property
@@ -71,9 +73,9 @@ class ExpertsShape:
 
 
 class ExpertsMethod(nn.Module, ABC):
-    """The weights of all experts of a layer and what is done with them; lives as a `LinearMethod` does.
+    """Stores and multiplies the weights of a layer's experts. Same life cycle as `LinearMethod`.
 
-    kinds: what the checkpoint has of each matrix of each expert.
+    kinds: the checkpoint's tensors per matrix and expert.
     """
 
     kinds: tuple[str, ...] = ("weight",)
@@ -84,8 +86,12 @@ class ExpertsMethod(nn.Module, ABC):
 
     @abstractmethod
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
-        """Take this rank's share of the whole tensor `full`, which the checkpoint has as `kind` of a matrix of an
-        expert, numbered as on this rank. Raises WrongTensorError if its shape or type is another one."""
+        """Copy this rank's share of `full`, a whole tensor of the checkpoint.
+
+        kind: one of `kinds`.
+        expert: index on this rank.
+        Raises WrongTensorError for a wrong shape or dtype.
+        """
 
     @abstractmethod
     def fill_dummy(self, generator: torch.Generator) -> None:
@@ -93,11 +99,13 @@ class ExpertsMethod(nn.Module, ABC):
 
     @abstractmethod
     def finish(self, options: GEMMOptions) -> None:
-        """Once, when the weights are final and before they are multiplied by."""
+        """Prepare the final weights for multiplication. Called once."""
 
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
-        """Before `finish`: take the weights of the MLP that all shared experts together are in the checkpoint, so that
-        `multiply` adds it; False where the two are not kept alike, or are multiplied otherwise."""
+        """Take over the MLP of the shared experts, before `finish`, so that `multiply` adds its output.
+
+        Return False if its weights are stored or multiplied in another way.
+        """
         return False
 
     def workspace_size(self) -> tuple[int, int]:
@@ -106,26 +114,28 @@ class ExpertsMethod(nn.Module, ABC):
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
-        """In which form `multiply` takes rows beside the model's type, if in any."""
+        """The FP8 format that `multiply` accepts, beside the model's dtype; None if it accepts none."""
         return None
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
-        """[rows, hidden_size] this rank's part of the weighted sum of each row's experts, and of what was joined, for x
-        [rows, hidden_size], in the model's type or as `fp8_inputs` says; in the memory `out` if it is given. Rows do
-        not touch each other."""
+        """Return this rank's part of the weighted sum of each row's experts, joined ones included: [rows, hidden_size].
+
+        x: [rows, hidden_size] in the model's dtype, or in the format `fp8_inputs`.
+        out: memory for the result; None allocates it.
+        A row's result does not depend on other rows.
+        """
 
 
 class DenseExperts(ExpertsMethod):
-    """Multiplies by weights in the type of its inputs, wherever they are kept: by kernels of ours where they fit, else
-    by torch's."""
+    """Experts whose weights have the dtype of their inputs. Uses fused kernels where they fit, else torch."""
 
     _fused: FusedExperts | None = None
 
     @abstractmethod
     def dense_weights(self) -> tuple[Tensor, Tensor]:
-        """gate_up [experts, 2 * width, hidden_size] and down [experts, hidden_size, width], and of joined
-        ones after them."""
+        """Return gate_up [experts, 2 * width, hidden_size] and down [experts, hidden_size, width], joined experts
+        last."""
 
     def workspace_size(self) -> tuple[int, int]:
         shape = self.shape
@@ -149,7 +159,7 @@ class DenseExperts(ExpertsMethod):
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
         if self._fused is not None:
             return self._fused.multiply(x, router, out)
-        assert isinstance(x, Tensor), "asked for no other form"
+        assert isinstance(x, Tensor), "fp8_inputs is None"
         gate_up, down = self.dense_weights()
         aligned = all(matrix.shape[2] * matrix.element_size() % _ALIGNMENT == 0 for matrix in (gate_up, down))
         chosen, weight = router.choose()
@@ -164,7 +174,7 @@ class DenseExperts(ExpertsMethod):
 
 
 class UnquantizedExperts(DenseExperts):
-    """Weights of its own, in bfloat16, float16 or float32, with room for those that may be joined."""
+    """Weights in bfloat16, float16 or float32, with room for joined experts."""
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__(shape)
@@ -198,7 +208,10 @@ class UnquantizedExperts(DenseExperts):
 
 
 class Experts(WeightedModule):
-    """method: unquantised when the layer is made; another may be put in its place before it is filled."""
+    """The experts of a layer.
+
+    method: unquantised at construction; may be replaced before weights are loaded.
+    """
 
     method: ExpertsMethod
 
@@ -212,8 +225,10 @@ class Experts(WeightedModule):
         num_shared: int = 0,
         whole: bool = False,
     ) -> None:
-        """width: an expert's intermediate size in the model. num_shared: experts whose weights may be joined. whole: a
-        rank has some experts and all of them, else a slice of each."""
+        """width: intermediate size of an expert in the model.
+        num_shared: experts that may be joined.
+        whole: this rank holds some whole experts; else a slice of each expert.
+        """
         super().__init__()
         hidden, held, span = Span.whole(hidden_size), Span.whole(num_experts), Span.whole(width)
         if whole:
@@ -233,7 +248,7 @@ class Experts(WeightedModule):
         return self.method.workspace_size()
 
     def weight_keys(self) -> Iterator[WeightKey]:
-        for expert in range(self.shape.held.total):  # other ranks' too: what a checkpoint lacks, all ranks miss
+        for expert in range(self.shape.held.total):  # of all ranks, so that all fail alike if the checkpoint lacks one
             for part in self.shape.parts:
                 for kind in self.method.kinds:
                     yield WeightKey(kind, part.name, expert)
@@ -253,7 +268,7 @@ class Experts(WeightedModule):
 
 
 def numbered_here(chosen: Tensor, held: Span) -> Tensor:
-    """chosen: of the model's experts. Those that other ranks have all get the number after this rank's last."""
+    """Map the model's expert indexes to this rank's. Experts of other ranks become `held.size`."""
     is_here = (chosen >= held.first) & (chosen < held.end)
     return torch.where(is_here, chosen - held.first, held.size)
 
@@ -261,10 +276,13 @@ def numbered_here(chosen: Tensor, held: Span) -> Tensor:
 def grouped_experts(
     x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, partly: bool = False
 ) -> Tensor:
-    """See `ExpertsMethod.multiply`; gate_up, down: as `DenseExperts.dense_weights` gives them, of any type. partly:
-    chosen may have numbers after theirs, which count for nothing. Rows are sorted by expert, and each of the two
-    products is one call. On a GPU of compute capability 9.0 in bfloat16 nothing
-    waits for the device; elsewhere torch 2.13 multiplies one expert after the other, and reads their rows' numbers."""
+    """`ExpertsMethod.multiply` with torch: rows sorted by expert, two grouped products.
+
+    gate_up, down: as `DenseExperts.dense_weights`.
+    partly: `chosen` may hold indexes after the last expert, which add nothing.
+    In bfloat16 on compute capability 9.0 the host does not wait for the device. Elsewhere torch 2.13 multiplies expert
+    by expert and reads the row counts on the host.
+    """
     num_rows, k = chosen.shape
     experts, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(gate_up.shape[0], device=x.device)
@@ -272,13 +290,13 @@ def grouped_experts(
     hidden = silu_mul(F.grouped_mm(x.index_select(0, order // k), gate_up.transpose(1, 2), offs=ends))
     outputs = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
     by_row = torch.empty_like(outputs).index_copy_(0, order, outputs).view(num_rows, k, -1)
-    if partly:  # what was multiplied by nothing is what its memory was
+    if partly:  # rows without an expert were never written
         by_row = by_row.masked_fill((chosen == gate_up.shape[0]).unsqueeze(-1), 0.0)
     return (by_row.float() * weight.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 def experts_one_by_one(x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The same for weights of any size: every row through every expert, and counted where it was chosen."""
+    """`grouped_experts` for weights of any size: every row through every expert."""
     out = x.new_zeros(x.shape, dtype=torch.float32)
     for expert in range(gate_up.shape[0]):
         mine = chosen == expert

@@ -1,4 +1,4 @@
-"""What the layers of one forward pass may see: positions, where KV goes, who sees what. Made per pass, thrown away."""
+"""The inputs that all layers of one forward pass share. Created per pass."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ from workers.ops.rotary import Angles
 
 @dataclass(frozen=True)
 class Attending:
-    """The rows of a pass whose output is wanted of its last layer, where the others are there for their KV alone: these
-    attend, and go on to what comes after attention.
+    """The rows that attend in the last layer, if the others are there only for their KV. Only these rows go on after
+    attention.
 
     rows: [n] int64.
-    decode, chunks: the same rows as batches, those of decode first. Neither is there if no row attends.
+    decode, chunks: the same rows as batches, decode rows first; both None if no row attends.
     """
 
     rows: Tensor
@@ -30,20 +30,22 @@ class Attending:
     chunks: PrefillBatch | None
 
     @staticmethod
-    def nobody(device: torch.device) -> "Attending":
-        """For a pass that is there for its KV alone."""
+    def none(device: torch.device) -> "Attending":
+        """For a pass that only writes KV."""
         return Attending(torch.empty(0, dtype=torch.int64, device=device), None, None)
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Rows are those of a decode batch, then those of a chunk batch (see `attention.metadata`).
+    """Positions, KV slots and attention batches of a pass. Rows are those of the decode batch, then those of the chunk
+    batch (see `attention.metadata`).
 
     positions: [rows] int64 for rotary embedding.
-    slot_mapping: [rows] int64 where each row's KV is written.
-    attending: [n] int64, the rows that attend, None for all; num_decode_rows, decode and chunks are of these.
-    last: of the last layer, if fewer rows attend there.
-    expanded: the chunks of `chunks` for layers that keep latent rows, where they cost less so.
+    slot_mapping: [rows] int64 KV slots that the rows are written to.
+    num_decode_rows, decode, chunks: of the rows that attend.
+    attending: [n] int64 rows that attend; None for all.
+    last: the context of the last layer, if fewer rows attend there.
+    expanded: `chunks` for layers with latent rows, if expansion costs less.
     """
 
     pool: KVPool
@@ -57,35 +59,36 @@ class ForwardContext:
     expanded: ExpandedChunks | None = None
 
     def attending_rows(self, x: Tensor) -> Tensor:
-        """[n, ...]: of x [rows, ...] the rows that attend."""
+        """Select the rows of x [rows, ...] that attend: [n, ...]."""
         return x if self.attending is None else x.index_select(0, self.attending)
 
     @cached_property
     def token_slots(self) -> TokenSlots:
-        """Of the rows that attend: which of them are padding."""
+        """Marks which of the rows that attend are padding."""
         return TokenSlots(self.attending_rows(self.slot_mapping), self.pool.page_size)
 
     @cached_property
     def rounds(self) -> "ForwardContext":
-        """The same with the rows of `decode` alone attending."""
+        """This context with only the rows of `decode` attending."""
         return replace(self, chunks=None, expanded=None)
 
     def attend(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, scale: float) -> Tensor:
-        """Turn q [rows, q_heads, head_dim] and what is kept by `angles`, keep it, and attend to the layer: [n, q_heads,
-        head_dim] of the rows that attend. On a GPU q is turned in place.
+        """Rotate q and the layer's rows, write the rows to the KV pool, and attend: [n, q_heads, head_dim] for the rows
+        that attend. On a GPU, q is rotated in place.
 
-        rows: what the layer's projections made for the cache, as its layout takes it (`KVLayout.store`): for K/V heads
-        k and v [rows, kv_heads, head_dim].
+        q: [rows, q_heads, head_dim].
+        rows: projections as the KV layout stores them (`KVLayout.store`): k and v [rows, kv_heads, head_dim] for K/V
+            heads.
         """
         self.plan(layer, q, scale)
         return self.attend_to_kept(layer, self.keep(layer, q, rows, angles), scale)
 
     def keep(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles) -> Tensor:
-        """`attend` as far as q, which it returns turned."""
+        """Rotate and store as `attend` does. Return rotated q."""
         return self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
 
     def plan(self, layer: int, q: Tensor, scale: float) -> bool:
-        """See `Prepared.plan`; before the layer's rows are kept. Of q no value is read."""
+        """Call `Prepared.plan` of each batch, before the layer's rows are stored. Reads no value of q."""
         fence = False
         for prepared in (self.decode, self.chunks):
             if prepared is not None:
@@ -93,7 +96,7 @@ class ForwardContext:
         return fence
 
     def attend_to_kept(self, layer: int, q: Tensor, scale: float) -> Tensor:
-        """`attend` for turned q [rows, q_heads, head_dim], when `plan` has been called and the layer's rows kept."""
+        """Attend with rotated q [rows, q_heads, head_dim], after `plan` and after the layer's rows are stored."""
         kv = self.pool.layer(layer)
         q = self.attending_rows(q)
         if self.chunks is None:
@@ -114,11 +117,11 @@ def make_context(
     chunks: PrefillBatch | None,
     attending: Attending | None = None,
 ) -> ForwardContext:
-    """The context of a pass over `decode` and `chunks`.
+    """Return the context of a pass over `decode` and `chunks`.
 
-    decode_positions: [B * R] int64, the rotary positions of decode rows (a tree's rows are deeper than their column
-        says); None where they equal the columns.
-    attending: None for all rows.
+    decode_positions: [B * R] int64 rotary positions of decode rows (a tree's rows have positions unlike their columns);
+        None if equal to the columns.
+    attending: None: all rows attend.
     """
     positions, slots = [], []
     if decode is not None:

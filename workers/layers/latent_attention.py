@@ -1,5 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form: heads look at latent
-rows themselves, for which the up-projection of keys is multiplied into q, and that of values into what comes out."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), absorbed: heads attend to latent rows. The
+up-projection of keys is multiplied into q, that of values into the output."""
 
 import dataclasses
 
@@ -23,15 +23,20 @@ from workers.ops.latent.normed_latents import normed_latents
 from workers.ops.rotary import Angles
 from workers.span import Span
 
-LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
+LATENT_EPS = 1e-6  # of latent norms; config.json's rms_norm_eps is for the other norms
 
 
 class LatentUpProjection(ColumnParallelLinear):
-    """What makes keys and values of latent rows, cut by heads; multiplied by head after head.
+    """Computes keys and values from latent rows, cut by heads, multiplied head by head.
 
-    heads: this rank's. Each has key_dim rows for its keys, then value_dim for its values. Once it is finished,
-    keys_and_values: [heads * (key_dim + value_dim), latent], and views of it keys: [heads, key_dim, latent] and values:
-    [heads, latent, value_dim]; deterministic: a row's products must depend on nothing else."""
+    num_heads: of this rank. A head has `key_dim` rows for keys, then `value_dim` for values.
+
+    After `finish`:
+    keys_and_values: [heads * (key_dim + value_dim), latent].
+    keys: [heads, key_dim, latent], a view.
+    values: [heads, latent, value_dim], a view.
+    deterministic: a row's products must not depend on other rows.
+    """
 
     keys_and_values: Tensor
     keys: Tensor
@@ -43,21 +48,25 @@ class LatentUpProjection(ColumnParallelLinear):
         self.num_heads, self.key_dim, self.value_dim = heads.size, key_dim, value_dim
 
     def finish(self, options: GEMMOptions) -> None:
-        # is multiplied in the model's type, by products of its own
+        # multiplied in the model's dtype, by `workers.ops.latent`
         super().finish(dataclasses.replace(options, fp8=False, deterministic=False))
         self.deterministic = options.deterministic
-        assert isinstance(self.method, DenseLinearMethod), "a part of a weight is nothing that other methods have"
+        assert isinstance(self.method, DenseLinearMethod), "only dense weights have views per head"
         self.keys_and_values = self.method.dense_weight()
         weight = self.keys_and_values.view(self.num_heads, self.key_dim + self.value_dim, -1)
         self.keys, self.values = weight[:, : self.key_dim], weight[:, self.key_dim :].transpose(1, 2)
 
 
 class LatentAttention(AttentionLayer):
-    """layer: its number in the KV pool. num_heads: of the model; they are cut, latent rows are whole on every rank.
+    """Latent attention, cut by heads; latent rows are whole on every rank.
 
-    q_rank: of the low-rank projection that q goes through, None if it is projected at once. latent: dimensions of a
-    latent row without its rotated part. key_dim: of a head's keys without the rotated part, which has rotated_dim and
-    is shared by all heads. scale: on q . k.
+    layer: index in the KV pool.
+    num_heads: of the model.
+    q_rank: rank of q's low-rank projection; None if q is projected directly.
+    latent: size of a latent row without its rotated part.
+    key_dim: size of a head's keys without the rotated part.
+    rotated_dim: size of the rotated part, which all heads share.
+    scale: factor on q . k.
     """
 
     def __init__(
@@ -95,7 +104,7 @@ class LatentAttention(AttentionLayer):
         return self.qkv_a.method.fp8_inputs
 
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
-        # the norms of latents can add parts up; a q without a norm is read as the product leaves it
+        # the latent norms can sum partial products; without a q norm, q must be whole
         parts = None if self.q_a_layernorm is None else self.qkv_a.method.multiply_apart(x)
         return self._partial(self.qkv_a(x) if parts is None else parts, angles, context)
 
@@ -104,7 +113,7 @@ class LatentAttention(AttentionLayer):
         normed_latents(self.qkv_a(x), None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots)
 
     def _partial(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """both: the first projections side by side, or their parts (`LinearMethod.multiply_apart`)."""
+        """both: the first projections side by side, or their partial sums (`LinearMethod.multiply_apart`)."""
         rows, heads, dtype = both.shape[-2], self.num_heads, self.qkv_a.method.dtype
         expanded = context.expanded if self._can_expand else None
         absorbed = context if expanded is None else context.rounds
@@ -140,8 +149,12 @@ class LatentAttention(AttentionLayer):
         return self.o_proj.partial(values.flatten(1))
 
     def _values(self, out: Tensor) -> Tensor | Fp8Rows:
-        """[rows, heads * value_dim] of weighted sums of latent rows [rows, heads, latent], in the form that the output
-        projection takes if a head's values are a group of it."""
+        """Project the attention output to values, in the output projection's FP8 format if a head's values are one
+        scale group.
+
+        out: [rows, heads, latent].
+        returns: [rows, heads * value_dim].
+        """
         rows, wanted, up = out.shape[0], self.o_proj.method.fp8_inputs, self.kv_b_proj
         if wanted is not None and wanted.by_group and self.value_dim == GROUP:
             return latent_values(out, up.keys_and_values, self.key_dim, rows > wanted.many, up.deterministic)
@@ -152,7 +165,11 @@ class LatentAttention(AttentionLayer):
     def _attend_expanded(
         self, q: Tensor, angles: Angles, context: ForwardContext, expanded: ExpandedChunks, out: Tensor
     ) -> None:
-        """out [rows of chunks, heads, value_dim], of q that is not rotated yet."""
+        """Attend with expanded keys and values.
+
+        q: [rows of chunks, heads, key_dim + rotated_dim], before RoPE.
+        out: [rows of chunks, heads, value_dim], written.
+        """
         rows, up = context.pool.layer(self.layer).rows, self.kv_b_proj
         kv, rotated = expand_latents(rows, expanded.tokens, expanded.ends, up.keys_and_values)
         made = ExpandedKV(kv.unflatten(1, (self.num_heads, -1)), rotated, expanded.first, self.key_dim)  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
-"""Tensor-parallel linear layers. Column-parallel: outputs are cut, nothing is communicated. Row-parallel: inputs are
-cut, and the ranks' outputs are summed. How weights are kept and multiplied by is their `LinearMethod`'s."""
+"""Tensor-parallel linear layers. Column-parallel layers cut outputs and do not communicate. Row-parallel layers cut
+inputs and sum the outputs of ranks. A `LinearMethod` stores and multiplies the weight."""
 
 from collections.abc import Iterator, Mapping
 
@@ -15,8 +15,11 @@ from workers.span import Span
 
 
 class LinearBase(WeightedModule):
-    """y = x W^T + b. method: unquantised when the layer is made; another may be put in its place before it is filled.
-    bias: [out_features] of this rank."""
+    """y = x W^T + b.
+
+    method: unquantised at construction; may be replaced before weights are loaded.
+    bias: [out_features] of this rank.
+    """
 
     method: LinearMethod
     bias: nn.Parameter | None
@@ -40,7 +43,7 @@ class LinearBase(WeightedModule):
         if key.kind != "bias":
             self.method.load(key.kind, part, full)
             return
-        assert self.bias is not None, "asked for a key that `weight_keys` does not have"
+        assert self.bias is not None, "key not in `weight_keys`"
         check_plain(full)
         check_shape(full, (part.rows.total,))
         self.bias.data[part.offset : part.offset + part.rows.size].copy_(full[part.rows.first : part.rows.end])
@@ -58,7 +61,7 @@ class LinearBase(WeightedModule):
 
 
 class ReplicatedLinear(LinearBase):
-    """Whole on every rank."""
+    """A linear layer that every rank holds whole."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(LinearShape.stacked([("", Span.whole(out_features))], Span.whole(in_features)), bias)
@@ -68,9 +71,10 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    """One matrix of the checkpoint or several side by side ("merged"), each cut along its outputs.
+    """One or several matrices of the checkpoint side by side, each cut along its outputs.
 
-    parts: this rank's rows of each, by its name; {"": rows} of a single one. Output: the parts side by side.
+    parts: this rank's rows of each matrix, by name; {"": rows} for a single one.
+    Output: the parts side by side.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, Span], bias: bool = False) -> None:
@@ -81,8 +85,11 @@ class ColumnParallelLinear(LinearBase):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """q_proj, k_proj and v_proj, cut by heads. num_heads, num_kv_heads: of the model; as attributes of this rank. With
-    more ranks than KV heads, each of those is held by several ranks."""
+    """q_proj, k_proj and v_proj, cut by heads.
+
+    num_heads, num_kv_heads: of the model; the attributes are of this rank. With more ranks than KV heads, several ranks
+        hold the same head.
+    """
 
     def __init__(
         self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, group: TPGroup, bias: bool
@@ -95,7 +102,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class GateUpParallelLinear(ColumnParallelLinear):
-    """silu(x W_gate^T) * (x W_up^T), cut along its outputs; of gate_proj and up_proj."""
+    """silu(x W_gate^T) * (x W_up^T), cut along the outputs."""
 
     def __init__(self, in_features: int, out_features: int, group: TPGroup, what: str) -> None:
         span = rank_span(out_features, group, what)
@@ -107,13 +114,15 @@ class GateUpParallelLinear(ColumnParallelLinear):
         return out
 
     def for_product(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None) -> Tensor | Fp8Rows:
-        """The same in the form that the product after it takes, see `LinearMethod.multiply_gated`."""
+        """`forward` in the FP8 format `wanted`; see `LinearMethod.multiply_gated`."""
         return self.method.multiply_gated(x, wanted)
 
 
 class RowParallelLinear(LinearBase):
-    """y = x W^T + b, W cut along its inputs; the ranks' partial results are summed. what: the config's name of
-    in_features, for errors."""
+    """y = x W^T + b with W cut along its inputs. The ranks' outputs are summed.
+
+    what: the configuration's name for in_features, for errors.
+    """
 
     def __init__(self, in_features: int, out_features: int, group: TPGroup, what: str, bias: bool = False) -> None:
         columns = rank_span(in_features, group, what)
@@ -124,8 +133,11 @@ class RowParallelLinear(LinearBase):
         return self.group.all_reduce(self.partial(x))
 
     def partial(self, x: Tensor | Fp8Rows) -> Tensor:
-        """This rank's part of y, for whoever sums the parts at once (`RMSNorm.add`): it may lie in a buffer that the
-        next row-parallel layer overwrites. The bias is in rank 0's part."""
+        """Return this rank's part of y; the bias is in rank 0's part.
+
+        The caller sums the parts at once (`RMSNorm.add`): the result may be in a buffer that the next row-parallel
+        layer overwrites.
+        """
         bias = self.bias if self.group.rank == 0 else None
         rows = (x if isinstance(x, Tensor) else x.values).shape[0]
         out = self.group.all_reduce_buffer(rows, self.out_features, self.method.dtype)
@@ -133,13 +145,14 @@ class RowParallelLinear(LinearBase):
 
 
 def rank_span(total: int, group: TPGroup, what: str) -> Span:
-    """This rank's of `total` outputs or inputs; raises ValueError naming `what` if they do not divide."""
+    """Return this rank's share of `total` outputs or inputs. Raises ValueError that names `what` if they do not
+    divide."""
     size = shard_size(total, group.size, what)
     return Span(group.rank * size, (group.rank + 1) * size, total)
 
 
 def kv_head_span(num_kv_heads: int, group: TPGroup) -> tuple[int, int]:
-    """[first, end) of the KV heads this rank holds; with more ranks than heads each head is held by several ranks."""
+    """Return [first, end) of this rank's KV heads. With more ranks than heads, several ranks hold the same head."""
     if num_kv_heads >= group.size:
         span = rank_span(num_kv_heads, group, "num_key_value_heads")
         return span.first, span.end
@@ -153,9 +166,11 @@ def kv_head_span(num_kv_heads: int, group: TPGroup) -> tuple[int, int]:
 
 
 def finish_weights(model: nn.Module, deterministic: bool = False) -> None:
-    """Finish every module of `model`, whose weights are final; what another model shares, and has finished, stays as it
-    is. deterministic: on a GPU, a row's result must not depend on the others (weights of a 16-bit type, inputs a
-    multiple of 128)."""
+    """Call `finish` on every module of `model` that is not finished yet.
+
+    deterministic: on a GPU, a row's result must not depend on other rows (needs 16-bit weights and inputs that are a
+        multiple of 128).
+    """
     modules = [module for module in model.modules() if isinstance(module, WeightedModule)]
     layers = [module for module in modules if isinstance(module, LinearBase)]
     options = GEMMOptions.of(

@@ -1,8 +1,8 @@
-"""`LinearMethod`: how one linear layer holds its weight, cuts it, loads it and multiplies by it.
+"""`LinearMethod`: stores, cuts, loads and multiplies one linear layer's weight.
 
-A layer (`workers.layers.linear`) knows which rows and columns of which of the checkpoint's matrices this rank has; its
-method knows in which tensors they are kept (a weight; a weight and scales), and computes. Which method a layer gets is
-decided by the checkpoint's `QuantMethod` (`workers.quantization.table`).
+A layer (`workers.layers.linear`) knows this rank's rows and columns of the checkpoint's matrices. Its method knows the
+tensors that store them, for example a weight and scales. The checkpoint's `QuantMethod` chooses the method
+(`workers.quantization.table`).
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +24,11 @@ _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Part:
-    """One of the checkpoint's matrices in a layer's weight, and this rank's share of it. name: "q_proj", or "" if it is
-    the layer's only one. offset: of its first row in the layer's weight."""
+    """This rank's share of one matrix of the checkpoint.
+
+    name: for example "q_proj"; "" for the layer's only matrix.
+    offset: its first row in the layer's weight.
+    """
 
     name: str
     rows: Span
@@ -33,21 +36,21 @@ class Part:
     offset: int
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's [rows, columns] of the whole matrix `full`. Raises WrongTensorError if it has another shape."""
+        """Return this rank's [rows, columns] of `full`. Raises WrongTensorError if `full` has another shape."""
         check_shape(full, (self.rows.total, self.columns.total))
         return full[self.rows.first : self.rows.end, self.columns.first : self.columns.end]
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A layer's weight on this rank: `parts` one below the other, all with the same columns, then `padding` rows."""
+    """A layer's weight on this rank: `parts` below each other with the same columns, then `padding` rows."""
 
     parts: tuple[Part, ...]
     padding: int = 0
 
     @staticmethod
     def stacked(rows: Iterable[tuple[str, Span]], columns: Span, padding: int = 0) -> "LinearShape":
-        """rows: of each part by its name."""
+        """rows: this rank's rows of each part, by name."""
         parts, offset = [], 0
         for name, span in rows:
             parts.append(Part(name, span, columns, offset))
@@ -67,17 +70,16 @@ class LinearShape:
 
 
 def check_plain(full: Tensor) -> None:
-    """Raises WrongTensorError if a checkpoint's tensor is of no type that unquantised weights have."""
+    """Raise WrongTensorError unless a checkpoint's tensor has a dtype of unquantised weights."""
     if full.dtype not in _PLAIN_DTYPES:
-        raise WrongTensorError(f"is {full.dtype}, which config.json's quantization_config does not tell")
+        raise WrongTensorError(f"is {full.dtype}, which config.json's quantization_config does not declare")
 
 
 class LinearMethod(nn.Module, ABC):
-    """One layer's weights and what is done with them. Made while torch's default type is the model's; parameters of any
-    other type say so. Raises ValueError, when it is made, if it cannot hold `shape` (for instance parts that cut a
-    block of scales in two).
+    """The weights of one layer. Created while torch's default dtype is the model's. Raises ValueError if it cannot
+    store `shape` (for instance, parts that share a scale block).
 
-    kinds: what the checkpoint has of each part, as the last components of names.
+    kinds: the checkpoint's tensors of each part, as the last components of names.
     """
 
     kinds: tuple[str, ...] = ("weight",)
@@ -89,17 +91,17 @@ class LinearMethod(nn.Module, ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of inputs and results."""
+        """Dtype of inputs and results."""
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
-        """None if it takes rows in no form of FP8. Known once it is finished."""
+        """The FP8 format that `multiply` accepts; None if it accepts none. Known after `finish`."""
         return None
 
     @abstractmethod
     def load(self, kind: str, part: Part, full: Tensor) -> None:
-        """Take this rank's share of the whole tensor `full` that the checkpoint has as `kind` of a part. Raises
-        WrongTensorError if its shape or type is another one."""
+        """Copy this rank's share of `full`, the checkpoint's whole tensor of `kind` and `part`. Raises WrongTensorError
+        for a wrong shape or dtype."""
 
     def fill_missing(self, kind: str, part: Part) -> bool:
         """See `workers.layers.weighted.WeightedModule.fill_missing`."""
@@ -111,27 +113,34 @@ class LinearMethod(nn.Module, ABC):
 
     @abstractmethod
     def finish(self, options: GEMMOptions) -> None:
-        """Once, when the weights are final and before they are multiplied by; again if they are changed. Raises
-        ValueError if the method cannot do what `options.deterministic` asks for."""
+        """Prepare the final weights for multiplication; call again after a change. Raises ValueError if
+        `options.deterministic` is not possible."""
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """[rows, out_features] x W^T + bias for x [rows, in_features], which is of `fp8_inputs` or of the model's type;
-        in the memory `out` if it is given."""
+        """Return x W^T + bias: [rows, out_features].
+
+        x: [rows, in_features] in the model's dtype or in the format `fp8_inputs`.
+        out: memory for the result; None allocates it.
+        """
 
     def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
-        """Float32 [parts, rows, out_features], whose sum in their order is x W^T, for a reader that adds them up, so
-        that programs which share a sum need not wait for each other. None where `multiply` is to be called instead."""
+        """Return partial sums, float32 [parts, rows, out_features], or None if `multiply` must be called instead.
+
+        x W^T is their sum in order. The reader adds them, so that the product's programs need not wait for each other.
+        """
         return None
 
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
-        """[rows, out_features / 2], silu of the first half of x W^T times the second, for x as of `multiply`. wanted:
-        by the layer after; None and the model's type if it takes no other."""
+        """Return silu(first half of x W^T) * second half: [rows, out_features / 2].
+
+        wanted: the FP8 format of the result; None: the model's dtype.
+        """
         return silu_mul(self.multiply(x, None))
 
 
 class DenseLinearMethod(LinearMethod):
-    """Multiplies by a weight in the type of its inputs, wherever that is kept."""
+    """A weight in the dtype of its inputs."""
 
     _gemm: TorchGEMM | None = None
 
@@ -147,18 +156,18 @@ class DenseLinearMethod(LinearMethod):
         self._gemm = choose_gemm(self.dense_weight(), options)
 
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        assert self._gemm is not None, "finish comes first"
-        assert isinstance(x, Tensor), "was not asked for"
+        assert self._gemm is not None, "call finish first"
+        assert isinstance(x, Tensor), "fp8_inputs is None"
         return self._gemm.multiply(x, bias, out)
 
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
-        assert self._gemm is not None, "finish comes first"
-        assert isinstance(x, Tensor), "was not asked for"
+        assert self._gemm is not None, "call finish first"
+        assert isinstance(x, Tensor), "fp8_inputs is None"
         return self._gemm.multiply_gated(x)
 
 
 class UnquantizedLinearMethod(DenseLinearMethod):
-    """A weight of its own, in bfloat16, float16 or float32."""
+    """A weight in bfloat16, float16 or float32."""
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__(shape)

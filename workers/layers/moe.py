@@ -1,4 +1,4 @@
-"""A mixture of experts: each row through the experts that a router chooses, and through shared experts if there are."""
+"""Mixture of experts: a router chooses experts per row; shared experts compute every row."""
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from workers.ops.gemm.workspace import GEMMOptions
 
 
 class MixtureOfExperts(FeedForward, WeightedModule):
-    """width: the intermediate size of an expert. shared_width: of all shared experts together, 0 without. They are one
-    MLP beside the experts, until `finish` makes them experts that every row goes to, where these can take them.
-
-    whole_experts: each rank has some of the experts, whole, instead of a slice of every one. All ranks have all rows:
-    each multiplies those that its experts are chosen for, and the parts are summed as those of slices are. The MLP of
-    shared experts is cut along its width in any case."""
+    """width: intermediate size of an expert.
+    shared_width: intermediate size of all shared experts together; 0 without. They are one MLP, until `finish` joins
+        them to the routed experts where these can take them.
+    whole_experts: each rank holds some whole experts instead of a slice of each. Every rank has all rows, multiplies
+        those that chose its experts, and the parts are summed. The shared experts' MLP is cut along its width in any
+        case.
+    """
 
     def __init__(
         self,
@@ -46,14 +47,14 @@ class MixtureOfExperts(FeedForward, WeightedModule):
         wanted = self.experts.method.fp8_inputs
         if wanted is None or self.shared_experts is None:
             return wanted
-        shared = self.shared_experts.fp8_inputs  # who cares how scales lie, as experts do not
+        shared = self.shared_experts.fp8_inputs  # experts accept any layout of scales
         if shared is None or shared.by_group != wanted.by_group:
             return None
         return Fp8Inputs(shared.by_group, shared.many, plain=True)
 
     def partial(self, x: Tensor | Fp8Rows, live: TokenSlots | None = None) -> Tensor:
         plain = x if isinstance(x, Tensor) else x.plain
-        assert plain is not None, "the router computes in more than FP8"
+        assert plain is not None, "the router needs rows in the model's dtype"
         router: RouterLogits = self.router(plain, live)
         if self.shared_experts is None:
             out = self.group.all_reduce_buffer(plain.shape[0], plain.shape[1], plain.dtype)
@@ -61,7 +62,7 @@ class MixtureOfExperts(FeedForward, WeightedModule):
         return self.shared_experts.partial(x).add_(self.experts.method.multiply(x, router))
 
     def weight_keys(self) -> tuple[WeightKey, ...]:
-        return ()  # those of what it is made of are theirs
+        return ()  # its submodules have them
 
     def load(self, key: WeightKey, full: Tensor) -> None:
         raise AssertionError("has no weights of its own")

@@ -23,15 +23,17 @@ class RMSNorm(WeightedModule):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, group: TPGroup = SOLO) -> tuple[Tensor, Tensor]:
-        """The norm of residual + x, and that sum, which is written into `residual`. group: ranks each of which has a
-        part of x, which are summed first."""
+        """Return the norm of residual + x, and that sum, which is written to `residual`.
+
+        group: ranks whose parts of x are summed first.
+        """
         normed = group.all_reduce_add_norm(x, residual, self.weight, self.eps)
         if normed is not None:
             return normed, residual
         return add_rms_norm(group.all_reduce(x), residual, self.weight, self.eps), residual
 
     def for_product(self, x: Tensor, wanted: Fp8Inputs | None) -> Tensor | Fp8Rows:
-        """The norm of x [rows, size], in the form that the product after it takes; None: as `forward`."""
+        """Return the norm of x [rows, size] in the FP8 format `wanted`; None: as `forward`."""
         if wanted is None:
             return self(x)  # type: ignore[no-any-return]
         x = x.contiguous()
@@ -40,8 +42,8 @@ class RMSNorm(WeightedModule):
     def add_for_product(
         self, x: Tensor, residual: Tensor, wanted: Fp8Inputs | None, group: TPGroup = SOLO
     ) -> tuple[Tensor | Fp8Rows, Tensor]:
-        """`add`, whose norm is in the form that the product after it takes. Where ranks add and norm in one launch it
-        is in the model's type all the same, which every product takes."""
+        """`add`, with the norm in the FP8 format `wanted`. The fused all-reduce and norm returns the model's dtype
+        instead, which every product accepts."""
         if wanted is None:
             return self.add(x, residual, group)
         normed = group.all_reduce_add_norm(x, residual, self.weight, self.eps)

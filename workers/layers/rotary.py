@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding (arXiv 2104.09864). Which dimensions they turn is the KV layout's."""
+"""Angles of rotary position embedding (RoPE, arXiv 2104.09864). The KV layout decides which dimensions are rotated."""
 
 import math
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ from workers.ops.rotary import Angles
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions. kind "llama3" rescales long wavelengths (Llama 3.1 model card); "linear" divides by factor;
-    "yarn" (arXiv 2309.00071) divides those that turn less than beta_slow times in the original length, keeps those that
-    turn more than beta_fast times, and blends the ones between.
+    """Rotary position embedding.
 
-    magnitude: cos and sin are multiplied by it, so q . k is by its square.
+    kind: "llama3" rescales long wavelengths (Llama 3.1 model card); "linear" divides all frequencies by `factor`;
+        "yarn" (arXiv 2309.00071) divides frequencies below beta_slow turns in the original length, keeps those above
+        beta_fast turns, and blends between.
+    magnitude: factor on cos and sin, so q . k is scaled by its square.
     """
 
     theta: float = 10000.0
@@ -45,7 +46,7 @@ class RotaryTable:
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32 radians per position, on the CPU."""
+    """Return [head_dim / 2] float32 radians per position, on the CPU."""
     steps = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     if rope.kind == "linear":
         return steps / rope.factor
@@ -57,8 +58,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Wavelengths beyond original_max_position / low_freq_factor are slowed by `factor`, those below
-    original_max_position / high_freq_factor kept, the ones between blended (Llama 3.1 reference code)."""
+    """Divide frequencies of long wavelengths by `factor`, keep short ones, blend between (Llama 3.1 reference code)."""
     wavelength = 2 * math.pi / frequencies
     blend = rope.original_max_position / wavelength - rope.low_freq_factor
     blend = (blend / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
@@ -66,10 +66,10 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """The ends of the blend are whole dimensions (reference code of arXiv 2309.00071, which DeepSeek uses)."""
+    """Blend between whole dimensions (reference code of arXiv 2309.00071, also used by DeepSeek)."""
 
     def dimension(turns: float) -> float:
-        """That turns so often in the original length."""
+        """The dimension with this number of turns in the original length."""
         return half * math.log(rope.original_max_position / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     half = frequencies.shape[0]
@@ -81,5 +81,5 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """How much sharper attention is to be where a context is `factor` times as long (arXiv 2309.00071, section 3.4)."""
+    """Return the scale of attention for a context `factor` times as long (arXiv 2309.00071, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: a score of each expert for each row, from which experts are chosen."""
+"""The router of a mixture of experts: scores every expert for every row."""
 
 from collections.abc import Iterator
 
@@ -12,9 +12,11 @@ from workers.ops.gemm.workspace import GEMMOptions, Workspace
 
 
 class Router(WeightedModule):
-    """Whole on every rank, so all ranks choose alike. Never quantised; computes in float32.
+    """The router, whole on every rank, so that all ranks choose alike. Never quantised; computes in float32.
 
-    weight: [num_experts, hidden_size]. e_score_correction_bias: [num_experts] float32, None without."""
+    weight: [num_experts, hidden_size].
+    e_score_correction_bias: [num_experts] float32; None without.
+    """
 
     def __init__(self, hidden_size: int, routing: Routing) -> None:
         super().__init__()
@@ -26,7 +28,7 @@ class Router(WeightedModule):
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False) if routing.has_bias else None
 
     def forward(self, x: Tensor, live: TokenSlots | None = None) -> RouterLogits:
-        """Of rows x [rows, hidden_size]."""
+        """Return the router logits of x [rows, hidden_size]."""
         logits = router_gemm(x, self.weight, self._workspace, self._deterministic)
         return RouterLogits(logits, self.e_score_correction_bias, self.routing, live)
 
@@ -44,7 +46,8 @@ class Router(WeightedModule):
 
     def load(self, key: WeightKey, full: Tensor) -> None:
         parameter = self.weight if key.kind == "weight" else self.e_score_correction_bias
-        assert parameter is not None, "asked for a key that `weight_keys` does not have"
+        assert parameter is not None, "key not in `weight_keys`"
+
         check_shape(full, parameter.shape)
         parameter.data.copy_(full)
 

@@ -1,7 +1,7 @@
-"""Embedding and logits over vocabulary shards, and reductions over them that move a few numbers instead of logits.
+"""Embedding and logits over vocabulary shards, and reductions that exchange a few numbers instead of logits.
 
-The vocabulary is cut into equal shards; if it does not divide, the last ranks' shards are padded and their padding's
-logits are minus infinity. A shard may be all padding: its reductions are minus infinity then, never NaN.
+Shards have equal sizes. If the vocabulary does not divide, the last shards are padded, and the logits of padding are
+minus infinity. A shard may be all padding; its reductions are then minus infinity, never NaN.
 """
 
 import torch
@@ -18,7 +18,7 @@ from workers.span import Span
 
 
 class VocabShard:
-    """This rank's token ids [first, end) of a vocabulary; `size` rows, of which end - first are real."""
+    """This rank's token ids [first, end). `size` rows include padding."""
 
     def __init__(self, vocab_size: int, group: TPGroup) -> None:
         self.vocab_size = vocab_size
@@ -28,13 +28,21 @@ class VocabShard:
         self.end = min(self.first + self.size, vocab_size)
 
     def argmax(self, logits: Tensor, checked: bool = False) -> Tensor:
-        """[rows] int64 token ids of the largest of logits [rows, size], the same on every rank; ties go to the
-        smallest id. checked: see `largest`. One gather of two numbers per row and rank."""
+        """Return the [rows] int64 token ids of the largest logits, the same on every rank; ties go to the smallest id.
+        One gather of two numbers per row and rank.
+
+        logits: [rows, size].
+        checked: see `largest`.
+        """
         return self.best_of_ranks(*largest(logits, checked))
 
     def best_of_ranks(self, value: Tensor, index: Tensor) -> Tensor:
-        """[rows] int64 token ids: of the ranks' largest values [rows], at columns index [rows] int64 of their shards,
-        the largest; ties go to the lowest rank. The same on every rank. A rank's NOT_FINITE gives a number below 0."""
+        """Return the [rows] int64 token ids of the largest value over the ranks, the same on every rank; ties go to the
+        lowest rank. NOT_FINITE on a rank gives a negative id.
+
+        value: [rows] this rank's largest values.
+        index: [rows] int64 their columns in the shard.
+        """
         if self.group.size == 1:
             return index
         # float64 carries both the float32 value and an id below 2^53 exactly.
@@ -44,8 +52,11 @@ class VocabShard:
         return gathered[..., 1].gather(0, best).squeeze(0).long()
 
     def topk_log_softmax(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest log-probabilities [rows, k] float32, best first, and their ids [rows, k] int64 in the
-        vocabulary, of logits [rows, size]; the same on every rank. One gather of 2 k + 1 numbers per row and rank."""
+        """Return the k largest log-probabilities [rows, k] float32, best first, and their token ids [rows, k] int64;
+        the same on every rank. One gather of 2 k + 1 numbers per row and rank.
+
+        logits: [rows, size].
+        """
         k = min(k, self.vocab_size)
         local_k = min(k, logits.shape[-1])
         best, index, norm = topk_log_softmax(logits, local_k)
@@ -58,24 +69,24 @@ class VocabShard:
         values = values.movedim(0, 1).flatten(1)
         if self.size * self.group.size == self.vocab_size:
             best, place = values.topk(k, -1)
-        else:  # padding is -inf, as masked tokens are, and stands after all of them
+        else:  # padding is -inf like masked tokens; a stable sort keeps it after them
             best, place = (each[:, :k] for each in values.sort(dim=-1, descending=True, stable=True))
         log_probability = best - torch.logsumexp(norms.squeeze(-1), 0).unsqueeze(-1)
         return log_probability.float(), ids.movedim(0, 1).flatten(1).gather(1, place).long()
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """[rows, vocab_size] from every rank's logits [rows, size]."""
+        """Gather logits [rows, size] of all ranks: [rows, vocab_size]."""
         return self.group.all_gather_last(logits)[..., : self.vocab_size]
 
     def mask_padding(self, logits: Tensor) -> Tensor:
-        """Padding columns of logits [rows, size] to minus infinity, in place."""
+        """Set padding columns of logits [rows, size] to minus infinity, in place."""
         if self.end - self.first < self.size:
             logits[:, self.end - self.first :] = float("-inf")
         return logits
 
 
 class VocabEmbedding(WeightedModule):
-    """Rows of a [vocab, hidden] table, cut by vocabulary: each rank looks up its own ids and the results are summed."""
+    """An embedding table [vocab, hidden], cut by vocabulary. Each rank looks up its ids; the results are summed."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup) -> None:
         super().__init__()
@@ -83,7 +94,7 @@ class VocabEmbedding(WeightedModule):
         self.weight = nn.Parameter(torch.empty(self.shard.size, hidden_size), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[rows, hidden] for token ids [rows] int64."""
+        """Return [rows, hidden] for token ids [rows] int64."""
         shard = self.shard
         if shard.group.size == 1:
             return F.embedding(ids, self.weight)
@@ -99,7 +110,7 @@ class VocabEmbedding(WeightedModule):
         shard = self.shard
         check_plain(full)
         check_shape(full, (shard.vocab_size, self.weight.shape[1]))
-        self.weight.data.zero_()  # padding rows stay so
+        self.weight.data.zero_()  # padding rows stay zero
         self.weight.data[: shard.end - shard.first].copy_(full[shard.first : shard.end])
 
     def fill_dummy(self, generator: torch.Generator) -> None:
@@ -107,26 +118,26 @@ class VocabEmbedding(WeightedModule):
 
 
 class TiedLinearMethod(DenseLinearMethod):
-    """Multiplies by the embedding's weight; has and loads nothing of its own."""
+    """Multiplies by the embedding's weight. Loads nothing."""
 
     kinds = ()
 
     def __init__(self, shape: LinearShape, embedding: VocabEmbedding) -> None:
         super().__init__(shape)
-        self._embedding = (embedding,)  # in a tuple: it is not this module's child
+        self._embedding = (embedding,)  # the tuple keeps it from being a submodule
 
     def dense_weight(self) -> Tensor:
         return self._embedding[0].weight
 
     def load(self, kind: str, part: Part, full: Tensor) -> None:
-        raise AssertionError("has no kinds to load")
+        raise AssertionError("has nothing to load")
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         pass
 
 
 class LMHead(LinearBase):
-    """Logits of this rank's vocabulary shard; may share its weight with the embedding."""
+    """Logits of this rank's vocabulary shard. May share the embedding's weight."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup, tied: VocabEmbedding | None = None) -> None:
         shard = VocabShard(vocab_size, group)
@@ -137,5 +148,5 @@ class LMHead(LinearBase):
         self.shard = shard
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[rows, shard size] logits of hidden [rows, hidden_size]."""
+        """Return logits [rows, shard size] of hidden [rows, hidden_size]."""
         return self.shard.mask_padding(self.method.multiply(hidden, None))

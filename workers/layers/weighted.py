@@ -1,4 +1,4 @@
-"""What loads weights: the interface between a module and `workers.models.weights`, which knows names but no layers."""
+"""The interface between a layer and the weight loader (`workers.models.weights`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -11,15 +11,17 @@ from workers.ops.gemm.workspace import GEMMOptions
 
 
 class WrongTensorError(ValueError):
-    """A checkpoint's tensor does not fit. Its text goes on after the tensor's name: "has shape ..."."""
+    """A checkpoint's tensor does not fit. The text continues a sentence that begins with the tensor's name: "has shape
+    ..."."""
 
 
 @dataclass(frozen=True)
 class WeightKey:
-    """Which of a module's tensors is meant; a family's name map turns module and key into a name of the checkpoint.
+    """Identifies a tensor of a module. The family's name map turns module and key into a checkpoint name.
 
-    kind: the name's last component ("weight", "bias", "weight_scale_inv"). part: of a module that holds several of the
-    checkpoint's modules side by side ("q_proj"), "" if it is one. expert: of a module that holds many experts.
+    kind: the name's last component ("weight", "bias", "weight_scale_inv").
+    part: the matrix in a stacked module ("q_proj"); "" for a single one.
+    expert: the expert's index, in modules with experts.
     """
 
     kind: str
@@ -28,38 +30,41 @@ class WeightKey:
 
 
 class WeightedModule(nn.Module, ABC):
-    """A module with parameters of its own. Life: made (on the meta device), allocated, filled by `load` or by
-    `fill_dummy`, finished, run. Every parameter of a model belongs to one."""
+    """A module with parameters. Every parameter of a model belongs to one.
 
-    finished = False  # set by `workers.layers.linear.finish_weights`; what two models share is finished once
+    Life cycle: constructed on the meta device, allocated, filled by `load` or `fill_dummy`, finished, run.
+    """
+
+    finished = False  # set by `workers.layers.linear.finish_weights`, so that shared modules are finished once
 
     @abstractmethod
     def weight_keys(self) -> Iterable[WeightKey]:
-        """All that the checkpoint must have for this module, also what other ranks keep."""
+        """Return all tensors that the checkpoint must have for this module, those of other ranks included."""
 
     @abstractmethod
     def load(self, key: WeightKey, full: Tensor) -> None:
-        """Take this rank's share of the checkpoint's whole tensor `full`, on the CPU. Raises WrongTensorError."""
+        """Copy this rank's share of `full`, the checkpoint's whole tensor, on the CPU. Raises WrongTensorError."""
 
     def fill_missing(self, key: WeightKey) -> bool:
-        """The checkpoint lacks `key`: fill in its default and return True, or return False if it must be there."""
+        """Fill in the default for a `key` that the checkpoint lacks; return False if the key is required."""
         return False
 
     @abstractmethod
     def fill_dummy(self, generator: torch.Generator) -> None:
-        """Random weights that give finite results, for `load_format: dummy`. generator: on the parameters' device; the
-        same on every rank, so what is replicated is equal."""
+        """Fill with random weights that give finite results (`load_format: dummy`).
+
+        generator: on the parameters' device and equal on all ranks, so that replicated weights are equal.
+        """
 
     def workspace_size(self) -> tuple[int, int]:
-        """Of the `Workspace` that a model's products share on a GPU: what this module's need beside those of its linear
-        method. Float32 cells and tickets."""
+        """Return the workspace that this module needs beside its linear method: (float32 cells, tickets)."""
         return 0, 0
 
     def finish(self, options: GEMMOptions) -> None:
-        """Once the weights are final, before the first pass: pack them, and choose how to multiply by them."""
+        """Pack the final weights and choose kernels, before the first pass."""
 
 
 def check_shape(tensor: Tensor, shape: Sequence[int]) -> None:
-    """Raises WrongTensorError with both shapes if a checkpoint's tensor has another one than the config implies."""
+    """Raise WrongTensorError unless a checkpoint's tensor has the shape that the configuration implies."""
     if tuple(tensor.shape) != tuple(shape):
         raise WrongTensorError(f"has shape {tuple(tensor.shape)}, config.json implies {tuple(shape)}")

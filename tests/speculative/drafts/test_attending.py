@@ -1,4 +1,4 @@
-"""Rows whose output nobody reads: in the last layer they leave their KV and nothing else is computed for them."""
+"""Rows whose output is unused: in the last layer, only their KV is computed."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -84,9 +84,9 @@ def test_a_layer_keeps_what_it_keeps_when_it_attends(pair: Pair, family: str, tm
     kept = [tensor.clone() for tensor in runner.pool.tensors[0]]
     for tensor in runner.pool.tensors[0]:
         tensor.zero_()
-    nobody = runner.context(None, chunks=chunks, attending=Attending.nobody(CPU))
-    assert context.chunks is not None and nobody.chunks is None
-    layer.self_attn.keep(x, angles, nobody)  # type: ignore[operator, union-attr]
+    none_attend = runner.context(None, chunks=chunks, attending=Attending.none(CPU))
+    assert context.chunks is not None and none_attend.chunks is None
+    layer.self_attn.keep(x, angles, none_attend)  # type: ignore[operator, union-attr]
     for tensor, expected in zip(runner.pool.tensors[0], kept, strict=True):
         assert torch.equal(tensor, expected) and expected[0].any()
 

@@ -115,7 +115,7 @@ def compile_job(job: KernelJob) -> Outcome:
     backend, variables = make_backend(job.target), get_cache_invalidating_env_vars()
     options = backend.parse_options(dict(job.options))
     if get_cache_key(source, backend, options, variables) != job.key:
-        return Outcome("this process computes another cache key")
+        return Outcome("its cache key is another one in this process")
     with _lock(job.key) as is_locked:
         if not is_locked:
             return Outcome(is_busy=True)
