@@ -6,7 +6,9 @@ understands.
 
 import dataclasses
 import functools
+import logging
 import math
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI
@@ -34,6 +36,8 @@ from cluster.http.routes import generation, messages, models, native, prefix_cac
 from cluster.http.serving import Edge
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.tracing import Tracing
+
+logger = logging.getLogger(__name__)
 
 EXPOSED_HEADERS = (
     "x-request-id",
@@ -70,6 +74,7 @@ def build_app(
     if config.output_parser == "auto":
         found = detect_parser(tokenizer.template_source, tokenizer.response_template is not None)
         config = dataclasses.replace(config, output_parser=found)
+    config = _with_sampling_defaults(config, tokenizer.sampling_defaults)
     admission = Admission(config.max_concurrent_requests or math.inf, config.max_pending_bytes, config.retry_after_s)
     edge = Edge(config, tokenizer, engine, admission, grammars, tracing=tracing)
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -107,6 +112,22 @@ def build_app(
 
     app.router.routes += [Route("/openapi.json", openapi), Route("/docs", docs)]
     return app
+
+
+def _with_sampling_defaults(config: EdgeConfig, recommended: Mapping[str, float]) -> EdgeConfig:
+    """Fill the defaults that the configuration leaves open from what the model recommends. Raises ValueError."""
+    values: dict[str, float] = {}
+    for name, value in recommended.items():
+        if getattr(config, f"default_{name}") is None:
+            # Hugging Face writes 0 and -1 for "off"
+            values[f"default_{name}"] = max(0, int(value)) if name == "top_k" else value
+    if not values:
+        return config
+    logger.info("sampling defaults of generation_config.json: %s", ", ".join(f"{k}={v:g}" for k, v in values.items()))
+    try:
+        return dataclasses.replace(config, **values)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}; correct it, or set ingress.{next(iter(values))}") from None
 
 
 async def _answer_api_error(http: Request, error: Exception) -> Response:

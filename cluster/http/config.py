@@ -7,7 +7,7 @@ from cluster.http.keys import digest
 
 # Rows of `cluster.http.parsers.table.PARSERS`.
 OutputParserName = Literal[
-    "text", "think", "hermes", "llama3", "mistral", "deepseek_v3", "harmony", "response_template"
+    "text", "think", "hermes", "llama3", "mistral", "deepseek_v3", "qwen3_coder", "harmony", "response_template"
 ]
 
 
@@ -50,9 +50,11 @@ class EdgeConfig:
     allowed_origins: pages of these origins may use this server (CORS), such as `["https://chat.example.com"]`;
         `["*"]`: all.
     output_parser: finds reasoning and tool calls in a chat's answer: `text` (none), `think` (reasoning only), `hermes`
-        (also Qwen 2.5 and 3), `llama3`, `mistral`, `deepseek_v3` (V3, V3.1, R1), `harmony` (gpt-oss),
-        `response_template` (the checkpoint's own); auto: found from the chat template.
-    default_temperature: sampling default of requests that do not set it; so are the next four.
+        (also Qwen 2.5 and 3), `llama3`, `mistral`, `deepseek_v3` (V3, V3.1, R1), `qwen3_coder` (also
+        Qwen3.5 and later), `harmony` (gpt-oss), `response_template` (the checkpoint's own); auto: found from the chat
+        template.
+    default_temperature: sampling default of requests that do not set it; none: that of the model's
+        generation_config.json, or 1; so are the next four.
     default_top_p: nucleus sampling; 1: off.
     default_top_k: 0: off.
     default_min_p: 0: off.
@@ -84,11 +86,11 @@ class EdgeConfig:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     output_parser: OutputParserName | Literal["auto"] = "auto"
-    default_temperature: float = 1.0
-    default_top_p: float = 1.0
-    default_top_k: int = 0
-    default_min_p: float = 0.0
-    default_repetition_penalty: float = 1.0
+    default_temperature: float | None = None
+    default_top_p: float | None = None
+    default_top_k: int | None = None
+    default_min_p: float | None = None
+    default_repetition_penalty: float | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -145,7 +147,8 @@ class EdgeConfig:
             "default_repetition_penalty": (0.01, 100.0),
         }
         for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name}={getattr(self, name)}: must be between {low:g} and {high:g}")
-        if self.default_top_k < 0:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name}={value}: must be between {low:g} and {high:g}")
+        if self.default_top_k is not None and self.default_top_k < 0:
             raise ValueError(f"default_top_k={self.default_top_k}: must be at least 0 (0: off)")

@@ -15,6 +15,7 @@ from deploy.config.vllm_values import (
     OptionError,
     api_keys,
     attention_backend,
+    generation_config,
     nothing,
     one_of,
     only,
@@ -111,6 +112,8 @@ _TOOL_PARSERS = {
     "llama3_json": "llama3",
     "mistral": "mistral",
     "deepseek_v3": "deepseek_v3",
+    "qwen3_coder": "qwen3_coder",
+    "qwen3_xml": "qwen3_coder",
     "openai": "harmony",
 }
 _REASONING_PARSERS = {"deepseek_r1": "think", "qwen3": "think", "openai_gptoss": "harmony"}
@@ -194,7 +197,7 @@ OPTIONS: Sequence[Option] = (
     Option(("--task",), only("generate", "Aerie generates only")),
     Option(
         ("--generation-config",),
-        only("vllm", "Aerie reads no generation_config.json; --override-generation-config sets defaults"),
+        generation_config,
     ),
     Option(("--kv-cache-dtype",), only("auto", "KV has the model's dtype: leave it out")),
     Option(("--pipeline-parallel-size", "-pp"), only("1", "Aerie has no pipelines: raise --tensor-parallel-size")),

@@ -129,6 +129,17 @@ def sampling_defaults(value: Any) -> Changes:
     return {f"ingress.default_{name}": value for name, value in found.items()}
 
 
+def generation_config(value: Any) -> Changes:
+    """`auto`: of the model's folder, as without the option. `vllm`: none of the model's recommendations."""
+    match value:
+        case "auto":
+            return {}
+        case "vllm":
+            off = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+            return {f"ingress.default_{name}": number for name, number in off.items()}
+    raise OptionError("only `auto` and `vllm` are supported: put generation_config.json into the model's folder")
+
+
 _BACKENDS = {
     "FLASHINFER": "flashinfer",
     "TRITON_ATTN": "triton",

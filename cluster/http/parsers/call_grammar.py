@@ -22,6 +22,7 @@ class CallSyntax:
     separator: between two.
     opening, closing: around all.
     trigger: what an answer's call begins with, whatever its name.
+    style: of the arguments, as xgrammar names it.
     """
 
     begin: str
@@ -30,6 +31,7 @@ class CallSyntax:
     trigger: str
     opening: str = ""
     closing: str = ""
+    style: str = "json"
 
 
 _DEEPSEEK = {
@@ -45,6 +47,9 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
     ),
     "deepseek_v3": CallSyntax(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>", "\n", **_DEEPSEEK
+    ),
+    "qwen3_coder": CallSyntax(
+        "<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", "\n", "<tool_call>", style="qwen_xml"
     ),
     "harmony": CallSyntax(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
@@ -115,10 +120,11 @@ def _tag(syntax: CallSyntax, tool: Tool, forced: bool) -> dict[str, Any]:
     function = tool.function
     schema: Any = NO_PARAMETERS if function.parameters is None else function.parameters
     arguments = schema if forced or function.strict else True
+    content = {"type": "json_schema", "json_schema": arguments, "max_whitespace_cnt": MAX_WHITESPACE}
     return {
         "type": "tag",
         "begin": syntax.begin.replace("{name}", function.name),
-        "content": {"type": "json_schema", "json_schema": arguments, "max_whitespace_cnt": MAX_WHITESPACE},
+        "content": content if syntax.style == "json" else content | {"style": syntax.style},
         "end": syntax.end,
     }
 

@@ -10,10 +10,11 @@ _MARKS: tuple[tuple[OutputParserName, tuple[str, ...]], ...] = (
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("llama3", ("<|start_header_id|>", "tools", "parameters")),
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
     ("hermes", ("<tool_call>", "arguments")),
     ("think", ("</think>",)),
 )
-_OTHER_CALLS = ("<function=", "<arg_key>")  # XML between hermes' marks: Qwen3-Coder, GLM
+_OTHER_CALLS = ("<function=", "<arg_key>")  # other forms between hermes' marks, such as GLM's
 
 
 def detect_parser(template: str | None, has_response_template: bool) -> OutputParserName:

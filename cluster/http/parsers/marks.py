@@ -38,6 +38,7 @@ THINKING_MARKS: dict[OutputParserName, tuple[str, str]] = {
     "llama3": _THINK,
     "mistral": ("[THINK]", "[/THINK]"),
     "deepseek_v3": _THINK,
+    "qwen3_coder": _THINK,
 }
 # The marks that a parser looks for. Where they are special tokens, the text that the parser gets has them anyway; None:
 # it gets all special tokens.
@@ -55,6 +56,7 @@ MARKS: dict[OutputParserName, tuple[str, ...] | None] = {
         "<｜tool▁call▁end｜>",
         "<｜tool▁calls▁end｜>",
     ),
+    "qwen3_coder": (*_THINK, "<tool_call>", "</tool_call>"),
     "harmony": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
     "response_template": None,
 }

@@ -1,6 +1,7 @@
 """Which parser a name means. See docs/add-an-endpoint.md."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.harmony import HarmonyParser
@@ -9,18 +10,27 @@ from cluster.http.parsers.marks import THINKING_MARKS
 from cluster.http.parsers.output_parser import OutputParser, TextParser
 from cluster.http.parsers.reasoning import ReasoningReader
 from cluster.http.parsers.response_template import ResponseTemplateParser
-from cluster.http.parsers.tool_calls import CallReader, Llama3Calls, deepseek_calls, hermes_calls, mistral_calls
+from cluster.http.parsers.tool_calls import (
+    CallReader,
+    Llama3Calls,
+    deepseek_calls,
+    hermes_calls,
+    mistral_calls,
+    xml_calls,
+)
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.text.tokenizer import ChatTokenizer
 
 _Maker = Callable[[EdgeRequest, str, ChatTokenizer], OutputParser]  # of the request, its prompt's text
 
 
-def _marked(calls: Callable[[], CallReader] | None) -> _Maker:
+def _marked(calls: Callable[[Sequence[Mapping[str, Any]]], CallReader] | None) -> _Maker:
+    """calls: makes the reader of calls, of the tools as the chat template gets them."""
+
     def make(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
         marks = THINKING_MARKS[request.output_parser]
         reasoning = ReasoningReader(*marks, prompt) if request.separate_reasoning else None
-        reader = calls() if calls is not None and request.reads_calls else None
+        reader = calls(request.tools) if calls is not None and request.reads_calls else None
         return MarkedParser(reasoning, reader, request.parallel_calls)
 
     return make
@@ -40,10 +50,11 @@ def _response_template(request: EdgeRequest, prompt: str, tokenizer: ChatTokeniz
 PARSERS: dict[OutputParserName, _Maker] = {
     "text": lambda request, prompt, tokenizer: TextParser(),
     "think": _marked(None),
-    "hermes": _marked(hermes_calls),
-    "llama3": _marked(Llama3Calls),
-    "mistral": _marked(mistral_calls),
-    "deepseek_v3": _marked(deepseek_calls),
+    "hermes": _marked(lambda tools: hermes_calls()),
+    "llama3": _marked(lambda tools: Llama3Calls()),
+    "mistral": _marked(lambda tools: mistral_calls()),
+    "deepseek_v3": _marked(lambda tools: deepseek_calls()),
+    "qwen3_coder": _marked(xml_calls),
     "harmony": _harmony,
     "response_template": _response_template,
 }

@@ -1,11 +1,12 @@
 """Tool calls between marks, as each family of models writes them."""
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from cluster.http.parsers.json_calls import CallList, CallPart, JsonSpan
 from cluster.http.parsers.marks import cut
+from cluster.http.parsers.xml_calls import XmlCalls, types_of_tools
 
 PYTHON_TAG = "<|python_tag|>"
 _MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
@@ -110,7 +111,8 @@ class MarkedCalls:
                     content.append(self._mark)
                 self._body, text = None, rest
             before, mark, after = cut(text, tuple(self._marks))
-            self._show(before.rstrip() if mark else before, content)
+            shown = before.rstrip() if mark else before
+            self._show(shown, content)
             if mark is None:
                 if end:
                     self._show(after, content)
@@ -118,7 +120,7 @@ class MarkedCalls:
                     self._held = after
                 break
             make = self._marks[mark]
-            self._mark, self._body, text = mark, make() if make else None, after
+            self._mark, self._body, text = before[len(shown) :] + mark, make() if make else None, after
             self._body_has_calls = False
         return "".join(content), parts
 
@@ -173,5 +175,18 @@ def deepseek_calls() -> CallReader:
             "<｜tool▁calls▁begin｜>": None,
             "<｜tool▁call▁begin｜>": lambda: NamedCall(_DEEPSEEK_HEAD, "<｜tool▁call▁end｜>"),
             "<｜tool▁calls▁end｜>": None,
+        }
+    )
+
+
+def xml_calls(tools: Sequence[Mapping[str, Any]]) -> CallReader:
+    """XML (`cluster.http.parsers.xml_calls`): Qwen3-Coder, Qwen3.5 and later. tools: their schemas say which values are
+    text."""
+    types = types_of_tools(tools)
+    return MarkedCalls(
+        {
+            "<tool_call>": lambda: XmlCalls(types),
+            "</tool_call>": None,
+            "<function=": lambda: XmlCalls(types, opened=True),
         }
     )

@@ -22,9 +22,9 @@ def sampling_params(
 ) -> SamplingParams:
     """What all choices have in common; max_tokens and seed are still to be set. eos: the model's own end-of-sequence
     ids. Raises ApiError."""
-    temperature = _given(body.temperature, config.default_temperature)
-    top_p = _given(body.top_p, config.default_top_p)
-    top_k = max(0, int(_given(body.top_k, config.default_top_k)))
+    temperature = _given(body.temperature, config.default_temperature, 1.0)
+    top_p = _given(body.top_p, config.default_top_p, 1.0)
+    top_k = max(0, int(_given(body.top_k, config.default_top_k, 0)))
     stop_tokens = eos.union(check_token_ids("stop_token_ids", body.stop_token_ids or [], tokenizer))
     if len(stop_tokens) > MAX_STOP_TOKEN_IDS:
         raise invalid(
@@ -42,10 +42,10 @@ def sampling_params(
         # top_p=0 is permitted by OpenAI and keeps the most likely token, which is what top_k=1 says.
         top_k=top_k if top_p > 0.0 else 1,
         top_p=top_p if top_p > 0.0 else 1.0,
-        min_p=_given(body.min_p, config.default_min_p),
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, config.default_repetition_penalty),
+        min_p=_given(body.min_p, config.default_min_p, 0.0),
+        presence_penalty=_given(body.presence_penalty, None, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, None, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, config.default_repetition_penalty, 1.0),
         logit_bias=_logit_bias(body.logit_bias or {}, tokenizer),
         min_tokens=body.min_tokens or 0,
         stop_token_ids=tuple(sorted(stop_tokens)),
@@ -73,5 +73,6 @@ def _logit_bias(given: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, 
     return biases
 
 
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _given(value: float | None, configured: float | None, otherwise: float) -> float:
+    """The request's value, else the configuration's or the model's, else `otherwise`."""
+    return next((each for each in (value, configured) if each is not None), otherwise)

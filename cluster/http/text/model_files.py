@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -63,6 +64,17 @@ def response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             "ingress.output_parser yourself"
         ) from None
     return dict(template)
+
+
+def sampling_defaults(path: Path) -> dict[str, float]:
+    """The sampling parameters that generation_config.json recommends, by name. Raises ValueError for what is no
+    number."""
+    content = read_json(path)
+    found = {name: content[name] for name in SAMPLING_DEFAULTS if content.get(name) is not None}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{path}: {name}={value!r}: must be a number; correct or remove it")
+    return found
 
 
 def eos_ids(path: Path) -> list[int]:

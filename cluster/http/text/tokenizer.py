@@ -44,6 +44,7 @@ class ChatTokenizer:
     eos_token_ids: tokens that end an answer.
     response_template: how the model's answers are to be read, as transformers has it; None: the model does not say.
     class_name: transformers' name for the tokenizer.
+    sampling_defaults: the sampling parameters that the model's generation_config.json recommends, by name.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class ChatTokenizer:
         eos_token_ids: tuple[int, ...],
         response_template: Mapping[str, Any] | None = None,
         class_name: str | None = None,
+        sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self.eos_token_ids = eos_token_ids
         self.response_template = response_template
         self.class_name = class_name
+        self.sampling_defaults = dict(sampling_defaults or {})
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, content in added.items() if content.special)
         self._controls = ControlTokens(tokenizer)
@@ -81,11 +84,13 @@ class ChatTokenizer:
         special = model_files.special_tokens(config, model_files.read_json(path / "special_tokens_map.json"))
         source = model_files.template_source(path, config)
         template = None if source is None else ChatTemplate(source, special)
-        eos = model_files.eos_ids(path / "generation_config.json") or model_files.eos_ids(path / "config.json")
+        generation = path / "generation_config.json"
+        eos = model_files.eos_ids(generation) or model_files.eos_ids(path / "config.json")
         own = tokenizer.token_to_id(special.get("eos_token", ""))
         eos_ids = dict.fromkeys([*eos, *([] if own is None else [own])])
         answers = model_files.response_template(config)
-        return cls(tokenizer, template, tuple(eos_ids), answers, config.get("tokenizer_class"))
+        defaults = model_files.sampling_defaults(generation)
+        return cls(tokenizer, template, tuple(eos_ids), answers, config.get("tokenizer_class"), defaults)
 
     @property
     def special_tokens(self) -> dict[str, str]:

@@ -33,6 +33,10 @@ ONE: dict[OutputParserName, tuple[str, str]] = {
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{BERN}<｜tool▁call▁end｜>",
         "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
     ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=place>\nBern\n</parameter>\n</function>\n</tool_call>",
+        "\n<tool_call>\n<function=time>\n</function>\n</tool_call>",
+    ),
     "harmony": (
         f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{BERN}",
         "<|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}",

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.http.requests.edge_request import choice_seed
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, in_process
-from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
+from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
 EOS_ID = small_tokenizer().token_to_id(EOS)
@@ -242,3 +242,24 @@ async def test_a_salt_reaches_the_prefix_cache_and_hides_what_it_is() -> None:
     ]
     assert salts[0] == b"" and salts[1] == salts[3] and len(set(salts)) == 3
     assert all(b"a" not in salt or len(salt) == 16 for salt in salts)
+
+
+async def test_defaults_are_the_models_where_the_configuration_has_none() -> None:
+    """As Qwen3.5's generation_config.json has them, whose repetition penalty is the default anyway."""
+    base = chat_tokenizer()
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.0}
+    base.sampling_defaults = recommended
+    engine = FakeEngine(says("x"))
+    async with in_process(engine, base, default_top_p=0.5) as client:
+        await client.post(CHAT, json=HELLO)
+        await client.post(CHAT, json=HELLO | {"temperature": 0, "top_k": -1})
+    first, second = (call.sampling for call in engine.calls)
+    assert (first.temperature, first.top_p, first.top_k, first.repetition_penalty) == (0.6, 0.5, 20, 1.0)
+    assert (second.temperature, second.top_p, second.top_k) == (0.0, 0.5, 0)
+
+
+def test_a_recommendation_out_of_range_names_the_file() -> None:
+    base = chat_tokenizer()
+    base.sampling_defaults = {"temperature": 5.0}
+    with pytest.raises(ValueError, match=r"generation_config.json: default_temperature=5.0: must be between 0 and 2"):
+        in_process(FakeEngine(says("x")), base)

@@ -65,7 +65,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     fast = PreTrainedTokenizerFast(tokenizer_object=small_tokenizer(), eos_token=EOS, bos_token="<|endoftext|>")
     fast.chat_template = request.param
     fast.save_pretrained(path)
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [266, 268]}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [266, 268], "top_k": 20}))
     return path
 
 
@@ -86,6 +86,7 @@ async def test_chat_prompts_equal_those_of_transformers(
 
 def test_end_of_sequence_ids_are_the_generation_configs_and_the_tokenizers_own(folder: Path) -> None:
     assert ChatTokenizer.from_folder(folder).eos_token_ids == (266, 268)
+    assert ChatTokenizer.from_folder(folder).sampling_defaults == {"top_k": 20}
 
 
 def test_ingress_process_does_not_import_torch() -> None:

@@ -1,0 +1,106 @@
+"""The types of JSON that a tool's schema allows for its arguments, and the JSON of a value that a model wrote bare.
+Used where calls are not written as JSON: `cluster.http.parsers.xml_calls`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+_SCALARS = {"True": "true", "False": "false", "None": "null"}  # what some chat templates write for them
+_MAX_REFERENCES = 16  # a schema may refer to itself
+ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+
+
+@dataclass(frozen=True)
+class ArgumentTypes:
+    """by_name: of each argument that the schema names. others: of any other. Empty: nothing is known."""
+
+    by_name: Mapping[str, frozenset[str]]
+    others: frozenset[str]
+
+    @classmethod
+    def unknown(cls) -> "ArgumentTypes":
+        """Of a function without a schema."""
+        return cls({}, frozenset())
+
+    @classmethod
+    def of_schema(cls, schema: Any) -> "ArgumentTypes":
+        """schema: of the arguments, an object's."""
+        if not isinstance(schema, Mapping):
+            return cls.unknown()
+        named = schema.get("properties")
+        properties = named if isinstance(named, Mapping) else {}
+        by_name = {name: _types(each, schema, _MAX_REFERENCES) for name, each in properties.items()}
+        return cls(by_name, _types(schema.get("additionalProperties"), schema, _MAX_REFERENCES))
+
+    def of(self, name: str) -> frozenset[str]:
+        """Of the argument `name`; empty: nothing is known."""
+        return self.by_name.get(name, self.others)
+
+
+def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[str]:
+    """Types that `schema` allows; empty where it does not say. references: to follow at most."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_referred(root, reference), root, references - 1) if references else frozenset()
+    if isinstance(named := schema.get("type"), str | list):
+        return frozenset([named] if isinstance(named, str) else map(str, named)) & ALL
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        return frozenset(_type_of(value) for value in schema.get("enum", [schema.get("const")]))
+    for key in ("anyOf", "oneOf", "allOf"):
+        branches = schema.get(key)
+        if isinstance(branches, list) and references:
+            found = [_types(branch, root, references - 1) for branch in branches]
+            if key == "allOf":
+                return next((each for each in found if each), frozenset())
+            return frozenset().union(*found) if all(found) else frozenset()
+    return frozenset()
+
+
+def _referred(root: Mapping[str, Any], reference: str) -> Any:
+    """The part of `root` at a JSON pointer in it, None where there is none."""
+    found: Any = root
+    for step in reference.removeprefix("#").strip("/").split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def json_value(text: str, types: frozenset[str]) -> str:
+    """JSON of an argument written as `text`: of one of `types`, a string if it is of no other, as nothing is lost then.
+
+    types: empty: any. Where a string is allowed beside other types, what is JSON of another of them is that.
+    """
+    stripped = text.strip()
+    written = _SCALARS.get(stripped, stripped)
+    try:
+        value = json.loads(written, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = _type_of(value)
+    if not types or kind in types or (kind == "integer" and "number" in types):
+        # a string in quotation marks is one that has them, unless nothing says that it is text
+        return written if kind != "string" or "string" not in types else json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False) if "string" in types else written
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case bool():
+            return "boolean"
+        case None:
+            return "null"
+        case str():
+            return "string"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case list():
+            return "array"
+    return "object"
