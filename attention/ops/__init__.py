@@ -10,4 +10,5 @@ move_path                      the KV of an accepted path moves to the front of 
 flashinfer_plan_triton         what FlashInfer's kernels read beside q and KV in a round
 flashinfer_latent_plan_triton  the same for rounds over latent rows
 attend/                        attention over paged KV
+delta_rule/                    recurrent layers of the gated delta rule
 """

@@ -1,0 +1,69 @@
+"""The gated delta rule over prompt chunks."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attention.ops.delta_rule.formulas import block, convolved, gated_norm, gates, heads_of
+from attention.ops.delta_rule.tables import HISTORY, TAPS, ChunkTables, DeltaRows, DeltaWeights, LayerState
+from attention.ops.operation import operation
+
+BLOCK = 64  # tokens between two states; a snapshot's position ends a block early
+
+
+@operation()
+def delta_rule_chunks(
+    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
+) -> None:
+    """Outputs of prompt chunks, whose slots' states advance by all their rows.
+
+    A chunk that starts at position 0 begins with a state and history of zeros, whatever its slot holds; any other with
+    its slot's, after which no committed rows may stand (count is 0, and is not read). A chunk without rows changes
+    nothing.
+
+    rows     [N] rows, N >= qo_indptr[-1]
+    kept     state and conv of the chunks' slots and snapshots are written
+    out      [N, Hv * dv] of the model's type, last stride 1, written: the gated norm of the outputs; zeros for padding
+    """
+    heads, full = kept.heads, kept.state.dtype
+    borders = tables.qo_indptr.tolist()
+    fields = (tables.slots, tables.starts, tables.snapshot_at, tables.snapshot_entry)
+    described = zip(*(each.tolist() for each in fields), pairwise(borders), strict=True)
+    for slot, start, snapshot_at, entry, (first, end) in described:
+        if first == end:
+            continue
+        history, state = kept.conv[slot], kept.state[slot]
+        if start == 0:
+            history, state = torch.zeros_like(history), torch.zeros_like(state)
+        qkv = torch.cat((history, rows.qkv[first:end]))
+        taps = torch.stack([qkv[i : i + end - first] for i in range(TAPS)], 1)
+        q, k, v = (each.transpose(0, 1) for each in heads_of(convolved(taps, weights, full), heads, full))
+        g, beta = (each.t() for each in gates(rows.b[first:end], rows.a[first:end], weights, full))
+        outputs, done = [], 0
+        for stop in stops(end - first, snapshot_at - start):
+            one = slice(done, stop)
+            state, o = _advance(state, q[:, one], k[:, one], v[:, one], g[:, one], beta[:, one])
+            outputs.append(o)
+            done = stop
+            if stop == snapshot_at - start:
+                kept.state[entry], kept.conv[entry] = state, qkv[stop : stop + HISTORY]
+        kept.state[slot], kept.conv[slot] = state, qkv[-HISTORY:]
+        out[first:end] = gated_norm(torch.cat(outputs, 1).transpose(0, 1), rows.z[first:end], weights)
+    out[borders[-1] :] = 0
+
+
+def stops(count: int, border: int) -> list[int]:
+    """Ends of the blocks of `count` rows: every BLOCK rows from the first on, and from `border` on if that is among
+    them; a border of 0 or less is none."""
+    if not 0 < border < count:
+        return [*range(BLOCK, count, BLOCK), count]
+    return [*range(BLOCK, border, BLOCK), border, *range(border + BLOCK, count, BLOCK), count]
+
+
+def _advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The state after one block of each head, and its outputs [Hv, n, dv]."""
+    triangle = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
+    o, added, decay = block(state, q, k, v, g, beta, triangle)
+    last = decay[..., -1:]
+    return last.exp().unsqueeze(-1) * state + (k * (last - decay).exp().unsqueeze(-1)).mT @ added, o

@@ -1,0 +1,28 @@
+"""Accepted rows of all layers move to where the next round replays them."""
+
+import torch
+from torch import Tensor
+
+from attention.ops.delta_rule.tables import HISTORY, DeltaState
+from attention.ops.operation import operation
+
+
+@operation()
+def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
+    """Make the accepted path of a round the committed rows of its slots, in all layers; once after the round's pass.
+
+    The pass has folded the rows committed before into `state`. So `conv` advances by these, committed[j] becomes
+    pending[path[j]] for j < counts, and `count` becomes counts. The padding slot stays as it is.
+
+    kept    conv, committed and count are written
+    slots   [B] int64; padding rows have the padding slot, all others differ
+    path    [B, D] int64, nodes by depth, D <= P; without speculation zeros [B, 1]
+    counts  [B] int32 or int64, nodes of the path that are committed, at most D; 0: none
+    """
+    heads, depth = kept.heads, path.shape[1]
+    slots, path, counts = (each[slots != kept.padding_slot] for each in (slots, path, counts))
+    seen = torch.cat((kept.conv[:, slots], kept.committed[:, slots, :, : heads.channels]), 2)
+    newest = kept.count[slots].long().unsqueeze(1) + torch.arange(HISTORY, device=slots.device)
+    kept.conv[:, slots] = seen[:, torch.arange(len(slots), device=slots.device).unsqueeze(1), newest]
+    kept.committed[:, slots, :depth] = kept.pending[:, slots.unsqueeze(1), path]
+    kept.count[slots] = counts.int()

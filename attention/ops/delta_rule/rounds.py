@@ -1,0 +1,86 @@
+"""The gated delta rule in a round: committed rows are replayed, then each request's new rows are computed."""
+
+import torch
+from torch import Tensor
+
+from attention.ops.delta_rule.formulas import advanced, block, convolved, gated_norm, gates, heads_of
+from attention.ops.delta_rule.tables import HISTORY, TAPS, DeltaRows, DeltaWeights, LayerState, RoundTables
+from attention.ops.operation import operation
+
+
+@operation()
+def delta_rule_rounds(
+    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
+) -> None:
+    """Outputs of B requests of R rows each, whose states advance by the committed rows alone.
+
+    1. Replay: the recurrence over a slot's `count` committed rows in float32. The new state is written once; where it
+       passes `snapshot_at`, it is also written to `snapshot_entry`, with its convolution's history.
+    2. The new rows: each sees the replayed state, its ancestors and itself, as if the recurrence had run along its own
+       path. They change no state. They become the slot's pending rows.
+
+    rows     [B * R] rows, those of a request side by side, by node
+    kept     state, conv (of snapshots alone) and pending are written; committed, conv and count of slots are not:
+             `commit_rows` writes them after the pass
+    out      [B * R, Hv * dv] of the model's type, last stride 1, written: the gated norm of the outputs
+    """
+    batch, width = tables.mask.shape
+    full, heads = kept.state.dtype, kept.heads
+    count = kept.count[tables.slots].long()
+    committed = kept.committed[tables.slots]
+    seen = torch.cat((kept.conv[tables.slots], committed[..., : heads.channels]), 1)
+
+    state = _replay(weights, kept, tables, seen, committed, count)
+
+    request = torch.arange(batch, device=count.device).unsqueeze(1)
+    before = seen[request, count.unsqueeze(1) + torch.arange(HISTORY, device=count.device)]
+    qkv, b, a = (torch.unflatten(each, 0, (batch, width)) for each in (rows.qkv, rows.b, rows.a))
+    ancestry = _ancestry(tables.mask)
+    taps = torch.cat((before, qkv), 1)[request.unsqueeze(-1), nearest(ancestry)]
+    q, k, v = (each.transpose(1, 2) for each in heads_of(convolved(taps, weights, full), heads, full))
+    g, beta = (each.transpose(1, 2) for each in gates(b, a, weights, full))
+    o, _, _ = block(state, q, k, v, g, beta, ancestry.unsqueeze(1))
+    out.copy_(gated_norm(o.transpose(1, 2).flatten(0, 1), rows.z, weights))
+    # cut to the rows without padding: `pending`'s later rows and numbers stay
+    kept.pending[tables.slots, :width, : qkv.shape[-1] + 2 * heads.value_heads] = torch.cat((qkv, b, a), -1)
+
+
+def _replay(
+    weights: DeltaWeights, kept: LayerState, tables: RoundTables, seen: Tensor, committed: Tensor, count: Tensor
+) -> Tensor:
+    """[B, Hv, dk, dv]: the states after the committed rows, which are written, as are snapshots.
+
+    seen: [B, 3 + P, C], the channels of the three tokens before the committed rows, and of these.
+    """
+    full, heads, path = kept.state.dtype, kept.heads, committed.shape[1]
+    taps = torch.stack([seen[:, i : i + TAPS] for i in range(path)], 1)
+    _, k, v = heads_of(convolved(taps, weights, full), heads, full)
+    b, a = torch.split(committed[..., heads.channels :], heads.value_heads, -1)[:2]
+    g, beta = gates(b, a, weights, full)
+    state = kept.state[tables.slots]
+    passed = tables.snapshot_at[tables.slots] - (tables.prefix_len - count)
+    for i in range(path + 1):
+        # by selection: what stands after the committed rows may be NaN
+        for j in ((passed == i) & (i <= count)).nonzero().flatten().tolist():
+            entry = tables.snapshot_entry[tables.slots[j]]
+            kept.state[entry], kept.conv[entry] = state[j], seen[j, i : i + HISTORY]
+        if i < path:
+            then = advanced(state, k[:, i], v[:, i], g[:, i], beta[:, i])
+            state = torch.where((i < count)[:, None, None, None], then, state)
+    kept.state[tables.slots] = state
+    return state
+
+
+def _ancestry(mask: Tensor) -> Tensor:
+    """[B, R, R] bool: row i sees row j."""
+    return (mask.unsqueeze(-1) >> torch.arange(mask.shape[1], device=mask.device) & 1).bool()
+
+
+def nearest(ancestry: Tensor) -> Tensor:
+    """[B, R, 4] int64: each row's three nearest ancestors, the farthest first, and itself, among the three tokens
+    before the root and the rows after them."""
+    width = ancestry.shape[-1]
+    column = torch.arange(width, device=ancestry.device)
+    rows = torch.where(ancestry, HISTORY + column, -1)
+    before = torch.arange(HISTORY, device=ancestry.device).expand(*rows.shape[:-1], HISTORY)
+    return torch.cat((before, rows), -1).topk(TAPS, -1).values.flip(-1)

@@ -1,0 +1,206 @@
+"""What layers of the gated delta rule keep on the device, and what the layers of a pass share.
+
+C = 2 * Hk * dk + Hv * dv channels of a token: q, k and v of all heads before the convolution, in this order. A *row* is
+what a layer's recurrence needs of one token: its C channels, then b [Hv] and a [Hv] before the gates, then zeros
+up to `row_size`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TAPS = 4  # of the convolution
+HISTORY = TAPS - 1  # tokens before its own that a token's convolution reads
+MAX_ROWS = 63  # of a request in a round: bits of a mask
+_ROW_ALIGNMENT = 16  # elements, so that rows begin at addresses that vector loads take
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """Sizes of a layer on one rank. Value head h reads key head h // (value_heads // key_heads)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        assert self.value_heads % self.key_heads == 0
+
+    @property
+    def group(self) -> int:
+        """Value heads of one key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of a row, padding included."""
+        return -(-(self.channels + 2 * self.value_heads) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One layer's part of `DeltaState`: the same tensors without their first dimension."""
+
+    heads: DeltaHeads
+    state: Tensor
+    conv: Tensor
+    pending: Tensor
+    committed: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """What L layers keep of S slots, the padding slot S, and of snapshots. Memory index: 0 .. S-1 are the slots, S is
+    the padding slot, later ones are snapshots; "entries" are all of them.
+
+    state:     [L, entries, Hv, dk, dv] float32, after all tokens but the committed rows.
+    conv:      [L, entries, 3, C] of the model's type: the channels of the last three tokens that `state` has seen,
+               the newest last; zeros before the first token.
+    pending:   [L, S + 1, W, row_size] of the model's type: the rows of the last round, as many as the widest has.
+    committed: [L, S + 1, P, row_size], the accepted rows after `state`; P = nodes of the longest path.
+    count:     [S + 1] int32, committed rows of each slot, the same for all layers; always 0 for the padding slot.
+
+    Invariant between steps: `state` of slot s is that after seq_len[s] - count[s] tokens; the tokens after it are
+    committed[:, s, :count[s]]. A slot that a request enters has count 0.
+    """
+
+    heads: DeltaHeads
+    state: Tensor
+    conv: Tensor
+    pending: Tensor
+    committed: Tensor
+    count: Tensor
+
+    @staticmethod
+    def zeros(
+        layers: int,
+        heads: DeltaHeads,
+        slots: int,
+        snapshots: int,
+        rows: int,
+        path: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "DeltaState":
+        """State of `slots` empty slots. rows: W. path: P. dtype: of rows; the state's is float32 (float64 with
+        float64, for tests)."""
+        assert path <= rows <= MAX_ROWS
+        shapes = state_shapes(heads, rows, path)
+        entries = {"state": slots + 1 + snapshots, "conv": slots + 1 + snapshots}
+        full = torch.float64 if dtype is torch.float64 else torch.float32
+        tensors = {
+            name: torch.zeros(
+                (layers, entries.get(name, slots + 1), *shape), dtype=full if name == "state" else dtype, device=device
+            )
+            for name, shape in shapes.items()
+        }
+        return DeltaState(heads, **tensors, count=torch.zeros(slots + 1, dtype=torch.int32, device=device))
+
+    @property
+    def padding_slot(self) -> int:
+        return self.count.shape[0] - 1
+
+    def layer(self, index: int) -> LayerState:
+        """Views of one layer."""
+        state, conv, pending, committed = (
+            each[index] for each in (self.state, self.conv, self.pending, self.committed)
+        )
+        return LayerState(self.heads, state, conv, pending, committed, self.count)
+
+
+def state_shapes(heads: DeltaHeads, rows: int, path: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of `DeltaState`'s tensors, for one layer and entry."""
+    return {
+        "state": (heads.value_heads, heads.key_dim, heads.value_dim),
+        "conv": (HISTORY, heads.channels),
+        "pending": (rows, heads.row_size),
+        "committed": (path, heads.row_size),
+    }
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """A layer's weights on one rank.
+
+    conv:    [C, 4] of the model's type, contiguous; the last tap is the token's own.
+    a_log:   [Hv] float32.
+    dt_bias: [Hv] float32.
+    norm:    [dv] of the model's type or float32.
+    eps:     of the gated norm.
+    sigmoid: the output gate is sigmoid(z) instead of silu(z).
+    """
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+    sigmoid: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaRows:
+    """What the projections give of N rows, all of the model's type and with last stride 1; views of one product or
+    tensors of their own.
+
+    qkv: [N, C].
+    z:   [N, Hv * dv], the output's gate.
+    b:   [N, Hv], beta = sigmoid(b).
+    a:   [N, Hv], g = -exp(a_log) * softplus(a + dt_bias).
+    """
+
+    qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+
+    def part(self, start: int, stop: int) -> "DeltaRows":
+        """Rows start .. stop - 1."""
+        return DeltaRows(self.qkv[start:stop], self.z[start:stop], self.b[start:stop], self.a[start:stop])
+
+
+@dataclass(frozen=True)
+class RoundTables:
+    """B requests of R rows each in a pass; the same for all layers.
+
+    slots:        [B] int64; padding rows have the padding slot, all others differ.
+    prefix_len:   [B] int32, committed tokens before the first row.
+    mask:         [B, R] int64, bit j of row i: node j is i or an ancestor of i. Bit 0 and bit i are set, bits above i
+                  are not; R <= 63 and at most W.
+    snapshot_at:  [S + 1] int32, by slot: the state after exactly so many tokens is kept; -1 for none.
+    snapshot_entry: [S + 1] int64, by slot: the memory index that it is kept at.
+    """
+
+    slots: Tensor
+    prefix_len: Tensor
+    mask: Tensor
+    snapshot_at: Tensor
+    snapshot_entry: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkTables:
+    """N_c prompt chunks of a pass; the same for all layers. Chunk c has rows qo_indptr[c] .. qo_indptr[c + 1] - 1,
+    counted from the first chunk row; rows from qo_indptr[N_c] on are padding.
+
+    slots:        [N_c] int64; chunks without rows may have any.
+    qo_indptr:    [N_c + 1] int32.
+    starts:       [N_c] int32, the position of each chunk's first row.
+    snapshot_at:  [N_c] int32, a position with starts < snapshot_at <= starts + rows: the state after exactly so many
+                  tokens is kept; -1 for none.
+    snapshot_entry: [N_c] int64, the memory index that it is kept at.
+    """
+
+    slots: Tensor
+    qo_indptr: Tensor
+    starts: Tensor
+    snapshot_at: Tensor
+    snapshot_entry: Tensor

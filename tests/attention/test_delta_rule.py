@@ -1,0 +1,73 @@
+"""The references of `attention.ops.delta_rule`: against transformers', and against one token after the other."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attention.ops.delta_rule.chunks import stops
+from attention.ops.delta_rule.formulas import advanced, block
+from attention.ops.delta_rule.tables import DeltaHeads
+from tests.support.delta_rule import SMALL, DeltaLives
+
+transformers = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+
+
+def _tokens(count: int) -> tuple[torch.Tensor, ...]:
+    """q, k [1, count, 3, 8], normed, v [1, count, 3, 4], g and beta [1, count, 3], and a state."""
+    torch.manual_seed(count)
+    q, k = (torch.nn.functional.normalize(torch.randn(1, count, 3, 8), dim=-1) for _ in range(2))
+    v, state = torch.randn(1, count, 3, 4), torch.randn(1, 3, 8, 4)
+    return q, k, v, -torch.rand(1, count, 3), torch.rand(1, count, 3), state
+
+
+@pytest.mark.parametrize("rule", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
+@pytest.mark.parametrize("count", [1, 5, 64, 70])
+def test_blocks_and_the_recurrence_are_those_of_transformers(rule: str, count: int) -> None:
+    """In float32, as theirs computes; 2e-5 are sums of 70 terms whose rounding the solve repeats."""
+    q, k, v, g, beta, state = _tokens(count)
+    expected, last = getattr(transformers, rule)(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+    heads = [each.transpose(1, 2) for each in (q * 8**-0.5, k, v, g, beta)]
+    o, _, _ = block(state, *heads, torch.ones(count, count, dtype=torch.bool).tril())
+    torch.testing.assert_close(o.transpose(1, 2), expected, rtol=0, atol=2e-5)
+    for i in range(count):
+        state = advanced(state, k[:, i], v[:, i], g[:, i], beta[:, i])
+    torch.testing.assert_close(state, last, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "count,border,expected",
+    [
+        (1, -1, [1]),
+        (64, 0, [64]),
+        (65, 0, [64, 65]),
+        (130, 10, [10, 74, 130]),
+        (130, 130, [64, 128, 130]),
+        (70, 64, [64, 70]),
+    ],
+)
+def test_a_snapshot_ends_a_block(count: int, border: int, expected: list[int]) -> None:
+    assert stops(count, border) == expected
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 30), heads=st.sampled_from([SMALL, DeltaHeads(1, 3, 8, 4), DeltaHeads(2, 2, 4, 8)]))
+def test_random_lives_are_the_recurrence(seed: int, heads: DeltaHeads) -> None:
+    """In float64, within 1e-10 of the largest number: chunks with snapshots, rounds of trees, any accepted path."""
+    rng = random.Random(seed)
+    lives = DeltaLives(heads, torch.float64, rng, 1e-10)
+    for _ in range(6):
+        if len(lives.lives) < 2 or rng.random() < 0.3:
+            slots = rng.sample(range(lives.slots), 2)
+            for slot in slots:
+                if rng.random() < 0.5 or len(lives.replayed.get(slot, [])) > 1:  # a new request
+                    lives.lives.pop(slot, None)
+                    lives.length.pop(slot, None)
+            lives.run_chunks([(slot, rng.choice([0, 1, 2, 5, 63, 64, 65, 90])) for slot in slots], rng.randint(0, 2))
+        else:
+            alive = [slot for slot in lives.lives if rng.random() < 0.8]
+            lives.run_round(alive, rng.randint(1, lives.width), rng.randint(0, 2) or not alive)
+    if lives.lives:
+        lives.finish()

@@ -1,0 +1,127 @@
+"""`attention.ops.delta_rule`: rounds of one row to wide trees, ragged prompt chunks, and the commit between them; NaN
+wherever nothing may be read."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.ops.delta_rule.chunks import delta_rule_chunks
+from attention.ops.delta_rule.commit import commit_rows
+from attention.ops.delta_rule.rounds import delta_rule_rounds
+from attention.ops.delta_rule.tables import ChunkTables, DeltaHeads, DeltaState, RoundTables
+from tests.ops.case import TYPES, Case
+from tests.support.delta_rule import RandomTree, random_rows, random_weights
+
+SLOTS, PATH, SNAPSHOT = 4, 5, 6
+SMALL = DeltaHeads(1, 2, 16, 16)
+GROUPS = (SMALL, DeltaHeads(2, 2, 16, 32), DeltaHeads(1, 3, 32, 16))
+QWEN = DeltaHeads(1, 3, 128, 128)
+Arguments = Callable[[torch.device], tuple[Any, ...]]
+
+
+def _kept(heads: DeltaHeads, width: int, counts: list[int], dtype: torch.dtype, device: torch.device) -> DeltaState:
+    """Numbers in what the slots may read of two layers, zeros in the padding slot, and NaN in everything else."""
+    kept = DeltaState.zeros(2, heads, SLOTS, 2, max(width, PATH), PATH, dtype, device)
+    generator = torch.Generator().manual_seed(width)
+    for tensor in (kept.state, kept.conv, kept.pending, kept.committed):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    kept.state *= 0.3
+    for slot, count in enumerate(counts):
+        kept.committed[:, slot, count:] = torch.nan
+    for tensor in (kept.state, kept.conv):
+        tensor[:, SLOTS], tensor[:, SLOTS + 1 :] = 0, torch.nan
+    kept.committed[:, SLOTS] = torch.nan
+    kept.count[:SLOTS] = torch.tensor(counts)
+    return kept
+
+
+def _out(rows: int, heads: DeltaHeads, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((rows, heads.value_heads * heads.value_dim), torch.nan, dtype=dtype, device=device)
+
+
+def _round(heads: DeltaHeads, batch: tuple[int, ...], width: int, dtype: torch.dtype) -> Arguments:
+    """counts of 0, 1, and a whole path; a snapshot before, amid and after the replayed rows."""
+    counts = [PATH, 0, 1, 3]
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        rng = random.Random(width)
+        masks = [RandomTree.draw(rng, width, min(width, 20)).masks for _ in batch]
+        lengths = torch.tensor([counts[slot] + 7 + slot if slot < SLOTS else 0 for slot in batch], dtype=torch.int32)
+        at = torch.tensor([9, 8, -1, 12, -1], dtype=torch.int32)  # slot 0 after 2 of 5 rows, slot 1 before, slot 3 late
+        entries = torch.tensor([SNAPSHOT, SNAPSHOT - 1, 0, 0, 0])
+        tables = RoundTables(
+            torch.tensor(batch).to(device),
+            lengths.to(device),
+            torch.tensor(masks).to(device),
+            at.to(device),
+            entries.to(device),
+        )
+        rows = random_rows(heads, len(batch) * width, dtype, device, width)
+        kept = _kept(heads, width, counts, dtype, device)
+        out = _out(len(batch) * width, heads, dtype, device)
+        return rows, random_weights(heads, dtype, device), kept.layer(1), tables, out
+
+    return arguments
+
+
+def _chunks(heads: DeltaHeads, chunks: tuple[tuple[int, int, int], ...], padding: int, dtype: torch.dtype) -> Arguments:
+    """chunks: start, rows, and rows before the snapshot (0 for none)."""
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        starts, counts, borders = zip(*chunks, strict=True)
+        kept = _kept(heads, 1, [0] * SLOTS, dtype, device)
+        for c, start in enumerate(starts):
+            if start == 0:
+                kept.state[:, c], kept.conv[:, c] = torch.nan, torch.nan
+        ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
+        at = [start + border if border else -1 for start, border in zip(starts, borders, strict=True)]
+        int32 = (torch.tensor(each, dtype=torch.int32, device=device) for each in (ends, starts, at))
+        entries = torch.arange(SLOTS + 1, SLOTS + 1 + len(chunks), device=device)
+        tables = ChunkTables(torch.arange(len(chunks), device=device), *int32, entries)
+        total = ends[-1] + padding
+        rows = random_rows(heads, total, dtype, device, total)
+        return rows, random_weights(heads, dtype, device), kept.layer(1), tables, _out(total, heads, dtype, device)
+
+    return arguments
+
+
+def _commit(device: torch.device) -> tuple[Any, ...]:
+    kept = _kept(SMALL, 7, [PATH, 0, 1, 3], torch.bfloat16, device)
+    path = torch.tensor([[0, 2, 6], [0, 1, 0], [0, 0, 0], [0, 0, 0]], device=device)
+    counts = torch.tensor([3, 2, 0, 1], dtype=torch.int32, device=device)
+    return kept, torch.tensor([2, 0, 3, SLOTS], device=device), path, counts
+
+
+def _name(heads: DeltaHeads, dtype: torch.dtype) -> str:
+    return f"{heads.key_heads}-{heads.value_heads}-{heads.key_dim}x{heads.value_dim}-{str(dtype)[6:]}"
+
+
+BATCHES = ((0,), (2, 0, SLOTS, 3, 1, SLOTS))
+RAGGED = ((0, 5, 5), (9, 0, 0), (3, 70, 2)), ((0, 130, 65),), ((64, 64, 64),), ((0, 1, 0), (1, 1, 1))
+LONG = (4096, 900, 512), (0, 0, 0), (0, 400, 0)
+
+CASES = (
+    *(
+        Case(delta_rule_rounds, f"{len(batch)}x{width}-{_name(heads, dtype)}",
+             _round(heads, batch, width, dtype), (2, 4), slow=slow)
+        for heads, dtype, batch, width, slow in (
+            *((SMALL, dtype, batch, width, False) for dtype in TYPES for batch in BATCHES for width in (1, 4)),
+            *((heads, torch.float32, BATCHES[1], 8, False) for heads in GROUPS[1:]),
+            *((SMALL, dtype, BATCHES[1], width, True) for dtype in TYPES for width in (16, 17, 60)),
+            *((QWEN, dtype, batch, width, True) for dtype in TYPES for batch in BATCHES for width in (1, 8, 16, 60)),
+        )
+    ),
+    *(
+        Case(delta_rule_chunks, f"{len(chunks)}-{sum(n for _, n, _ in chunks)}-{_name(heads, dtype)}",
+             _chunks(heads, chunks, 3, dtype), (2, 4), slow=slow)
+        for heads, dtype, chunks, slow in (
+            *((SMALL, torch.float32, chunks, False) for chunks in RAGGED),
+            *((heads, torch.bfloat16, RAGGED[0], False) for heads in GROUPS[1:]),
+            *((QWEN, dtype, chunks, True) for dtype in TYPES for chunks in (*RAGGED, LONG)),
+        )
+    ),
+    Case(commit_rows, "paths", _commit, (0,), exact=True),
+)  # fmt: skip
