@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.wheel import build_wheel, install_wheel
+from tests.support.repository.wheel import build_wheel, install_wheel
 
 # Read when torch is imported, here and in the processes that tests start: threads of two workers on two cores cost
 # more than they bring.

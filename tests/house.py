@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
+
 FLOORS = ("attention", "workers", "speculative", "cluster", "deploy", "aerie")
 MAX_DEVICE_TESTS = 8
 MAX_INNER_IMPORTS = 31  # wanted: 25

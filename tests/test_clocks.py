@@ -1,9 +1,9 @@
 """Durations and deadlines are measured by a clock that does not jump: the wall clock may be set at any time."""
 
 import ast
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.support import ROOT
+
 PACKAGES = ("attention", "workers", "speculative", "cluster", "deploy")
 # Modules that ask for the time of day, and why they may.
 MAY_ASK = {

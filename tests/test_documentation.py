@@ -3,10 +3,10 @@
 import ast
 import re
 
-from tests.support.names import ROOT
+from tests.support import DOCS, ROOT
 
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-HOOK = ast.parse((ROOT / "docs" / "outside_pages.py").read_text())
+HOOK = ast.parse((DOCS / "outside_pages.py").read_text())
 
 
 def _outside() -> dict[str, str]:
@@ -19,7 +19,7 @@ def _outside() -> dict[str, str]:
 
 
 def test_navigation_lists_every_page_once() -> None:
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | set(_outside().values())
+    pages = {path.name for path in DOCS.glob("*.md")} | set(_outside().values())
     listed = re.findall(r"([\w-]+\.md)$", NAV, re.MULTILINE)
     assert sorted(listed) == sorted(pages)
 
@@ -29,7 +29,7 @@ def test_pages_outside_exist() -> None:
 
 
 def test_reference_names_what_exists() -> None:
-    named = re.findall(r"^::: ([\w.]+)\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    named = re.findall(r"^::: ([\w.]+)\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert named
     for module, name in named:
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())

@@ -1,11 +1,12 @@
 """The examples run as they are written."""
 
 import runpy
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+from tests.support import ROOT
+
+EXAMPLES = ROOT / "examples"
 
 
 def test_offline_example_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,9 +4,9 @@ import ast
 import re
 from dataclasses import dataclass
 
-from tests.support.names import ROOT
+from tests.support import DOCS, ROOT
 
-PAGE = ROOT / "docs" / "follow-one-token.md"
+PAGE = DOCS / "follow-one-token.md"
 _STEP = re.compile(r"^## (\d+)\. ", re.MULTILINE)
 _PLACE = re.compile(r"^- `([\w/]+\.py)` `([\w.]+)`(?: by `(\w+)`)?$", re.MULTILINE)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
+
 LAYERS = ("attention", "workers", "speculative", "cluster", "deploy", "aerie")
 ABOVE_RAY = ("cluster", "deploy")
 READS_ENVIRONMENT = ("cluster/config.py", "deploy/", "aerie/")

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from cluster.config import AerieConfig
-from tests.support.names import (
+from tests.support.repository.names import (
     PACKAGES,
     ROOT,
     bindings,

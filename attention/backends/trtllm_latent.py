@@ -1,6 +1,6 @@
 """Rounds over latent rows by FlashInfer's MLA decode kernels (`trtllm_batch_decode_with_kv_cache_mla`, written against
 the source and documentation of 0.6.17): trtllm-gen on compute capability 10.x, XQA on 12.x. Not run on a device yet:
-tests compare a stand-in that follows the documentation (`tests.support.flashinfer_mla`).
+tests compare a stand-in that follows the documentation (`tests.support.kernels.flashinfer_mla`).
 
 For the library every row of a pass is a request of one row, whose length says how much of the KV it sees: of several
 rows of a request the documentation does not say what they see of each other, and XQA takes one alone. So a chain is

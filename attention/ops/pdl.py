@@ -59,8 +59,8 @@ FlashInfer's kernels (0.6.17): its fa2 kernels read their plan before they wait,
 of the library is launched early. XQA (`csrc/xqa/mha.cu`) triggers, waits, and then reads. Of trtllm-gen there is no
 source: what it is given is written before the layer's store, a fence, or by a copy of q that is launched normally.
 
-`tests.attention.test_pdl` compiles the kernels and looks at what stands before the wait; `tests.attention.pdl_stress`
-runs them a million times with other lengths each time.
+`tests.attention.ops.test_pdl` compiles the kernels and looks at what stands before the wait;
+`tests.attention.ops.pdl_stress` runs them a million times with other lengths each time.
 """
 
 import torch

@@ -11,6 +11,7 @@ import aerie
 from aerie.shadows import ROOT
 from attention.distribution import NAME, install_command, version
 from deploy import offline
+from tests.support import DOCS
 
 COMMAND = "import sys; from aerie.command import main; sys.exit(main())"
 
@@ -42,7 +43,7 @@ def test_hints_name_the_distribution_and_no_other_project() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert f'\nname = "{NAME}"\n' in project
     texts = [path.read_text() for folder in (*ROOT.glob("[a-z]*/"),) for path in folder.rglob("*.py")]
-    texts += [path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]
+    texts += [path.read_text() for path in (*ROOT.glob("*.md"), *DOCS.glob("*.md"))]
     stranger = re.compile(r"(?<!un)install '?" + r"aerie(?![-_]serve)\b|aerie" + r"\[")
     assert not [found.group() for text in texts if (found := stranger.search(text))]
 

@@ -22,8 +22,8 @@ import yaml
 
 from deploy.config.files import located
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 READY_LIMIT_S = 180.0
 STOP_LIMIT_S = 120.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

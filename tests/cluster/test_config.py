@@ -9,6 +9,7 @@ import yaml
 from cluster.config import AerieConfig, ConfigError, parse, read_args
 from cluster.http.config import EdgeConfig
 from cluster.parallel import ReplicasConfig
+from tests.support import ROOT
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_args_are_read_from_the_serve_file(tmp_path: Path) -> None:
 
 
 def test_every_shipped_file_has_only_known_keys(base: Path) -> None:
-    root = Path(__file__).resolve().parents[2] / "deploy"
+    root = ROOT / "deploy"
     for path in sorted(root.glob("*.yaml")):
         args = dict(read_args(path))
         args["model"] = {**args["model"], "path": "target"}

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-CLUSTER = Path(__file__).resolve().parent.parent.parent / "cluster"
+from tests.support import ROOT
+
+CLUSTER = ROOT / "cluster"
 
 # A room, or a module beside the rooms, and all of `cluster` that it may import. From the bottom up: a line names only
 # lines above it.

@@ -17,10 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from deploy.cli import main
 from deploy.config.files import located, packaged_names, starting_point
-from tests.support.prompts import MODELS
+from tests.support import MODELS, ROOT
 from workers.distributed.ports import free_port
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _config(tmp_path: Path, **changes: Any) -> Path:
@@ -109,7 +107,7 @@ def test_file_that_is_not_there_is_refused_with_the_names_that_are(
 
 
 def test_paths_start_at_the_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "models").symlink_to(ROOT / "deploy" / "models")
+    (tmp_path / "models").symlink_to(MODELS)
     shutil.copy(ROOT / "deploy" / "eagle.yaml", tmp_path)
     assert main(["plan", str(tmp_path / "eagle.yaml"), "--cpus", "8", "--gpus", "0"]) == 0
     assert f"target      {tmp_path}/models/target" in capsys.readouterr().out
@@ -153,7 +151,7 @@ def test_plan_refuses_a_degree_that_does_not_divide_the_heads(
 
 def test_draft_of_another_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = tmp_path / "draft"
-    shutil.copytree(ROOT / "deploy" / "models" / "draft", draft)
+    shutil.copytree(MODELS / "draft", draft)
     config = (draft / "config.json").read_text()
     (draft / "config.json").write_text(config.replace('hidden_size": 512', 'hidden_size": 1024'))
     path = _config(tmp_path, speculative={"method": "eagle3", "path": str(draft)})

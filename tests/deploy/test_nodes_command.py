@@ -14,7 +14,7 @@ import yaml
 from cluster.config import ConfigError
 from deploy.cli import main
 from deploy.start import NODE_ENVIRONMENT, NodeStart, address_of, ensure_token, node_environment, ray_command
-from tests.support.wheel import ROOT
+from tests.support import ROOT
 
 
 def _no_interface(name: str) -> str:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.http.counts import RequestCounts
 from cluster.http.metrics import prometheus_text
 from cluster.transport.messages import EngineStats
-from tests.support.wheel import ROOT
+from tests.support import DOCS, ROOT
 from workers.scheduling.stats import SchedulerStats
 
 FOLDER = ROOT / "deploy" / "observability"
@@ -79,7 +79,7 @@ def test_queries_are_balanced_and_rate_counters_only(exported: dict[str, set[str
 
 
 def test_every_alert_has_severity_summary_and_a_heading_of_its_own() -> None:
-    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "alerts.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^## (.+)$", (DOCS / "alerts.md").read_text(), re.MULTILINE)
     anchors = {heading.lower().replace(" ", "-") for heading in headings}
     names = [rule["alert"] for rule in _rules()]
     assert len(set(names)) == len(names)

@@ -17,12 +17,13 @@ import torch
 from cluster.config import ConfigError
 from cluster.http.text.chat_template import ChatTemplateError
 from deploy.offline import LLM, SamplingParams
+from tests.support import MODELS
 from workers.scheduling.request import RequestTooLargeError
 
 GREETING = {"role": "user", "content": "Hello"}
 HELLO = "Hello! How can I help you today?"
 PROBLEM = [{"role": "user", "content": "Tom has 3 bags with 4 apples each. How many apples does he have?"}]
-TARGET = Path(__file__).resolve().parents[2] / "deploy" / "models" / "target"
+TARGET = MODELS / "target"
 
 
 @pytest.fixture(scope="module")

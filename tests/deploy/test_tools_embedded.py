@@ -4,7 +4,6 @@ The pair was not trained for tools, so the calls are forced; what comes is valid
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,11 +14,12 @@ import torch
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
 from deploy.offline import LLM
+from tests.support import MODELS
 from tests.support.edge_client import MODEL, served
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
-TARGET = Path(__file__).resolve().parents[2] / "deploy" / "models" / "target"
+TARGET = MODELS / "target"
 PARAMETERS = {
     "type": "object",
     "properties": {"unit": {"enum": ["celsius", "kelvin"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},

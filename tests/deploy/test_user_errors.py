@@ -12,7 +12,7 @@ import yaml
 
 from deploy.cli import main
 from speculative.training.samples import LENGTH_STEP
-from tests.support.prompts import MODELS
+from tests.support import MODELS
 
 ROW = {"question": "What is 1 plus 1?", "answer": "2"}
 SMALL = ("--layers=6", "--hidden-size=32", "--heads=4", "--kv-heads=2", "--intermediate-size=48", "--vocab-size=300")

@@ -5,7 +5,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tests.support.wheel import FOLDERS, ROOT, environment
+from tests.support import MODELS, ROOT
+from tests.support.repository.wheel import FOLDERS, environment
 
 # Every module that an engine of the packaged pair and its command line import comes from the wheel.
 ANSWERS = """
@@ -34,7 +35,7 @@ def test_wheel_holds_every_module_configuration_and_file_of_the_embedded_pair(wh
     wanted |= set((ROOT / "deploy").glob("*.yaml"))
     wanted |= {path for path in (ROOT / "cluster" / "http" / "page").iterdir() if path.is_file()}
     for model in ("target", "draft"):
-        wanted |= {path for path in (ROOT / "deploy" / "models" / model).iterdir() if path.is_file()}
+        wanted |= {path for path in (MODELS / model).iterdir() if path.is_file()}
     names = {str(path.relative_to(ROOT)) for path in wanted if "__pycache__" not in path.parts}
     assert len(names) > 130 and "deploy/models/target/model.safetensors" in names
     assert not names - held

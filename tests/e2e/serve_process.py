@@ -19,7 +19,7 @@ import yaml
 
 from deploy.config.files import starting_point
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
-from tests.support.wheel import ROOT
+from tests.support import ROOT
 
 READY_LIMIT_S = 180.0
 

@@ -20,7 +20,8 @@ import yaml
 
 from cluster.replica.rank_process import NAME
 from tests.e2e.serving import free_port
-from tests.support.wheel import ROOT, environment
+from tests.support import ROOT
+from tests.support.repository.wheel import environment
 
 pytestmark = pytest.mark.ray
 # As the installed script does it.

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.quality import gsm8k
 from tests.e2e.serving import ray_cluster, serving, wait_idle
-from tests.support.prompts import MODELS
+from tests.support import MODELS
 
 pytestmark = [pytest.mark.ray, pytest.mark.gpu, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 CHAIN = {"path": "draft", "num_steps": 3, "num_draft_tokens": 4}

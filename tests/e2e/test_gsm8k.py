@@ -7,7 +7,7 @@ import pytest
 
 from tests.bench.quality import gsm8k
 from tests.e2e.serving import Server, ray_cluster, serving, wait_idle
-from tests.support.prompts import MODELS
+from tests.support import MODELS
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 NUM_QUESTIONS = 8

@@ -18,7 +18,7 @@ import pytest
 
 from tests.e2e.serve_process import ServeProcess, assert_nothing_left, body, serve_process, until
 from tests.e2e.serving import free_port
-from tests.support.wheel import ROOT
+from tests.support import MODELS, ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 KEY = "sk-lifecycle-0123456789-secret"
@@ -56,7 +56,7 @@ def _with_key(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("on_command_line", [False, True])
 def test_no_file_and_no_process_shows_a_key_to_others(tmp_path: Path, folders: Path, on_command_line: bool) -> None:
-    model = str(ROOT / "deploy" / "models" / "target")
+    model = str(MODELS / "target")
     given = (model, "--api-key", KEY, "another-key-of-ours") if on_command_line else ("my.yaml",)
     keys = {"api_keys": [KEY, "another-key-of-ours"]}
     with serve_process(tmp_path, ray_folder=folders, arguments=given, ingress=keys) as server:

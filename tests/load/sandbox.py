@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT
+
 PRIVATE = ("/run", "/dev/shm")  # mounted anew inside: names of namespaces, Ray's sessions, its object stores
 # Names of all addresses, and a name server that refuses at once: else gloo waits ten seconds for a peer's name.
 _FILES = {

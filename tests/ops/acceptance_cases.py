@@ -7,7 +7,7 @@ from speculative.ops.acceptance import accept_commit
 from speculative.ops.tree_growth import best_tree
 from speculative.tree.nodes import NO_TOKEN, Tree
 from tests.ops.case import Case
-from tests.support.random_trees import random_candidates
+from tests.support.drafts.random_trees import random_candidates
 from tests.support.slots import enter
 from workers.ops.vocabulary.largest import NOT_FINITE
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32

@@ -1,8 +1,8 @@
 """Every implementation of every operation against the operation's reference, over its declared cases.
 
 On GPUs as it is; without one, Triton's kernels run in its interpreter, in a process of their own
-(`tests.attention.test_triton_interpreter`). A new implementation is a row of its operation's table, and a new operation
-a module of cases here: nothing else is to be written.
+(`tests.attention.ops.test_triton_interpreter`). A new implementation is a row of its operation's table, and a new
+operation a module of cases here: nothing else is to be written.
 """
 
 import re
@@ -18,8 +18,9 @@ from torch import Tensor
 from attention.capability import Capability
 from attention.ops.operation import OPERATIONS, Implementation
 from tests.ops.case import TOLERANCE, Case
-from tests.support.pages import DOCS, page_code
-from tests.support.triton_interpreter import INTERPRETED
+from tests.support import DOCS
+from tests.support.kernels.triton_interpreter import INTERPRETED
+from tests.support.repository.pages import page_code
 from workers.ops.__main__ import import_operations
 
 import_operations()

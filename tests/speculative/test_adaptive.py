@@ -12,8 +12,8 @@ from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
-from tests.support.eager_graphs import EagerRecorder
 from tests.support.engine_plans import as_captured
+from tests.support.kernels.eager_graphs import EagerRecorder
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO
 from workers.runner import local_engine as engines

@@ -21,7 +21,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
-from tests.support.gpu_waits import refuse_gpu_waits
+from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.distributed.tp_group import SOLO
 from workers.runner.backends import ModelShape, needs_cpu_seq_lens, target_backends

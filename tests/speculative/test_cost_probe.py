@@ -10,7 +10,7 @@ from attention.config import CacheConfig
 from speculative.build import build_worker, plan_engine
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
-from tests.support.draft_oracle import capture
+from tests.support.drafts.oracle import capture
 from workers.config import RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.engine_layout import EngineLayout

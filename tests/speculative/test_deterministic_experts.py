@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.speculative.test_deterministic_interpreted import answers, as_on_a_gpu, wide_pair  # noqa: E402, F401
-from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
+from tests.support.kernels.triton_interpreter import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="tests/speculative/gpu/test_gpu_deterministic.py does it on GPUs"

@@ -18,8 +18,8 @@ from speculative.build import EngineSpec  # noqa: E402
 from speculative.config import SpeculativeConfig  # noqa: E402
 from speculative.local import local_engine  # noqa: E402
 from tests.speculative.conftest import Pair  # noqa: E402
+from tests.support.kernels.triton_interpreter import INTERPRETED  # noqa: E402
 from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E402
-from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 from workers.config import SchedulerConfig  # noqa: E402
 from workers.layers.linear import LinearBase  # noqa: E402
 from workers.layers.weighted import WeightedModule  # noqa: E402

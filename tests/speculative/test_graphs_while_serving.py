@@ -9,7 +9,7 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
-from tests.support.eager_graphs import EagerRecorder
+from tests.support.kernels.eager_graphs import EagerRecorder
 from workers.config import GraphCapture
 from workers.distributed.tp_group import SOLO
 from workers.runner.batch import StepBatch, StepTensors

@@ -5,7 +5,7 @@ import json
 from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
-from tests.support.prompts import MODELS
+from tests.support import MODELS
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 
 CHAIN = SpeculativeConfig(str(MODELS / "draft"), num_steps=3, top_k=1, num_draft_tokens=4)

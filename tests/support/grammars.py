@@ -7,8 +7,8 @@ from typing import Any
 import jsonschema
 from tokenizers import Tokenizer
 
+from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
-from tests.support.prompts import MODELS
 from workers.scheduling.plan import Grammar
 from workers.structured_output.json_schema import checked_schema
 

@@ -2,9 +2,8 @@
 
 import random
 from functools import cache
-from pathlib import Path
 
-MODELS = Path(__file__).resolve().parents[2] / "deploy" / "models"
+from tests.support import MODELS
 
 _NAMES = ("Ines", "Tomas", "Wanjiru", "Kofi", "Leila", "Bjorn", "Mei", "Ravi", "Oksana", "Diego")
 _THINGS = ("lanterns", "kites", "jars of honey", "bicycle bells", "maps", "clay pots", "tulips", "postcards")

@@ -1,6 +1,6 @@
 """How long a step may take, and so how many prompt tokens it carries beside its rounds. Asked by the scheduler; pure.
 
-The constants were chosen by simulation (`tests.support.load_simulation`; figures in tests/bench/RESULTS.md).
+The constants were chosen by simulation (`tests.support.simulation.load`; figures in tests/bench/RESULTS.md).
 """
 
 import math

@@ -1,6 +1,6 @@
 """A model's chat template, rendered as transformers renders it, without importing transformers (and with it torch).
 
-Held equal to `PreTrainedTokenizerBase.apply_chat_template` by tests/cluster/http/test_tokenizer.py.
+Held equal to `PreTrainedTokenizerBase.apply_chat_template` by tests/cluster/http/text/test_tokenizer.py.
 """
 
 import contextlib

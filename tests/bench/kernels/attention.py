@@ -28,7 +28,7 @@ from attention.views import LayerKV
 from deploy.bench.table import table
 from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
 from tests.bench.machine import commit
-from tests.support.attention_cases import Work, mask_of, random_table
+from tests.support.kernels.attention_cases import Work, mask_of, random_table
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 BYTES_PER_TOKEN = 2 * KV_HEADS * DIM * 2

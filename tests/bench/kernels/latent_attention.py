@@ -22,7 +22,7 @@ from attention.views import LatentKV
 from tests.bench.kernels.attention import MAX_PREFIX
 from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
 from tests.bench.machine import commit
-from tests.support.attention_cases import random_table
+from tests.support.kernels.attention_cases import random_table
 
 LATENT, ROTATED = 512, 64
 WIDTH = LATENT + ROTATED

@@ -9,8 +9,8 @@ from attention.kv_cache.prefix_digests import prompt_digests, split_digests
 from cluster.coordinator import state_publisher
 from cluster.coordinator.state_publisher import LEASE_S, PERIOD_S, StatePublisher
 from cluster.transport.messages import EngineState, Subscribe
-from tests.support.routing_simulation import Engine, SimulatedEngine
-from tests.support.simulation import Clock
+from tests.support.simulation.routing import Engine, SimulatedEngine
+from tests.support.simulation.scheduler import Clock
 from workers.scheduling.scheduler import Scheduler
 
 

@@ -11,6 +11,7 @@ from cluster.http.config import EdgeConfig
 from cluster.http.keys import digest, is_known
 from deploy.config.files import located, starting_point
 from deploy.serve.private_arguments import with_digests
+from tests.support import MODELS
 
 KEY = "sk-a-secret-of-ours"
 DIGEST = f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"
@@ -31,7 +32,7 @@ def test_what_is_wrong_with_a_key_is_said_without_it(entry: str) -> None:
         digest(entry)
     if not entry.startswith("sha256:"):
         assert entry not in str(caught.value)
-    model = Path(__file__).parents[3] / "deploy" / "models" / "target"
+    model = MODELS / "target"
     for given in ([entry], entry, [12345678]):
         with pytest.raises(ConfigError, match="api_keys") as refused:
             parse({"model": {"path": str(model)}, "ingress": {"api_keys": given}}, Path("/"))

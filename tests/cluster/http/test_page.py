@@ -11,13 +11,14 @@ import pytest
 
 from cluster.http.page.files import PAGE_ROUTES
 from cluster.transport.messages import EngineStats, SpeculationStats, TokenDelta
+from tests.support import ROOT
 from tests.support.browser import CHROMIUM, Tab, browser_tab
 from tests.support.edge_client import CHAT, HELLO, in_process, served
 from tests.support.fake_engine import EOS, FakeEngine, Step, says, small_tokenizer
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.stats import SchedulerStats
 
-PAGE = Path(__file__).resolve().parents[3] / "cluster" / "http" / "page"
+PAGE = ROOT / "cluster" / "http" / "page"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (apt-get install chromium)")
 KEY = "sesame-open"
 

@@ -9,7 +9,7 @@ import pytest
 from attention.kv_cache.prefix_digests import prompt_digests
 from cluster.ingress.routing import PROMISE_S, SILENT_S, STUCK_S, EngineView, Prompt, choose, is_stuck
 from cluster.transport.messages import EngineState
-from tests.support.routing_simulation import RANDOM, by_first_token, by_load, shared, simulate
+from tests.support.simulation.routing import RANDOM, by_first_token, by_load, shared, simulate
 
 PAGE = 4
 

@@ -16,7 +16,7 @@ from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.supervisor import GaveUpError, Supervisor
 from cluster.replica.worker_group import WorkerGroup
 from deploy.serve.start_watch import StartWatch, failure
-from tests.support.prompts import MODELS
+from tests.support import MODELS
 from workers.memory_use import DeviceMemoryError
 
 ARGS = {

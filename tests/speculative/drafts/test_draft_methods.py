@@ -14,7 +14,7 @@ from speculative.drafts.registry import METHODS, read_draft
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited, spec_of
-from tests.support.pages import page_code
+from tests.support.repository.pages import page_code
 from tests.support.tiny_models import HIDDEN, LAYERS, MLP, make_target
 from workers.models.config import read_config_json
 from workers.models.loading import read_target_config

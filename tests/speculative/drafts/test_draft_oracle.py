@@ -1,4 +1,4 @@
-"""Drafts and draft KV under random scheduling are those of the same text alone (see `tests.support.draft_oracle`)."""
+"""Drafts and draft KV under random scheduling are those of the same text alone (see `tests.support.drafts.oracle`)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
-from tests.support.draft_oracle import SHAPES, Case, Oracle, run_case, tiny_spec
-from tests.support.eagle3_reference import Head, save_head
+from tests.support.drafts.eagle3_reference import Head, save_head
+from tests.support.drafts.oracle import SHAPES, Case, Oracle, run_case, tiny_spec
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import read_draft
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
-from tests.support.eagle3_reference import Head, Reference, save_head
+from tests.support.drafts.eagle3_reference import Head, Reference, save_head
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_models import LAYERS, VOCAB
 from workers.config import ModelSource

@@ -12,7 +12,7 @@ from speculative.build import build_worker, plan_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_eagle3_heads import check, flat, served, speculators
 from tests.speculative.drafts.test_loading import spec_of
-from tests.support.eagle3_reference import Head, save_head
+from tests.support.drafts.eagle3_reference import Head, save_head
 
 WITHOUT = r"use a head without it"
 

@@ -6,7 +6,6 @@ model (`test_mtp`) has texts of its own kind and drafts that are right by constr
 """
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -15,6 +14,7 @@ from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import LocalEngine, local_engine
+from tests.support import ROOT
 from tests.support.prompts import held_out_prompts
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from workers.runner.graphs.graph_keys import GraphKey
@@ -22,7 +22,7 @@ from workers.runner.graphs.step_capture import CapturedStep
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "deepseek_tiny"
+MODEL = ROOT / "tests" / "models" / "deepseek_tiny"
 EOS = 2
 SAMPLED = (
     SamplingParams(16, 1.0, seed=5),

@@ -8,7 +8,7 @@ import pytest
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from tests.speculative.test_grammars import MAX_TOKENS, SCHEMAS, SHAPES, requests
+from tests.speculative.requests.test_grammars import MAX_TOKENS, SCHEMAS, SHAPES, requests
 from tests.support.embedded import embedded_spec
 from tests.support.grammars import assert_follows
 from workers.runner.graphs.cuda_graph import GraphedDecoding

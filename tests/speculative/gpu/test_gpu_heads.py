@@ -10,8 +10,8 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_eagle3_heads import HEADS, check, config_of, flat
-from tests.support.draft_oracle import SHAPES, Case, Oracle, run_case, tiny_spec
-from tests.support.eagle3_reference import Head, save_head
+from tests.support.drafts.eagle3_reference import Head, save_head
+from tests.support.drafts.oracle import SHAPES, Case, Oracle, run_case, tiny_spec
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,11 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.gpu.test_gpu import on_gpu
 from tests.speculative.gpu.test_gpu_sampling import graphs
-from tests.speculative.test_prompt_logprobs import collect, requests_of
+from tests.speculative.requests.test_prompt_logprobs import collect, requests_of
+from tests.support import MODELS
 from tests.support.embedded import CHAIN, TREE
-from tests.support.gpu_waits import refuse_gpu_waits
-from tests.support.prompts import MODELS, held_out_prompts, tokenized
+from tests.support.kernels.gpu_waits import refuse_gpu_waits
+from tests.support.prompts import held_out_prompts, tokenized
 from workers.runner.worker import Worker
 from workers.scheduling.plan import SamplingParams, StepPlan
 from workers.scheduling.request import Request

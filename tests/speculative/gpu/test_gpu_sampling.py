@@ -11,7 +11,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.gpu.test_gpu import on_gpu
 from tests.support.embedded import CHAIN, TREE
-from tests.support.gpu_waits import refuse_gpu_waits
+from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.config import GraphCapture
 from workers.runner.graphs.cuda_graph import GraphedDecoding

@@ -10,7 +10,7 @@ from speculative.training.draft import measure_acceptance
 from speculative.training.eagle3_files import load_draft
 from speculative.training.rows import Conversation, Turn
 from speculative.training.samples import Sample, answer_prompts, generate_answers
-from tests.support.prompts import MODELS
+from tests.support import MODELS
 
 WORD_PROBLEM = (
     "A baker sells 12 loaves in the morning and twice as many in the afternoon. Each loaf costs $3. "

@@ -1,6 +1,6 @@
 """The kernel that sums rows over peer memory, with ranks as processes: under Triton's interpreter (TRITON_INTERPRET=1),
-where they share files, which `tests/attention/test_triton_interpreter.py` starts, and compiled for Hopper. On GPUs it
-is tested by `test_custom_all_reduce_gpu.py`."""
+where they share files, which `tests/attention/ops/test_triton_interpreter.py` starts, and compiled for Hopper. On GPUs
+it is tested by `test_custom_all_reduce_gpu.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from tests.support.kernels.triton_interpreter import INTERPRETED  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
-from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, region_bytes  # noqa: E402
 from workers.ops.collectives import one_shot_all_reduce_triton as kernels  # noqa: E402
 from workers.ops.collectives.one_shot_all_reduce import reference  # noqa: E402
@@ -78,7 +78,7 @@ def test_kernel_fits_hopper(world: int, width: int, norm: bool, tmp_path: Path) 
     import triton
     import triton.language as tl
 
-    from tests.attention.test_triton_compile import compiled
+    from tests.attention.ops.test_triton_compile import compiled
 
     block = triton.next_power_of_2(width // 2)
     constants: dict[str, Any] = {"WORLD": world, "NORM": norm, "HALF": tl.bfloat16, "BLOCK": block, "PDL": True}

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.experts import experts_one_by_one  # noqa: E402
 from workers.ops.experts import many_rows_triton as many_row_module  # noqa: E402
 from workers.ops.experts.few_rows_triton import few_row_experts  # noqa: E402

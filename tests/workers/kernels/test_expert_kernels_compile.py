@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from tests.attention.test_pdl import pointers_read  # noqa: E402
-from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+from tests.attention.ops.test_pdl import pointers_read  # noqa: E402
+from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from workers.ops.experts import few_row_products_triton as few_row_products  # noqa: E402
 from workers.ops.experts import many_rows_triton as many_rows  # noqa: E402
 from workers.ops.experts import order_triton as order  # noqa: E402

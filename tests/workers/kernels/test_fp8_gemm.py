@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.ops.activation import silu_mul  # noqa: E402
 from workers.ops.fp8.gemm_ahead_triton import fp8_gemm_ahead  # noqa: E402
 from workers.ops.fp8.gemm_triton import fp8_fixed_rows, fp8_gemm  # noqa: E402

@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton", reason="the kernels need triton, which is
 import triton.language as tl  # noqa: E402
 
 from attention.backend import NewUnderCaptureError  # noqa: E402
-from tests.support.triton_driver import Hopper  # noqa: E402
+from tests.support.kernels.triton_driver import Hopper  # noqa: E402
 from workers.ops import norm_triton  # noqa: E402
 from workers.ops.gemm import skinny_triton as skinny_gemm  # noqa: E402
 from workers.ops.vocabulary import largest_triton as argmax  # noqa: E402

@@ -19,7 +19,7 @@ from speculative.ops import (  # noqa: E402
     tree_growth_triton,
     tree_read_triton,
 )
-from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from workers.ops import norm_triton  # noqa: E402
 from workers.ops.fp8 import gemm_ahead_triton as fp8_gemm_ahead  # noqa: E402
 from workers.ops.fp8 import gemm_triton as fp8_gemm  # noqa: E402

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 def test_no_step_needs_a_kernel_that_the_start_did_not(model: str, shape: str, options: tuple[str, ...]) -> None:
     """Whatever the number of rows: it decides which addresses and strides are multiples of 16, and tiles. Nor does a
     capture that comes later."""
-    command = [sys.executable, "-m", "tests.support.kernel_census", model, shape, *options]
+    command = [sys.executable, "-m", "tests.support.kernels.census", model, shape, *options]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout)

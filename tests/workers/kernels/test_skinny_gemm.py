@@ -1,12 +1,12 @@
 """The product of few rows against torch's: on a GPU, or under Triton's interpreter (TRITON_INTERPRET=1), which
-`tests/attention/test_triton_interpreter.py` starts in a process of its own."""
+`tests/attention/ops/test_triton_interpreter.py` starts in a process of its own."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.ops.activation import silu_mul  # noqa: E402
 from workers.ops.gemm.skinny_triton import fixed_rows, skinny_gemm, skinny_gemm_gated  # noqa: E402
 from workers.ops.gemm.tiles import MAX_GATED_ROWS, MAX_ROWS, gated_tiles, skinny_gemm_tiles  # noqa: E402

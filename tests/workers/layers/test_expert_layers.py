@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from tests.workers.kernels.test_expert_kernels import HALF, SMALL, token_slots  # noqa: E402
 from workers.distributed.tp_group import SOLO, TPGroup  # noqa: E402
 from workers.layers.experts import Experts  # noqa: E402

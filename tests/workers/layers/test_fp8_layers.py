@@ -15,9 +15,9 @@ from attention.backends.triton_backend import TritonBackend  # noqa: E402
 from attention.kv_cache.latent import LatentLayout  # noqa: E402
 from attention.metadata import Mode  # noqa: E402
 from attention.views import LatentKV  # noqa: E402
-from tests.support.attention_cases import uniform_pool  # noqa: E402
-from tests.support.triton_cases import random_decode  # noqa: E402
-from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
+from tests.support.kernels.attention_cases import uniform_pool  # noqa: E402
+from tests.support.kernels.triton_cases import random_decode  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import make_context  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402

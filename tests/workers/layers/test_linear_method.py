@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.pages import page_code
+from tests.support.repository.pages import page_code
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us
 from workers.config import ModelSource

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import page_code
+from tests.support.repository.pages import page_code
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us
 from workers.config import ModelSource

@@ -9,8 +9,9 @@ import torch
 from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.local import local_engine
+from tests.support import MODELS
 from tests.support.embedded import embedded_spec
-from tests.support.prompts import MODELS, held_out_prompts, tokenized
+from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.tiny_models import VOCAB, make_target
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from workers.scheduling.plan import SamplingParams

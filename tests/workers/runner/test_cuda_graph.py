@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention.backend import NewUnderCaptureError
-from tests.support.eager_graphs import EagerRecorder
+from tests.support.kernels.eager_graphs import EagerRecorder
 from tests.support.thread_group import on_ranks
 from workers.config import MAX_STEP_TOKENS, PLAIN, GraphCapture, RoundShape, RoundShapes
 from workers.distributed.tp_group import SOLO, TPGroup

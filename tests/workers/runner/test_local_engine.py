@@ -3,16 +3,14 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
+from tests.support import ROOT
 from tests.support.embedded import embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.models.loading import read_target_config
 from workers.runner.layout import plan_engine
 from workers.runner.local_engine import local_engine
 from workers.scheduling.plan import SamplingParams
-
-ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
 import json, sys

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import strict_device
+from tests.support.kernels import strict_device
 from tests.support.slots import apply_plan
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import StepBatch, StepTensors

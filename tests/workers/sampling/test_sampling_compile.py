@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from tests.attention import test_triton_compile as compiling  # noqa: E402
+from tests.attention.ops import test_triton_compile as compiling  # noqa: E402
 from workers.ops.sampling import choose_triton as choose  # noqa: E402
 from workers.ops.sampling import draft_scores_triton as draft_scores  # noqa: E402
 from workers.ops.sampling import filters_triton as filters  # noqa: E402

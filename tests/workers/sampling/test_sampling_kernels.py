@@ -1,5 +1,5 @@
 """The sampling kernels against their torch references: on a GPU, or under Triton's interpreter (TRITON_INTERPRET=1),
-which `tests/attention/test_triton_interpreter.py` starts in a process of its own."""
+which `tests/attention/ops/test_triton_interpreter.py` starts in a process of its own."""
 
 import dataclasses
 
@@ -10,8 +10,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed here")
 
 
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from tests.support.slots import enter
-from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.ops.sampling.choose_triton import choose  # noqa: E402
 from workers.ops.sampling.draft_scores import DROPPED, lowest_kept, scaled_logits  # noqa: E402
 from workers.ops.sampling.draft_scores import count_levels as count_levels_operation  # noqa: E402

@@ -8,8 +8,8 @@ from attention.config import CacheConfig
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
-from tests.support import strict_device
-from tests.support.gpu_waits import refuse_gpu_waits
+from tests.support.kernels import strict_device
+from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.slots import apply_plan, enter
 from workers.engine_layout import pages_asked
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32

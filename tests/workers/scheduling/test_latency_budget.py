@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.simulation import Simulation
+from tests.support.simulation.scheduler import Simulation
 from workers.config import SchedulerConfig
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds

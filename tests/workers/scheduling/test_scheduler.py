@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.support.simulation import TREE, Simulation
+from tests.support.simulation.scheduler import TREE, Simulation
 from workers.scheduling.plan import SamplingParams, StepResult, unpack_i32
 from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
 

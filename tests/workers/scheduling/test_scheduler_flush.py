@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.simulation import Simulation
+from tests.support.simulation.scheduler import Simulation
 from workers.scheduling.request import UnfinishedError
 
 

@@ -1,4 +1,4 @@
-"""What each element of the policy brings under open-loop load, on a simulated H200 (`tests.support.load_simulation`).
+"""What each element of the policy brings under open-loop load, on a simulated H200 (`tests.support.simulation.load`).
 
 Sizes are such that a load takes a second; the bounds leave room for other seeds' requests.
 """
@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.support.load_simulation import (
+from tests.support.simulation.graphs import SimulatedGraphs
+from tests.support.simulation.load import (
     H200,
     SHAPES,
     TREE_H200,
@@ -21,7 +22,6 @@ from tests.support.load_simulation import (
     policies,
     simulate,
 )
-from tests.support.simulated_graphs import SimulatedGraphs
 
 TARGET_MS = 25.0
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.support.simulation import Simulation, random_prompt
+from tests.support.simulation.scheduler import Simulation, random_prompt
 from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
 
 POOLS = {1: 110, 4: 30, 16: 12, 64: 5}  # pages: the largest request fits, few of them do at once

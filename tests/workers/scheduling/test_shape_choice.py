@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.support.shape_simulation import CHAIN, GPU, TREE, Engine, Ints, chances_of
+from tests.support.simulation.shapes import CHAIN, GPU, TREE, Engine, Ints, chances_of
 from workers.config import RoundShapes
 from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
 from workers.scheduling.step_time import StepTime

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.load_simulation import Arrival, Policy, simulate
-from tests.support.simulation import Simulation
+from tests.support.simulation.load import Arrival, Policy, simulate
+from tests.support.simulation.scheduler import Simulation
 from workers.scheduling import shared_prefixes
 from workers.scheduling.plan import StepPlan
 from workers.scheduling.prefill import MAX_PASSED

@@ -6,8 +6,8 @@ of any shape. There and where rounds take what the device does, after 200 steps.
 
 import pytest
 
-from tests.support.answer_simulation import Answers, Pair
-from tests.support.shape_simulation import CHAIN, TREE, chances_of
+from tests.support.simulation.answers import Answers, Pair
+from tests.support.simulation.shapes import CHAIN, TREE, chances_of
 from workers.config import RoundShapes
 from workers.scheduling.cost_table import CostTable, RoundCosts
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.support.load_simulation import H200, Policy, poisson_load, replace_struct, simulate
+from tests.support.simulation.load import H200, Policy, poisson_load, replace_struct, simulate
 from workers.config import PLAIN, RoundShapes, SchedulerConfig
 from workers.scheduling.admission import MAX_RETRY_AFTER_S, UNKNOWN_S, Admission
 from workers.scheduling.cost_table import CostTable, RoundCosts

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.support.shape_simulation import CPU, GPU, TREE
+from tests.support.simulation.shapes import CPU, GPU, TREE
 from workers.scheduling.step_time import Step, StepTime
 
 COSTS = GPU[TREE]

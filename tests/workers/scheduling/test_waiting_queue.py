@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attention.config import CacheConfig
-from tests.support.simulation import Clock, Simulation
+from tests.support.simulation.scheduler import Clock, Simulation
 from workers.config import SchedulerConfig
 from workers.scheduling.plan import Grammar, SamplingParams, pack_i32
 from workers.scheduling.request import QueueFullError, Request

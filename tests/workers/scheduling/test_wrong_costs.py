@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.support.shape_simulation import CHAIN, CPU, GPU, TREE, Engine, chances_of, misread
+from tests.support.simulation.shapes import CHAIN, CPU, GPU, TREE, Engine, chances_of, misread
 from workers.config import RoundShapes
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.shape_choice import Reason

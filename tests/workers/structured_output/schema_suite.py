@@ -14,8 +14,8 @@ from pathlib import Path
 
 import xgrammar
 
+from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
-from tests.support.prompts import MODELS
 from workers.scheduling.plan import Grammar
 from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from workers.structured_output.json_schema import checked_schema

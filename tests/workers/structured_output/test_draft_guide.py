@@ -7,9 +7,9 @@ import torch
 from tokenizers import Tokenizer
 
 from speculative.ops.guides import begin, follow, forced_or
+from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
 from tests.support.grammars import grammar_of
-from tests.support.prompts import MODELS
 from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from workers.structured_output.draft_guide import Endings, MaskRows, TreeWalk
 from workers.structured_output.guest import Tree

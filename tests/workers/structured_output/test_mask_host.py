@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
-from tests.support.prompts import MODELS
 from workers.scheduling.plan import Grammar, pack_i32
 from workers.structured_output import mask_jobs
 from workers.structured_output.compiler import Vocabulary

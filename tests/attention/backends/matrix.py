@@ -1,0 +1,120 @@
+"""The tables of docs/attention-backends.md, from the facts that refuse a start:
+`python -m tests.attention.backends.matrix`.
+
+Asked are the conformance suite's uses, one fact changed at a time. What a backend needs installed does not count."""
+
+import dataclasses
+
+import torch
+
+from attention.capability import Capability
+from attention.config import PAGE_SIZES
+from attention.limits import AttentionUse
+from attention.metadata import Mode
+from attention.registry import BACKENDS, limit
+from tests.support.kernels.attention_cases import WORKS, Shape, use_of
+
+PLACES = {
+    "CPU": ("cpu", None),
+    "8.0": ("cuda", (8, 0)),
+    "9.0": ("cuda", (9, 0)),
+    "10.0": ("cuda", (10, 0)),
+    "12.0": ("cuda", (12, 0)),
+}
+LATENT = Shape(576, 128, 64, latent=512)  # DeepSeek's, all heads on a rank
+UNTRIED = {("trtllm", "latent rows")}  # kernels of GPUs that none of ours is
+GPU_10, GPU_12 = (Capability("cuda", (major, 0)) for major in (10, 12))
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256, 512)
+GROUPS = (1, 3, 4, 8, 16, 32, 64)
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def refusal(name: str, use: AttentionUse) -> str | None:
+    return limit(BACKENDS[name], use)
+
+
+def matrix() -> str:
+    """Three Markdown tables: where each mode runs over keys and values by heads, and over latent rows, and what each
+    backend takes; then the refusals."""
+    lines = [*_modes("backend", Shape()), "", *_modes("backend over latent rows", LATENT)]
+    lines += [
+        "",
+        "| backend | KV kept as | page sizes | head dims | query heads per KV head | types | window of the draft | "
+        "reads lengths on the host |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [f"| `{name}` | {' | '.join(_facts(name))} |" for name in BACKENDS]
+    lines += ["", "Refused, in the words of a refused start:", ""]
+    lines += [f"- `{name}`: {'; '.join(_refusals(name)) or 'nothing'}" for name in BACKENDS]
+    return "\n".join(lines)
+
+
+def _modes(head: str, shape: Shape) -> list[str]:
+    """A table of backends and modes."""
+    lines = [f"| {head} | {' | '.join(work.name for work in WORKS)} |", f"| --- |{' --- |' * len(WORKS)}"]
+    for name in BACKENDS:
+        cells = [_places(name, [use_of(work, shape, *place) for place in PLACES.values()]) for work in WORKS]
+        mark = " (not run on a device)" if (name, shape.layout.kind) in UNTRIED else ""
+        lines.append(f"| `{name}`{mark} | {' | '.join(cells)} |")
+    return lines
+
+
+def _places(name: str, uses: list[AttentionUse]) -> str:
+    able = [place for place, use in zip(PLACES, uses, strict=True) if refusal(name, use) is None]
+    gpus = list(PLACES)[1:]
+    return "CPU, GPUs" if able == list(PLACES) else "GPUs" if able == gpus else ", ".join(able) or "no"
+
+
+def _home() -> AttentionUse:
+    """A use that every backend takes: decoding on an H200."""
+    return use_of(next(work for work in WORKS if work.mode is Mode.DECODE), Shape())
+
+
+def _facts(name: str) -> list[str]:
+    home = _home()
+    heads = {group: group * home.num_kv_heads for group in GROUPS}
+    return [
+        ", ".join(sorted(BACKENDS[name].layouts)),
+        _able(name, {size: dataclasses.replace(home, page_size=size) for size in PAGE_SIZES}),
+        _able(name, {dim: dataclasses.replace(home, head_dim=dim) for dim in HEAD_DIMS}),
+        _able(name, {group: dataclasses.replace(home, num_heads=count) for group, count in heads.items()}),
+        _able(name, {str(t).removeprefix("torch."): dataclasses.replace(home, dtype=t) for t in TYPES}),
+        "no" if refusal(name, dataclasses.replace(home, window=1024)) else "yes",
+        ", ".join(sorted(mode.value for mode in BACKENDS[name].cpu_seq_lens_modes)) or "never",
+    ]
+
+
+def _able(name: str, uses: dict[object, AttentionUse]) -> str:
+    able = [str(value) for value, use in uses.items() if refusal(name, use) is None]
+    return "all" if len(able) == len(uses) else ", ".join(able)
+
+
+def _refusals(name: str) -> list[str]:
+    """Each reason once, in the order of the uses asked."""
+    home = _home()
+    latent = dataclasses.replace(home, num_kv_heads=1, head_dim=576, layout="latent rows", value_dim=512)
+    asked = [use_of(work, Shape(), *place) for work in WORKS for place in PLACES.values()]
+    asked += [
+        dataclasses.replace(home, page_size=1),
+        dataclasses.replace(home, head_dim=80),
+        dataclasses.replace(home, head_dim=512),
+        dataclasses.replace(home, num_heads=64 * home.num_kv_heads),
+        dataclasses.replace(home, dtype=torch.float32),
+        dataclasses.replace(home, window=1024),
+        latent,
+        dataclasses.replace(latent, mode=Mode.PREFILL),
+        dataclasses.replace(latent, device=GPU_10),
+        dataclasses.replace(latent, head_dim=24 + 64, value_dim=24),
+        dataclasses.replace(latent, device=GPU_10, page_size=64, head_dim=24 + 64, value_dim=24),
+        dataclasses.replace(latent, device=GPU_10, page_size=64, dtype=torch.float16),
+        dataclasses.replace(latent, device=GPU_10, page_size=64, num_heads=96),
+        dataclasses.replace(latent, device=GPU_12, page_size=64, num_heads=16),
+        dataclasses.replace(latent, device=GPU_12, page_size=64, num_heads=128, mode=Mode.VERIFY, tree=True),
+        dataclasses.replace(latent, head_dim=1024 + 64, value_dim=1024),
+    ]
+    reasons = [refusal(name, use) for use in asked]
+    return list(dict.fromkeys(reason for reason in reasons if reason is not None))
+
+
+if __name__ == "__main__":
+    print(matrix())

@@ -1,0 +1,67 @@
+"""Runs the small cases of kernels' tests under Triton's interpreter, which needs a process of its own: whether
+kernels are interpreted is decided when they are imported. The imports take seconds: small files share a process."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from tests.support import ROOT
+
+# An engine's answers, and kernels that others have most in common with or that `make test` compiles for Hopper.
+SLOW_FILES = (
+    "tests/speculative/test_deterministic_interpreted.py",
+    "tests/speculative/test_deterministic_experts.py",
+    "tests/workers/kernels/test_expert_kernels.py",
+    "tests/workers/layers/test_expert_layers.py",
+    "tests/attention/ops/test_fixed_spans.py",
+    "tests/workers/layers/test_fp8_layers.py",
+    "tests/attention/backends/test_flashinfer_latent.py",
+    "tests/attention/backends/test_flashinfer_rounds.py",
+    "tests/workers/kernels/test_fp8_gemm.py",
+    "tests/workers/distributed/test_one_shot_all_reduce.py",
+    "tests/workers/sampling/test_sampling_kernels.py",
+    "tests/workers/kernels/test_skinny_gemm.py",
+)
+# Each row is a process. The longest first, so that pytest's workers end together.
+FILES = {
+    "operations": ("tests/ops/test_implementations.py",),
+    "latent rows": ("tests/attention/ops/test_latent_kernels.py",),
+    "heads": ("tests/attention/backends/test_triton_backend.py",),
+    "others": (
+        "tests/attention/backends/test_triton_prefill.py",
+        "tests/speculative/test_round_kernels.py",
+        "tests/attention/backends/test_flashinfer_plan.py",
+        "tests/attention/backends/test_trtllm_latent.py",
+        "tests/attention/ops/test_pdl_gpu.py",
+    ),
+}
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed here"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is interpreted already"),
+]
+
+
+def interpreted(files: Sequence[str], which: str = "not gpu") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", which, *files]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_small_cases_are_right_on_a_cpu(files: Sequence[str]) -> None:
+    check(interpreted(files, "not gpu and not slow"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", SLOW_FILES)
+def test_the_rest_is_right_on_a_cpu(file: str) -> None:
+    check(interpreted([file]))
+
+
+def check(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

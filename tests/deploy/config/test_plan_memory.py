@@ -1,0 +1,85 @@
+"""What `aerie plan` says of memory, for the configurations of mixtures of experts that are shipped. The checkpoints'
+configurations are those as published; there are no weights."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.cli import main
+from tests.speculative.drafts.test_published_heads import flat, layer
+from tests.support import MODELS, ROOT
+from tests.workers.models.test_published_configs import FP8, QWEN3_30B, V3
+
+QWEN3_HEAD = flat(layer(2048, 12288, 32, 4, 151936)) | {"architectures": ["LlamaForCausalLMEagle3"]}
+
+
+def planned(name: str, folder: Path, models: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is printed of the shipped configuration `name` on eight GPUs. models: config.json of each folder."""
+    shutil.copy(ROOT / "deploy" / f"{name}.yaml", folder)
+    for model, config in models.items():
+        path = folder / "models" / model
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(config))
+        for file in (MODELS / "target").glob("*token*"):
+            shutil.copy(file, path)
+    assert main(["plan", str(folder / f"{name}.yaml"), "--cpus", "64", "--gpus", "8"]) == 0
+    return capsys.readouterr().out
+
+
+def line_of(printed: str, name: str) -> str:
+    return next(line for line in printed.splitlines() if line.startswith(f"{name} "))
+
+
+def blocks(rows: int, columns: int) -> int:
+    """Bytes of a matrix in FP8 with a float32 for each 128 x 128 of the whole matrix."""
+    return rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
+
+
+def test_deepseek_v3_fits_eight_gpus_of_141_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts, projections and the module's stay in FP8; scales are of whole matrices on every rank."""
+    hidden, width = 7168, 2048
+
+    def scales(rows: int, columns: int) -> int:
+        return 4 * -(-rows // 128) * -(-columns // 128)
+
+    mlp = 3 * hidden * width // 8 + 3 * scales(hidden, width)
+    attention = (1536 + 576) * hidden + scales(1536, hidden) + scales(576, hidden)
+    attention += 24576 // 8 * 1536 + scales(24576, 1536) + 16384 // 8 * hidden + scales(hidden, 16384)
+    attention += 2 * 32768 // 8 * 512 + scales(32768, 512)  # is multiplied in bf16
+    norms = 2 * (2 * hidden + 1536 + 512)
+    experts = 257 * mlp + 2 * 256 * hidden + 4 * 256  # with the shared one, router and its bias
+    dense = 3 * hidden * 18432 // 8 + 3 * scales(hidden, 18432)
+    target = 61 * (attention + norms) + 58 * experts + 3 * dense + 2 * 2 * 129280 // 8 * hidden + 2 * hidden
+    draft = attention + norms + experts + 2 * (2 * hidden * hidden + 3 * hidden)
+    printed = planned("deepseek-v3", tmp_path, {"DeepSeek-V3": V3}, capsys)
+    line = line_of(printed, "weights")
+    assert line.startswith(f"weights     {target / 1e9:.2f} GB of the target and {draft / 1e9:.2f} GB of the draft on")
+    assert f"KV takes {62 * 576 * 2} bytes per token of each" in line
+    assert target + draft < 0.7 * 141e9
+    assert line_of(printed, "rounds").startswith("rounds      plain (1 rows, up to 1 tokens), ")
+
+
+def test_qwen3_30b_in_fp8_fits_a_gpu_of_48_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = {"Qwen3-30B-A3B-FP8": QWEN3_30B | {"quantization_config": FP8}, "qwen3_30b_moe_eagle3": QWEN3_HEAD}
+    printed = planned("qwen3-30b-a3b", tmp_path, models, capsys)
+    line = line_of(printed, "weights")
+    expert = blocks(2 * 768, 2048) + blocks(2048, 768)
+    attention = blocks(4096 + 2 * 512, 2048) + blocks(2048, 4096)
+    in_bf16 = 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048 + 2 * 151936 * 2048
+    target = 48 * (128 * expert + attention) + 2 * in_bf16
+    assert line.startswith(f"weights     {target / 1e9:.2f} GB of the target and ") and target < 0.8 * 48e9
+    assert f"KV takes {(48 + 1) * 2 * 4 * 128 * 2} bytes per token of each" in line
+    assert "16 tokens per page, prefix cache on" in line_of(printed, "KV cache")
+
+
+def test_small_pages_of_latent_rows_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = planned("deepseek-v3", tmp_path, {"DeepSeek-V3": V3}, capsys)
+    assert "64 tokens per page, prefix cache on" in line_of(printed, "KV cache")
+    served = tmp_path / "deepseek-v3.yaml"
+    served.write_text(served.read_text().replace("page_size: 64", "page_size: 16"))
+    assert main(["plan", str(served), "--cpus", "64", "--gpus", "8"]) == 0
+    line = line_of(capsys.readouterr().out, "KV cache")
+    assert "16 tokens per page (latent rows are read faster by pages of 64: set cache.page_size)" in line

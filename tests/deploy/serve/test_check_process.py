@@ -1,0 +1,49 @@
+"""What the process of checks finds wrong reaches the command, and nothing else is printed for it."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.config import ConfigError
+from deploy.config.files import located
+from deploy.serve.check_process import CheckProcess, Task
+from tests.support import ROOT
+
+
+def test_a_refused_checkpoint_is_told_at_once_with_its_reason(tmp_path: Path) -> None:
+    content = located(ROOT / "deploy" / "eagle.yaml")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["StrangeForCausalLM"]}))
+    content["applications"][0]["args"]["model"]["path"] = str(model)
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(content))
+    lines: list[str] = []
+    told, reasons = threading.Event(), []
+
+    def refuse(reason: str) -> None:
+        reasons.append(reason)
+        told.set()
+
+    check = CheckProcess()
+    try:
+        check.begin(Task(str(path), True, ""), lines.append)
+        check.on_refusal(refuse)
+        with pytest.raises(ConfigError, match="StrangeForCausalLM"):
+            check.checked()
+        assert told.wait(10) and "StrangeForCausalLM" in reasons[0]
+    finally:
+        check.close()
+    assert not [line for line in lines if "StrangeForCausalLM" in line or "Traceback" in line]
+
+
+def test_a_process_of_checks_that_ends_without_an_answer_is_told() -> None:
+    check = CheckProcess()
+    check.begin(Task("", True, ""), lambda line: None)
+    check._process.kill()
+    with pytest.raises(ConfigError, match="ended with status -9"):
+        check.checked()
+    check.close()

@@ -1,0 +1,174 @@
+"""Tree construction and acceptance against plain Python walks."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.config import SpeculativeConfig
+from speculative.ops.acceptance import accept, accept_synthetic
+from speculative.ops.tree_growth import best_tree
+from speculative.tree.nodes import NO_TOKEN, Tree, bare_roots, chain
+from speculative.tree.shape import TreeShape
+from speculative.tree_table import TreeTable
+from tests.support.drafts.random_trees import random_candidates
+from workers.config import PLAIN
+
+
+@pytest.mark.parametrize("top_k,steps,width", [(1, 3, 4), (2, 2, 4), (4, 5, 16), (3, 4, 9), (8, 3, 60)])
+def test_best_tree_keeps_the_best_candidates_with_their_parents(top_k: int, steps: int, width: int) -> None:
+    candidates = random_candidates(5, top_k, steps, seed=width)
+    root = torch.arange(100, 105)
+    tree = best_tree(root, candidates, width)
+    assert torch.equal(tree.tokens[:, 0], root)
+    for b in range(5):
+        order = sorted(range(candidates.tokens.shape[1]), key=lambda c: (-candidates.scores[b, c].item(), c))
+        kept = order[: width - 1]
+        place = {-1: 0} | {c: i + 1 for i, c in enumerate(kept)}
+        for c, node in place.items():
+            if c < 0:
+                continue
+            parent = place[int(candidates.parents[b, c])]  # a KeyError here is a kept node without its parent
+            assert tree.parents[b, node] == parent < node
+            assert tree.tokens[b, node] == candidates.tokens[b, c]
+            assert tree.depths[b, node] == candidates.depths[c]
+            assert tree.masks[b, node] == tree.masks[b, parent] | 1 << node
+
+
+def walk(tree: Tree, chosen: Tensor, b: int) -> tuple[list[int], list[int]]:
+    """Path of accepted nodes and emitted tokens of tree b, by following matching children from the root."""
+    path, tokens = [0], []
+    while True:
+        token = int(chosen[b, path[-1]])
+        tokens.append(token)
+        width = tree.tokens.shape[1]
+        below = [i for i in range(1, width) if tree.parents[b, i] == path[-1] and tree.tokens[b, i] == token]
+        if not below:
+            return path, tokens
+        path.append(below[0])
+
+
+@pytest.mark.parametrize("top_k,steps,width", [(1, 4, 5), (4, 5, 16), (3, 3, 12)])
+def test_acceptance_equals_a_walk_down_the_tree(top_k: int, steps: int, width: int) -> None:
+    candidates = random_candidates(8, top_k, steps, seed=3)
+    tree = best_tree(torch.arange(8) + 200, candidates, width)
+    random.seed(0)
+    longest = 0
+    for _ in range(200):
+        chosen = torch.randint(0, 99, tree.tokens.shape)
+        for b in range(8):
+            for node in range(width):
+                children = [i for i in range(1, width) if tree.parents[b, i] == node]
+                if children and random.random() < 0.8:
+                    chosen[b, node] = tree.tokens[b, random.choice(children)]
+        accepted = accept(tree, chosen, torch.ones(8, dtype=torch.bool), steps)
+        for b in range(8):
+            path, tokens = walk(tree, chosen, b)
+            n = int(accepted.num_drafts[b])
+            assert n == len(path) - 1
+            assert accepted.path[b, : n + 1].tolist() == path
+            assert accepted.tokens[b, : n + 1].tolist() == tokens
+            longest = max(longest, n)
+    assert longest == steps  # the deepest path was exercised
+
+
+def test_a_request_without_speculation_accepts_nothing() -> None:
+    tree = chain(torch.tensor([7, 7]), torch.tensor([[1, 2], [1, 2]]))
+    chosen = torch.tensor([[1, 2, 3], [1, 2, 3]])
+    accepted = accept(tree, chosen, torch.tensor([True, False]), 2)
+    assert accepted.num_drafts.tolist() == [2, 0]
+    assert accepted.tokens[0].tolist() == [1, 2, 3]
+    assert accepted.tokens[1, 0] == 1
+
+
+def test_a_bare_root_accepts_nothing() -> None:
+    tree = bare_roots(torch.tensor([5]), 4)
+    accepted = accept(tree, torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, dtype=torch.bool), 3)
+    assert accepted.num_drafts.tolist() == [0]
+
+
+@pytest.mark.parametrize("length", [1.0, 2.3, 3.0, 3.9, 4.0])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_synthetic_acceptance_has_the_wanted_mean(length: float, top_k: int) -> None:
+    batch = 4000
+    candidates = random_candidates(batch, top_k, 3, seed=1)
+    tree = best_tree(torch.zeros(batch, dtype=torch.int64), candidates, candidates.tokens.shape[1] + 1)
+    chosen = torch.zeros_like(tree.tokens)
+    enabled = torch.ones(batch, dtype=torch.bool)
+    accepted = accept_synthetic(tree, chosen, enabled, 3, length, torch.arange(batch), torch.full((batch,), 9))
+    mean = 1 + accepted.num_drafts.double().mean().item()
+    # standard error at most 0.5 / sqrt(4000) = 0.008; 6 of them: a false alarm in 10^9
+    assert mean == pytest.approx(length, abs=0.05)
+    assert set(accepted.num_drafts.tolist()) <= {int(length - 1), int(length - 1) + 1}
+    for b in range(20):
+        n = int(accepted.num_drafts[b])
+        path = accepted.path[b, : n + 1].tolist()
+        assert all(tree.parents[b, child] == parent for parent, child in zip(path, path[1:], strict=False))
+
+
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_tree_table_gives_back_what_was_written(is_chain: bool) -> None:
+    table = TreeTable(4, 3, is_chain, torch.device("cpu"))
+    seq_len = torch.tensor([10, 11, 12, 13, 14], dtype=torch.int32)
+    tree = chain(torch.tensor([7, 8]), torch.tensor([[1, 2], [3, 4]]))
+    table.write(torch.tensor([3, 0]), tree)
+    back = table.read(torch.tensor([0, 3, 1]), TreeShape.of(2, 1, 3), seq_len)
+    assert back.tree.tokens[:2].tolist() == [[8, 3, 4], [7, 1, 2]]
+    assert back.tree.tokens[2, 1:].tolist() == [NO_TOKEN, NO_TOKEN]
+    assert back.length.tolist() == [10, 13, 11]
+    assert back.positions.tolist() == [10, 11, 12, 13, 14, 15, 11, 12, 13]
+    assert back.ids.tolist() == [8, 3, 4, 7, 1, 2, 0, 0, 0]
+    assert table.read(torch.tensor([3]), PLAIN, seq_len).tree.masks.tolist() == [[1]]
+
+
+@pytest.mark.parametrize("drafted", [TreeShape.of(*s) for s in ((3, 1, 4), (4, 3, 12), (5, 4, 16))])
+@pytest.mark.parametrize("verified", [TreeShape.of(*s) for s in ((1, 1, 2), (4, 1, 5), (3, 2, 6), (5, 4, 20))])
+def test_any_shape_can_be_verified_after_any_other(drafted: TreeShape, verified: TreeShape) -> None:
+    """What may be accepted is in both: the drafted tree, and of it the best nodes as far as the verified shape holds
+    them, whatever was drafted for the slot before."""
+    slots, steps = torch.arange(6), drafted.num_steps
+    table = TreeTable(6, 20, False, torch.device("cpu"))
+    older = best_tree(torch.arange(6), random_candidates(6, 5, 5, seed=2), 20)
+    table.write(slots, older)
+    table.write_roots(slots, torch.arange(7) + 200)
+    new = best_tree(torch.arange(6) + 200, random_candidates(6, drafted.top_k, steps, seed=9), drafted.width)
+    table.write(slots, new)
+    read = table.read(slots, verified, torch.zeros(7, dtype=torch.int32)).tree
+    depth, width = verified.depth, min(drafted.width, verified.width)
+    for b in range(6):
+        alive = [0]
+        for node in range(1, width):
+            deep_enough = int(new.depths[b, node]) <= depth
+            straight = int(new.parents[b, node]) == node - 1 == alive[-1] or not verified.is_chain
+            if deep_enough and straight:
+                alive.append(node)
+        assert (read.tokens[b] != NO_TOKEN).nonzero().flatten().tolist() == alive
+        for name, written in vars(new).items():
+            assert getattr(read, name)[b, alive].tolist() == written[b, alive].tolist()
+        assert (read.parents[b, 1:] < torch.arange(1, verified.width)).all()  # of every node, accepted or not
+        assert (read.masks[b] >> torch.arange(verified.width) & 1).all()
+    chosen = torch.where(read.tokens == NO_TOKEN, 5, read.tokens)
+    for accepted in (
+        accept(read, chosen, torch.ones(6, dtype=torch.bool), depth),
+        accept_synthetic(read, chosen, torch.ones(6, dtype=torch.bool), depth, 9.0, slots, slots),
+    ):
+        assert int(accepted.num_drafts.max()) <= min(depth, steps)
+        assert not (read.tokens.gather(1, accepted.path) == NO_TOKEN).any()
+    # as many as the schedule wants, as far as there are any
+    assert accepted.num_drafts.tolist() == torch.where(read.tokens == NO_TOKEN, 0, read.depths).amax(1).tolist()
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        ({"num_steps": 3, "top_k": 1, "num_draft_tokens": 8}, "a chain .* has num_steps . 1 = 4 tokens"),
+        ({"num_steps": 2, "top_k": 2, "num_draft_tokens": 9}, "has 7 nodes at most"),
+        ({"num_steps": 0}, "leave the section `speculative` out"),
+        ({"num_steps": 17, "top_k": 4, "num_draft_tokens": 16}, "at most 63"),
+        ({"synthetic_acceptance_length": 4.5}, "must be 1 to num_steps . 1 = 4"),
+    ],
+)
+def test_impossible_shapes_are_refused_with_the_remedy(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig(path="draft", **settings)  # type: ignore[arg-type]

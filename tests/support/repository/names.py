@@ -1,0 +1,179 @@
+"""What the repository defines, read from its sources without importing them, and the names that its prose mentions.
+
+For `tests/test_names.py`. A name is resolved as far as folders and modules go, then by what the module binds, then by
+what the class binds (in its body, on `self`, and in the bases that are of this repository)."""
+
+import ast
+import io
+import os
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.support import ROOT
+
+PACKAGES = ("attention", "workers", "speculative", "cluster", "deploy", "tests")
+ANY = "*"  # among a class's names: it has a base from elsewhere, so that nothing can be said of them
+
+HIDDEN = (".ci", ".github")  # hidden folders that are sources
+_BUILT = re.compile(r"\.|__pycache__$|build$|dist$|.*\.egg-info$")
+_TICKED = re.compile(r"(?<!`)(`{1,2})([^`]+?)\1(?!`)")
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+@cache
+def files() -> frozenset[str]:
+    """Every file of the checkout, and the folders they lie in, with a slash at their end; nothing that was built."""
+    found = set()
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if name in HIDDEN or not _BUILT.match(name)]
+        found |= {str((Path(folder) / name).relative_to(ROOT)) for name in names}
+    return frozenset(found | {f"{folder}/" for name in found for folder in map(str, Path(name).parents)})
+
+
+@cache
+def bindings(module: str) -> dict[str, set[str]]:
+    """name -> what can follow it after a dot, of a module's file; ANY where that cannot be told."""
+    tree = ast.parse((ROOT / module).read_text())
+    bound: dict[str, set[str]] = {}
+    for node in _statements(tree.body):
+        if isinstance(node, ast.ClassDef):
+            bound[node.name] = _class_names(node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            bound[node.name] = set()
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound.update({(alias.asname or alias.name).partition(".")[0]: {ANY} for alias in node.names})
+        else:
+            bound.update({name: {ANY} for name in _targets(node)})
+    return bound
+
+
+@cache
+def classes() -> dict[str, set[str]]:
+    """Every class of the repository by its bare name -> its attributes, those of its bases included."""
+    found: dict[str, set[str]] = {}
+    for name in files():
+        if name.endswith(".py"):
+            for node in ast.walk(ast.parse((ROOT / name).read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, set()).update(_class_names(node))
+    for _ in range(4):  # the depth of our class trees
+        for names in found.values():
+            bases = {name for name in names if name.startswith("<")}
+            for base in bases:
+                names.discard(base)
+                names |= found.get(base.strip("<>"), {ANY})
+    return found
+
+
+def is_defined(dotted: str) -> bool:
+    """Whether `a.b.c` or `a.b:c` is a folder, a module, or something that one binds."""
+    parts = dotted.replace(":", ".").split(".")
+    for count in range(len(parts), 0, -1):
+        stem, rest = "/".join(parts[:count]), parts[count:]
+        module = next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if f in files()), None)
+        if not rest and (module or f"{stem}/" in files()):
+            return True
+        if module is not None:
+            return _binds(bindings(module), rest)
+    return False
+
+
+def has_attribute(class_name: str, attribute: str) -> bool:
+    """Whether a class of that name has it, as far as can be told."""
+    names = classes()[class_name]
+    return attribute in names or ANY in names
+
+
+def is_path(path: str) -> bool:
+    """Whether a path of the repository, or the end of one (`scheduler.py`), exists; it may be a pattern."""
+    path = path.removeprefix("./")
+    if "*" in path:
+        return any(ROOT.glob(path))
+    return path in files() or f"{path}/" in files() or any(name.endswith(f"/{path}") for name in files())
+
+
+def prose(name: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of what a file says in words: docstrings and comments of .py, comments of .yaml, all of .md but its
+    code."""
+    text = (ROOT / name).read_text()
+    if name.endswith(".md"):
+        yield 1, _FENCED.sub(lambda fence: "\n" * fence.group().count("\n"), text)
+    elif name.endswith(".py"):
+        yield from _comments(text)
+        for node in ast.walk(ast.parse(text)):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                yield node.lineno, node.value.value
+    else:
+        for number, line in enumerate(text.splitlines(), start=1):
+            _, mark, comment = line.partition("#")
+            if mark:
+                yield number, comment
+
+
+def ticked(name: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of everything between backticks in a file's prose."""
+    for line, text in prose(name):
+        for match in _TICKED.finditer(text):
+            yield line + text.count("\n", 0, match.start()), " ".join(match.group(2).split())
+
+
+def _comments(text: str) -> Iterator[tuple[int, str]]:
+    """Runs of comment lines as one text each: a name may stand in backticks that open and close on different lines."""
+    run: list[str] = []
+    start = last = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            if run and token.start[0] != last + 1:
+                yield start, "\n".join(run)
+                run = []
+            start = start if run else token.start[0]
+            last = token.start[0]
+            run.append(token.string.lstrip("# "))
+    if run:
+        yield start, "\n".join(run)
+
+
+def _binds(bound: dict[str, set[str]], rest: list[str]) -> bool:
+    first, *more = rest
+    if first not in bound:
+        return False
+    names = bound[first] | (classes().get(first, set()) if bound[first] and bound[first] != {ANY} else set())
+    return not more or ANY in names or more[0] in names
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a module, and inside its `if`, `try` and `with`."""
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                yield from _statements(getattr(node, field, []))
+
+
+def _targets(node: ast.stmt) -> Iterator[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    for target in targets:
+        for part in ast.walk(target) if target is not None else ():
+            if isinstance(part, ast.Name):
+                yield part.id
+
+
+def _class_names(node: ast.ClassDef) -> set[str]:
+    """What a class binds, and its bases as "<Base>"."""
+    names = {f"<{ast.unparse(base).rpartition('.')[2].partition('[')[0]}>" for base in node.bases}
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(child.name)
+            for part in ast.walk(child):
+                if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
+                    names.add(part.attr)
+        else:
+            names.update(_targets(child))
+    return names

@@ -1,0 +1,175 @@
+"""Short answers without a GPU: the real scheduler, two steps in flight, over rounds and prompts that take what a table
+says.
+
+Says what the choice of shapes makes of rounds between which prompts come all the time. Steps of a small model wait for
+the host, which takes as long for every shape. Time is simulated, and all is seeded.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from attention.config import CacheConfig
+from tests.support.simulation.scheduler import Clock
+from workers.config import RoundShapes, SchedulerConfig
+from workers.runner.local_engine import LocalEngine
+from workers.scheduling.cost_table import CostTable
+from workers.scheduling.plan import (
+    FINISH_LENGTH,
+    FINISH_NONE,
+    GraphCount,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    pack_i32,
+    unpack_i32,
+)
+from workers.scheduling.request import Request
+from workers.scheduling.scheduler import Scheduler
+
+SLOTS = 32
+WARM_UP_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its draft on a device.
+
+    chances: [shapes], with which each draft is accepted if its parent was.
+    costs: what the device takes, and what the scheduler is told.
+    host_ms: what the host takes to launch a step, during which the device may run the one before.
+    noise: of a step's time, as the sigma of a lognormal factor.
+    """
+
+    shapes: RoundShapes
+    chances: Sequence[float]
+    costs: CostTable
+    host_ms: float
+    noise: float = 0.05
+
+
+class _Slot:
+    """kv: committed tokens. left: tokens until the answer's end. drafted: shape of the tree that it has."""
+
+    def __init__(self) -> None:
+        self.kv = self.max_len = self.left = self.drafted = 0
+
+
+class PairRank:
+    """Implements `workers.runner.executor.StepExecutor` over simulated time."""
+
+    def __init__(self, pair: Pair, seed: int) -> None:
+        self.costs: CostTable | None = pair.costs
+        self.graphs = GraphCount()
+        self.clock = Clock()
+        self._pair = pair
+        self._random = random.Random(seed)
+        self._slots = [_Slot() for _ in range(SLOTS)]
+        self._pending: deque[tuple[float, StepResult]] = deque()
+        self._free_s = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def ready(self) -> bool:
+        return bool(self._pending) and self.clock.now >= self._pending[0][0]
+
+    def take(self) -> StepResult:
+        done_s, result = self._pending.popleft()
+        self.clock.now = max(self.clock.now, done_s)
+        return result
+
+    def submit(self, plan: StepPlan) -> None:
+        pair, started_s = self._pair, self.clock.now
+        for init in plan.inits:
+            slot = self._slots[init.slot]
+            slot.kv, slot.max_len, slot.left = init.num_cached, init.max_len, 0
+        rounds = [self._slots[slot] for slot in unpack_i32(plan.slots).tolist()]
+        kv_tokens, num_chunk_tokens = sum(slot.kv for slot in rounds), 0
+        entries = [(slot, *self._round(slot, plan.shape)) for slot in rounds]
+        for chunk in plan.chunks:
+            slot = self._slots[chunk.slot]
+            slot.kv += len(chunk.tokens) // 4
+            num_chunk_tokens += len(chunk.tokens) // 4
+            if chunk.next_token < 0:
+                slot.left = slot.max_len - slot.kv - 1
+                entries.append((slot, 1, -1))
+        for (slot, _, _), drafts in zip(entries, plan.drafting or bytes(len(entries)), strict=True):
+            slot.drafted = plan.next_shape if drafts else 0
+        took_ms = pair.costs.step_ms(plan.shape, len(rounds), kv_tokens, num_chunk_tokens)
+        self.clock.now += pair.host_ms / 1e3
+        self._free_s = max(self._free_s, self.clock.now) + took_ms / 1e3 * self._random.lognormvariate(0.0, pair.noise)
+        result = StepResult(
+            epoch=plan.epoch,
+            step=plan.step,
+            counts=pack_i32([count for _, count, _ in entries]),
+            tokens=pack_i32([1] * sum(count for _, count, _ in entries)),
+            finish=bytes(FINISH_LENGTH if count and slot.left <= 0 else FINISH_NONE for slot, count, _ in entries),
+            accepted=pack_i32([accepted for _, _, accepted in entries]),
+            elapsed_s=self._free_s - started_s,
+        )
+        self._pending.append((self._free_s, result))
+
+    def _round(self, slot: _Slot, shape: int) -> tuple[int, int]:
+        """Tokens that a round emits, and drafts that it accepts: -1 if it has none."""
+        if slot.left <= 0:
+            return 0, -1
+        shapes, verified = self._pair.shapes, min(slot.drafted, shape)
+        accepted, most = 0, min(shapes[slot.drafted].max_new_tokens, shapes[shape].max_new_tokens) - 1
+        while accepted < most and self._random.random() < self._pair.chances[verified]:
+            accepted += 1
+        count = min(1 + accepted, slot.left)
+        slot.left -= count
+        slot.kv += count
+        return count, accepted if verified else -1
+
+
+class Answers:
+    """An engine that answers. choose: the shape of the next step, given whether prompts wait; None: `ShapeChoice`."""
+
+    def __init__(self, pair: Pair, seed: int = 0, choose: Callable[[bool], int] | None = None) -> None:
+        self.rank = PairRank(pair, seed)
+
+        def chosen(shapes: RoundShapes) -> int:
+            assert choose is not None
+            queues = self.scheduler.queues
+            return choose(bool(queues.prefilling or queues.waiting))
+
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_running=SLOTS, max_step_tokens=512),
+            CacheConfig(page_size=16, prefix_cache=False),
+            64 * SLOTS,
+            1024,
+            self.rank.clock,
+            pair.shapes,
+            1,
+            choose_shape=None if choose is None else chosen,
+        )
+        self.scheduler.use_costs(pair.costs)
+        self._engine = LocalEngine(self.scheduler, self.rank)
+        self._random = random.Random(seed)
+        self._num_requests = 0
+
+    def tokens_per_ms(self, concurrency: int, count: int, mean_tokens: int = 64) -> float:
+        """Of `count` answers, so many at a time, to prompts of 40 to 120 tokens."""
+        started_s, requests = self.rank.clock.now, []
+        for _ in range(count):
+            max_tokens = self._random.randint(mean_tokens // 2, mean_tokens * 3 // 2)
+            prompt = [1] * self._random.randint(40, 120)
+            requests.append(Request(str(self._num_requests), prompt, SamplingParams(max_tokens, 0.0)))
+            self._num_requests += 1
+        self._engine.run(requests, concurrency)
+        return sum(len(request.output) for request in requests) / (self.rank.clock.now - started_s) / 1e3
+
+    def warm_up(self, concurrency: int) -> None:
+        """Answer until the choice has had its steps to learn."""
+        while self.scheduler.stats.num_steps < WARM_UP_STEPS:
+            self.tokens_per_ms(concurrency, concurrency)
+
+    @property
+    def steps(self) -> Counter[str]:
+        """Steps so far, by shape and reason."""
+        stats = self.scheduler.stats
+        return Counter(stats.steps_by_shape) + Counter(stats.steps_by_reason)
