@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cluster.http.answer import Piece
 from cluster.http.parsers.output_parser import joined_deltas
 from cluster.http.parsers.table import PARSERS
-from tests.cluster.http.test_parsers import Request
+from tests.cluster.http.parsers.test_parsers import Request
 
 PARAMETERS = {
     "type": "object",
