@@ -5,42 +5,29 @@ The scheduler looks prompts up when it admits them and inserts what was computed
 
 import heapq
 from collections.abc import Iterator
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import dataclass
 
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_digests import first_digest, next_digests
+from attention.kv_cache.radix_node import EvictionKey, Node, Tokens
+from attention.kv_cache.snapshots import Snapshots
 
-Tokens = npt.NDArray[np.int32]
 
+@dataclass(frozen=True)
+class Match:
+    """What the cache has of a prompt.
 
-class _Node:
-    """A run of pages. tokens: their len(pages) * page_size tokens, and `lookahead` more. digests: one of each page.
-    depth: pages before it. key: the first page's tokens, under which the parent knows it, behind the salt for the
-    tree's first pages. stamp: when it was last matched or inserted."""
+    pages: of its longest known beginning.
+    num_saved: tokens that need not be computed: those of the pages, or with recurrent layers those up to the deepest
+        snapshot among them.
+    row: of that snapshot; -1 for none.
+    is_fork: whether another text goes on after the pages.
+    """
 
-    __slots__ = ("tokens", "pages", "digests", "depth", "children", "parent", "key", "stamp", "queued")
-
-    def __init__(
-        self,
-        tokens: Tokens,
-        pages: list[int],
-        digests: list[bytes],
-        depth: int,
-        parent: "_Node | None",
-        key: bytes,
-        stamp: int,
-    ) -> None:
-        self.tokens = tokens
-        self.pages = pages
-        self.digests = digests
-        self.depth = depth
-        self.children: dict[bytes, _Node] = {}
-        self.parent = parent
-        self.key = key
-        self.stamp = stamp
-        self.queued = False
+    pages: list[int]
+    num_saved: int
+    row: int = -1
+    is_fork: bool = False
 
 
 class PrefixCache:
@@ -52,35 +39,48 @@ class PrefixCache:
 
     Whoever holds a page of the tree holds the pages before it too, so `PageAllocator.num_evictable` is exact: leaves go
     first, and no unheld page has a held one below it.
+
+    snapshots: states of recurrent layers at ends of pages; None for a model without such layers. A request resumes at
+    the deepest one among its pages, and computes the tokens after it again. So pages after a path's last snapshot save
+    no computation: they are evicted before all others. A page that goes takes its snapshot along; a snapshot may go
+    alone (`Snapshots`).
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, lookahead: int = 0) -> None:
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, lookahead: int = 0, snapshots: Snapshots | None = None
+    ) -> None:
         assert lookahead in (0, 1), f"lookahead={lookahead}"
+        self.snapshots = snapshots
         self.page_size = page_size
         self.lookahead = lookahead
         self._allocator = allocator
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_recomputed_tokens = 0
         self.num_insertions = 0
-        self._root = _Node(np.empty(0, np.int32), [], [], 0, None, b"", 0)
+        self._root = Node.root()
         self._changes: dict[bytes, bool] | None = None  # by digest whether it is here now, since `take_changes`
         self._stride = 1
         self.reset()
 
     def reset(self) -> None:
-        """Forget all pages. The caller resets the allocator with it; counters stay."""
+        """Forget all pages and snapshots, and what rows are lent. The caller resets the allocator with it; counters
+        stay."""
         if self._changes is not None:
             self._changes.update(dict.fromkeys(self.digests(), False))
-        self._root = _Node(np.empty(0, np.int32), [], [], 0, None, b"", 0)
+        self._root = Node.root()
         self._clock = 0
-        self._leaves: list[tuple[int, int, _Node]] = []  # heap; entries may be stale, see `evict`
+        self._leaves: list[tuple[EvictionKey, int, Node]] = []  # heap; entries may be stale, see `evict`
         self._num_pushed = 0
+        if self.snapshots is not None:
+            self.snapshots.reset()
 
     def clear(self) -> int:
         """Forget all pages; those that no request holds become free, the others when they are released. Returns how
         many were forgotten; counters stay."""
         gone = list(self.pages())
         self._allocator.uncache(gone)
+        assert self.snapshots is None or self.snapshots.num_lent == 0, "a request still writes states"
         self.reset()
         return len(gone)
 
@@ -92,6 +92,7 @@ class PrefixCache:
         for each in [] if node is None else list(self._nodes(node)):
             self._note(each.digests, each.depth, False)
             self._allocator.uncache(each.pages)
+            self._drop_snapshots(each, after=0)
             forgotten += each.pages
             each.pages, each.digests = [], []  # so that `evict` skips its entry among the leaves
         return forgotten
@@ -113,25 +114,61 @@ class PrefixCache:
         """Of the pages in the tree that are told of."""
         return (digest for node in self._nodes() for digest in self._told(node.digests, node.depth))
 
-    def match(self, tokens: Tokens, salt: bytes = b"") -> list[int]:
-        """Pages of the longest known beginning of `tokens` (int32 [n]); each gets one more holder, the caller. salt:
-        only what was inserted with the same one is known.
+    def match(self, tokens: Tokens, salt: bytes = b"") -> Match:
+        """The longest known beginning of `tokens` (int32 [n]), whose pages get one more holder, the caller. salt: only
+        what was inserted with the same one is known.
 
         At most (n - 1) // page_size pages: at least one token is left to compute, and with lookahead 1 a page's last
         key token must be part of `tokens`.
         """
-        _, _, pages = self._walk(tokens, (len(tokens) - 1) // self.page_size, salt)
-        self._allocator.acquire(pages)
-        return pages
+        match = self._look_up(tokens, salt, resumes=True)
+        self._allocator.acquire(match.pages)
+        return match
 
     def num_cached(self, tokens: Tokens, salt: bytes = b"") -> int:
-        """How many of `tokens` (int32 [n]) the pages hold that `match` would give; nobody gets them."""
-        return len(self._walk(tokens, (len(tokens) - 1) // self.page_size, salt)[2]) * self.page_size
+        """How many of `tokens` (int32 [n]) need not be computed after a `match`; the pages get no holder."""
+        return self._look_up(tokens, salt).num_saved
 
-    def record_query(self, num_tokens: int, num_hits: int) -> None:
-        """Count one admitted prompt of `num_tokens`, `num_hits` of them found."""
+    def _look_up(self, tokens: Tokens, salt: bytes, resumes: bool = False) -> Match:
+        node, kept, pages = self._walk(tokens, (len(tokens) - 1) // self.page_size, salt)
+        snapshots = self.snapshots
+        if snapshots is None:
+            return Match(pages, len(pages) * self.page_size)
+        is_fork = kept < len(node.pages) or bool(node.children)
+        snapshot = node.deepest(len(pages))
+        if snapshot is None:
+            return Match(pages, 0, -1, is_fork)
+        if resumes:
+            snapshots.use(snapshot)
+        return Match(pages, snapshot.end * self.page_size, snapshot.row, is_fork)
+
+    def record_query(self, num_tokens: int, match: Match) -> None:
+        """Count one admitted prompt of `num_tokens`."""
         self.num_queried_tokens += num_tokens
-        self.num_hit_tokens += num_hits
+        self.num_hit_tokens += match.num_saved
+        self.num_recomputed_tokens += len(match.pages) * self.page_size - match.num_saved
+
+    def lend_row(self, num_tokens: int) -> int | None:
+        """A row for the state of a running request, without which `num_tokens` would be computed again; a cheaper
+        snapshot goes for it. None if there is none, or no snapshots."""
+        if self.snapshots is None:
+            return None
+        row, bared = self.snapshots.lend(num_tokens // self.page_size)
+        if bared is not None:
+            self._requeue(bared)
+        return row
+
+    def attach(self, tokens: Tokens, position: int, row: int, salt: bytes = b"") -> None:
+        """A lent row holds the state after the first `position` of `tokens`, the end of a page: keep it, or give the
+        row back where the tree has no such page or has its state already."""
+        snapshots, size = self.snapshots, self.page_size
+        assert snapshots is not None and position % size == 0, f"a state after {position} tokens, not at a page's end"
+        end = position // size
+        node, kept, pages = self._walk(tokens, min(end, (len(tokens) - self.lookahead) // size), salt)
+        if len(pages) < end or any(snapshot.end == end for snapshot in node.snapshots):
+            snapshots.give_back(row)
+            return
+        snapshots.add(row, end, node)
 
     def insert(self, tokens: Tokens, pages: list[int], salt: bytes = b"") -> list[int]:
         """Keep the caller's `pages` (held by it), which hold the KV of the beginning of `tokens`.
@@ -146,7 +183,7 @@ class PrefixCache:
         if known >= count:
             return present
         if kept < len(node.pages):
-            node = self._split(node, kept)
+            node = node.split(kept, size, self.lookahead)
         new = pages[known:count]
         start = known * size
         key = (b"" if known else salt) + tokens[start : start + size + self.lookahead].tobytes()
@@ -154,7 +191,7 @@ class PrefixCache:
         before = node.digests[-1] if node.digests else first_digest(salt)
         digests = next_digests(before, own, len(new), size, self.lookahead)
         self._note(digests, known, True)
-        child = _Node(own, new, digests, known, node, key, self._clock)
+        child = Node(own, new, digests, known, node, key, self._clock)
         node.children[key] = child
         self._queue(child)
         self._allocator.cache(new)
@@ -162,18 +199,22 @@ class PrefixCache:
         return present + new
 
     def evict(self, count: int) -> int:
-        """Frees up to `count` pages that no request holds, oldest leaves first, each from its end. Returns how many."""
+        """Frees up to `count` pages that no request holds: first those after a path's last snapshot, then oldest leaves
+        first, each from its end. Returns how many."""
         freed = 0
-        held: list[_Node] = []
+        held: list[Node] = []
         while freed < count and self._leaves:
-            stamp, _, node = heapq.heappop(self._leaves)
-            node.queued = False
+            key, _, node = heapq.heappop(self._leaves)
+            if key != node.queued:  # another entry has taken its place
+                continue
+            node.queued = None
             if node.children or not node.pages:
                 continue
-            if stamp != node.stamp:  # used since it was queued
+            if key != self._key(node):  # used since it was queued
                 self._queue(node)
                 continue
-            num = self._allocator.num_unheld_at_end(node.pages, count - freed)
+            limit = self._num_bare(node) or len(node.pages)
+            num = self._allocator.num_unheld_at_end(node.pages, min(limit, count - freed))
             if num == 0:
                 held.append(node)
                 continue
@@ -187,7 +228,7 @@ class PrefixCache:
         """Every page in the tree."""
         return (page for node in self._nodes() for page in node.pages)
 
-    def _nodes(self, top: _Node | None = None) -> Iterator[_Node]:
+    def _nodes(self, top: Node | None = None) -> Iterator[Node]:
         """All of the tree, or of it from `top` down, each after its parent."""
         stack = [top or self._root]
         while stack:
@@ -203,7 +244,7 @@ class PrefixCache:
     def _told(self, digests: list[bytes], depth: int) -> list[bytes]:
         return digests[(-depth - 1) % self._stride :: self._stride]
 
-    def _walk(self, tokens: Tokens, limit: int, salt: bytes) -> tuple[_Node, int, list[int]]:
+    def _walk(self, tokens: Tokens, limit: int, salt: bytes) -> tuple[Node, int, list[int]]:
         """Follows `tokens` for up to `limit` pages: the last node touched, its pages matched, all pages matched."""
         size, lookahead = self.page_size, self.lookahead
         self._clock += 1
@@ -227,28 +268,13 @@ class PrefixCache:
                 break
         return node, kept, pages
 
-    def _split(self, node: _Node, kept: int) -> _Node:
-        """The node's first `kept` pages become its new parent, which is returned."""
-        size, lookahead = self.page_size, self.lookahead
-        assert node.parent is not None and 0 < kept < len(node.pages)
-        tokens = node.tokens[: kept * size + lookahead].copy()
-        upper = _Node(tokens, node.pages[:kept], node.digests[:kept], node.depth, node.parent, node.key, node.stamp)
-        node.parent.children[node.key] = upper
-        node.tokens = node.tokens[kept * size :].copy()
-        node.pages = node.pages[kept:]
-        node.digests = node.digests[kept:]
-        node.depth += kept
-        node.key = node.tokens[: size + lookahead].tobytes()
-        node.parent = upper
-        upper.children[node.key] = node
-        return upper
-
-    def _cut(self, node: _Node, count: int) -> None:
+    def _cut(self, node: Node, count: int) -> None:
         """Drops the last `count` pages of a leaf; an emptied leaf leaves the tree, and its parent may become one."""
         gone = node.pages[-count:]
         self._note(node.digests[-count:], node.depth + len(node.pages) - count, False)
         del node.pages[-count:]
         del node.digests[-count:]
+        self._drop_snapshots(node, after=node.end)
         self._allocator.uncache(gone)
         if node.pages:
             node.tokens = node.tokens[: len(node.pages) * self.page_size + self.lookahead].copy()
@@ -260,9 +286,31 @@ class PrefixCache:
         if parent is not self._root and not parent.children:
             self._queue(parent)
 
-    def _queue(self, leaf: _Node) -> None:
-        """One heap entry per leaf; the stamp of a leaf used later is corrected when the entry comes up."""
-        if not leaf.queued:
-            leaf.queued = True
+    def _drop_snapshots(self, node: Node, after: int) -> None:
+        """Those of a node after page number `after` of its path."""
+        for snapshot in [snapshot for snapshot in node.snapshots if snapshot.end > after]:
+            assert self.snapshots is not None
+            self.snapshots.drop(snapshot)
+
+    def _num_bare(self, leaf: Node) -> int:
+        """Pages of a leaf after its last snapshot, which save no computation; 0 without recurrent layers."""
+        if self.snapshots is None:
+            return 0
+        return leaf.end - leaf.snapshots[-1].end if leaf.snapshots else len(leaf.pages)
+
+    def _key(self, leaf: Node) -> EvictionKey:
+        """The leaf with the least key goes first."""
+        return self._num_bare(leaf) == 0, leaf.stamp
+
+    def _requeue(self, node: Node) -> None:
+        """A node has lost a snapshot: if it is a leaf, it may go earlier."""
+        if node.pages and not node.children:
+            self._queue(node)
+
+    def _queue(self, leaf: Node) -> None:
+        """One valid heap entry per leaf; the key of a leaf used later is corrected when the entry comes up."""
+        key = self._key(leaf)
+        if leaf.queued is None or key < leaf.queued:
+            leaf.queued = key
             self._num_pushed += 1
-            heapq.heappush(self._leaves, (leaf.stamp, self._num_pushed, leaf))
+            heapq.heappush(self._leaves, (key, self._num_pushed, leaf))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
 
-from attention.kv_cache.prefix_cache import PrefixCache
+from attention.kv_cache.prefix_cache import Match, PrefixCache
 from workers.config import RoundShape, RoundShapes
 from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
@@ -187,7 +187,8 @@ class PrefillPlanner:
             sequence.tokens = sequence.known_tokens()
         total = len(sequence.tokens)
         held_before = allocator.num_held
-        cached = [] if cache is None else cache.match(sequence.tokens, request.sampling.cache_salt)
+        match = Match([], 0) if cache is None else cache.match(sequence.tokens, request.sampling.cache_salt)
+        cached = match.pages
         need = slot_pages.pages_for(total + self._max_kv_tokens) - len(cached)
         if self._queues.active and need + (allocator.num_held - held_before) > room:
             allocator.release(cached)
@@ -203,7 +204,7 @@ class PrefillPlanner:
             request.queue_s = self._clock() - sequence.submitted_s
             self._stats.queue_s.observe(request.queue_s)
             if cache is not None:
-                cache.record_query(total, sequence.computed)
+                cache.record_query(total, match)
         return True
 
     def _cache_for(self, sequence: Sequence) -> PrefixCache | None:

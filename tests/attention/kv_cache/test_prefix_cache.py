@@ -26,11 +26,11 @@ def test_finds_full_pages_and_leaves_one_token_to_compute():
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, 4)
     pages, _ = insert(cache, allocator, tokens_of(*range(12)))
-    assert cache.match(tokens_of(*range(12))) == pages[:2]
-    assert cache.match(tokens_of(*range(13))) == pages
-    assert cache.match(tokens_of(*range(8), 99, 99, 99)) == pages[:2]
-    assert cache.match(tokens_of(99, *range(11))) == []
-    assert cache.match(tokens_of(0)) == []
+    assert cache.match(tokens_of(*range(12))).pages == pages[:2]
+    assert cache.match(tokens_of(*range(13))).pages == pages
+    assert cache.match(tokens_of(*range(8), 99, 99, 99)).pages == pages[:2]
+    assert cache.match(tokens_of(99, *range(11))).pages == []
+    assert cache.match(tokens_of(0)).pages == []
 
 
 def test_with_lookahead_a_page_counts_only_with_the_token_after_it():
@@ -39,10 +39,10 @@ def test_with_lookahead_a_page_counts_only_with_the_token_after_it():
     pages = allocator.allocate(2)
     assert cache.insert(tokens_of(*range(8)), pages) == pages[:1]  # the token after the second page is unknown
     assert cache.insert(tokens_of(*range(9)), pages) == pages
-    assert cache.match(tokens_of(0, 1, 2, 3, 4)) == pages[:1]
-    assert cache.match(tokens_of(0, 1, 2, 3, 9, 5)) == []
-    assert cache.match(tokens_of(*range(9))) == pages
-    assert cache.match(tokens_of(*range(8), 77)) == pages[:1]
+    assert cache.match(tokens_of(0, 1, 2, 3, 4)).pages == pages[:1]
+    assert cache.match(tokens_of(0, 1, 2, 3, 9, 5)).pages == []
+    assert cache.match(tokens_of(*range(9))).pages == pages
+    assert cache.match(tokens_of(*range(8), 77)).pages == pages[:1]
 
 
 def test_pages_that_differ_only_in_the_token_after_are_kept_side_by_side():
@@ -50,8 +50,8 @@ def test_pages_that_differ_only_in_the_token_after_are_kept_side_by_side():
     cache = PrefixCache(allocator, 2, lookahead=1)
     first, _ = insert(cache, allocator, tokens_of(1, 2, 3))
     second, _ = insert(cache, allocator, tokens_of(1, 2, 4))
-    assert cache.match(tokens_of(1, 2, 3)) == first
-    assert cache.match(tokens_of(1, 2, 4)) == second
+    assert cache.match(tokens_of(1, 2, 3)).pages == first
+    assert cache.match(tokens_of(1, 2, 4)).pages == second
 
 
 def test_duplicates_are_named_and_stay_the_callers():
@@ -72,13 +72,13 @@ def test_oldest_leaf_goes_first_and_held_pages_never():
     insert(cache, allocator, tokens_of(1, 2))
     insert(cache, allocator, tokens_of(1, 3))
     insert(cache, allocator, tokens_of(7))
-    held = cache.match(tokens_of(1, 2, 0))
-    allocator.release(cache.match(tokens_of(7, 0)))
+    held = cache.match(tokens_of(1, 2, 0)).pages
+    allocator.release(cache.match(tokens_of(7, 0)).pages)
     assert cache.evict(1) == 1
-    assert cache.match(tokens_of(1, 3, 0)) == held[:1], "the least recently used leaf was 1, 3"
+    assert cache.match(tokens_of(1, 3, 0)).pages == held[:1], "the least recently used leaf was 1, 3"
     allocator.release(held[:1])
     assert cache.evict(5) == 1, "only 7 is a leaf that nobody holds"
-    assert cache.match(tokens_of(7, 0)) == []
+    assert cache.match(tokens_of(7, 0)).pages == []
     allocator.release(held)
     assert cache.evict(5) == 2
     assert allocator.num_free == 6
@@ -89,9 +89,9 @@ def test_a_leaf_used_again_outlives_one_inserted_after_it():
     cache = PrefixCache(allocator, 1)
     insert(cache, allocator, tokens_of(1))
     insert(cache, allocator, tokens_of(2))
-    allocator.release(cache.match(tokens_of(1, 0)))
+    allocator.release(cache.match(tokens_of(1, 0)).pages)
     assert cache.evict(1) == 1
-    assert cache.match(tokens_of(2, 0)) == [] and len(cache.match(tokens_of(1, 0))) == 1
+    assert cache.match(tokens_of(2, 0)).pages == [] and len(cache.match(tokens_of(1, 0)).pages) == 1
 
 
 def test_eviction_takes_only_as_many_pages_as_asked_from_the_end():
@@ -99,7 +99,7 @@ def test_eviction_takes_only_as_many_pages_as_asked_from_the_end():
     cache = PrefixCache(allocator, 2)
     pages, _ = insert(cache, allocator, tokens_of(*range(16)))
     assert cache.evict(3) == 3
-    assert cache.match(tokens_of(*range(17))) == pages[:5]
+    assert cache.match(tokens_of(*range(17))).pages == pages[:5]
     again, kept = insert(cache, allocator, tokens_of(*range(6)))
     assert kept == pages[:3]
 
@@ -116,7 +116,7 @@ def test_matches_what_a_dictionary_of_prefixes_says(page_size, lookahead):
         length = rng.randint(1, 8 * page_size)
         cuts = rng.randint(0, length)
         tokens = np.array([5] * cuts + [rng.randrange(2) for _ in range(length - cuts)], np.int32)
-        found = cache.match(tokens)
+        found = cache.match(tokens).pages
         limit = (length - 1) // page_size
         expected = []
         for i in range(1, limit + 1):
@@ -145,7 +145,7 @@ def test_reset_forgets_everything():
     insert(cache, allocator, tokens_of(*range(16)))
     allocator.reset()
     cache.reset()
-    assert cache.match(tokens_of(*range(16))) == []
+    assert cache.match(tokens_of(*range(16))).pages == []
     assert cache.evict(1) == 0
     allocator.check_integrity([], cache.pages())
 
@@ -157,10 +157,14 @@ def test_pages_are_shared_between_requests_of_one_salt_only() -> None:
     tokens = tokens_of(*range(13))
     assert cache.insert(tokens, plain) == plain
     assert cache.insert(tokens, salted, b"a") == salted
-    assert cache.match(tokens) == plain and cache.match(tokens, b"a") == salted and cache.match(tokens, b"b") == []
+    assert (
+        cache.match(tokens).pages == plain
+        and cache.match(tokens, b"a").pages == salted
+        and cache.match(tokens, b"b").pages == []
+    )
     assert cache.num_cached(tokens, b"a") == 12
     other = tokens_of(*range(8), 50, 51, 52, 53, 54)
-    assert cache.match(other, b"a") == salted[:2], "a split keeps the salt"
+    assert cache.match(other, b"a").pages == salted[:2], "a split keeps the salt"
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

@@ -21,7 +21,7 @@ def test_a_cleared_cache_finds_nothing_and_all_its_pages_are_free() -> None:
     assert num_cached == allocator.num_evictable == 3
     assert cache.clear() == 3
     assert allocator.num_free == 7 and cache.clear() == 0
-    assert cache.match(_tokens(1, 2, 3, 4, 5)) == []
+    assert cache.match(_tokens(1, 2, 3, 4, 5)).pages == []
     allocator.check_integrity([], cache.pages())
 
 
@@ -30,7 +30,7 @@ def test_held_pages_stay_their_holders_and_may_be_inserted_again() -> None:
     cache = PrefixCache(allocator, 2)
     pages = allocator.allocate(3)
     cache.insert(_tokens(*range(6)), pages)
-    shared = cache.match(_tokens(*range(5)))  # a second holder of two of them
+    shared = cache.match(_tokens(*range(5))).pages  # a second holder of two of them
     assert cache.clear() == 3
     allocator.check_integrity([pages, shared], [])
     assert allocator.num_held == 3 and allocator.num_free == 4
@@ -50,11 +50,11 @@ def test_a_forgotten_text_takes_those_with_its_first_page_along_and_no_other() -
         cache.insert(_tokens(first, 2, 3, 4, last), pages, salt)
         allocator.release(pages)
     before = set(cache.digests())
-    held = cache.match(_tokens(1, 2, 3, 4, 5, 9))
+    held = cache.match(_tokens(1, 2, 3, 4, 5, 9)).pages
     forgotten = cache.forget(_tokens(1, 2, 3, 4, 5, 9))
     assert len(forgotten) == 3 and set(held) < set(forgotten)
     allocator.check_integrity([held], cache.pages())
-    assert cache.match(_tokens(1, 2, 3, 4, 6, 9)) == [] and cache.forget(_tokens(1, 2, 3)) == []
+    assert cache.match(_tokens(1, 2, 3, 4, 6, 9)).pages == [] and cache.forget(_tokens(1, 2, 3)) == []
     assert cache.num_cached(_tokens(2, 2, 3, 4, 5, 9)) == cache.num_cached(_tokens(1, 2, 3, 4, 5, 9), b"salt") == 4
     assert {d for d, here in cache.take_changes().items() if here} == set(cache.digests()) < before
     allocator.release(held)

@@ -166,7 +166,7 @@ class SimulatedEngine:
         size = self.engine.page_size
         while self.waiting and self.num_running < self.num_slots:
             request = self.waiting[0]
-            cached = self.prefix_cache.match(request.tokens)
+            cached = self.prefix_cache.match(request.tokens).pages
             need = -(-(len(request.tokens) + request.num_answer) // size) - len(cached)
             if need > self.allocator.num_available:
                 self.allocator.release(cached)

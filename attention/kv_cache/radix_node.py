@@ -1,0 +1,114 @@
+"""A node of the prefix cache's radix tree, and the snapshots that hang at its pages. Used by `prefix_cache` alone."""
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+EvictionKey = tuple[bool, int]
+
+
+class Node:
+    """A run of pages.
+
+    tokens: int32, those of its pages and `lookahead` more.
+    pages: page ids.
+    digests: one of each page.
+    depth: pages before it.
+    key: the first page's tokens, under which the parent knows it, after the salt for the tree's first pages.
+    stamp: when it was last matched or inserted.
+    snapshots: states saved at the ends of its pages, in the order of their positions.
+    queued: the key under which it waits for eviction; None while it does not.
+    """
+
+    __slots__ = ("tokens", "pages", "digests", "depth", "children", "parent", "key", "stamp", "snapshots", "queued")
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        pages: list[int],
+        digests: list[bytes],
+        depth: int,
+        parent: "Node | None",
+        key: bytes,
+        stamp: int,
+    ) -> None:
+        self.tokens = tokens
+        self.pages = pages
+        self.digests = digests
+        self.depth = depth
+        self.children: dict[bytes, Node] = {}
+        self.parent = parent
+        self.key = key
+        self.stamp = stamp
+        self.snapshots: list[Snapshot] = []
+        self.queued: EvictionKey | None = None
+
+    @staticmethod
+    def root() -> "Node":
+        """A tree without pages."""
+        return Node(np.empty(0, np.int32), [], [], 0, None, b"", 0)
+
+    @property
+    def end(self) -> int:
+        """Pages up to its last one."""
+        return self.depth + len(self.pages)
+
+    def deepest(self, end: int) -> "Snapshot | None":
+        """The last snapshot within the path's first `end` pages, here or in a node before."""
+        node: Node | None = self
+        while node is not None:
+            for snapshot in reversed(node.snapshots):
+                if snapshot.end <= end:
+                    return snapshot
+            node = node.parent
+        return None
+
+    def is_below(self, other: "Node") -> bool:
+        """Whether `other` is this node or one before it."""
+        node: Node | None = self
+        while node is not None and node.depth > other.depth:
+            node = node.parent
+        return node is other
+
+    def split(self, kept: int, page_size: int, lookahead: int) -> "Node":
+        """The node's first `kept` pages, with their snapshots, become its new parent, which is returned."""
+        assert self.parent is not None and 0 < kept < len(self.pages)
+        tokens = self.tokens[: kept * page_size + lookahead].copy()
+        upper = Node(tokens, self.pages[:kept], self.digests[:kept], self.depth, self.parent, self.key, self.stamp)
+        self.parent.children[self.key] = upper
+        self.tokens = self.tokens[kept * page_size :].copy()
+        self.pages = self.pages[kept:]
+        self.digests = self.digests[kept:]
+        self.depth += kept
+        self.key = self.tokens[: page_size + lookahead].tobytes()
+        self.parent = upper
+        upper.children[self.key] = self
+        upper.snapshots = [snapshot for snapshot in self.snapshots if snapshot.end <= self.depth]
+        self.snapshots = self.snapshots[len(upper.snapshots) :]
+        for snapshot in upper.snapshots:
+            snapshot.node = upper
+        return upper
+
+
+class Snapshot:
+    """The state of all recurrent layers after a text's first `end` pages, in one row of every rank's state pool.
+
+    node: where its last page is.
+    before: the next one up its path; after: those that come next below it.
+    used: the clock of `attention.kv_cache.snapshots.Snapshots` when it was last used.
+    """
+
+    __slots__ = ("row", "end", "node", "before", "after", "used")
+
+    def __init__(self, row: int, end: int, node: Node) -> None:
+        self.row = row
+        self.end = end
+        self.node = node
+        self.before: Snapshot | None = None
+        self.after: set[Snapshot] = set()
+        self.used = 0
+
+    @property
+    def cost(self) -> int:
+        """Pages that would be computed again without it: those since the snapshot before it."""
+        return self.end - (self.before.end if self.before is not None else 0)
