@@ -1,4 +1,4 @@
-"""RMSNorm (arXiv 1910.07467), alone and after the residual's addition."""
+"""RMSNorm (arXiv 1910.07467), alone or with the residual addition."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 @operation(Implementation("triton", "workers.ops.norm_triton:rms_norm", on_gpu))
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension; float32 inside, rounded to x's type before the weight.
+    """Return x / rms(x) * weight over the last dimension; float32 inside, rounded to x's dtype before the weight.
 
-    x       [..., size], of the model's type
-    weight  [size], of the model's type
+    x       [..., size] in the model's dtype
+    weight  [size] in the model's dtype
     ->      as x
     """
     full = x.float()
@@ -20,11 +20,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operation(Implementation("triton", "workers.ops.norm_triton:add_rms_norm", on_gpu))
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMSNorm of x + residual; the sum is written into `residual`.
+    """Return the RMSNorm of x + residual, and write the sum to `residual`.
 
-    x         [..., size], of the model's type
+    x         [..., size] in the model's dtype
     residual  as x, written
-    weight    [size], of the model's type
+    weight    [size] in the model's dtype
     ->        as x
     """
     residual += x

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Fused row-wise kernels of `norm` and `activation`: one program per row.
+"""Row-wise kernels of `norm` and `activation`: one program per row.
 
-At the few rows of a round these cost their launch, 1-2 us in a graph, where the torch operations they replace cost
-six and two of those. On Hopper they are launched before the kernel before them ends, and wait for it inside (see
-`attention.ops.pdl`).
+With the few rows of a round a kernel costs its launch, 1 to 2 us in a graph; it replaces six torch operations (norm) or
+two (activation). On Hopper it is launched before the kernel before it ends (`attention.ops.pdl`).
 """
 
 import torch
@@ -16,9 +15,23 @@ from attention.ops.pdl import pdl_wait
 
 @triton.jit
 def normed(x, weight, size, eps, DTYPE: tl.constexpr):
-    """x / rms(x) * weight of a row x, `size` float32 numbers and zeros; rounded to DTYPE before the weight."""
+    """Return x / rms(x) * weight of a row x: `size` float32 numbers, then zeros. Rounded to DTYPE before the weight."""
     scaled = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     return scaled.to(DTYPE).to(tl.float32) * weight.to(tl.float32)
+
+
+@triton.jit
+def normed_row(x_ptr, residual_ptr, weight, row, column, size, eps, HAS_RESIDUAL: tl.constexpr):
+    """Return the RMSNorm of a row of x, in float32. With a residual, add x to it first, in place."""
+    inside = column < size
+    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        # rounded as the torch reference rounds it, so that both see the same residual stream
+        x = (x + residual).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * size + column, x, mask=inside)
+        x = x.to(tl.float32)
+    return normed(x, weight, size, eps, x_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -40,14 +53,7 @@ def _add_norm(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        # rounded as the torch reference rounds it, so that both see the same residual stream
-        x = (x + residual).to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + row * size + column, x, mask=inside)
-        x = x.to(tl.float32)
-    out = normed(x, weight, size, eps, out_ptr.dtype.element_ty)
+    out = normed_row(x_ptr, residual_ptr, weight, row, column, size, eps, HAS_RESIDUAL)
     tl.store(out_ptr + row * size + column, out, mask=inside)
 
 
@@ -66,46 +72,34 @@ def _silu_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr
 
 
 def num_warps(block: int) -> int:
-    """Of a program that holds a row of `block` numbers."""
+    """Warps of a program that holds a row of `block` numbers."""
     return max(1, min(16, block // 256))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`workers.ops.norm.rms_norm`; at most 65,536 wide."""
+    """`workers.ops.norm.rms_norm`, for rows of up to 65,536."""
     x = x.contiguous()
-    assert weight.is_contiguous() and x.shape[-1] == weight.shape[0]
-    size, out = x.shape[-1], torch.empty_like(x)
-    block = triton.next_power_of_2(size)
-    rows = x.numel() // size
-    _add_norm[(rows,)](
-        x,
-        x,
-        weight,
-        out,
-        size,
-        eps,
-        HAS_RESIDUAL=False,
-        BLOCK=block,
-        num_warps=num_warps(block),
-        **pdl_wait(x.device),
-    )
-    return out
+    return _launch(x, x, weight, eps, has_residual=False)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`workers.ops.norm.add_rms_norm`; x and residual contiguous."""
     assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape and x.dtype == residual.dtype
+    return _launch(x, residual, weight, eps, has_residual=True)
+
+
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, has_residual: bool) -> Tensor:
+    assert weight.is_contiguous() and x.shape[-1] == weight.shape[0]
     size, out = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    rows = x.numel() // size
-    _add_norm[(rows,)](
+    _add_norm[(x.numel() // size,)](
         x,
         residual,
         weight,
         out,
         size,
         eps,
-        HAS_RESIDUAL=True,
+        HAS_RESIDUAL=has_residual,
         BLOCK=block,
         num_warps=num_warps(block),
         **pdl_wait(x.device),
@@ -114,7 +108,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`workers.ops.activation.silu_mul`; gate_up contiguous."""
+    """`workers.ops.activation.silu_mul`, for contiguous gate_up."""
     assert gate_up.is_contiguous() and gate_up.dim() == 2
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)

@@ -108,7 +108,7 @@ def test_the_experts_of_one_row_fit_beside_its_gates(tmp_path: Path) -> None:
     """Two programs of the second product beside one of the first, which read all of their weights before the wait."""
     sizes, tiles = DEEPSEEK_V3, few_row_tiles(1, DEEPSEEK_V3)
     down = tiles.down
-    assert down.splits == sizes.most(1)
+    assert down.splits == sizes.max_used(1)
     constants = {"WIDTH": sizes.width, "SIZE": sizes.size, "BLOCK_M": tiles.block_m, "BLOCK_N": down.block_n}
     constants |= {"SPLITS": down.splits, "BY_GROUP": True}
     pointers, blocks = {"hidden_ptr": "fp8e4nv", "out_ptr": "bf16", "part_ptr": "fp32"}, {"w_desc": (128, sizes.width)}

@@ -1,10 +1,12 @@
-"""Mixtures of experts: from a router's logits to the weighted sum of each row's experts.
+"""Mixture of experts: from router logits to the weighted sum of each row's experts.
 
-route                 which experts each row goes to, in torch; route_triton: in one launch
-router_gemm_triton    a router's logits in float32, in parts
-weights               the layout of all products' weights, and how small batches are cut into programs
-few_rows_triton       a round's few rows, in two launches (few_row_products_triton)
-many_rows_triton      rows in the order of `order_triton`: verified batches (short_blocks_triton) and prompts
-                      (tall_blocks_triton)
-gate_products_triton  the gate and up projections of few_row_products_triton and short_blocks_triton
+router_gemm      a router's logits in float32
+route            chooses experts per row: torch; route_triton: one launch
+fused            the interface of the fused experts; fused_triton chooses the kernels by number of rows
+weights          layout of the weights, and tile sizes
+few_rows_triton  up to 16 rows, in two launches (kernels: few_row_products_triton)
+many_rows_triton more rows, sorted by expert (order_triton): verified batches (short_blocks_triton), prompts
+                 (tall_blocks_triton)
+gate_products_triton  gate and up projections for few_row_products_triton and short_blocks_triton
+shared           joins shared experts to the routed ones
 """

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, index, assignment"
-"""The products of `workers.ops.experts.few_rows_triton`. W's tiles are the matrix unit's first operand, whose tall
-side they fill; rows are the other."""
+"""Kernels of `workers.ops.experts.few_rows_triton`. Weight tiles are the tensor core's first operand, whose 64 rows
+they fill; input rows are the second."""
 
 import triton
 import triton.language as tl
@@ -67,11 +67,11 @@ def gate_up_of_few_rows(
             x_scales, gate_scales, up_scales, 1, m < rows, step, SPAN, WIDTH, IN_FP8, BY_GROUP, INTERPRETED,
         )  # fmt: skip
     if PDL:
-        # The last weights have come. Sooner, what down-projections read ahead would slow the gates' own reads.
+        # Now the last weights have arrived. Earlier, the down projections' reads would slow the gates' own.
         tl.extra.cuda.gdc_launch_dependents()
     if SPLITS > 1:
         place = tile * blocks + block
-        # outputs of a row lie side by side, and of rows that are not there nothing is written or read
+        # outputs of a row are adjacent; rows beyond `rows` are neither written nor read
         there = (m < rows)[None, :]
         cells = part_ptr + place * (SPLITS * 2 * BLOCK_N * BLOCK_M)
         cells += tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
@@ -116,7 +116,7 @@ def _factor_and_scale(
     STEP: tl.constexpr,
     BY_GROUP: tl.constexpr,
 ):
-    """Of rows [BLOCK_M] and of outputs `n`, for one step of an expert."""
+    """Return the factors of rows [BLOCK_M] and the scales of outputs `n`, for one step of an expert."""
     factor = tl.load(factor_ptr + (tile * STEPS + step) * BLOCK_M + m)
     place = (expert * (SIZE // 64) + n // 64) * GROUPS + step * STEP // 128 if BY_GROUP else expert * SIZE + n
     return factor, tl.load(w_scales_ptr + place)
@@ -158,7 +158,7 @@ def down_of_few_rows(
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Read one step before their use: experts, so that tiles of weights are on their way, and scales.
+    # Experts and scales are read one step before their use, so that weight tiles are already in flight.
     last = tl.maximum(mine * steps - 1, 0)
     tile = split + tl.minimum(1, last) // steps * SPLITS
     expert = tl.maximum(tl.load(used_ptr + tile, mask=tile < most, other=0), 0)
@@ -240,8 +240,8 @@ def down_of_one_row(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The same of one row in FP8: a program for each expert, which reads all that it needs of the weights before the
-    wait. The row is laid out as in `workers.ops.fp8.gemm_ahead_triton`: a column for each group of its columns."""
+    """`down_of_few_rows` for one row in FP8. A program has one expert, and reads all its weights before the wait. The
+    row has a column per group of its columns, as in `workers.ops.fp8.gemm_ahead_triton`."""
     groups: tl.constexpr = WIDTH // 128
     block, tile = tl.program_id(0), tl.program_id(1)
     n, column, k = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, WIDTH)
@@ -258,7 +258,8 @@ def down_of_one_row(
         scales = tl.load(w_scales_ptr + (expert * SIZE + n)[:, None] + group[None, :] * 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    there = own & is_used  # of an expert that nobody asked for nothing was written
+    there = own & is_used  # activations of unused experts were never written
+
     x_row = hidden_ptr + (tile * (BLOCK_M * WIDTH) + k)[None, :]
     x = tl.load(x_row + column[:, None] * 0, mask=there, other=0.0)
     has_factor = (column < groups) & is_used

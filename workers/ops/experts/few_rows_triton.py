@@ -1,14 +1,13 @@
-"""Experts for the few rows of a round, in two launches: gates and what they gate, then down-projections and the
-weighted sum. Reading the weights of the experts that are used is most of the work.
+"""Experts for up to 16 rows, in two launches: gate and up projections; down projections and the weighted sum. Most of
+the time is spent reading the weights of the used experts.
 
-All rows go through every expert that any row goes to: the matrix unit multiplies so many in any case, rows need not be
-gathered, and all tiles come through tensor maps. Where a row did not ask for an expert its inner activations are zeros,
-so that whatever stands in other rows, padding rows included, does not touch it. A down-projection's program has some
-columns of the output and goes through the experts, summing in float32, so that no sum over experts is written and read
-again. Nothing is added in an order that changes from run to run; but which programs share a sum depends on the experts
-that all rows together use, so that a row's last bits depend on the others (`many_rows` holds that too).
+Every row goes through every used expert: the tensor core takes 16 rows in any case, no rows are gathered, and all tiles
+come through tensor maps. Where a row does not use an expert, its inner activations are zero, so garbage in other rows
+cannot reach it. A program of the down projection has some output columns and loops over the experts; the sum over
+experts stays in float32 registers.
 
-In FP8 inner activations are rounded with a scale for the columns that a program has.
+Results are reproducible, but a row's last bits depend on the other rows: the experts that all rows use decide which
+programs share a sum. `many_rows_triton` avoids that. FP8 activations have one scale per program's columns.
 """
 
 import torch
@@ -33,12 +32,13 @@ def few_row_experts(
     tiles: ExpertTiles,
     out: Tensor,
 ) -> Tensor:
-    """out [rows, size] = the weighted sum of each row's experts, zeros for padding rows; of a 16- or 32-bit type,
-    contiguous.
+    """Write the weighted sum of each row's experts to `out`; zeros for padding rows.
 
-    x: [rows, size] of the weights' type, or of `quantize_rows` if they are FP8, with scales of groups if they have
-    such. routed: of `route`, for at most MAX_FEW_ROWS rows. tiles: of `few_row_tiles` for at least as many rows.
-    workspace: as large as `workspace_size` says.
+    x: [rows, size] in the weights' dtype; for FP8 from `quantize_rows`, with scales of groups if the weights have them.
+    routed: from `route`, for at most MAX_FEW_ROWS rows.
+    workspace: at least `workspace_size`.
+    tiles: from `few_row_tiles` for at least as many rows.
+    out: [rows, size] of a 16- or 32-bit dtype, contiguous.
 
     Reference: `workers.layers.experts.experts_one_by_one`.
     """
@@ -50,7 +50,7 @@ def few_row_experts(
 def inner_rows(
     x: Tensor | Fp8Rows, routed: Routed, weights: ExpertWeights, workspace: Workspace, tiles: ExpertTiles
 ) -> InnerRows:
-    """Of all rows and each expert that is used, zeros where a row did not ask for it."""
+    """Return the inner activations of all rows in each used expert; zeros where a row does not use it."""
     assert routed.used is not None and routed.num_used is not None
     rows, slots = routed.chosen.shape
     values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
@@ -100,7 +100,7 @@ def down_projected(
     tiles: ExpertTiles,
     out: Tensor,
 ) -> Tensor:
-    """out [rows, size]: their down-projections, weighted and summed."""
+    """Write the weighted sum of the down projections to out [rows, size]."""
     assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
     rows, size, width, block_m, down = routed.chosen.shape[0], weights.size, weights.width, tiles.block_m, tiles.down
     assert out.shape == (rows, size)

@@ -1,6 +1,6 @@
-"""The weighted sum of each row's experts, by kernels that read the weights of used experts alone.
+"""Fused experts: kernels that read only the weights of used experts.
 
-Chosen once for each layer by `choose_experts`, where `fuses`; the reference, and what runs elsewhere, is
+`choose_experts` chooses once per layer, where `fuses` is true. The reference, used elsewhere, is
 `workers.layers.experts.grouped_experts`.
 """
 
@@ -18,21 +18,22 @@ from workers.span import Span
 
 
 class FusedExperts(ABC):
-    """The experts of one layer."""
+    """The fused experts of one layer."""
 
     @property
     @abstractmethod
     def inputs(self) -> Fp8Inputs | None:
-        """The form of FP8 in which `multiply` takes rows beside the model's type; None where weights are not FP8."""
+        """The FP8 format that `multiply` accepts, beside the model's dtype; None without FP8 weights."""
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:
-        """This rank's part of the weighted sum of each row's experts, shared ones included.
+        """Return this rank's part of the weighted sum of each row's experts, shared ones included; zeros for padding
+        rows.
 
-        x       [rows, size] of the model's type, or in FP8 as `inputs` says
-        router  of the same rows
-        out     [rows, size], written if it is given
-        ->      [rows, size]; zeros for padding rows
+        x       [rows, size] in the model's dtype, or in the format `inputs`
+        router  logits of the same rows
+        out     [rows, size], written; None allocates it
+        ->      [rows, size]
         """
 
 
@@ -40,21 +41,27 @@ EXPERTS = Implementation("triton", "workers.ops.experts.fused_triton:TritonExper
 
 
 def fuses(size: int, width: int, options: GEMMOptions) -> bool:
-    """Whether the kernels multiply by experts of `width` on a rank, whose rows have `size` columns. They need tensor
-    maps, which the devices that multiply FP8 have."""
+    """Whether the kernels support experts of this input `size` and `width` per rank. They need tensor maps, which all
+    devices with FP8 have."""
     return options.workspace is not None and options.fp8 and fits_kernels(size, width)
 
 
 def choose_experts(weights: ExpertWeights, options: GEMMOptions, dtype: torch.dtype) -> FusedExperts:
-    """weights: final. options: where `fuses`. dtype: of results."""
-    assert options.workspace is not None, "comes with fp8"
+    """weights: final.
+    options: `fuses` is true for them.
+    dtype: of results.
+    """
+    assert options.workspace is not None, "options.fp8 implies a workspace"
     made: FusedExperts = EXPERTS.function(weights, options.workspace, options.deterministic, dtype)
     return made
 
 
 def fused_workspace_size(held: Span, num_shared: int, experts_per_token: int, size: int, width: int) -> tuple[int, int]:
-    """Float32 cells and tickets of a `Workspace` for weights of any type, shared experts joined or not. held: of the
-    experts that rows are routed to."""
+    """Return float32 cells and tickets of a `Workspace` for weights of any dtype, with or without joined shared
+    experts.
+
+    held: the routed experts on this rank.
+    """
     if not fits_kernels(size, width):
         return 0, 0
     sizes = [

@@ -1,4 +1,4 @@
-"""Which of our kernels multiply rows by their experts: by the number of rows."""
+"""The Triton implementation of `workers.ops.experts.fused`: chooses kernels by the number of rows."""
 
 import sys
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ from workers.ops.gemm.workspace import Workspace
 
 @dataclass(frozen=True)
 class TritonExperts(FusedExperts):
-    """`workers.ops.experts.fused`. deterministic: a row's result must not depend on the rows beside it. dtype: of
-    results."""
+    """deterministic: a row's result must not depend on the rows beside it.
+    dtype: of results.
+    """
 
     weights: ExpertWeights
     workspace: Workspace

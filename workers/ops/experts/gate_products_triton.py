@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The product of gates and what they gate where weights are the tall side of the matrix unit: what the kernels for few
-rows (`few_rows`) and for short blocks of many (`short_blocks`) do at each step, and with the result."""
+"""One step of the gate and up projections with weights as the tensor core's first operand, and its epilogue. Shared by
+`few_row_products_triton` and `short_blocks_triton`."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def scales_of_gates(w_scales_ptr, gate_row, first, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Where the scales of groups of both weights begin, for BLOCK_N rows from `gate_row` on and columns from group
-    `first` on: a block of 64 rows has one for each 128 columns."""
+    """Return pointers to the first scales of gate and up, for BLOCK_N rows from `gate_row` and columns from group
+    `first`. A block of 64 rows has one scale per 128 columns."""
     gate_scales = w_scales_ptr + (gate_row // 64 + tl.arange(0, BLOCK_N) // 64) * GROUPS + first
     return gate_scales, gate_scales + WIDTH // 64 * GROUPS
 
@@ -37,8 +37,10 @@ def add_gates(
     BY_GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """gate and up [outputs, rows] with the products of the columns of one of STEPS steps, and the scales of the next,
-    which are read one step ahead of their use, rows' where `live`. Without BY_GROUP nothing is read of them."""
+    """Add the products of one of STEPS steps to gate and up [outputs, rows].
+
+    With BY_GROUP, returns the scales of the next step, which are read one step ahead; those of rows where `live`.
+    """
     gate_weights = w_desc.load([gate_row, column])
     up_weights = w_desc.load([gate_row + WIDTH, column])
     if IN_FP8:
@@ -66,7 +68,7 @@ def add_gates(
 
 @triton.jit
 def times_channels(gate, up, x_scale, scales, WIDTH: tl.constexpr):
-    """Both, times the scale of each row, and of each output: those of gates, from which WIDTH on the others are."""
+    """Multiply gate and up by each row's scale and each output's; up's scales are WIDTH after gate's."""
     gate *= tl.load(scales)[:, None] * x_scale[None, :]
     up *= tl.load(scales + WIDTH)[:, None] * x_scale[None, :]
     return gate, up

@@ -1,11 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Experts for many rows: those of batches that verify, and of prompts. Rows are ordered by expert into blocks
-(`order`); a program multiplies a block by some of its expert's columns. Four or five launches: one or two for
-the order; gates and what they gate of gathered rows; down-projections, each weighted and written to its row's place;
-their sums. For very many rows the last two go over the columns in several spans, so that what is summed stays small.
+"""Experts for more than 16 rows: verified batches and prompts. Rows are sorted by expert into blocks (`order_triton`);
+a program multiplies one block by some columns of its expert.
 
-With the same kind of blocks and the same block_n of gates a row's result is a function of that row: its sums have one
-order whatever the other tiles, and are not split.
+Launches: the order; gate and up projections of gathered rows; down projections, weighted, one result per row and
+expert; their sum. With very many rows the last two run over spans of columns, which bounds memory.
+
+With the same kind of blocks and the same `gate_up.block_n`, a row's result depends on that row alone: sums have one
+order and are not split.
+
+Why there are two kinds of blocks: from 64 rows on, rows are the tensor core's first operand, so that a thread holds two
+rows' scales instead of 16, a step takes 210 instructions per warp instead of 360, and three programs fit on a
+multiprocessor instead of one (`ba50aa9`). With fewer rows the weights must be the first operand, which has 64 rows.
 """
 
 import math
@@ -35,11 +40,11 @@ from workers.ops.experts.weights import (
 from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.gemm.tiles import MULTIPROCESSORS, SHARED_BYTES
 
-_PARTS_BYTES = 1 << 28  # of the results of each row's each expert that are written at once
-_MAX_HELD = 4  # steps of a down-projection that a program keeps its rows for
-_FEWEST_BLOCKS, _MOST_BLOCKS = 8, 28  # of columns, for which it keeps them, if its own are short
-_BEGINNING = 2.5  # of such a program, in blocks
-_MOST_AT_ONCE = 5  # such programs on a multiprocessor, by their registers
+_MAX_PARTIAL_BYTES = 1 << 28  # bound on scratch for the results per row and expert
+_MAX_HELD = 4  # steps of a down projection for which a program keeps its rows in registers
+_MIN_BLOCKS, _MAX_BLOCKS = 8, 28  # blocks of columns of such a program, for short blocks of rows
+_START_COST = 2.5  # of such a program, in blocks
+_MAX_RESIDENT = 5  # such programs per multiprocessor, limited by registers
 _SUM_COLUMNS = 1024
 
 
@@ -56,7 +61,7 @@ def _sum_slots(
     PARTLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The columns of span `number`, which part_ptr has, of [rows, SIZE]."""
+    """Sum the columns of span `number` over slots. part_ptr: that span; out_ptr: [rows, SIZE]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -68,9 +73,8 @@ def _sum_slots(
             is_there = inside & (tl.load(chosen_ptr + row * SLOTS + slot) >= 0)
             acc += tl.load(parts + slot * SPAN, mask=is_there, other=0.0).to(tl.float32)
     else:
-        # A row goes to all its experts, or, padding, to none. Of padding is read what nobody wrote, and not used, so
-        # that no part waits for `chosen`. Read once, parts make no room in the cache for themselves: it has the last
-        # that were written.
+        # A row uses all its experts, or none if it is padding. Padding rows load uninitialised memory and discard it,
+        # so that the loads need not wait for `chosen`. Parts are read once: evict_first keeps the newest ones cached.
         is_live = tl.load(chosen_ptr + row * SLOTS) >= 0
         for slot in tl.static_range(SLOTS):
             part = tl.load(parts + slot * SPAN, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -79,8 +83,11 @@ def _sum_slots(
 
 
 def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
-    """Blocks of as many rows as an expert has when rows choose evenly. deterministic: those with which a row's result
-    is the same for any number of rows. Set by a sweep on an H200; `tests.bench experts` measures it."""
+    """Return tiles for blocks of as many rows as an expert has under even routing.
+
+    Set by a sweep on an H200; `tests.bench experts` measures it. deterministic: tiles that give a row the same result
+    for any number of rows.
+    """
     each = rows * sizes.share
     block_m = TALL if deterministic else min(TALL, block_of(int(each * 1.25)))
     holds = sizes.width // 64 <= _MAX_HELD
@@ -96,32 +103,36 @@ def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -
 
 
 def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes, down: ProductTiles) -> int:
-    """How many blocks of columns a program of down-projections has, for which the last of them ends soonest: a program
-    takes a block's time for each and `_BEGINNING` more, and as many run at once as shared memory has room for. In the
-    order of what the sweep measured for 24 to 512 rows of DeepSeek-V3 on one of eight ranks."""
+    """Return the blocks of columns per down-projection program for which the last program ends soonest.
+
+    Model: a program takes one unit per block plus `_START_COST`, and shared memory bounds how many run at once. It
+        ranks tiles as the sweep for 24 to 512 rows did (DeepSeek-V3, one of eight ranks).
+    """
     columns, weight_bytes = sizes.size // down.block_n, 128 // sizes.step
     shared = (down.stages * down.block_n + block_m) * sizes.width * weight_bytes + (2 << 10)
-    at_once = MULTIPROCESSORS * min(_MOST_AT_ONCE, SHARED_BYTES // shared)
+    at_once = MULTIPROCESSORS * min(_MAX_RESIDENT, SHARED_BYTES // shared)
     row_blocks = sizes.used(rows) + sizes.num_shared * (-(-rows // block_m) - 1)
 
     def time(blocks: int) -> float:
-        return math.ceil(row_blocks * columns / blocks / at_once) * (blocks + _BEGINNING)
+        return math.ceil(row_blocks * columns / blocks / at_once) * (blocks + _START_COST)
 
-    numbers = [n for n in range(1, _MOST_BLOCKS + 1) if columns % n == 0]
-    # fewer were not measured to be faster, and each number is a kernel of its own
-    return min([n for n in numbers if n >= _FEWEST_BLOCKS] or numbers[-1:], key=time)
+    numbers = [n for n in range(1, _MAX_BLOCKS + 1) if columns % n == 0]
+    # fewer blocks were never faster, and each number is another kernel to compile
+    return min([n for n in numbers if n >= _MIN_BLOCKS] or numbers[-1:], key=time)
 
 
 def many_row_experts(
     x: Tensor | Fp8Rows, routed: Routed, weights: ExpertWeights, tiles: ExpertTiles, out: Tensor
 ) -> Tensor:
-    """out [rows, size] = the weighted sum of each row's experts, zeros for those that go to none, for
-    instance padding rows; contiguous.
+    """Write the weighted sum of each row's experts to `out`; zeros for rows without experts, such as padding.
 
-    x: as `workers.ops.experts.few_rows_triton.few_row_experts` takes it, scales in any order.
-    routed: of `workers.ops.experts.route_triton`. tiles: any of `many_row_tiles`. Memory beside x: rows * slots
-    results in out's type, or as many columns of them as fit 256 MB; and as many inner activations, and those of the
-    free places in experts' last blocks.
+    x: as for `workers.ops.experts.few_rows_triton.few_row_experts`; scales with any strides.
+    routed: from `workers.ops.experts.route_triton`.
+    tiles: any from `many_row_tiles`.
+    out: [rows, size], contiguous.
+
+    Scratch: rows * slots results in out's dtype, or as many columns of them as fit in 256 MB; as many inner
+        activations, and those of the unused rows of blocks.
 
     Reference: `workers.layers.experts.experts_one_by_one`.
     """
@@ -132,7 +143,7 @@ def many_row_experts(
     try:
         order = order_by_expert(routed, weights.num_experts, tiles.block_m, weights.num_shared)
         inner = inner_rows(x, order, weights, tiles, slots)
-    except BaseException:  # no memory, as a rule; the engine goes on without this step
+    except BaseException:  # usually out of memory; the engine serves on
         routed.forget()
         raise
     return down_projected(inner, routed, order, weights, tiles, out)
@@ -146,7 +157,7 @@ def down_projected(
     tiles: ExpertTiles,
     out: Tensor,
 ) -> Tensor:
-    """out [rows, size]: their down-projections, weighted and summed."""
+    """Write the weighted sum of the down projections to out [rows, size]."""
     rows, slots = routed.chosen.shape
     span = columns_at_once(rows * slots * out.element_size(), weights.size, tiles)
     for first in range(0, weights.size, span):
@@ -169,18 +180,20 @@ def down_projected(
 
 
 def columns_at_once(bytes_of_column: int, size: int, tiles: ExpertTiles) -> int:
-    """The most columns whose results fit the memory that they may have, at least those of a program."""
+    """Return the most columns whose results fit in `_MAX_PARTIAL_BYTES`, at least those of one program."""
     if tiles.block_m < TALL:
         return size
     programs = size // (tiles.down.block_n * tiles.down.blocks)
-    fitting = (n for n in range(1, programs + 1) if programs % n == 0 and bytes_of_column * size // n <= _PARTS_BYTES)
+    fitting = (
+        n for n in range(1, programs + 1) if programs % n == 0 and bytes_of_column * size // n <= _MAX_PARTIAL_BYTES
+    )
     return size // next(fitting, programs)
 
 
 def inner_rows(
     x: Tensor | Fp8Rows, order: ExpertOrder, weights: ExpertWeights, tiles: ExpertTiles, slots: int
 ) -> InnerRows:
-    """Of each expert's rows."""
+    """Return the inner activations of each expert's rows."""
     values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
     assert values.dtype == weights.gate_up.dtype and values.shape[1] == weights.size and values.is_contiguous()
     assert tiles.gate_up.splits == 1
@@ -230,8 +243,8 @@ def down_projections(
     first: int,
     parts: Tensor,
 ) -> None:
-    """parts [rows * slots, span]: each row's each expert's, weighted, from column `first` on; of blocks that are not
-    tall all columns."""
+    """Write weighted down projections to parts [rows * slots, span], from column `first`. Short blocks write all
+    columns."""
     size, width, block_m, down, span = weights.size, weights.width, tiles.block_m, tiles.down, parts.shape[1]
     step = tiles.inner_step(weights.in_fp8)
     common = {

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Which rows each expert has, in one launch: for products whose programs each have rows of one expert. A counting sort:
-the routing has counted pairs of a row and an expert, and a pair's place is its rank behind its expert's first.
+"""Sorts rows by expert in one launch, for products whose programs each have rows of one expert. A counting sort: the
+routing has counted the pairs (row, expert); a pair's index is its rank plus its expert's first index.
 
-Blocks of shared experts come first in the order, and programs take one of them after every few others
-(`block_of_program`): all but the first block of an expert find its weights in L2, and programs of such blocks, side by
-side or last, would leave the memory's bandwidth unused.
+Blocks of shared experts come first in the order, but programs take them one by one between the others
+(`block_of_program`). All but the first block of an expert read its weights from L2; such programs side by side would
+leave memory bandwidth unused.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from torch import Tensor
 from attention.ops.pdl import pdl_wait
 from workers.ops.experts.route import Routed
 
-_PAIRS = 256  # that a program places
-_BLOCKS = 32  # that a program describes
+_PAIRS = 256  # per program
+_BLOCKS = 32  # per program
 
 
 @triton.jit
 def _place_pairs(chosen_ptr, rank_ptr, pair_ptr, firsts, first, num_pairs, PAIRS: tl.constexpr):
-    """first .. first + PAIRS - 1. firsts: [BINS], each expert's first place."""
+    """Place pairs first .. first + PAIRS - 1. firsts: [BINS] first index of each expert."""
     pair = first + tl.arange(0, PAIRS)
     chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=-1)
     rank = tl.load(rank_ptr + pair, mask=chosen >= 0, other=0)
@@ -44,8 +44,8 @@ def _describe_blocks(
     BLOCK_M: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Whose blocks first .. first + BLOCKS - 1 are, and nobody in their free places. ends, pair_ends: [BINS], where
-    each expert's blocks and pairs end."""
+    """Write the expert of blocks first .. first + BLOCKS - 1, and NO_EXPERT to their unused indexes. ends, pair_ends:
+    [BINS] end of each expert's blocks and pairs."""
     block = first + tl.arange(0, BLOCKS)
     is_used = block < tl.max(ends, 0)
     of_shared = block < shared_blocks
@@ -77,7 +77,7 @@ def _order(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs of PAIRS pairs, then programs of BLOCKS blocks."""
+    """The first programs place PAIRS pairs each; the others describe BLOCKS blocks each."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -100,7 +100,7 @@ def _order(
 
 @triton.jit
 def clear_counts(count_ptr, BINS: tl.constexpr, EXPERTS: tl.constexpr):
-    """For a kernel after `_order`, which is the last to read them."""
+    """Zero the counts. Called by the kernel after `_order`, the last reader."""
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         number = tl.arange(0, BINS)
         tl.store(count_ptr + number, tl.zeros([BINS], tl.int32), mask=number < EXPERTS)
@@ -108,8 +108,8 @@ def clear_counts(count_ptr, BINS: tl.constexpr, EXPERTS: tl.constexpr):
 
 @triton.jit
 def block_of_program(program, shared, stride):
-    """Which block of an `ExpertOrder` a program takes: every `stride`-th program one of the first `shared`, while there
-    are any."""
+    """Return a program's block of an `ExpertOrder`: every `stride`-th program takes one of the first `shared` blocks,
+    while there are any."""
     turn = program // stride
     is_first = (program % stride == 0) & (turn < shared)
     return tl.where(is_first, turn, shared + program - tl.minimum(turn + 1, shared))
@@ -117,15 +117,15 @@ def block_of_program(program, shared, stride):
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Rows of a pass by expert, in blocks of block_m that have one expert each.
+    """Rows sorted by expert, in blocks of `block_m` with one expert each.
 
-    pairs: [blocks * block_m] int32, row * slots + slot; NO_EXPERT (`workers.ops.experts.route_triton`) where a block
-        has fewer. Of blocks without an expert nothing is written.
-    experts: [blocks] int32, whose block it is: first those of shared experts, then those of the others, both ascending;
-        NO_EXPERT after the last.
-    shared: how many of the first blocks may be shared experts'.
-    stride: how many programs apart those are taken.
-    count: of `Routed`; the kernel that reads the order first puts zeros there again (`clear_counts`).
+    pairs: [blocks * block_m] int32, row * slots + slot; NO_EXPERT where a block has fewer rows. Blocks without an
+        expert
+        are not written.
+    experts: [blocks] int32 expert of each block: shared ones first, then routed ones, both ascending, then NO_EXPERT.
+    shared: maximum number of blocks of shared experts.
+    stride: one of every `stride` programs takes a shared block.
+    count: `Routed.count`; the first kernel that reads this order zeroes it (`clear_counts`).
     """
 
     pairs: Tensor
@@ -137,15 +137,17 @@ class ExpertOrder:
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """How many blocks there may be."""
+    """Maximum number of blocks."""
     return num_pairs // block_m + min(num_experts, num_pairs)
 
 
 def order_by_expert(routed: Routed, num_experts: int, block_m: int, num_shared: int = 0) -> ExpertOrder:
-    """routed: of `workers.ops.experts.route_triton`, which has counted rows. num_shared: of the experts, the last
-    ones. An expert's pairs stand in the order of their ranks.
+    """Sort rows by expert; in an expert's block, by their ranks.
 
-    Reference: `torch.sort(routed.chosen.flatten(), stable=True)`, but for the order within an expert.
+    routed: from `workers.ops.experts.route_triton`, with counted rows.
+    num_shared: shared experts, the last of `num_experts`.
+
+    Reference: `torch.sort(routed.chosen.flatten(), stable=True)`, up to the order within an expert.
     """
     chosen, rank, count = routed.chosen, routed.rank, routed.count
     assert rank is not None and count is not None and chosen.is_contiguous() and count.shape == (num_experts,)
@@ -170,10 +172,10 @@ def order_by_expert(routed: Routed, num_experts: int, block_m: int, num_shared: 
         **pdl_wait(chosen.device),
     )
     shared = num_shared * triton.cdiv(chosen.shape[0], block_m)
-    usual = max(min(num_experts, num_pairs), num_pairs // block_m)  # blocks, when rows choose evenly
+    usual = max(min(num_experts, num_pairs), num_pairs // block_m)  # blocks under even routing
     return ExpertOrder(pairs, experts, block_m, shared, max(1, usual // max(1, shared)), count)
 
 
 def bins_of(num_experts: int) -> int:
-    """Counts of so many, as kernels have them."""
+    """Return the power of two, at least 32, that holds `num_experts` counts."""
     return max(32, int(triton.next_power_of_2(num_experts)))

@@ -1,4 +1,4 @@
-"""Which experts a row goes to, and how much each counts. Shapes depend on no value, so that it can be captured."""
+"""Chooses the experts of each row and their weights. Shapes do not depend on values, so it can be captured."""
 
 import contextlib
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NO_EXPERT = -1  # in place of an expert: of padding rows, and where another rank has it
-MAX_LISTED = 16  # rows, up to which the experts that any of them uses are listed
+NO_EXPERT = -1  # for padding rows, and for experts of other ranks
+MAX_LISTED = 16  # rows up to which the used experts are listed
 SCORINGS = ("softmax", "sigmoid")
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen by their scores.
+    """How a row's experts are chosen from its scores.
 
-    experts_per_token: chosen for a row.
-    scoring: one of `SCORINGS`, over the router's logits in float32.
-    num_groups: experts stand in groups of equal size, of which only the best groups_per_token are chosen from; a group
-        is worth the sum of its best_of_group highest scores.
-    has_bias: a bias on scores, which decides who is chosen and not how much they count (arXiv 2412.19437, 2.1.2).
-    normalise: weights of a row are divided by their sum; then all are multiplied by `scale`.
+    experts_per_token: routed experts per row.
+    scoring: one of `SCORINGS`, over float32 logits.
+    num_groups: experts form groups of equal size; only the best `groups_per_token` groups take part.
+    best_of_group: a group's score is the sum of its `best_of_group` highest scores.
+    has_bias: scores have a bias that affects the choice but not the weights (arXiv 2412.19437, 2.1.2).
+    normalise: divide a row's weights by their sum. `scale` multiplies them afterwards.
     """
 
     num_experts: int
@@ -34,7 +34,7 @@ class Routing:
     scale: float = 1.0
 
     def check(self, source: str) -> None:
-        """Raises ValueError, naming `source`, for what cannot be."""
+        """Raise ValueError, naming `source`, for an impossible combination."""
         if self.scoring not in SCORINGS:
             raise ValueError(f"{source}: scoring_func={self.scoring!r} is not supported; it is one of {SCORINGS}")
         if self.num_experts % self.num_groups:
@@ -54,9 +54,10 @@ class Routing:
 
 @dataclass(frozen=True)
 class TokenSlots:
-    """Which rows of a pass are padding: those whose KV goes to the dummy page.
+    """Marks the padding rows of a pass: their KV goes to the dummy page.
 
-    slots: [rows] int64, where each row's KV is written. first: the smallest that is not of the dummy page.
+    slots: [rows] int64 KV slots that the rows are written to.
+    first: the first slot after the dummy page.
     """
 
     slots: Tensor
@@ -65,11 +66,11 @@ class TokenSlots:
 
 @dataclass(frozen=True)
 class RouterLogits:
-    """What decides where rows go.
+    """The input of the routing.
 
-    values: float32 [rows, num_experts], or [parts, rows, num_experts], to be added up in their order.
+    values: float32 [rows, num_experts], or partial sums [parts, rows, num_experts], added in order.
     bias: float32 [num_experts] if the routing has one.
-    live: None if no row is padding, or whatever padding rows go through does not matter.
+    live: None if no row is padding, or if padding rows may use any experts.
     """
 
     values: Tensor
@@ -78,22 +79,26 @@ class RouterLogits:
     live: TokenSlots | None = None
 
     def choose(self) -> tuple[Tensor, Tensor]:
-        """As `route` gives them; of padding rows too."""
+        """Return what `route` returns; padding rows are not treated."""
         return route(self.values if self.values.dim() == 2 else self.values.sum(0), self.bias, self.routing)
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Where rows go.
+    """The experts of each row.
 
-    chosen: [rows, slots] int32, experts of each row as this rank numbers them, the shared ones (numbered after the
-        others) last; NO_EXPERT for padding rows, and where another rank has the expert.
-    weight: [rows, slots] float32, 1 for shared experts, 0 for nobody.
-    used: [most] int32, the experts that any row goes to, ascending, then NO_EXPERT. None where they are not listed.
-    num_used: [1] int32, how many those are.
-    rank: [rows, slots] int32, of each row among those of its expert, in no order that can be relied on; undefined for
-        nobody. None where experts are listed.
-    count: [experts] int32, rows that each has; to be zero again before the next launch. None as `rank`.
+    chosen: [rows, slots] int32 experts by this rank's index, shared ones (numbered last) at the end; NO_EXPERT for
+        padding
+        rows and for experts of other ranks.
+    weight: [rows, slots] float32; 1 for shared experts, 0 for NO_EXPERT.
+
+    With up to MAX_LISTED rows the used experts are listed, else None:
+    used: [max used] int32 experts in ascending order, then NO_EXPERT.
+    num_used: [1] int32.
+
+    With more rows they are counted, else None:
+    rank: [rows, slots] int32 index of the row among those of its expert, in no reliable order; undefined for NO_EXPERT.
+    count: [experts] int32 rows per expert. Must be zero again before the next launch.
     """
 
     chosen: Tensor
@@ -104,17 +109,18 @@ class Routed:
     count: Tensor | None = None
 
     def forget(self) -> None:
-        """Puts zeros into `count` where nobody will order the rows: ranks of the next launch, which go on from what is
-        there, would be beyond the places that there are."""
+        """Zero `count` if no kernel will order the rows. The next launch counts on from it, and its ranks would be out
+        of bounds."""
         if self.count is not None:
-            with contextlib.suppress(RuntimeError):  # of a capture that has failed, in which nothing was counted
+            with contextlib.suppress(RuntimeError):  # a failed capture, which counted nothing
                 self.count.zero_()
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """The experts of each row [rows, experts_per_token] int64, in no order, and their weights, float32.
+    """Return the experts of each row [rows, experts_per_token] int64, unordered, and their weights, float32.
 
-    logits: [rows, num_experts] float32. bias: [num_experts] float32 if the routing has one.
+    logits: [rows, num_experts] float32.
+    bias: [num_experts] float32 if the routing has one.
     Source: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
     """
     scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else logits.sigmoid()
@@ -124,12 +130,12 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     chosen = preference.topk(routing.experts_per_token, -1, sorted=False).indices
     weight = scores.gather(1, chosen)
     if routing.normalise:
-        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all round to zero
+        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)  # all sigmoids may be zero
     return chosen, weight * routing.scale
 
 
 def _only_best_groups(preference: Tensor, routing: Routing) -> Tensor:
-    """preference [rows, num_experts], minus infinity outside of each row's best groups."""
+    """Set preference [rows, num_experts] to minus infinity outside each row's best groups."""
     groups = preference.view(preference.shape[0], routing.num_groups, -1)
     worth = groups.topk(routing.best_of_group, -1).values.sum(-1)
     best = worth.topk(routing.groups_per_token, -1, sorted=False).indices

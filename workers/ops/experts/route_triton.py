@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Which experts a row goes to, in one launch after the router's product. For few rows it also lists the experts that
-are used; for more it counts each expert's rows. Reference: `workers.ops.experts.route.route`.
-"""
+"""Chooses experts per row in one launch. With few rows it lists the used experts; with more it counts each expert's
+rows. Reference: `workers.ops.experts.route.route`."""
 
 import torch
 import triton
@@ -12,12 +11,12 @@ from attention.ops.pdl import pdl_wait
 from workers.ops.experts.route import MAX_LISTED, Routed, RouterLogits
 from workers.span import Span
 
-LEAST = tl.constexpr(-(1 << 31))  # before all that `_ordered` gives but for a NaN's
+LEAST = tl.constexpr(-(1 << 31))  # below every result of `_ordered` but that of a NaN
 
 
 @triton.jit
 def _ordered(x):
-    """Integers in the order of x float32, equal ones for both zeros: the maximum over a warp of integers is one
+    """Map float32 to integers of the same order, both zeros alike: an integer maximum over a warp is one
     instruction."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -30,10 +29,10 @@ def _unordered(bits):
 
 @triton.jit
 def _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots):
-    """Writes which experts one row uses, ascending: each stands where as many are smaller."""
+    """Write the experts of one row in ascending order."""
     there = (slot < slots) & (chosen >= 0)
     number, other = chosen[:, None], chosen[None, :]
-    twice = (number == other) & (slot[None, :] < slot[:, None]) & there[None, :]  # only of logits that are NaN
+    twice = (number == other) & (slot[None, :] < slot[:, None]) & there[None, :]  # only with NaN logits
     found = tl.where(there & (tl.max(twice.to(tl.int32), 1) == 0), chosen, -1)
     smaller = (found[None, :] >= 0) & (found[None, :] < number)
     num_used = tl.sum((found >= 0).to(tl.int32), 0)
@@ -44,7 +43,7 @@ def _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots):
 
 @triton.jit
 def _logits(first_ptr, there, step, PARTS: tl.constexpr):
-    """Of the experts at first_ptr, minus infinity where there are none; parts are `step` apart."""
+    """Return the experts' logits, minus infinity where there are none. Partial sums are `step` apart."""
     logits = tl.load(first_ptr, mask=there, other=float("-inf"))
     for part in tl.static_range(1, PARTS):
         logits += tl.load(first_ptr + part * step.to(tl.int64), mask=there, other=0.0)
@@ -126,7 +125,7 @@ def _route(
     left = tl.reshape(left, [GROUPS_PADDED * SIZE_PADDED])
     numbers = tl.reshape(expert, [GROUPS_PADDED * SIZE_PADDED])
     slot = tl.arange(0, SLOTS_PADDED)
-    chosen = HELD + slot - K  # shared experts stand after the others
+    chosen = HELD + slot - K  # shared experts come last
     for i in tl.static_range(K):
         mine = tl.min(tl.where(left == tl.max(left, 0), numbers, EXPERTS - 1), 0)
         left = tl.where(numbers == mine, LEAST, left)
@@ -156,7 +155,7 @@ def _route(
     if LIST and ROWS_PADDED == 1:
         _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots)
     elif LIST:
-        # The program that ends last sees what all have chosen.
+        # The program that ends last sees all choices.
         tl.debug_barrier()
         if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == rows - 1:
             tl.store(ticket_ptr, 0)
@@ -176,15 +175,14 @@ def _route(
 def route(
     router: RouterLogits, num_shared: int, tickets: Tensor, list_used: bool = True, held: Span | None = None
 ) -> Routed:
-    """num_shared: experts that every row goes to. tickets: int32, zero between launches, one for each expert that this
-    rank has. list_used: of at most MAX_LISTED rows list the experts that are used, in place of counting rows. Without
-    it any number of rows is computed alike, so that a row's result is a function of that row. held: the routed experts
-    that this rank has; None if all.
+    """Choose the experts of each row; among equal preferences, the lowest index.
 
-    Rows are counted in `tickets`: they are zero again once the experts' first product has begun (`ExpertOrder.count`),
-    or after `Routed.forget`.
-
-    Of equal preferences the lowest number is chosen.
+    num_shared: shared experts, which every row uses.
+    tickets: int32, one per expert of this rank, zero between launches. Counts rows, until the experts' first product or
+        `Routed.forget` zeroes it.
+    list_used: list the used experts of up to MAX_LISTED rows. Else rows are counted and any number of rows is computed
+        alike, so that a row's result depends on that row alone.
+    held: the routed experts on this rank; None: all.
 
     Reference: `workers.ops.experts.route.route`.
     """

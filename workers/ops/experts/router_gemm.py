@@ -1,4 +1,4 @@
-"""A router's logits: a product of rows and a weight, summed and kept in float32."""
+"""A router's logits, summed and kept in float32."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,13 +17,14 @@ from workers.ops.gemm.workspace import Workspace
     )
 )
 def router_gemm(x: Tensor, weight: Tensor, workspace: Workspace | None, deterministic: bool) -> Tensor:
-    """x W^T.
+    """Return x W^T.
 
     x              [rows, K], last stride 1
-    weight         [N, K], contiguous, of x's type
-    workspace      of a model in 16 bits on a GPU, where K is a multiple of 128
-    deterministic  a row's result must not depend on how many there are
-    ->             [rows, N] float32; or [parts, rows, N], which the routing adds up in their order: so programs that
-                   share a sum need not wait for each other
+    weight         [N, K], contiguous, x's dtype
+    workspace      for 16-bit models on a GPU with K a multiple of 128; else None
+    deterministic  a row's result must not depend on the number of rows
+    ->             [rows, N] float32; or partial sums [parts, rows, N], which the routing adds in order, so that
+    programs
+                   with a common sum need not wait for each other
     """
     return F.linear(x.float(), weight.float())

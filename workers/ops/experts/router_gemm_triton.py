@@ -1,4 +1,4 @@
-"""Kernels of `workers.ops.experts.router_gemm`."""
+"""The Triton implementation of `workers.ops.experts.router_gemm`."""
 
 import torch
 import triton
@@ -8,20 +8,20 @@ from workers.ops.gemm.skinny_triton import skinny_gemm
 from workers.ops.gemm.tiles import FIXED_ROWS, MAX_ROWS, MULTIPROCESSORS, SkinnyGemmTiles
 from workers.ops.gemm.workspace import Workspace
 
-_MOST_ROWS = 512  # beyond them the library multiplies
+_MAX_ROWS = 512  # cuBLAS multiplies more
 _BLOCK_N, _BLOCK_K = 64, 128
-_MOST_SPLITS = 16
+_MAX_SPLITS = 16
 
 
 def router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
-    """Routers are low and long: their columns are split as often as fills the device. Of few rows each program reads
-    all of its part before the wait."""
+    """Return tiles for a router's small N and large K: K is split until programs fill the device. For up to 16 rows
+    each program reads its whole part before the wait, if that fits."""
     block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
-    whole = triton.next_power_of_2(triton.cdiv(k, _MOST_SPLITS))
+    whole = triton.next_power_of_2(triton.cdiv(k, _MAX_SPLITS))
     if block_m == 16 and k % whole == 0 and 128 <= whole <= 512:
         return SkinnyGemmTiles(block_m, _BLOCK_N, whole, k // whole, True, stages=1, warps=4)
     steps, tiles = k // _BLOCK_K, triton.cdiv(n, _BLOCK_N) * triton.cdiv(rows, block_m)
-    splits = max(d for d in range(1, _MOST_SPLITS + 1) if steps % d == 0 and (d == 1 or d * tiles <= MULTIPROCESSORS))
+    splits = max(d for d in range(1, _MAX_SPLITS + 1) if steps % d == 0 and (d == 1 or d * tiles <= MULTIPROCESSORS))
     ahead = block_m == 16 and steps > splits
     return SkinnyGemmTiles(block_m, _BLOCK_N, _BLOCK_K, splits, ahead, stages=4, warps=4)
 
@@ -30,7 +30,7 @@ def router_gemm(x: Tensor, weight: Tensor, workspace: Workspace | None, determin
     """`workers.ops.experts.router_gemm.router_gemm`."""
     assert workspace is not None
     rows, n = x.shape[0], weight.shape[0]
-    if rows > _MOST_ROWS and not deterministic:
+    if rows > _MAX_ROWS and not deterministic:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     tiles = router_tiles(FIXED_ROWS if deterministic else rows, *weight.shape)
     out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)

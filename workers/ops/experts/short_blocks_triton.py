@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The products of `workers.ops.experts.many_rows_triton` for blocks of fewer than 64 rows, those of batches that
-verify: there the weights are the tall side of the matrix unit, which has 64 rows at least."""
+"""Products of `workers.ops.experts.many_rows_triton` for blocks of fewer than 64 rows (verified batches). Weights are
+the tensor core's first operand, which has at least 64 rows."""
 
 import triton
 import triton.language as tl
@@ -121,12 +121,12 @@ def down_of_short_blocks(
     out = part_ptr + pair.to(tl.int64)[None, :] * SIZE + (start + n)[:, None]
     factors = hidden_scales_ptr + tile * steps * BLOCK_M + m
     held_inputs, held_factors = (), ()
-    if HOLDS:  # all of the rows' inner activations
+    if HOLDS:  # all inner activations of these rows
         for step in tl.static_range(steps):
             held_inputs += (hidden_desc.load([tile * BLOCK_M, step * STEP]),)  # type: ignore[assignment]
             held_factors += (tl.load(factors + step * BLOCK_M) * share if IN_FP8 else share,)  # type: ignore[assignment]
     row = expert * SIZE + start
-    scales = ()  # of the next block's weights, read one block ahead of their use
+    scales = ()  # of the next block's weights, read one block ahead
     if HOLDS:
         scales = _scales_of_outputs(w_scales_ptr, row, WIDTH, BLOCK_N, STEP, IN_FP8 and BY_GROUP)
     for block in range(BLOCKS):
@@ -158,7 +158,7 @@ def down_of_short_blocks(
 
 @triton.jit
 def _scale_of_outputs(w_scales_ptr, row, column, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BY_GROUP: tl.constexpr):
-    """[BLOCK_N] for weights from `row` and `column` on; of no use without BY_GROUP."""
+    """Return [BLOCK_N] scales of weights from `row` and `column`; zeros without BY_GROUP."""
     scale = tl.zeros([BLOCK_N], tl.float32)
     if BY_GROUP:
         scale = tl.load(w_scales_ptr + (row // 64 + tl.arange(0, BLOCK_N) // 64) * (WIDTH // 128) + column // 128)
@@ -169,7 +169,7 @@ def _scale_of_outputs(w_scales_ptr, row, column, WIDTH: tl.constexpr, BLOCK_N: t
 def _scales_of_outputs(
     w_scales_ptr, row, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, BY_GROUP: tl.constexpr
 ):
-    """Those of every step."""
+    """Return `_scale_of_outputs` of every step."""
     scales = ()
     for step in tl.static_range(WIDTH // STEP):
         scales += (_scale_of_outputs(w_scales_ptr, row, step * STEP, WIDTH, BLOCK_N, BY_GROUP),)  # type: ignore[assignment]
@@ -189,8 +189,8 @@ def _add_product(
     BY_GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """acc [outputs, rows] and the product of one step's columns; of FP8 times `factor` of each row, and times `scale`
-    of each output that has one for these columns."""
+    """Add the product of one step to acc [outputs, rows]. In FP8 it is multiplied by each row's `factor` and, with
+    BY_GROUP, by each output's `scale`."""
     weights = w_desc.load([row, column])
     if IN_FP8:
         part = tl.dot(weights, tl.trans(inputs))

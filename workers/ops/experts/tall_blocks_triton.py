@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The products of `workers.ops.experts.many_rows_triton` for blocks of at least 64 rows, those of prompts: there
-the rows are the tall side of the matrix unit, so that a thread has few of them, and few scales.
+"""Products of `workers.ops.experts.many_rows_triton` for blocks of at least 64 rows (prompts). Rows are the tensor
+core's first operand, so that a thread has few rows and few scales.
 
-A down-projection's program has several blocks of columns, one after the other, for the same rows: the weights of the
-next are on their way while one is multiplied and written.
+A down-projection program computes several blocks of columns in turn for the same rows; the next block's weights load
+while one is multiplied and written.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from workers.ops.experts.order_triton import block_of_program, clear_counts
 from workers.ops.fp8.rows_triton import scale_of, to_fp8
 
-MIN_ROWS = 64  # of a block
+MIN_ROWS = 64  # per block
 
 
 @triton.jit(do_not_specialize=["shared", "stride"])
@@ -55,13 +55,13 @@ def gate_up_of_tall_blocks(
         return
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     pair = tl.load(pair_ptr + tile * BLOCK_M + m)
-    inside, row = pair >= 0, tl.maximum(pair, 0) // SLOTS  # a free place has the first row's scales, and goes nowhere
+    inside, row = pair >= 0, tl.maximum(pair, 0) // SLOTS  # unused rows take row 0's scales and are not stored
     x = x_ptr + row.to(tl.int64)[:, None] * SIZE + tl.arange(0, STEP)[None, :]
     gate_row = expert * (2 * WIDTH) + block * BLOCK_N
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if BY_GROUP:
-        # a block of 64 rows has one scale for each 128 columns; read one step ahead of their use
+        # one scale per 64 rows and 128 columns, read one step ahead
         x_scales = x_scales_ptr + row * row_step
         if BLOCK_N == 64:
             gate_scales = w_scales_ptr + gate_row // 64 * groups
@@ -137,7 +137,7 @@ def down_of_tall_blocks(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Columns first .. first + SPAN - 1 of the results, which part_ptr has, of all rows."""
+    """Compute columns first .. first + SPAN - 1 of the results. part_ptr: [pairs, SPAN]."""
     steps: tl.constexpr = WIDTH // STEP
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -154,7 +154,7 @@ def down_of_tall_blocks(
     out = part_ptr + pair.to(tl.int64)[:, None] * SPAN + (start + tl.arange(0, BLOCK_N))[None, :]
     factors = hidden_scales_ptr + tile * steps * BLOCK_M + m
     held_inputs, held_factors = (), ()
-    if HOLDS:  # all of the rows' inner activations
+    if HOLDS:  # all inner activations of these rows
         for step in tl.static_range(steps):
             held_inputs += (hidden_desc.load([tile * BLOCK_M, step * STEP]),)  # type: ignore[assignment]
             held_factors += (tl.load(factors + step * BLOCK_M) * share if IN_FP8 else share,)  # type: ignore[assignment]
@@ -198,7 +198,7 @@ def _add_product(
     BY_GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """acc and the product of one step's columns, times `factor` of each row in FP8."""
+    """Add the product of one step to acc [rows, outputs]; in FP8, times each row's `factor`."""
     groups: tl.constexpr = WIDTH // 128
     weights = w_desc.load([row, step * STEP])
     if IN_FP8:

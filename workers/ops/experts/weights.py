@@ -1,4 +1,4 @@
-"""What the kernels of experts have in common: how weights lie, and how a product is cut into programs."""
+"""Layout of the experts' weights and tile sizes of their kernels."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,19 @@ from workers.ops.fp8.rows import FP8, GROUP
 from workers.ops.gemm.tiles import MULTIPROCESSORS
 from workers.span import Span
 
-MAX_FEW_ROWS = MAX_LISTED  # as many as the matrix unit takes in any case
+MAX_FEW_ROWS = MAX_LISTED  # the tensor core takes 16 in any case
 
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Of a layer's experts on a rank.
+    """Sizes of a layer's experts on this rank.
 
-    num_routed, num_shared: experts that rows are routed to, and that every row goes to.
-    experts_per_token: of the routed ones. size, width: of rows that go in, and inside an expert. step: columns of the
-        first product in 128 bytes.
-    num_elsewhere: experts that rows are routed to on other ranks.
+    num_routed, num_shared: routed experts, and shared experts, which every row uses.
+    experts_per_token: routed experts per row.
+    size: columns of input rows.
+    width: columns inside an expert.
+    step: columns of the gate and up projections in 128 bytes.
+    num_elsewhere: routed experts on other ranks.
     """
 
     num_routed: int
@@ -32,28 +34,28 @@ class ExpertSizes:
 
     @property
     def share(self) -> float:
-        """Of an expert's rows, when they choose evenly."""
+        """Fraction of all rows that an expert gets under even routing."""
         return self.experts_per_token / (self.num_routed + self.num_elsewhere)
 
-    def most(self, rows: int) -> int:
-        """Experts that so many rows use at most."""
+    def max_used(self, rows: int) -> int:
+        """Maximum number of experts that `rows` rows use."""
         return min(self.num_routed, rows * self.experts_per_token) + self.num_shared
 
     def used(self, rows: int) -> float:
-        """Those that they use when they choose evenly."""
+        """Expected number of experts that `rows` rows use under even routing."""
         return self.num_routed * (1.0 - (1.0 - self.share) ** rows) + self.num_shared
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of a layer on this rank, shared ones last, as the kernels read them; all contiguous.
+    """The experts of a layer on this rank, shared ones last; all tensors contiguous.
 
-    gate_up: [experts, 2 * width, size], of a 16-bit type or float8_e4m3fn; gates above what they gate. down: [experts,
-        size, width], likewise.
-    gate_up_scales, down_scales: of FP8, as `workers.ops.fp8.tiles.Fp8Matrix` has them, of each expert:
-        float32 [experts, rows / 64, columns / 128], or [experts, rows, 1]; None for others.
-    num_shared: experts that every row goes to.
-    held: which of those that rows are routed to; None if all.
+    gate_up: [experts, 2 * width, size] of a 16-bit dtype or float8_e4m3fn; gate above up.
+    down: [experts, size, width], same dtype.
+    gate_up_scales, down_scales: None without FP8; else as in `workers.ops.fp8.tiles.Fp8Matrix`, per expert: float32
+        [experts, rows / 64, columns / 128] or [experts, rows, 1].
+    num_shared: shared experts.
+    held: the routed experts on this rank; None: all.
     """
 
     gate_up: Tensor
@@ -65,11 +67,11 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        """Shared ones included."""
+        """Experts on this rank, shared ones included."""
         return self.gate_up.shape[0]
 
     def sizes(self, slots: int) -> ExpertSizes:
-        """slots: experts of a row, shared ones included."""
+        """slots: experts per row, shared ones included."""
         shared, routed = self.num_shared, self.num_experts - self.num_shared
         elsewhere = 0 if self.held is None else self.held.total - routed
         return ExpertSizes(routed, shared, slots - shared, self.size, self.width, self.step, elsewhere)
@@ -88,7 +90,7 @@ class ExpertWeights:
 
     @property
     def by_group(self) -> bool:
-        """Whether rows that go in have scales of groups; else of whole rows."""
+        """Whether input rows have a scale per 128 columns, or one per row."""
         return self.gate_up_scales is not None and self.gate_up_scales.shape[1] != self.gate_up.shape[1]
 
     @property
@@ -98,18 +100,19 @@ class ExpertWeights:
 
 
 def fits_kernels(size: int, width: int) -> bool:
-    """Whether the kernels of experts can read weights of these sizes on a rank."""
+    """Whether the kernels support these sizes on a rank."""
     return size % GROUP == 0 and width % GROUP == 0
 
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """How one of the two products is cut.
+    """Tiles of one of the two products.
 
-    block_n: outputs of a program, 64 or 128; of gates and what they gate so many each.
-    splits: programs that share a sum. stages, warps: Triton's. blocks: of block_n outputs that a program has one after
-        the other (`workers.ops.experts.tall_blocks_triton`). ahead: a program has one expert of one row, whose
-        weights it reads before the wait.
+    block_n: outputs per program, 64 or 128; for gate and up projections that many of each.
+    splits: programs that share a sum (split K).
+    stages, warps: Triton's.
+    blocks: blocks of `block_n` outputs that a program computes in turn.
+    ahead: a program has one expert and one row, and reads all its weights before it waits (`attention.ops.pdl`).
     """
 
     block_n: int
@@ -122,23 +125,23 @@ class ProductTiles:
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """block_m: rows of a program. Inner activations have a scale for gate_up.block_n columns."""
+    """block_m: rows per program. Inner activations have one scale per `gate_up.block_n` columns."""
 
     block_m: int
     gate_up: ProductTiles
     down: ProductTiles
 
     def inner_step(self, in_fp8: bool) -> int:
-        """Columns of inner activations that a down-projection takes at a time: with one scale, in FP8."""
+        """Columns per step of a down projection: in FP8, those that share a scale."""
         return self.gate_up.block_n if in_fp8 else 64
 
 
 @dataclass(frozen=True)
 class InnerRows:
-    """Inner activations of blocks of rows: of the few-row kernels, of all rows for each expert that is used.
+    """Inner activations, in blocks of rows. The few-row kernels have one block of all rows per used expert.
 
-    values: [blocks * block_m, width], of the weights' type. factors: float32 [blocks, width / block_n, block_m], what
-        values of FP8 are to be multiplied by; else None, or of no use.
+    values: [blocks * block_m, width] in the weights' dtype.
+    factors: float32 [blocks, width / block_n, block_m], scales of FP8 values; else None or unused.
     """
 
     values: Tensor
@@ -146,16 +149,17 @@ class InnerRows:
 
 
 def block_of(rows: int) -> int:
-    """Of a program that has so many rows; the matrix unit takes 16 at least."""
+    """Block size for `rows` rows: a power of two; tensor cores take at least 16."""
     return 16 if rows <= 16 else 1 << (rows - 1).bit_length()
 
 
 def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
-    """For `workers.ops.experts.few_rows_triton`: so many splits of the columns that the programs of the experts
-    that `rows` rows use when they choose evenly are one wave of one to a multiprocessor, if they do not fill it
-    without: each keeps about 140 KB on their way. Set by a sweep on an H200. Of one row
-    down-projections are many small programs, which have room beside the gates' and read their weights while these
-    end."""
+    """Return the tiles of `workers.ops.experts.few_rows_triton`, set by a sweep on an H200.
+
+    Gate and up projections are split until they fill the device with one program per multiprocessor; each program has
+    about 140 KB in flight. For one row, down projections are many small programs, which fit beside those of the gates
+    and read their weights meanwhile.
+    """
     steps = sizes.size // sizes.step
     programs = sizes.used(rows) * sizes.width / 128
     splits = max(d for d in range(1, 17) if steps % d == 0 and (d == 1 or d * programs <= MULTIPROCESSORS))
@@ -164,27 +168,27 @@ def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
         down_splits *= 2
     down = ProductTiles(128, down_splits, stages=4, warps=4)
     if rows == 1 and _fits_one_load(sizes):
-        down = ProductTiles(128, sizes.most(1), stages=1, warps=8, ahead=True)
+        down = ProductTiles(128, sizes.max_used(1), stages=1, warps=8, ahead=True)
     return ExpertTiles(MAX_FEW_ROWS, ProductTiles(128, splits, stages=4, warps=8), down)
 
 
 def _fits_one_load(sizes: ExpertSizes) -> bool:
-    """Whether a tile of a down-projection has all inner columns, as `down_of_one_row` reads it: in FP8, 64 KB."""
+    """Whether one tile of a down projection holds all inner columns (64 KB in FP8), as `down_of_one_row` needs."""
     return sizes.step == 128 and sizes.width & (sizes.width - 1) == 0 and sizes.width <= 512
 
 
 def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:
-    """Float32 cells and tickets of a `Workspace` for `few_row_tiles` of any number of rows, and for the routing."""
+    """Return float32 cells and tickets of a `Workspace` for the routing and all `few_row_tiles`."""
     each = [partial_sizes(rows, sizes, few_row_tiles(rows, sizes)) for rows in range(1, MAX_FEW_ROWS + 1)]
     experts = sizes.num_routed + sizes.num_shared
     return max(cells for cells, _ in each), max(experts, *(tickets for _, tickets in each))
 
 
 def partial_sizes(rows: int, sizes: ExpertSizes, tiles: ExpertTiles) -> tuple[int, int]:
-    """Cells and tickets for these tiles."""
+    """Return cells and tickets that these tiles need."""
     cells, num_tickets = 0, 1
     for product, places in (
-        (tiles.gate_up, sizes.most(rows) * sizes.width // tiles.gate_up.block_n),
+        (tiles.gate_up, sizes.max_used(rows) * sizes.width // tiles.gate_up.block_n),
         (tiles.down, sizes.size // tiles.down.block_n),
     ):
         if product.splits > 1:

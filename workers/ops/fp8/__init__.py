@@ -1,8 +1,10 @@
-"""Rows and weights in FP8 (float8_e4m3fn), with scales of groups of 128 columns or of whole rows.
+"""Rows and weights in FP8 (float8_e4m3fn), with a scale per 128 columns or per row.
 
-rows               rows in FP8 with their scales; norm_triton: norms that write such rows
-tiles              weights in FP8, and how products are cut into programs
-gemm_triton        products of few rows
-gemm_ahead_triton  products of the fewest, which read the weight before the rows are there
-gemm_wide_triton   products of many
+rows               FP8 rows and their scales
+norm               norms that return FP8 rows
+product            products by an FP8 weight; product_triton chooses one of three kernels:
+  gemm_ahead_triton  up to 8 rows and a W that fits in shared memory, read before the rows are ready
+  gemm_triton        up to 128 rows
+  gemm_wide_triton   prompts
+tiles              FP8 weights, and tile sizes
 """

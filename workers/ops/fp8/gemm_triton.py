@@ -1,19 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""y = x W^T, or silu(x G^T) * (x U^T), for rows and a weight W in FP8; called on GPUs by
-`workers.quantization.fp8_linear`.
+"""y = x W^T, or silu(x G^T) * (x U^T), for FP8 rows and an FP8 weight W. Called by `product_triton`.
 
-For few rows this is `skinny_gemm` with half the bytes: W's tile is the matrix unit's first operand, tiles come through
-tensor maps, K is cut into splits whose last program adds them in their order. Every 128 columns the matrix unit gives a
-sum that is scaled and added to the others in float32, since it adds eight-bit products with less precision
-(arXiv 2412.19437, section 3.3.2), and since W has a scale for each 128 columns.
+This is `skinny_gemm` with half the bytes: W's tile is the tensor core's first operand, tiles come through tensor maps,
+and the last program of a tile adds its splits in order. The sum of every 128 columns is scaled and added in float32:
+the tensor core adds FP8 products with less precision (arXiv 2412.19437, section 3.3.2), and W has a scale per 128
+columns.
 
-A launch that only rounds rows costs a round as much as a norm, and each product has rows of its own, so there are none
-where it can be helped: what makes rows rounds them (`fp8.norm`, `latent`, a gated product for the one after it), and of
-the fewest rows a product's programs round their columns themselves, each all of them, and write the same bits to the
-same place.
+A launch that only quantises rows costs a round as much as a norm. So the operation that computes rows quantises them
+(`norm`, `workers.ops.latent`, a gated product). For one row, a product's programs quantise its columns themselves: each
+program all of its own, where several write the same bits.
 
-A row's result depends on the other rows only by which of the table's sizes they fill; `fp8_fixed_rows` computes any
-number of rows by one size.
+A row's result depends on the other rows only through the tile size that the table chooses; `fp8_fixed_rows` always uses
+one size.
 """
 
 import torch
@@ -25,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.fp8.rows import GROUP, Fp8Rows
-from workers.ops.fp8.rows_triton import scale_of, to_fp8
+from workers.ops.fp8.rows_triton import round_columns, scale_of, to_fp8
 from workers.ops.fp8.tiles import (
     Fp8GemmTiles,
     Fp8Matrix,
@@ -39,45 +37,9 @@ from workers.ops.gemm.workspace import Workspace
 
 
 @triton.jit
-def _round_columns(
-    x_ptr,
-    values_ptr,
-    scales_ptr,
-    rows,
-    x_stride,
-    first,
-    GROUPS: tl.constexpr,
-    SPAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FENCE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Rounds SPAN groups of columns of x from group `first` on, for this program to read when it returns; other
-    programs may write the same."""
-    m = tl.arange(0, ROWS)
-    row = m.to(tl.int64)[:, None]
-    for start in tl.static_range(0, SPAN * 128, COLUMNS):
-        column, group = start + tl.arange(0, COLUMNS), start // 128 + tl.arange(0, COLUMNS // 128)
-        inside = (m < rows)[:, None] & (column < SPAN * 128)[None, :]
-        x = tl.load(x_ptr + row * x_stride + first * 128 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        tiles = tl.reshape(x, [ROWS, COLUMNS // 128, 128])
-        scale = scale_of(tiles, 2)
-        x = to_fp8(tl.reshape(tiles / scale[:, :, None], [ROWS, COLUMNS]), INTERPRETED)
-        tl.store(values_ptr + row * (GROUPS * 128) + first * 128 + column[None, :], x, mask=inside)
-        live = (m < rows)[:, None] & (group < SPAN)[None, :]
-        tl.store(scales_ptr + row * GROUPS + first + group[None, :], scale, mask=live)
-    if FENCE:
-        # Tensor maps read through another proxy than stores write through (PTX ISA, fence.proxy).
-        zeros = tl.zeros([128], tl.int32)  # one of each thread
-        tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, $1;", "=r,r", [zeros], tl.int32, False, 1)
-    tl.debug_barrier()
-
-
-@triton.jit
 def _used_here(x, INTERPRETED: tl.constexpr):
-    """x of eight bits, which was loaded before and is in registers. The compiler would put what the matrix unit reads
-    into shared memory where it is loaded, and wait for it there."""
+    """Return FP8 x, which was loaded before and stays in registers. Otherwise the compiler moves it to shared memory at
+    the load, and waits there."""
     if not INTERPRETED:
         bits = x.to(tl.int8, bitcast=True)
         bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int8, False, 4)
@@ -134,7 +96,7 @@ def _fp8_gemm(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if ROWS > 0:
-        _round_columns(
+        round_columns(
             x_ptr,
             values_ptr,
             x_scales_ptr,
@@ -154,13 +116,13 @@ def _fp8_gemm(
     x_scales = x_scales_ptr + m * GROUPS + first
     w_scales = w_scales_ptr + tl.minimum(n, N - 1) // 64 * GROUPS + first
     up_scales = w_scales_ptr + (N + tl.minimum(n, N - 1)) // 64 * GROUPS + first
-    # on their way while the loop's first tiles are too; multiplied last
+    # in flight together with the loop's first tiles; multiplied last
     x_ahead = ()
     for group in tl.static_range(AHEAD):
         x_tile = values_ptr + m.to(tl.int64)[:, None] * (GROUPS * 128) + (first + group) * 128 + k[None, :]
         x_ahead = x_ahead + (tl.load(x_tile, mask=(m < rows)[:, None]),)
     if BY_GROUP:
-        # read one step ahead of their use
+        # read one step ahead
         x_scale = tl.load(x_scales + AHEAD, mask=m < rows, other=0.0)
         w_scale = tl.load(w_scales + AHEAD)
         if GATED:
@@ -201,7 +163,7 @@ def _fp8_gemm(
             if GATED:
                 acc_up += part_up
     if SPLITS > 1:
-        # outputs of a row lie side by side, and of rows that are not there nothing is written or read
+        # outputs of a row are adjacent; rows beyond `rows` are neither written nor read
         there = (m < rows)[None, :]
         cells = part_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
         tl.store(cells + split * (BLOCK_N * BLOCK_M), acc, mask=there)
@@ -216,14 +178,14 @@ def _fp8_gemm(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        # each rounded where the product alone and `silu_mul` round
+        # rounded as the plain product and `silu_mul` round
         acc = acc.to(RESULT).to(tl.float32)
         acc = (acc / (1.0 + tl.exp(-acc))).to(RESULT).to(tl.float32)
         acc *= acc_up.to(RESULT).to(tl.float32)
     out = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
     live = (n < N)[:, None] & (m < rows)[None, :]
     if out_scales_ptr is not None:
-        # a program's rows of W are the group that is rounded together
+        # a program's 128 outputs share a scale
         tl.static_assert(BLOCK_N == 128)
         acc = acc.to(RESULT).to(tl.float32)
         scale = scale_of(acc, 0)
@@ -246,17 +208,16 @@ def fp8_gemm(
     gated: bool = False,
     result: torch.dtype | None = None,
 ) -> None:
-    """out [rows, N] = x W^T + b, in out's type of 16 or 32 bits, contiguous. gated: W is gates above what they gate
-    [2 N, K], and out is silu(x G^T) * (x U^T).
+    """Write x W^T + b to `out`; gated: silu(x G^T) * (x U^T), where W [2 N, K] is G above U.
 
-    x: of `quantize_rows`, with scales of groups if W has such, else of whole rows. Or as they were before, last stride
-        1, where `rounding_columns` says that programs can round so many themselves.
-    tiles: of `fp8_gemm_tiles`, or of `fp8_gated_tiles`, for at least as many rows.
-    workspace: as large as `fp8_workspace_size` says for this shape.
-    out: or rows of `Fp8Rows.empty` with scales of groups, for tiles of `fp8_gated_tiles` that are `for_fp8`; the
-        product is rounded to `result` before.
+    x: from `quantize_rows`, with scales of groups if W has them, else of rows. Or not quantised, last stride 1, where
+        `rounding_columns` is not 0.
+    tiles: from `fp8_gemm_tiles` or `fp8_gated_tiles`, for at least as many rows.
+    workspace: at least `fp8_workspace_size` for this shape.
+    out: [rows, N] of 16 or 32 bits, contiguous. Or rows of `Fp8Rows.empty` with scales of groups, if the tiles are
+        `for_fp8`; the product is rounded to `result` first.
 
-    Reference: `torch.nn.functional.linear` of what both mean.
+    Reference: `torch.nn.functional.linear` of the dequantised operands.
     """
     values = out if isinstance(out, Tensor) else out.values
     (rows, n), k = values.shape, weight.values.shape[1]
@@ -310,8 +271,8 @@ def fp8_gemm(
 
 
 def fp8_fixed_rows(x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, workspace: Workspace, out: Tensor) -> Tensor:
-    """The same for any number of rows, FIXED_ROWS in a launch and always in the tiles of so many: a row's bits are a
-    function of that row."""
+    """Compute any number of rows, FIXED_ROWS per launch and always with the same tiles: a row's bits depend on that row
+    alone."""
     tiles = fp8_gemm_tiles(FIXED_ROWS, *weight.values.shape)
     assert tiles is not None
     for first in range(0, out.shape[0], FIXED_ROWS):

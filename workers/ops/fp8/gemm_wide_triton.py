@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""y = x W^T for many rows and a weight W in FP8, where multiplying is most of the work: prompts. Rows are the matrix
-unit's first operand; see `fp8_gemm` for how sums are scaled."""
+"""y = x W^T for more than 64 rows (prompts) and an FP8 weight W, where the tensor core is the limit. Rows are its first
+operand, so that a tile of W serves 64 or 128 rows. See `gemm_triton` for the scaling of sums."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ from workers.ops.fp8.tiles import Fp8Matrix, Fp8WideTiles
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
 from workers.ops.gemm.workspace import Workspace
 
-_TOGETHER = 8  # tiles of rows that run beside each other, so that W's tiles are found in L2
+_TOGETHER = 8  # tiles of rows that run side by side, so that they find W's tiles in L2
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -52,7 +52,7 @@ def _fp8_gemm_wide(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x_scales = x_scales_ptr + m * row_step + first_group * group_step
-    # two scales for a tile of W of 128; as a vector they would take a register for each column
+    # a tile of 128 outputs has two scales; a vector of them would need a register per column
     upper = w_scales_ptr + first_n // 64 * GROUPS + first_group
     lower = w_scales_ptr + tl.minimum(first_n + 64, N - 1) // 64 * GROUPS + first_group
     in_upper = tl.arange(0, BLOCK_N) < 64
@@ -95,10 +95,12 @@ def _fp8_gemm_wide(
 def fp8_gemm_wide(
     x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, workspace: Workspace, tiles: Fp8WideTiles, out: Tensor
 ) -> Tensor:
-    """out [rows, N] = x W^T + b in out's type, contiguous; x's scales in any order. tiles: of `fp8_wide_tiles`.
-    workspace: as large as `fp8_workspace_size` says.
+    """Write x W^T + b to out [rows, N], contiguous. Scales of x may have any strides.
 
-    Reference: `torch.nn.functional.linear` of what both mean.
+    tiles: from `fp8_wide_tiles`.
+    workspace: at least `fp8_workspace_size`.
+
+    Reference: `torch.nn.functional.linear` of the dequantised operands.
     """
     (rows, n), k = out.shape, weight.values.shape[1]
     assert x.values.shape == (rows, k) and weight.values.shape[0] == n and out.is_contiguous()

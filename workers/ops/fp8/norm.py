@@ -1,4 +1,4 @@
-"""RMSNorm whose rows come in FP8, as the product after it reads them: no launch between."""
+"""RMSNorm that returns FP8 rows for the product after it, without a launch between."""
 
 from torch import Tensor
 
@@ -9,15 +9,15 @@ from workers.ops.norm import add_rms_norm, rms_norm
 
 @operation(Implementation("triton", "workers.ops.fp8.norm_triton:fp8_rms_norm", on_gpu))
 def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> Fp8Rows:
-    """x / rms(x) * weight in FP8; with a residual, residual += x, and that is normed.
+    """Return x / rms(x) * weight in FP8; with a residual, first add x to it and take the norm of the sum.
 
-    x         [rows, size], contiguous, of 16 or 32 bits
+    x         [rows, size], contiguous, 16 or 32 bits
     residual  as x, written; or None
-    weight    [size], of x's type
-    out       written: rows of `Fp8Rows.empty`; its `plain`, if there is one, gets the norm before it is rounded to FP8
+    weight    [size], x's dtype
+    out       written: rows of `Fp8Rows.empty`. If `plain` is there, it receives the norm before rounding to FP8
     ->        out
 
-    The kernel's numbers are those of `workers.ops.norm` followed by `quantize_rows`, to the bit.
+    The kernel's results equal those of `workers.ops.norm` and `quantize_rows` to the bit.
     """
     normed = (
         rms_norm.reference(x, weight, eps) if residual is None else add_rms_norm.reference(x, residual, weight, eps)

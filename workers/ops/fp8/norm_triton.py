@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `workers.ops.fp8.norm`: one program per row."""
+"""The kernel of `workers.ops.fp8.norm`: one program per row. It differs from `norm_triton` in what it stores."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.fp8.rows_triton import store_fp8
-from workers.ops.norm_triton import normed, num_warps
+from workers.ops.norm_triton import normed_row, num_warps
 
 
 @triton.jit
@@ -38,13 +38,7 @@ def _fp8_norm(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-        x = (x + residual).to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + row * SIZE + column, x, mask=inside)
-        x = x.to(tl.float32)
-    rounded = normed(x, weight, SIZE, eps, x_ptr.dtype.element_ty).to(x_ptr.dtype.element_ty)
+    rounded = normed_row(x_ptr, residual_ptr, weight, row, column, SIZE, eps, HAS_RESIDUAL).to(x_ptr.dtype.element_ty)
     if PLAIN:
         tl.store(plain_ptr + row * SIZE + column, rounded, mask=inside)
     values, scales = out_ptr + row * SIZE, scales_ptr + row * row_step

@@ -1,7 +1,7 @@
-"""y = x W^T + b for a weight that stays in FP8. Rows are rounded to FP8 too; sums are float32.
+"""y = x W^T + b for an FP8 weight. Rows are quantised to FP8; sums are float32.
 
-Chosen once for each layer by `choose_product`; the reference is the product of what rows and weight stand for
-(`dequantized_rows`, and values times scales).
+`choose_product` chooses once per layer. The reference is the product of the dequantised rows (`dequantized_rows`) and
+weight.
 """
 
 from abc import ABC, abstractmethod
@@ -16,31 +16,40 @@ from workers.ops.gemm.workspace import GEMMOptions
 
 
 class Fp8Product(ABC):
-    """Products by one weight [N, K]. x: [rows, K], of 16 bits, or in FP8 as `inputs` says."""
+    """Products with one weight [N, K].
+
+    x: [rows, K] of 16 bits, or in the format `inputs`.
+    """
 
     @property
     @abstractmethod
     def inputs(self) -> Fp8Inputs:
-        """The form of FP8 in which rows cost no launch of their own."""
+        """The FP8 format of rows that needs no launch for quantisation."""
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """[rows, N] of the layer's type; in the memory `out` if it is given."""
+        """Return [rows, N] in the layer's dtype, in `out` if given."""
 
     @abstractmethod
     def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
-        """Float32 [parts, rows, N], whose sum in their order is x W^T; None where `multiply` is to be called."""
+        """Return partial sums, float32 [parts, rows, N], that add up to x W^T in order; None: call `multiply`
+        instead."""
 
     @abstractmethod
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
-        """[rows, N / 2]: silu of the first half of x W^T times the second; in the form that is wanted, if any is."""
+        """Return silu(first half of x W^T) * second half: [rows, N / 2], in the FP8 format `wanted`; None: the layer's
+        dtype."""
 
 
 PRODUCT = Implementation("triton", "workers.ops.fp8.product_triton:TritonFp8Product", lambda here: here.multiplies_fp8)
 
 
 def choose_product(weight: Fp8Matrix, options: GEMMOptions, dtype: torch.dtype) -> Fp8Product:
-    """weight: final. options: with `fp8`. dtype: of results, and of rows that are not in FP8; 16 bits."""
-    assert options.workspace is not None, "comes with fp8"
+    """weight: final.
+    options: with `fp8`.
+    dtype: of results, and of rows that are not in FP8; 16 bits.
+    """
+    assert options.workspace is not None, "options.fp8 implies a workspace"
+
     made: Fp8Product = PRODUCT.function(weight, options.workspace, options.deterministic, dtype)
     return made

@@ -1,4 +1,5 @@
-"""Which of our kernels multiply rows by a weight in FP8: by the number of rows, and how scales lie."""
+"""The Triton implementation of `workers.ops.fp8.product`: chooses kernels by the number of rows and the kind of
+scales."""
 
 import sys
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from workers.ops.fp8.tiles import (
 )
 from workers.ops.gemm.workspace import Workspace
 
-# Of more rows a launch of its own is faster: 3.97 in place of 4.03 ms a round of four rows (Llama-3.1-8B, H200).
+# For more rows a launch that quantises is faster: 3.97 instead of 4.03 ms per round of four rows (Llama-3.1-8B, H200).
 ROWS_ROUNDED_BY_PRODUCTS = 1
 
 
@@ -78,7 +79,7 @@ class TritonFp8Product(Fp8Product):
         return out
 
     def _ahead_tiles(self, rows: int) -> Fp8AheadTiles | None:
-        """Of a product that reads all of its weight before its rows are there; None where none does."""
+        """Tiles of the kernel that reads all of W before the wait; None if it does not fit."""
         if self.deterministic or not self.weight.by_group:
             return None
         return fp8_ahead_tiles(rows, *self.weight.values.shape)
@@ -108,7 +109,7 @@ class TritonFp8Product(Fp8Product):
 
 
 def _scaled_mm(x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, out: Tensor) -> Tensor:
-    """The library's, for scales of rows and outputs and results in bfloat16."""
+    """torch's product, for scales of rows and outputs and bfloat16 results."""
     torch._scaled_mm(
         x.values, weight.values.t(), scale_a=x.scales, scale_b=weight.scales.t(), out_dtype=out.dtype, out=out
     )

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `workers.ops.fp8.rows`, and the parts that other kernels which write FP8 share."""
+"""Kernels of `workers.ops.fp8.rows`, and functions that other kernels with FP8 output share."""
 
 import triton
 import triton.language as tl
@@ -10,13 +10,16 @@ from attention.ops.pdl import pdl_wait
 from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.norm_triton import num_warps
 
-_COLUMNS = 1024  # of a program
+_COLUMNS = 1024  # per program
 
 
 @triton.jit
 def to_fp8(x, INTERPRETED: tl.constexpr):
-    """The nearest numbers of eight bits to x float32. Triton's interpreter (3.6) loses the carry of a rounding and all
-    subnormals; there float32's own sums round first, to four bits of mantissa and to multiples of 2^-9."""
+    """Round float32 x to the nearest FP8 numbers.
+
+    Triton's interpreter (3.6) loses a rounding's carry and all subnormals. There, float32 sums round first: to four
+    bits of mantissa, and to multiples of 2^-9.
+    """
     x = tl.minimum(tl.maximum(x, -448.0), 448.0)
     if INTERPRETED:
         split = x * 1048577.0
@@ -26,7 +29,7 @@ def to_fp8(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def scale_of(x, AXIS: tl.constexpr):
-    """The scale that the numbers of x along an axis share; of zeros too it is one to divide by."""
+    """Return the scale that x shares along an axis; not 0, even for zeros."""
     return tl.maximum(tl.max(tl.abs(x), AXIS), 1e-12) / 448.0
 
 
@@ -42,8 +45,10 @@ def store_fp8(
     BY_GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Rounds BLOCK numbers x float32 of a row of SIZE from its column `first` on, zeros beyond its end, and writes them
-    and their scales; pointers are to the row's own. Without BY_GROUP x is the whole row."""
+    """Quantise and store BLOCK float32 numbers x of a row of SIZE, from column `first`; zeros beyond its end.
+
+    values_ptr, scales_ptr: of this row. Without BY_GROUP, x is the whole row.
+    """
     column = first + tl.arange(0, BLOCK)
     if BY_GROUP:
         groups: tl.constexpr = BLOCK // 128
@@ -57,6 +62,42 @@ def store_fp8(
         x = x / scale
         tl.store(scales_ptr, scale)
     tl.store(values_ptr + column, to_fp8(x, INTERPRETED), mask=column < SIZE)
+
+
+@triton.jit
+def round_columns(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    x_stride,
+    first,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FENCE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Quantise SPAN groups of columns of x, from group `first`; this program may read them on return. Other programs
+    may write the same values."""
+    m = tl.arange(0, ROWS)
+    row = m.to(tl.int64)[:, None]
+    for start in tl.static_range(0, SPAN * 128, COLUMNS):
+        column, group = start + tl.arange(0, COLUMNS), start // 128 + tl.arange(0, COLUMNS // 128)
+        inside = (m < rows)[:, None] & (column < SPAN * 128)[None, :]
+        x = tl.load(x_ptr + row * x_stride + first * 128 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        tiles = tl.reshape(x, [ROWS, COLUMNS // 128, 128])
+        scale = scale_of(tiles, 2)
+        x = to_fp8(tl.reshape(tiles / scale[:, :, None], [ROWS, COLUMNS]), INTERPRETED)
+        tl.store(values_ptr + row * (GROUPS * 128) + first * 128 + column[None, :], x, mask=inside)
+        live = (m < rows)[:, None] & (group < SPAN)[None, :]
+        tl.store(scales_ptr + row * GROUPS + first + group[None, :], scale, mask=live)
+    if FENCE:
+        # Stores and tensor maps use different memory proxies (PTX ISA, fence.proxy).
+        zeros = tl.zeros([128], tl.int32)  # one per thread
+        tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, $1;", "=r,r", [zeros], tl.int32, False, 1)
+    tl.debug_barrier()
 
 
 @triton.jit

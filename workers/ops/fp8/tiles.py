@@ -1,4 +1,4 @@
-"""How products of few FP8 rows are cut into programs (`fp8_gemm`), and their weight."""
+"""FP8 weights, and tile sizes of the FP8 products."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,20 +10,20 @@ from workers.ops.fp8.rows import GROUP
 from workers.ops.gemm.tiles import MAX_SPLITS, MULTIPROCESSORS, SHARED_BYTES
 
 MAX_ROWS = 128  # of `workers.ops.fp8.gemm_triton`
-MIN_WIDE_ROWS = 65  # from them on `workers.ops.fp8.gemm_wide_triton` is faster, where columns have scales
-SCALE_ROWS = 64  # of W, that share a scale; the checkpoint's blocks of 128 have two
-MAX_ROUNDING_ROWS = 8  # that a product's programs round themselves
+MIN_WIDE_ROWS = 65  # from here on `workers.ops.fp8.gemm_wide_triton` is faster, for scales of groups
+SCALE_ROWS = 64  # rows of W that share a scale; the checkpoint's blocks of 128 become two
+MAX_ROUNDING_ROWS = 8  # rows that a product's programs may quantise themselves
 MAX_AHEAD_ROWS = 8  # of `workers.ops.fp8.gemm_ahead_triton`
-_ROUNDED = 8192  # numbers that a program rounds at once: 64 of each thread
+_ROUNDED = 8192  # numbers that a program quantises at once: 64 per thread
 
 
 @dataclass(frozen=True)
 class Fp8GemmTiles:
-    """How up to block_m rows are multiplied.
+    """Tiles for up to `block_m` rows.
 
-    block_n: rows of W of a program; of a gated product rows of gates, and as many that they gate.
-    splits: programs that share the columns of a tile.
-    ahead: groups of columns of W that are read before the wait.
+    block_n: rows of W per program; for a gated product that many gate rows and up rows.
+    splits: programs that share a sum (split K).
+    ahead: groups of W's columns that are read before the wait.
     stages, warps: Triton's.
     """
 
@@ -35,39 +35,44 @@ class Fp8GemmTiles:
     warps: int
 
     def span(self, k: int) -> int:
-        """Groups of columns of a program."""
+        """Groups of columns per program."""
         return k // GROUP // self.splits
 
     @property
     def for_fp8(self) -> bool:
-        """Whether a program has a whole group of the columns of what comes out."""
+        """Whether a program computes a whole group of output columns."""
         return self.block_n == GROUP
 
 
 @dataclass(frozen=True)
 class Fp8AheadTiles:
-    """How up to `rows` rows are multiplied by a weight that is read before the wait, SCALE_ROWS of its rows in a
-    program. together: groups of columns of one load and one product, a power of two. splits: programs that share the
-    columns of a tile."""
+    """Tiles for up to `rows` rows, with SCALE_ROWS rows of W per program, all read before the wait.
+
+    together: groups of columns per load and per product, a power of two.
+    splits: programs that share a sum (split K).
+    """
 
     rows: int
     together: int
     splits: int
 
     def span(self, k: int) -> int:
-        """Groups of columns of a program."""
+        """Groups of columns per program."""
         return k // GROUP // self.splits
 
     def shared_bytes(self, k: int) -> int:
-        """Of a program: W, x as it is laid out, and what the device keeps for itself."""
+        """Shared memory of a program: W, x, and what the device reserves."""
         columns = self.rows * self.together
         return (self.span(k) * SCALE_ROWS + self.together * columns) * GROUP + 1024
 
 
 @dataclass(frozen=True)
 class Fp8WideTiles:
-    """How many rows are multiplied: block_m of them by block_n rows of W in a program. splits: programs that share the
-    columns of a tile. stages, warps: Triton's."""
+    """Tiles for many rows: `block_m` rows by `block_n` rows of W per program.
+
+    splits: programs that share a sum (split K).
+    stages, warps: Triton's.
+    """
 
     block_m: int
     block_n: int
@@ -88,7 +93,7 @@ class Fp8Matrix:
     """A weight as the kernels read it.
 
     values: [N, K] float8_e4m3fn, contiguous, K a multiple of GROUP.
-    scales: float32 [ceil(N / SCALE_ROWS), K / GROUP], or [N, 1] with one for each output; contiguous.
+    scales: float32 [ceil(N / SCALE_ROWS), K / GROUP], or [N, 1] per output; contiguous.
     """
 
     values: Tensor
@@ -100,9 +105,11 @@ class Fp8Matrix:
 
 
 def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
-    """For a weight [n, k]; None if it does not fit. As many bytes are on their way to a multiprocessor as with the
-    table of `skinny_gemm`, which was measured: tiles of half the bytes, twice as many stages, and before the wait twice
-    as many columns."""
+    """Return tiles for a weight [n, k]; None if it does not fit.
+
+    Each multiprocessor has as many bytes in flight as with the measured table of `skinny_gemm`: tiles are half as
+    large, so there are twice as many stages and twice as many columns before the wait.
+    """
     if rows > MAX_ROWS or k % GROUP:
         return None
     block_m = max(16, next_power_of_2(rows))
@@ -111,29 +118,32 @@ def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
         ahead = _ahead(block_m, 128, groups)
         stages, warps = (5 if ahead == 0 else 4, 4) if block_m <= 32 else (4, 8)  # two programs a multiprocessor
         return Fp8GemmTiles(block_m, 128, 1, ahead, stages, warps)
-    # Programs are doubled up to a whole wave; of few rows also where that gives some multiprocessors two of them,
-    # which is better than none for many.
+    # Double the programs up to a whole wave. For few rows go on while some multiprocessors get two: better than many
+    # with none.
     doubled = int(0.6 * MULTIPROCESSORS) if block_m == 16 else MULTIPROCESSORS // 2
     splits = 1
     while splits * tiles <= doubled and groups % (2 * splits) == 0 and splits < MAX_SPLITS:
         splits *= 2
     ahead = _ahead(block_m, 64, groups // splits)
-    # Of few rows two have room, since what they read ahead of the wait is read beside the product before. Of more each
-    # is alone: see `_split`.
+    # Few rows: room for two programs, because one reads ahead beside the product before it. More rows: one program per
+    # multiprocessor, see `_split`.
     stages = 10 if block_m == 16 else max(6, _stages_alone(block_m + 64))
     return Fp8GemmTiles(block_m, 64, splits, ahead, stages, warps=4)
 
 
 def fp8_ahead_tiles(rows: int, n: int, k: int) -> Fp8AheadTiles | None:
-    """For a weight [n, k] with scales of groups; None if the multiprocessors' shared memory does not hold it at once,
-    or there are more rows. As few splits as leave few loads: these follow each other."""
+    """Return tiles for a weight [n, k] with scales of groups; None if shared memory does not hold it, or for too many
+    rows.
+
+    Takes the fewest splits that leave few loads per program, because these run one after another.
+    """
     if rows > MAX_AHEAD_ROWS or k % GROUP:
         return None
     rows, groups = next_power_of_2(max(rows, 1)), k // GROUP
     for splits in (d for d in range(1, MAX_SPLITS + 1) if groups % d == 0):
         span = groups // splits
         together = min(span & -span, _together(rows))
-        tiles = Fp8AheadTiles(max(rows, 16 // together), together, splits)  # the matrix unit's 16 columns
+        tiles = Fp8AheadTiles(max(rows, 16 // together), together, splits)  # tensor cores take 16 columns
         programs = MULTIPROCESSORS * (SHARED_BYTES // tiles.shared_bytes(k))
         if span <= 4 * together and splits * cdiv(n, SCALE_ROWS) <= programs:
             return tiles
@@ -141,20 +151,22 @@ def fp8_ahead_tiles(rows: int, n: int, k: int) -> Fp8AheadTiles | None:
 
 
 def _together(rows: int) -> int:
-    """Groups that so many rows (a power of two) have beside each other, in 32 columns and 32 kB at most."""
+    """Groups that `rows` rows (a power of two) have side by side, in at most 32 columns and 32 kB."""
     return 16 if rows == 1 else 8 if rows <= 4 else 32 // rows
 
 
 def _ahead(block_m: int, rows_of_w: int, span: int) -> int:
-    """32 kB of W, as `skinny_gemm` reads ahead and where it does."""
+    """Groups for 32 kB of W, as `skinny_gemm` reads ahead."""
     ahead = 256 // rows_of_w
     return ahead if block_m == 16 and span >= 2 * ahead else 0
 
 
 def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8GemmTiles | None:
-    """The same for gates and what they gate in one weight [n, k]: a program has 64 rows of each; None where there are
-    so few that the columns would have to be split. for_fp8: it has 128 of each, a group of what comes out; None too
-    where such programs do not fill the device once, or rows do not fit into registers."""
+    """Return tiles for a gated product of weight [n, k], gate rows above up rows; None if it does not fit.
+
+    A program has 64 gate rows and 64 up rows; weights so short that K would be split do not fit. for_fp8: 128 of each,
+    one output group; does not fit either if programs do not fill the device once, or if rows exceed the registers.
+    """
     tiles = fp8_gemm_tiles(rows, n, k)
     if tiles is None or tiles.block_n < 128 or n // 2 % SCALE_ROWS:
         return None
@@ -169,8 +181,11 @@ def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8Gemm
 
 
 def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
-    """For a weight [n, k], k a multiple of GROUP. Set by a sweep on an H200, where programs of 64 outputs fit a
-    multiprocessor twice; `tests.bench linear` measures it."""
+    """Return tiles for a weight [n, k], k a multiple of GROUP.
+
+    Set by a sweep on an H200, where two programs of 64 outputs fit on a multiprocessor; `tests.bench linear` measures
+    it.
+    """
     small, narrow, wide = WIDE_TILES
     twice = 2 * MULTIPROCESSORS
     if small.count(rows, n) <= twice and (rows <= MAX_ROWS or small.count(rows, n) > MULTIPROCESSORS and rows <= 256):
@@ -180,11 +195,12 @@ def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
 
 
 def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8WideTiles:
-    """Columns are shared while there are no more programs than that, each with ten steps at least.
+    """Split K while there are at most `programs` programs with at least ten steps each.
 
-    Where there are then no more programs than multiprocessors, each has so many stages that no other has room beside
-    it. Programs begin where those of the kernel before have ended: were there room for two, some multiprocessors would
-    get two, and others, which end a little later, none."""
+    If there are then no more programs than multiprocessors, each gets so many stages that no second one fits beside it.
+    A program starts where one of the kernel before has ended; if two fitted, some multiprocessors would get two and
+    others none.
+    """
     groups, splits, count, stages = k // GROUP, 1, tiles.count(rows, n), tiles.stages
     while 2 * splits * count <= programs and groups % (2 * splits) == 0 and groups >= 20 * splits:
         splits *= 2
@@ -194,13 +210,13 @@ def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8
 
 
 def _stages_alone(rows: int) -> int:
-    """The fewest stages of GROUP columns of so many rows that leave no room for another such program."""
+    """The fewest stages of GROUP columns by `rows` rows that leave no room for a second program."""
     return SHARED_BYTES // 2 // (rows * GROUP) + 1
 
 
 def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
-    """How many columns a program that rounds its rows itself takes at once; 0 where it does not, because scales are of
-    whole rows, or because that would take longer than a launch of its own."""
+    """Return the columns that a program quantises at once; 0 if the product does not quantise: scales of rows, or too
+    much work per program."""
     span = tiles.span(weight.values.shape[1]) * GROUP
     if not weight.by_group or rows > MAX_ROUNDING_ROWS or rows * span > 2 * _ROUNDED:
         return 0
@@ -208,12 +224,12 @@ def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
 
 
 def rounding_rows(rows: int) -> int:
-    """How many rows such a program has room for: of few sizes, since each is compiled."""
+    """Rows that a quantising program has room for; few sizes, because each is compiled."""
     return 1 if rows == 1 else 4 if rows <= 4 else MAX_ROUNDING_ROWS
 
 
 def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Cells and tickets of a `Workspace` for weights of these shapes [N, K]."""
+    """Return cells and tickets of a `Workspace` for weights of these shapes [N, K]."""
     cells = num_tiles = 0
     for n, k in shapes:
         few = [fp8_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)]
@@ -225,5 +241,6 @@ def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
                 tiles_of_w = cdiv(n, block_n)
                 num_tiles = max(num_tiles, tiles_of_w)
                 cells = max(cells, tiles_of_w * splits * block_n * rows)
-    # of `_split` for any number of rows
+    # `_split` for any number of rows
+
     return max(cells, 2 * MULTIPROCESSORS * 64 * 64), max(num_tiles, MULTIPROCESSORS)
