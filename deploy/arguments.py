@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     config.add_argument("name", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
     config.set_defaults(run="deploy.config.files:run")
     add_training(commands)
+    _add_token_map(commands)
     _add_eval_draft(commands)
     _add_bench(commands)
     _add_chat(commands)
@@ -97,6 +98,25 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_CONFIG,
         help=f"file, or where there is none, a packaged one's name (default: {DEFAULT_CONFIG}, the embedded pair)",
     )
+
+
+def _add_token_map(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "token-map",
+        help="count a model's tokens in your text, for a smaller draft head",
+        description="Counts how often each token of the model occurs in the rows and writes token_map.json into its "
+        "folder. A draft with a trimmed vocabulary head (speculative.draft_vocab_size) proposes the most frequent "
+        "ones.",
+    )
+    parser.add_argument("model", help="folder of the target model, or OWNER/NAME on the hub")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="ROWS",
+        help=".json or .jsonl files or folders of them, as of `train-draft`; best answers of the model itself",
+    )
+    parser.set_defaults(run="deploy.token_map:run")
 
 
 def _add_eval_draft(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

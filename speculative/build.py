@@ -18,6 +18,7 @@ from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.loading import fill_draft, load_draft
 from speculative.drafts.method import DraftMethod
 from speculative.drafts.registry import read_draft
+from speculative.drafts.trimmed_head import head_rows
 from speculative.tree.shape import TreeShape
 from workers.config import RoundShapes, WorkerConfig
 from workers.device import resolve_dtype
@@ -49,10 +50,15 @@ class EngineSpec:
 @dataclass(frozen=True)
 class WeightBytes:
     """Bytes of weights on each rank of GPUs; of a draft whose checkpoint may lack an embedding or a vocabulary head,
-    with them."""
+    with them.
+
+    head_rows: of the draft's vocabulary head where it is trimmed; None: it is not. head: bytes of that.
+    """
 
     target: int
     draft: int
+    head_rows: int | None = None
+    head: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,9 @@ class DraftSpeculation:
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         draft, group = self.draft, TPGroup(0, self.draft_tp)
         is_shared = draft.shares_vocabulary and self.draft_tp == tensor_parallel
-        shared = ("embed_tokens", "lm_head") if is_shared else ()
+        shared: tuple[str, ...] = ()
+        if is_shared:
+            shared = ("embed_tokens", "lm_head") if draft.head_rows is None else ("embed_tokens",)
         return weight_bytes(
             lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, dtype, multiplies_fp8, shared
         )
@@ -126,7 +134,12 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
     group, family = TPGroup(0, ranks), family_of(target.architecture, f"model {spec.worker.model.path}")
     names = family.weight_names(target)
     weights = weight_bytes(lambda: family.model(target, group, 1, META, ()), names, target.quant, dtype, multiplies_fp8)
-    return WeightBytes(weights, engine.speculation.weight_bytes(ranks, dtype, multiplies_fp8))
+    draft_bytes = engine.speculation.weight_bytes(ranks, dtype, multiplies_fp8)
+    speculation = engine.speculation
+    if not isinstance(speculation, DraftSpeculation) or (rows := speculation.draft.head_rows) is None:
+        return WeightBytes(weights, draft_bytes)
+    head = -(-rows // speculation.draft_tp) * target.hidden_size * dtype.itemsize
+    return WeightBytes(weights, draft_bytes, rows, head)
 
 
 def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePlan:
@@ -191,6 +204,7 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
     if config is None:
         return NoSpeculation()
     draft = read_draft(config.method, config.path, spec.worker.model.path, target)
+    draft = draft.trimmed(head_rows(config.draft_vocab_size, target.vocab_size, spec.worker.model.path))
     draft_tp = _draft_tp(config, spec.worker.tensor_parallel)
     return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, config.shapes)
 

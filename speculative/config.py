@@ -26,6 +26,9 @@ class SpeculativeConfig:
     adaptive: the tree is an upper limit, and the scheduler runs smaller shapes, down to none, as load and acceptance
         want; false: always the whole tree.
     window: newest tokens of a request that the draft attends to, at least 64; none: all.
+    draft_vocab_size: tokens that an `mtp` module may propose, which are the rows of its vocabulary head: the most
+        frequent in `token_map.json` in the target's folder (`aerie token-map`), else the tokenizer's first; 0: all;
+        auto: 32,768 with such a map and 65,536 without, if that is a third of the vocabulary or less, else all.
     """
 
     path: str = ""
@@ -37,6 +40,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     adaptive: bool = True
     window: int | None = None
+    draft_vocab_size: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -69,9 +73,23 @@ class SpeculativeConfig:
                 f"window={self.window}: must be at least {MIN_WINDOW}; take the length of the texts that the draft was "
                 "trained on, or leave it out, and it attends to the whole context"
             )
+        self._check_vocabulary()
         length = self.synthetic_acceptance_length
         if length is not None and not 1.0 <= length <= self.num_steps + 1:
             raise ValueError(f"synthetic_acceptance_length={length}: must be 1 to num_steps + 1 = {self.num_steps + 1}")
+
+    def _check_vocabulary(self) -> None:
+        size = self.draft_vocab_size
+        if size == "auto":
+            return
+        if self.method != "mtp":
+            raise ValueError(
+                f"draft_vocab_size={size}: is of method mtp; the vocabulary of other heads is that of their checkpoint"
+            )
+        if size < 0 or 0 < size < self.top_k:
+            raise ValueError(
+                f"draft_vocab_size={size}: must be at least top_k={self.top_k}, or 0 for the target's whole vocabulary"
+            )
 
     @property
     def shape(self) -> TreeShape:

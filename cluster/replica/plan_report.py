@@ -152,6 +152,8 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
 def _weights_line(weights: "WeightBytes", layout: EngineLayout) -> str:
     """FP8 is dequantised before Hopper, which takes twice as much."""
     draft = f" and {weights.draft / 1e9:.2f} GB of the draft" if weights.draft else ""
+    if weights.head_rows is not None:
+        draft += f" (its vocabulary head {weights.head_rows} rows, {weights.head / 1e9:.2f} GB)"
     return (
         f"weights     {weights.target / 1e9:.2f} GB of the target{draft} on each GPU (FP8 as it is, from compute "
         f"capability 9.0 on); KV takes {layout.bytes_per_page // layout.cache.page_size} bytes per token of each"

@@ -1,6 +1,8 @@
 """From a published draft checkpoint to a `DraftModel` on this rank."""
 
+import logging
 from collections.abc import Set
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch import Tensor
 from attention.capability import Capability
 from speculative.drafts.checkpoint_files import draft_tensors
 from speculative.drafts.method import DraftMethod, DraftModel
+from speculative.drafts.trimmed_head import FILE, gathered_rows, head_ids
 from speculative.drafts.vocabulary import take_target_ids
 from workers.config import ModelSource
 from workers.distributed.tp_group import TPGroup
@@ -19,6 +22,8 @@ from workers.models.finite import check_finite
 from workers.models.loading import allocate
 from workers.models.registry import family_of
 from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
+
+logger = logging.getLogger(__name__)
 
 
 def load_draft(
@@ -58,7 +63,7 @@ def fill_draft(
     else:
         tensors = {names.canonical(each.name): each for each in draft_tensors(method.path, device)}
         vocabulary = {name: tensors.pop(name).tensor for name in list(tensors) if name in ("d2t", "t2d")}
-        ids = take_target_ids(vocabulary, method)
+        ids = take_target_ids(vocabulary, method) if method.head_rows is None else _trimmed_ids(method, source, target)
         model.target_ids = None if ids is None else ids.to(device)
         tensors = {name: tensor for name, tensor in tensors.items() if not names.ignores(name)}
         shared = _share_with_target(model, tensors.keys(), method, source, target)
@@ -66,6 +71,16 @@ def fill_draft(
         if Capability.of(device).has_memory:
             check_finite(model, tensors.values, names, f"draft {method.path}", elsewhere=shared)
     return model
+
+
+def _trimmed_ids(method: DraftMethod, source: ModelSource, target: Decoder) -> Tensor:
+    """Choose the rows of a trimmed head, and say so once."""
+    size, whole = method.vocab_size, target.config.vocab_size
+    ids = head_ids(source.path, whole, size, target.config.eos_token_ids)
+    if target.group.rank == 0 and next(target.parameters()).device.type != "meta":
+        by = FILE if (Path(source.path) / FILE).is_file() else f"the tokenizer's order; aerie token-map makes {FILE}"
+        logger.info("draft: its vocabulary head has %d of the target's %d tokens, by %s", size, whole, by)
+    return ids
 
 
 def _dummy_target_ids(method: DraftMethod, device: torch.device) -> Tensor | None:
@@ -77,6 +92,11 @@ def _share_with_target(
     model: DraftModel, tensors: Set[str], method: DraftMethod, source: ModelSource, target: Decoder
 ) -> frozenset[str]:
     """Fill what the draft takes from the target; returns the names that its own checkpoint need not have."""
+    if method.head_rows is not None and "lm_head.weight" not in tensors:
+        assert model.target_ids is not None, "its ids are read with the checkpoint"
+        rows = gathered_rows(target.lm_head, model.target_ids, f"draft {method.path}")
+        model.lm_head.load(WeightKey("weight"), rows)
+        return _share_with_target(model, tensors | {"lm_head.weight"}, method, source, target) | {"lm_head"}
     lacking = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
     if "lm_head" in lacking and method.vocab_size != method.model.vocab_size:
         raise ValueError(

@@ -15,7 +15,7 @@ the `logits` of such a step are of as many depths as it has rows.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -41,16 +41,24 @@ class DraftMethod(ABC):
     vocab_size: of its own vocabulary, the target's if it has none.
     capture: layers of the target whose input it reads; empty if it reads the final hidden state.
     shares_vocabulary: whether its checkpoint has neither an embedding nor a vocabulary head that it would use.
+    trims_head: whether it may have some rows of the target's vocabulary head only (`speculative.drafts.trimmed_head`).
+    head_rows: how many, which is then its `vocab_size`; None: it has the target's head.
     """
 
     name: ClassVar[str]
     lookahead: ClassVar[int] = 1
     shares_vocabulary: ClassVar[bool] = False
+    trims_head: ClassVar[bool] = False
 
     path: str
     model: ModelConfig
     vocab_size: int
     capture: tuple[int, ...]
+    head_rows: int | None = field(default=None, kw_only=True)
+
+    def trimmed(self, rows: int | None) -> Self:
+        """The draft with `rows` rows of the target's vocabulary head; itself for None, and where it has its own."""
+        return replace(self, vocab_size=rows, head_rows=rows) if rows is not None and self.trims_head else self
 
     @classmethod
     def folder(cls, draft_path: str, target_path: str) -> str:

@@ -33,6 +33,7 @@ class Mtp(DraftMethod):
 
     name: ClassVar[str] = "mtp"
     shares_vocabulary: ClassVar[bool] = True
+    trims_head: ClassVar[bool] = True
     model: DeepseekConfig
     layer: int
 

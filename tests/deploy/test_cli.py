@@ -66,6 +66,7 @@ def test_help_does_not_import_torch_or_ray() -> None:
         "train-target",
         "train-deepseek",
         "train-draft",
+        "token-map",
     ):
         assert command in done.stdout
 

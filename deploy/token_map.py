@@ -1,0 +1,52 @@
+"""`aerie token-map`: how often each token of a model occurs in a text, for drafts with a trimmed vocabulary head."""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from cluster.config import ConfigError
+from deploy.config.hub import model_folder
+from speculative.drafts.trimmed_head import AUTO_ROWS, write_token_map
+from speculative.training.rows import read_conversations
+
+_BATCH = 1024  # texts tokenized at once
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the map into the model's folder and print what the text covers. Raises ConfigError, TrainingError."""
+    folder = model_folder(arguments.model, None)
+    texts = [turn.content for row in read_conversations(arguments.data) for turn in row.turns]
+    counts = _counts(folder, texts)
+    ids = sorted(counts, key=lambda id: (-counts[id], id))
+    file = write_token_map(folder, _vocab_size(folder), ids)
+    total = sum(counts.values())
+    print(f"{file}: {len(ids)} of the vocabulary's tokens occur, in a text of {total} tokens")
+    for rows in (AUTO_ROWS // 4, AUTO_ROWS // 2, AUTO_ROWS):
+        if rows < len(ids):
+            share = sum(counts[id] for id in ids[:rows]) / total
+            print(f"the {rows} most frequent are {share:.2%} of it")
+    return 0
+
+
+def _counts(folder: Path, texts: list[str]) -> Counter[int]:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"{file}: missing; save the tokenizer in the fast format (transformers' save_pretrained)")
+    tokenizer = Tokenizer.from_file(str(file))
+    counts: Counter[int] = Counter()
+    for start in range(0, len(texts), _BATCH):
+        for found in tokenizer.encode_batch(texts[start : start + _BATCH], add_special_tokens=False):
+            counts.update(found.ids)
+    return counts
+
+
+def _vocab_size(folder: Path) -> int:
+    """Of config.json, which may describe a text model within another."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    if not isinstance(size, int):
+        raise ConfigError(f"{folder / 'config.json'}: has no vocab_size")
+    return size

@@ -1,0 +1,128 @@
+"""The target's vocabulary head as a draft has it, with the rows of the most frequent tokens only (FR-Spec, arXiv
+2502.14856).
+
+A draft multiplies by the head in every step, and most of a large vocabulary hardly occurs. The verifier has the whole
+head, so that a smaller one changes how many drafts are accepted and no token. Which tokens: `FILE` in the target's
+folder, which `aerie token-map` makes; without it the first of the tokenizer, whose merges were learnt in the order of
+their frequency. Called by `speculative.build` and `speculative.drafts.loading`.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from workers.layers.linear_method import DenseLinearMethod
+from workers.layers.vocab import LMHead
+
+FILE = "token_map.json"
+# Rows by "auto". Share of answers' tokens (GSM8K, code, role play) that are among the rows, Qwen's vocabulary of
+# 151,643: 32,768 by a map made of other such rows 99.5, 99.0, 97.1 %; in the tokenizer's order 97.3, 95.7, 90.3 %, and
+# 65,536 in that order 99.2, 98.6, 96.7 %. What a draft cannot propose ends a path, so that it needs more without a map.
+AUTO_ROWS = 32_768
+AUTO_ROWS_WITHOUT_MAP = 65_536
+_AUTO_SHARE = 3  # "auto" trims to a third or less: what a larger head costs is worth less than what it proposes
+_BLOCK_ROWS = 4096  # rows that ranks exchange at once
+
+
+def head_rows(setting: int | Literal["auto"], vocab_size: int, folder: str | Path) -> int | None:
+    """Rows of the trimmed head, None for the target's own. setting: `speculative.draft_vocab_size`. folder: the
+    target's."""
+    if setting == "auto":
+        rows = AUTO_ROWS if (Path(folder) / FILE).is_file() else AUTO_ROWS_WITHOUT_MAP
+        setting = rows if rows * _AUTO_SHARE <= vocab_size else 0
+    return setting if 0 < setting < vocab_size else None
+
+
+def head_ids(folder: str | Path, vocab_size: int, size: int, end_ids: Sequence[int]) -> Tensor:
+    """The target's ids of the head's rows: [size] int64 on the CPU, ascending.
+
+    folder: the target's. end_ids: that end an answer. These and the tokenizer's added tokens are always among the rows:
+    a chat has few of them, and each ends or begins something.
+    Raises ValueError for a token map of another vocabulary, and for a size that these tokens alone exceed.
+    """
+    forced = [*end_ids, *_added_tokens(Path(folder))]
+    wanted = dict.fromkeys(id for id in forced if id < vocab_size)
+    if len(wanted) > size:
+        raise ValueError(
+            f"speculative.draft_vocab_size={size}: the tokenizer has {len(wanted)} added tokens, which a draft always "
+            f"has; set it to {2 * len(wanted)} or more, or to 0 for the whole vocabulary"
+        )
+    for id in (*read_token_map(Path(folder), vocab_size), *range(vocab_size)):
+        if len(wanted) == size:
+            break
+        wanted[id] = None
+    return torch.tensor(sorted(wanted), dtype=torch.int64)
+
+
+def read_token_map(folder: Path, vocab_size: int) -> list[int]:
+    """Token ids, the most frequent first; none where `folder` has no token map. Raises ValueError."""
+    file = folder / FILE
+    if not file.is_file():
+        return []
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        made_for, ids = content["vocab_size"], content["token_ids"]
+        fits = made_for == vocab_size and all(type(id) is int and 0 <= id < vocab_size for id in ids)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{file}: is no token map; make it again: aerie token-map {folder}") from None
+    if not fits:
+        raise ValueError(
+            f"{file}: was made for a vocabulary of {made_for}, the target has {vocab_size}; make it again: "
+            f"aerie token-map {folder}"
+        )
+    return list(ids)
+
+
+def write_token_map(folder: Path, vocab_size: int, ids: Iterable[int]) -> Path:
+    """Write ids, the most frequent first, into the target's folder; returns the file. Raises OSError."""
+    file = folder / FILE
+    file.write_text(json.dumps({"vocab_size": vocab_size, "token_ids": list(ids)}) + "\n", encoding="utf-8")
+    return file
+
+
+def gathered_rows(head: LMHead, ids: Tensor, source: str) -> Tensor:
+    """The rows `ids` of the target's head: [len(ids), hidden], whole on every rank of its group. A collective.
+
+    ids: [n] int64, ascending; on the head's device. source: the draft, for errors.
+    Raises ValueError where ranks have other ids, as with other files on their nodes, and for a quantised head.
+    """
+    if not isinstance(head.method, DenseLinearMethod):
+        raise ValueError(
+            f"{source}: the target's vocabulary head is quantised, whose rows cannot be taken apart; set "
+            "speculative.draft_vocab_size: 0"
+        )
+    shard, weight = head.shard, head.method.dense_weight()
+    if shard.group.size > 1:
+        _check_equal(head, ids, source)
+    blocks = []
+    for block in torch.split(ids, _BLOCK_ROWS):
+        local = block - shard.first
+        mine = (local >= 0) & (local < shard.end - shard.first)
+        rows = weight.index_select(0, torch.where(mine, local, 0)) * mine.unsqueeze(1)
+        blocks.append(shard.group.all_reduce(rows.contiguous()))
+    return torch.cat(blocks)
+
+
+def _check_equal(head: LMHead, ids: Tensor, source: str) -> None:
+    """Ranks whose rows mean other tokens would verify other trees."""
+    weights = torch.arange(1, ids.shape[0] + 1, device=ids.device)
+    # float64 is exact for these: below 2^53, and of one sum each
+    sums = torch.stack(((ids * weights % 1_000_003).sum(), ids.sum())).double()
+    found = head.shard.group.all_gather(sums)
+    if not bool((found == found[0]).all()):
+        raise ValueError(
+            f"{source}: ranks trim the vocabulary differently; the target's folder must hold the same tokenizer.json "
+            f"and {FILE} on every node"
+        )
+
+
+def _added_tokens(folder: Path) -> list[int]:
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        return [int(token["id"]) for token in content.get("added_tokens", [])]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []  # a target in tests has none; whoever serves text has been checked before
