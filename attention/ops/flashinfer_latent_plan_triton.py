@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What FlashInfer's fa3 kernel over latent rows reads beside q and KV, written on the device: which cluster of programs
-attends to which piece of which request, and who merges what.
+"""Plans FlashInfer's fa3 kernel for latent rows on the device: which cluster of programs attends to which piece of
+which request, and which program merges.
 
-The kernel is persistent: a cluster goes through a list of pieces, each a tile of query rows x heads and a span of its
-request's tokens; after a barrier over the grid each program merges some rows whose pieces went to several clusters.
-FlashInfer 0.6.17 makes the lists on the host, from lengths there; here they are cut on the device. The tokens of all
-tiles, one tile after the other, are cut into as many equal spans as there are clusters (fewer where these would be
-short), so that no cluster has more than its share and a boundary cuts at most one tile: the format asks for no more.
+The kernel is persistent: a cluster works through a list of pieces, each a tile of query rows x heads and a span of
+tokens. After a barrier over the grid, programs merge rows whose pieces went to several clusters.
+
+FlashInfer 0.6.17 plans on the host, from lengths there. Here the tokens of all tiles, in order, are cut into as many
+equal spans as there are clusters (fewer if spans would be short). So no cluster has more than its share, and a boundary
+cuts at most one tile, as the format requires.
 """
 
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ROWS = 64  # query rows x heads that a program takes
-TILE_TOKENS = 64  # tokens that it takes at a time: pieces begin at multiples
+TILE_ROWS = 64  # query rows x heads per program
+TILE_TOKENS = 64  # tokens per step; pieces begin at multiples
 ALIGNMENT = 4  # int32 values: FlashInfer aligns its arrays at 16 bytes
-ELEMENTS = 4096  # of tiles x pieces looked at together
-# In the order of a plan (`MLAPlanInfo`): of each piece where its rows begin and its pages, where its partial results go
-# (-1: it has none), ..., and from which piece on each cluster's are.
+ELEMENTS = 4096  # tiles x pieces compared at a time
+# In the order of a plan (`MLAPlanInfo`), per piece: start of its rows and of its pages, index of its partial results
+# (-1: none), ..., and the first piece of each cluster.
 PIECE_ARRAYS = ("q_indptr", "kv_indptr", "partial_indptr")
 MERGE_ARRAYS = ("merge_begin", "merge_end", "merge_partial_begin", "merge_partial_end", "merge_stride")
 EXTENT_ARRAYS = ("q_len", "kv_len", "q_start", "kv_start", "kv_end")
@@ -29,10 +30,11 @@ EXTENT_ARRAYS = ("q_len", "kv_len", "q_start", "kv_start", "kv_end")
 
 @dataclass(frozen=True)
 class LatentGrid:
-    """How many requests of how many rows are cut for how many programs.
+    """A grid for `num_requests` requests of `rows` rows.
 
-    heads: query heads. multiprocessors: of the device, each of which runs one program. causal: whether row r of the
-    last `rows` tokens sees those up to its own; else all rows see all tokens.
+    heads: query heads.
+    multiprocessors: of the device; each runs one program.
+    causal: row r of the last `rows` tokens sees the tokens up to its own; else all rows see all tokens.
     """
 
     num_requests: int
@@ -43,12 +45,12 @@ class LatentGrid:
 
     @property
     def packed_rows(self) -> int:
-        """Rows x heads of a request."""
+        """Rows x heads per request."""
         return self.rows * self.heads
 
     @property
     def cluster(self) -> int:
-        """Programs that take neighbouring tiles of rows over the same tokens: FlashInfer's choice."""
+        """Programs per cluster, which take adjacent tiles of rows over the same tokens: FlashInfer's choice."""
         return 2 if self.packed_rows > TILE_ROWS else 1
 
     @property
@@ -57,7 +59,7 @@ class LatentGrid:
 
     @property
     def tiles(self) -> int:
-        """Of a request, each for a cluster."""
+        """Tiles per request, one cluster each."""
         return -(-self.packed_rows // (TILE_ROWS * self.cluster))
 
     @property
@@ -66,12 +68,12 @@ class LatentGrid:
 
     @property
     def max_partial_rows(self) -> int:
-        """Each boundary between clusters cuts one tile, which then has two pieces at least."""
+        """Each boundary between clusters cuts one tile, which then has at least two pieces."""
         return 2 * self.clusters * TILE_ROWS * self.cluster
 
 
 class LatentPlanArrays:
-    """The arrays of one grid in one buffer `ints`, int32, on the device, and where they begin."""
+    """The plan's arrays in one int32 buffer `ints` on the device, and their offsets."""
 
     def __init__(self, grid: LatentGrid, device: torch.device) -> None:
         self.grid = grid
@@ -89,12 +91,15 @@ class LatentPlanArrays:
         self.ints = torch.zeros(end, dtype=torch.int32, device=device)
 
     def values(self, name: str) -> Tensor:
-        """An array as it is on the device."""
+        """An array, as on the device."""
         return self.ints[self.begin[name] :][: self.sizes[name]]
 
     def plan_info(self, partial_lse: int) -> list[int]:
-        """A plan as the kernel's launcher takes it: the grid, where the arrays begin in their buffer and partial
-        results in theirs, in bytes. partial_lse: where log-sum-exps begin, after partial results at 0."""
+        """Return the plan as the kernel's launcher takes it: the grid and byte offsets of the arrays and of partial
+        results.
+
+        partial_lse: byte offset of log-sum-exps in the partial results.
+        """
         return [self.grid.cluster, self.grid.clusters, *(4 * begin for begin in self.begin.values()), 0, partial_lse]
 
 
@@ -132,7 +137,7 @@ def _plan_latent(
     if CAUSAL:
         last_row = tl.minimum(((tile + 1) * tile_rows + HEADS - 1) // HEADS, ROWS)
         seen = kv_len - ROWS + last_row
-    # A tile that sees nothing has a piece without tokens, by which zeros are written.
+    # A tile that sees nothing has a piece without tokens, which writes zeros.
     steps = tl.where(live, tl.maximum((seen + TILE_TOKENS - 1) // TILE_TOKENS, 1), 0)
     ends = tl.cumsum(steps, 0)
     begins = ends - steps
@@ -149,7 +154,7 @@ def _plan_latent(
     partials = tl.where(is_cut, pieces * rows_here, 0)
     partial_ends = tl.cumsum(partials, 0)
     partial_begins = partial_ends - partials
-    # As many programs merge a tile as boundaries cut it, times the programs of a cluster: never more than there are.
+    # Programs that merge a tile: boundaries that cut it x programs per cluster, never more than exist.
     mergers = tl.where(is_cut, (pieces - 1) * CLUSTER, 0)
     merger_ends = tl.cumsum(mergers, 0)
     merger_begins = merger_ends - mergers
@@ -200,8 +205,11 @@ def _plan_latent(
 
 
 def write_latent_plan(arrays: LatentPlanArrays, prefix_len: Tensor, suffix_len: int, table_width: int) -> None:
-    """Cut the work of requests of prefix_len [B] int32 tokens, and suffix_len more if the grid is causal, whose pages
-    are the rows of a table of `table_width` pages. One launch, nothing waits."""
+    """Plan requests of prefix_len [B] int32 tokens, plus suffix_len if the grid is causal. One launch; the host does
+    not wait.
+
+    table_width: pages per row of the page table; all belong to the request.
+    """
     grid = arrays.grid
     assert prefix_len.shape == (grid.num_requests,) and prefix_len.is_contiguous()
     tasks = triton.next_power_of_2(grid.num_requests * grid.tiles)

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What FlashInfer's fa2 kernels read beside q and KV, written on the device: how the work is cut, and packed masks.
+"""Plans FlashInfer's fa2 kernels on the device: how work is split, and packed masks.
 
-FlashInfer itself cuts on the host and sends the result to a workspace on the device. Its kernels read lengths and cuts
-there, so that whoever writes the same numbers there needs no lengths on the host. Format and way of cutting as in
-FlashInfer 0.6.17 (`attention/scheduler.cuh`, with CUDA graphs): the fewest pages a piece may have, at least 128
-tokens, so that all pieces of all requests find room in the grid. A tile is a piece of KV for a tile of query rows.
+FlashInfer plans on the host and copies the plan to a workspace. Its kernels read lengths and splits there, so that a
+plan written on the device needs no lengths on the host. Format and splitting are those of FlashInfer 0.6.17
+(`attention/scheduler.cuh`, with CUDA graphs): pieces have the fewest pages, at least 128 tokens, with which all pieces
+of all requests fit in the grid. A tile is a piece of KV for a tile of query rows.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,19 @@ from torch import Tensor
 
 MIN_PIECE_TOKENS = 128
 ALIGNMENT = 4  # int32 values: FlashInfer aligns its arrays at 16 bytes
-MASK_BYTES = 512  # written by a program
-TABLE_ELEMENTS = 4096  # of requests x tiles looked at together
+MASK_BYTES = 512  # per program
+TABLE_ELEMENTS = 4096  # requests x tiles compared at a time
 TILE_ARRAYS = ("request", "qo_tile", "kv_tile")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How many requests of how many rows are cut for which grid. room: tiles that fit into it. tiles: of query rows,
-    for each request. page_size: tokens."""
+    """A grid for `num_requests` requests of `rows` rows.
+
+    tiles: tiles of query rows per request.
+    room: tiles that fit in the grid.
+    page_size: tokens.
+    """
 
     num_requests: int
     rows: int
@@ -34,21 +38,24 @@ class Grid:
 
     @property
     def splits(self) -> bool:
-        """Whether a request's KV may be cut; where the grid is full without that, every request is one piece."""
+        """Whether KV may be split; if the grid is full without that, every request is one piece."""
         return self.num_requests * self.tiles < self.room
 
     @property
     def padded(self) -> int:
-        """Tiles launched, those without work included."""
+        """Tiles launched, idle ones included."""
         return self.room if self.splits else self.num_requests * self.tiles
 
 
 class PlanArrays:
-    """The arrays of one grid in one buffer on the device, and where they begin.
+    """The plan's arrays in one int32 buffer `ints` on the device, and their offsets.
 
-    ints: int32. Of each of `padded` tiles: request, query tile, kv piece. o_indptr [B + 1]: where each request's
-    partial results begin. kv_chunk_size [1]: tokens of a piece. total_num_rows [1]. merge_indptr [B * rows + 1]: where
-    each row's partial results begin. block_valid: whether a tile has work, in bytes.
+    request, qo_tile, kv_tile: [padded] per tile.
+    o_indptr: [B + 1] start of each request's partial results.
+    kv_chunk_size: [1] tokens per piece.
+    total_num_rows: [1].
+    merge_indptr: [B * rows + 1] start of each row's partial results.
+    block_valid: [padded] bytes, whether a tile has work.
     """
 
     def __init__(self, grid: Grid, device: torch.device) -> None:
@@ -70,11 +77,11 @@ class PlanArrays:
         self.values("total_num_rows").fill_(grid.num_requests * grid.rows)
 
     def byte(self, name: str) -> int:
-        """Where an array begins in the buffer, in bytes."""
+        """Byte offset of an array in the buffer."""
         return 4 * self.begin[name]
 
     def values(self, name: str) -> Tensor:
-        """An array as it is on the device, int32 (`block_valid`: uint8)."""
+        """An array, as on the device: int32 (`block_valid`: uint8)."""
         rest = self.ints[self.begin[name] :]
         return (rest.view(torch.uint8) if name == "block_valid" else rest)[: self._sizes[name]]
 
@@ -124,8 +131,8 @@ def _plan(
     live = request < num_requests
     length = tl.load(prefix_len_ptr + request, mask=live, other=0) + suffix_len
     pages = tl.where(live, (length + page_size - 1) // page_size, 0)
-    # A request's pages are a whole row of the table, so that its last page may begin after its end: then this is
-    # negative, and the sum by which the kernels find the length is right all the same.
+    # A request owns a whole row of the page table, so its last page may begin after its end. Then this is negative, and
+    # the kernels' sum still gives the right length.
     tl.store(last_page_len_ptr + request, length - (table_width - 1) * page_size, mask=live)
 
     low = min_pages
@@ -152,7 +159,7 @@ def _plan(
     total = tl.sum(pieces) * tiles
     for first in range(0, padded, TILES):
         tile = first + tl.arange(0, TILES)
-        before = ends[None, :] * tiles <= tile[:, None]  # requests whose tiles all come earlier
+        before = ends[None, :] * tiles <= tile[:, None]  # requests whose tiles are all earlier
         mine = (begins[None, :] * tiles <= tile[:, None]) & (before == 0)
         owner = tl.sum(before.to(tl.int32), 1)
         place = tile - tl.sum(tl.where(before, pieces[None, :], 0), 1) * tiles
@@ -168,10 +175,10 @@ def _plan(
 def write_plan(
     arrays: PlanArrays, prefix_len: Tensor, suffix_len: int, table_width: int, last_page_len: Tensor
 ) -> None:
-    """Cut requests of prefix_len [B] int32 tokens and suffix_len more into `arrays`; nothing is read on the host.
+    """Plan requests of prefix_len [B] int32 plus suffix_len tokens into `arrays`. Reads nothing on the host.
 
-    table_width: pages of a row of the page table, all of which belong to the request. last_page_len: [B] int32 to
-    fill, tokens on the last of them.
+    table_width: pages per row of the page table; all belong to the request.
+    last_page_len: [B] int32, written: tokens on the last of them.
     """
     grid = arrays.grid
     requests = triton.next_power_of_2(grid.num_requests)
@@ -234,15 +241,16 @@ def _pack_mask(
 
 
 def mask_bytes(rows: int, max_length: int) -> int:
-    """Bytes of a request's packed mask: a bit for each row and position, rounded up to 16 bytes."""
+    """Bytes of a request's packed mask: one bit per row and position, rounded up to 16 bytes."""
     return -(-rows * max_length // 128) * 16
 
 
 def write_mask(packed: Tensor, mask: Tensor, prefix_len: Tensor, suffix_len: int) -> None:
-    """FlashInfer's packed masks: bit r * length + j of a request's bytes says whether its row r sees position j.
+    """Write FlashInfer's packed masks: bit r * length + j of a request says whether row r sees position j.
 
-    packed: [B, bytes] uint8 to fill, as far as each request's length reaches. mask: [B, rows] int64, bit j is column
-    prefix_len + j, of suffix_len; all rows see the prefix. prefix_len: [B] int32.
+    packed: [B, bytes] uint8, written up to each request's length.
+    mask: [B, rows] int64; bit j is column prefix_len + j of the suffix; all rows see the prefix.
+    prefix_len: [B] int32.
     """
     num_requests, num_bytes = packed.shape
     _pack_mask[(num_requests, triton.cdiv(num_bytes, MASK_BYTES))](

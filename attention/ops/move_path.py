@@ -1,4 +1,4 @@
-"""The KV of an accepted path moves to the front of its tree."""
+"""Moves the KV of an accepted path to the front of its tree."""
 
 import torch
 from torch import Tensor
@@ -23,12 +23,12 @@ def _are_alike(tensors: tuple[Tensor, ...], *_: object) -> bool:
 def move_path(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
     """Copy the tokens at positions length[b] + path[b, j] to length[b] + j, in place, where path[b, j] > j.
 
-    All tokens are read before any is written, since a path's sources and targets overlap.
+    Reads all tokens before it writes any, because sources and targets overlap.
 
-    tensors     each [layers, pages, page_size, ...] of any type, contiguous, written
+    tensors     each [layers, pages, page_size, ...] of any dtype, contiguous, written
     page_table  [B, max_pages] int32, last stride 1
     length      [B] int32
-    path        [B, D] int64, contiguous; after a path's end zeros, which move nothing
+    path        [B, D] int64, contiguous; zeros after a path's end move nothing
     """
     row = torch.arange(path.shape[1], device=path.device)
     start, page_size = length.long().unsqueeze(1), tensors[0].shape[2]
@@ -36,6 +36,7 @@ def move_path(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, p
     target = token_indices(page_table, start + row.expand_as(path), page_size).flatten()
     for tensor in tensors:
         if tensor.dtype.itemsize == 1:
-            tensor = tensor.view(torch.uint8)  # torch 2.13 copies by index no type of eight bits but this one
+            tensor = tensor.view(torch.uint8)  # the only 8-bit dtype that torch 2.13 copies by index
+
         tokens = tensor.view(tensor.shape[0], -1, *tensor.shape[3:])
         tokens.index_copy_(1, target, tokens.index_select(1, source))

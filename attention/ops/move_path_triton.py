@@ -27,7 +27,7 @@ def _move_path(
     b, layer, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     row, column = tl.arange(0, ROWS_PADDED), block * BLOCK + tl.arange(0, BLOCK)
     step = tl.load(path_ptr + b * ROWS + row, mask=row < ROWS, other=0)
-    # trailing zeros, and nodes that are in their place, stay
+    # trailing zeros and nodes in place do not move
     moves = (row < ROWS) & (step > row)
     start = tl.load(length_ptr + b).to(tl.int64)
     table = table_ptr + b * table_stride
@@ -39,7 +39,8 @@ def _move_path(
     k = tl.load(k_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0.0)
     if TWO:
         v = tl.load(v_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0.0)
-    # a path's sources and targets overlap: all are read before any is written
+    # sources and targets overlap: read all before writing any
+
     tl.debug_barrier()
     tl.store(k_ptr + offset + target[:, None] * TOKEN, k, mask=mask)
     if TWO:

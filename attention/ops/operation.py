@@ -1,4 +1,4 @@
-"""What an operation is: a contract, a reference in torch, and a table of faster implementations.
+"""An operation: a contract, a torch reference, and a table of faster implementations.
 
     @operation(
         Implementation("triton", "workers.ops.norm_triton:rms_norm", on_gpu),
@@ -7,10 +7,10 @@
         \"\"\"The contract: what is computed, shapes, dtypes, what is written in place, limits, source.\"\"\"
         ...  # the reference, in torch
 
-Calling `rms_norm` runs the first implementation of the table that serves the device and the arguments, else the
-reference. The device is that of the first tensor among the arguments, or, where none is a tensor, of the first in a
-dataclass among them. Under CUDA graphs the choice is made at capture, not at replay. `tests/ops` holds every
-implementation against the reference; `python -m workers.ops` prints the tables.
+Calling `rms_norm` runs the first implementation that serves the device and the arguments, else the reference. The
+device is that of the first tensor among the arguments, or of the first in a dataclass among them. With CUDA graphs the
+choice is made at capture. `tests/ops` tests every implementation against the reference; `python -m workers.ops` prints
+the tables.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ def anywhere(here: Capability) -> bool:
 
 
 def on_gpu(here: Capability) -> bool:
-    """Triton's kernels: any GPU that PyTorch serves."""
+    """For Triton kernels: any GPU that PyTorch supports."""
     return here.is_gpu
 
 
@@ -46,10 +46,12 @@ def on_hopper_or_later(here: Capability) -> bool:
 class Implementation:
     """One row of an operation's table.
 
-    name: of the library or kernel. target: "module:function", with the operation's signature; imported when it is first
-    chosen, so that a library is not needed where it is not used. needs: what it asks of the device.
-    serves: whether it takes these arguments of the operation; None: all that the contract allows.
-    limits: the same in words, for the printed table.
+    name: library or kernel.
+    target: "module:function" with the operation's signature. Imported when first chosen, so that unused libraries are
+        not needed.
+    needs: what the device must be able to do.
+    serves: whether it accepts these arguments; None: all that the contract allows.
+    limits: `serves` in words, for the printed table.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Implementation:
 
 
 class Operation(Generic[P, R]):
-    """reference: the operation in torch, which runs wherever no implementation does."""
+    """reference: the operation in torch, which runs if no implementation serves."""
 
     def __init__(self, reference: Callable[P, R], implementations: tuple[Implementation, ...]) -> None:
         self.reference = reference
@@ -83,7 +85,7 @@ class Operation(Generic[P, R]):
         return self.reference(*args, **kwargs)
 
     def serving(self, here: Capability) -> tuple[Implementation, ...]:
-        """What that device can run, in the order in which they are asked."""
+        """Return the implementations for a device, in order of preference."""
         return tuple(each for each in self.implementations if each.needs(here))
 
     def _known(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Implementation, ...]:
@@ -108,5 +110,5 @@ OPERATIONS: list[Operation[..., Any]] = []
 
 
 def operation(*implementations: Implementation) -> Callable[[Callable[P, R]], Operation[P, R]]:
-    """Makes the decorated function an operation's reference and contract."""
+    """Make the decorated function an operation's contract and reference."""
     return lambda reference: Operation(reference, implementations)

@@ -1,21 +1,21 @@
-"""Early launch (programmatic dependent launch, PDL; compute capability 9 or later): how a kernel asks for it, the rule,
-and what every kernel that is launched early reads before it waits.
+"""Early launch (programmatic dependent launch, PDL; compute capability 9 or later): how to request it, the rule that
+makes it safe, and what each kernel reads before it waits.
 
 A kernel launched early may start when every program of its predecessor, the kernel just before it on the stream, has
 triggered its dependents (`gdc_launch_dependents`) or ended. Its `gdc_wait` returns when the predecessor has ended and
-what that wrote can be seen. Before the wait nothing of the predecessor is promised, even if it never triggers: that its
-programs have ended does not say that their writes have arrived (PTX ISA, griddepcontrol; CUDA C++ Programming Guide,
-Programmatic Dependent Launch and Synchronization).
+its writes are visible. Before the wait, no write of the predecessor is guaranteed to be visible, even if it never
+triggers and its programs have ended (PTX ISA, griddepcontrol; CUDA C++ Programming Guide, Programmatic Dependent Launch
+and Synchronization).
 
 The rule:
-1. A kernel launched early waits, in every program that does anything. So when a kernel has ended, all before it have,
-   and after its wait a kernel may read and write whatever they did.
-2. Before its wait it writes nothing. It reads constants (weights, addresses: written before the first step), or what
-   was written before a *fence*: a kernel between the writer and itself that is launched normally, or that waits before
-   it triggers. A fence starts, or triggers, only when all before it have ended; and whatever comes after it starts only
-   then, however many kernels in between trigger before they wait.
-3. The writer itself is no fence, even where it is launched normally: it has to be complete, not only the kernels before
-   it. So what the predecessor wrote is never read before the wait.
+1. A kernel launched early waits in every program that does work. So when a kernel has ended, all before it have ended,
+   and after its wait a kernel may access all that they accessed.
+2. Before its wait it writes nothing. It reads constants (weights, addresses: written before the first step), or data
+   written before a *fence*: a kernel between the writer and itself that is launched normally, or that waits before it
+   triggers. A fence starts, or triggers, only after all kernels before it have ended, so all later kernels start after
+   that, too.
+3. The writer is not its own fence, even if it is launched normally: the writer itself must have ended. So the
+   predecessor's results are never read before the wait.
 
     kernel                  first      reads before its wait          written by, and the fence after that
     rope_store              waits      nothing                        (is a fence)
@@ -55,9 +55,9 @@ The rule:
     head_input              triggers   the norms' weights             constant
     one_shot_all_reduce     waits      the norm's weight, addresses   constant
 
-FlashInfer's kernels (0.6.17): its fa2 kernels read their plan before they wait, and ours writes it, so that no wrapper
-of the library is launched early. XQA (`csrc/xqa/mha.cu`) triggers, waits, and then reads. Of trtllm-gen there is no
-source: what it is given is written before the layer's store, a fence, or by a copy of q that is launched normally.
+FlashInfer (0.6.17): its fa2 kernels read the plan, which our kernel writes, before they wait; so none of its wrappers
+is launched early. XQA (`csrc/xqa/mha.cu`) triggers, waits, and then reads. trtllm-gen has no source: its inputs are
+written before the layer's store (a fence), or by a copy of q that is launched normally.
 
 `tests.attention.ops.test_pdl` compiles the kernels and looks at what stands before the wait;
 `tests.attention.ops.pdl_stress` runs them a million times with other lengths each time.
@@ -69,6 +69,8 @@ from attention.capability import Capability
 
 
 def pdl_wait(device: torch.device, early: bool = True) -> dict[str, bool]:
-    """Launch options of a kernel with a constant PDL. early: launch it early where the device can; the option
-    `launch_pdl` exists on GPUs only."""
+    """Return the launch options of a kernel with a constant PDL.
+
+    early: launch early if the device can. The option `launch_pdl` exists on GPUs only.
+    """
     return {"PDL": True, "launch_pdl": True} if early and Capability.of(device).supports_pdl else {"PDL": False}

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864, half-split layout) of q and k; k and v are written to their pages."""
+"""Applies RoPE (arXiv 2104.09864, half-split layout) to q and k, and writes k and v to their pages."""
 
 from torch import Tensor
 

@@ -35,7 +35,8 @@ def _rope_store(
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
-        # Waits first: for the kernel that the trigger starts this one is a fence, see `attention.ops.pdl`.
+        # Waits before it triggers, which makes it a fence: see `attention.ops.pdl`.
+
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     half, d, g = tl.arange(0, D // 2), tl.arange(0, D), tl.arange(0, GROUP_PADDED)[:, None]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from attention.metadata import DecodeBatch, PrefillBatch
 
-BLOCK = 128  # rows of a program
-CHUNKS = 16  # looked at together
+BLOCK = 128  # rows per program
+CHUNKS = 16  # compared at a time
 
 
 @triton.jit
@@ -113,6 +113,6 @@ def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tenso
 
 
 def _places(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """To be written, each as aligned as memory is: of other addresses Triton makes other kernels."""
+    """Allocate both outputs, each fully aligned: Triton compiles other kernels for other alignments."""
     positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
     return positions, slots

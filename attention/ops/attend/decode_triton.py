@@ -1,18 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Attention of a few rows per request over its paged KV, all lengths read on the device (see `DecodeBatch`).
+"""Attention of a few rows per request over paged KV (see `DecodeBatch`). All lengths are read on the device.
 
-All query heads of a KV head and all rows of a request share one tile, so KV is read once. The grid is KV heads (times
-blocks of rows) x items of `attention.ops.attend.split_kv_triton`. Where a batch is small enough that all its requests
-are cut, a second kernel merges their partial results (partials), spread over the device. Where only unusually long
-requests are cut, the programs that finish last do so and nothing is launched for it: of every FAN items the last merges
-those, of these last ones the last merges all.
+All query heads of a KV head and all rows of a request share a tile, so KV is read once. Grid: KV heads (x blocks of
+rows) x items of `split_kv_triton`.
 
-In a `fixed` plan a row's bits do not depend on the pass it is in: neither on the other requests, nor on how many rows
-there are, nor on where a tree put its ancestors. Tiles have one shape, items are fixed spans (`plan_spans`), and after
-the prefix of a tree (PATHS) a tile is computed once per row, with that row's path in the order of a chain and nothing
-for the others. All that a tile, an item or a merge holds of columns that a row does not see leaves its sums as they
-were, to the bit: a weight of 2^-inf = 0, a factor of 2^0 = 1. So does one partial result merged with an empty one,
-1 * part / 1, which is what a single item stores at once.
+Merging partial results: if a batch is so small that all requests are split, a second kernel merges. If only unusually
+long requests are split, the programs that finish last merge, without a launch: the last of every FAN items merges
+those, and the last of these merges all.
+
+In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on where a tree put its
+ancestors. Tiles have one shape and items are fixed spans (`plan_spans`). After a tree's prefix (PATHS) a tile is
+computed once per row, with that row's path in chain order. Columns that a row does not see leave its sums unchanged to
+the bit: their weight is 2^-inf = 0, their factor 2^0 = 1. So does merging with an empty partial: 1 * part / 1.
+
+This kernel and `latent_decode_triton` share plan, merging and softmax, but not their loop: there K and V are one tile,
+which is multiplied in either orientation.
 """
 
 import torch
@@ -30,15 +32,17 @@ from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from attention.views import LayerKV
 
-TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in others a row's path lies in its columns as a chain does
+TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in other modes a row's path is a chain
 
 
 @triton.jit
 def path_columns(path, over):
-    """For places `over` [N] of a row's path: the suffix columns they are at, the path being the set bits of the row's
-    mask in their order, and whether they are seen: those before the path are, those after it are not."""
+    """Map the indexes `over` [N] of a row's path to suffix columns, and return whether they are seen.
+
+    The path is the set bits of the row's mask, in order. Indexes before the path are seen, those after it are not.
+    """
     place, length = over * 0, 0
-    for part in tl.static_range(4):  # of 16 bits, for few registers
+    for part in tl.static_range(4):  # 16 bits at a time, for few registers
         bit = part * 16 + tl.arange(0, 16)
         ones = ((path >> bit.to(tl.int64)) & 1).to(tl.int32)
         rank = length + tl.cumsum(ones, 0) - ones
@@ -103,15 +107,15 @@ def _attend_decode(
     last = prefix + suffix_len - 1
     if WINDOW:
         oldest = oldest_seen(bits, prefix, WINDOW)
-    # Triton keeps several tiles of K and V in flight only if their page numbers were loaded a tile earlier. Positions
-    # after the last read some row of its page, and are masked.
+    # Triton keeps several tiles of K and V in flight only if page numbers are loaded one tile ahead. Positions after
+    # the last one read another row of its page and are masked.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     if PDL:
-        # So far only what was complete before the layer's store has been read, the plan too: see `attention.ops.pdl`.
+        # All reads so far are of data from before the layer's store, the plan included: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
@@ -184,11 +188,13 @@ def _attend_decode(
 def attend_decode(
     q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, scale: float, early: bool = False
 ) -> Tensor:
-    """[B * R, q_heads, head_dim] in q's dtype: attention of q, of the same shape with any row and head strides.
+    """Return attention of q, [B * R, q_heads, head_dim] in q's dtype.
 
-    plan: made for this batch and these numbers of heads. scale: positive. early: launch before the kernel before it
-    ends; a fence (`attention.ops.pdl`) must stand between it and whatever wrote
-        the plan, prefix lengths, masks or pages.
+    q: [B * R, q_heads, head_dim], any row and head strides.
+    plan: for this batch and these numbers of heads.
+    scale: positive.
+    early: launch before the previous kernel ends. A fence (`attention.ops.pdl`) must stand between this kernel and the
+        writers of the plan, prefix lengths, masks and pages.
     """
     tiles, workspace = plan.tiles, plan.workspace
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
@@ -197,8 +203,8 @@ def attend_decode(
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.suffix_len <= 63
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # Fused or not, a multiplication and an addition round differently, and which are fused is the compiler's choice in
-    # every variant of a kernel anew: in a fixed plan none are.
+    # Fused multiply-adds round differently, and the compiler fuses other ones in each variant of a kernel. A fixed plan
+    # allows none.
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
     _attend_decode[(columns, plan.items.items.shape[0])](
@@ -246,7 +252,7 @@ def attend_decode(
 def merge_apart(
     out: Tensor, batch: DecodeBatch, plan: DecodePlan, shape: dict[str, int], part_m: int, part: Tensor
 ) -> None:
-    """Launches the kernel that merges the partials `part` of requests that were cut, into out."""
+    """Launch the kernel that merges the partials `part` of split requests into `out`."""
     workspace, head_dim = plan.workspace, shape["D"]
     merge_rows[(batch.rows * shape["GROUP"], shape["KV_HEADS"], batch.num_requests)](
         part,
@@ -264,7 +270,7 @@ def merge_apart(
 
 
 def reference(q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
-    """The same, request by request in float64."""
+    """Attention in float64, request by request."""
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for b, prefix in enumerate(batch.prefix_len.tolist()):
@@ -282,5 +288,5 @@ def reference(q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tenso
 
 
 def within_window(seen: Tensor, window: int | None) -> Tensor:
-    """seen [rows, positions] bool, of which each row keeps the last `window`."""
+    """Keep the last `window` seen positions of each row of seen [rows, positions] bool."""
     return seen if window is None else seen & (seen.flip(1).cumsum(1).flip(1) <= window)

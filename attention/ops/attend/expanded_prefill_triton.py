@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over keys and values by heads that were made of latent rows for this pass
-(see `attention.expansion`). A head's keys are its own part and one that all heads share, which alone is turned.
+"""Causal attention of ragged prompt chunks over keys and values computed from latent rows for this pass
+(`attention.expansion`). A key has a part per head, and a rotated part that all heads share.
 
-A program takes a tile of neighbouring rows with one head; tiles are those of
-`attention.ops.attend.prefill_plan_triton`.
+A program takes one head and a tile of adjacent rows from `prefill_plan_triton`.
 """
 
 import torch
@@ -43,7 +42,7 @@ def _attend_tiles(
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """KV positions low .. high - 1 for rows at `position` [M]; without MASKED every row sees all of them."""
+    """Attend to KV positions low .. high - 1 for rows at `position` [M]. Without MASKED every row sees all of them."""
     n = tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         column = start + n
@@ -122,8 +121,8 @@ def _attend_expanded(
 
 
 def expanded_tiles(itemsize: int) -> PrefillTiles:
-    """The table; block_m: rows of a head. The fastest of nine on an H200 (`df3f33c`):
-    113 us for 16 prompts of 512 tokens, 2,022 us for one of 8,192 after 8,192 others."""
+    """Return the fastest of nine tiles on an H200 (`df3f33c`): 113 us for 16 prompts of 512 tokens, 2,022 us for one of
+    8,192 after 8,192 others. block_m: rows of one head."""
     if INTERPRETED:
         return PrefillTiles(16, 16, 1, 1)
     if itemsize == 4:
@@ -142,12 +141,15 @@ def attend_expanded(
     scale: float,
     out: Tensor,
 ) -> Tensor:
-    """out [rows, heads, value_dim] = attention of q [rows, heads, key_dim + rotated], whose rotated part is not turned
-    yet, each row of the tokens up to its own; rows that belong to no chunk stay as they are. Sizes of q's and out's
-    parts are powers of two.
+    """Write attention of q to out. Each row sees the tokens up to its own; rows without a chunk are not written.
 
-    cos, sin: [any, rotated / 2] float32; index: [rows] int64, which of them turn a row of q.
-    tile_list: [num_tiles, TILE_FIELDS] int32, of `plan_tiles` with tiles.block_m rows each. scale: positive.
+    q: [rows, heads, key_dim + rotated], rotated part before RoPE.
+    cos, sin: [any, rotated / 2] float32.
+    index: [rows] int64, each row's line of cos and sin.
+    tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with tiles.block_m rows each.
+    scale: positive.
+    out: [rows, heads, value_dim].
+    The parts of q and out must be powers of two.
     """
     (_, heads, value_dim), rotated = out.shape, made.turned.shape[1]
     assert q.stride(2) == out.stride(2) == made.turned.stride(1) == 1 and out.stride(1) == value_dim and scale > 0
@@ -182,7 +184,7 @@ def attend_expanded(
 
 
 def reference(q_turned: Tensor, made: ExpandedKV, batch: PrefillBatch, scale: float) -> Tensor:
-    """The same for q whose rotated part is turned, chunk by chunk in float64."""
+    """Attention of rotated q in float64, chunk by chunk."""
     key_dim, value_dim = made.key_dim, made.kv.shape[2] - made.key_dim
     out = torch.zeros((*q_turned.shape[:2], value_dim), dtype=torch.float64, device=q_turned.device)
     starts, indptr, first = batch.starts.tolist(), batch.qo_indptr.tolist(), made.first.tolist()

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Attention of a few rows per request over its paged latent rows (multi-head latent attention, arXiv 2405.04434), all
-lengths read on the device: what `attention.ops.attend.decode_triton` is for K/V heads, with the same items, partial
-results, merging and fixed plans.
+"""Attention of a few rows per request over paged latent rows (multi-head latent attention, arXiv 2405.04434). All
+lengths are read on the device. Items, partial results, merging and fixed plans are those of `decode_triton`.
 
-All heads look at the same latent rows. Rows x heads of a request are packed into tiles of BLOCK_M; a program computes
-one of them over one item, and programs of one item are neighbours, so that its rows come out of L2 for all but one.
+All heads read the same latent rows. Rows x heads of a request are packed into tiles of BLOCK_M. A program computes one
+tile over one item; programs of one item are adjacent, so all but the first read its rows from L2.
 """
 
 import torch
@@ -40,13 +39,13 @@ TOKENS_FIRST_ROWS = (
 
 
 def latent_tiles(packed_rows: int, itemsize: int, density: float) -> DecodeTiles:
-    """The table, for packed_rows = rows x heads of a request. density: requests by multiprocessors.
+    """Return the tiles for packed_rows = rows x heads of a request. density: requests / multiprocessors.
 
-    A multiprocessor has shared memory for one program: tiles of 64 tokens of 576 numbers are 74 kB each. Sums of 64
-    rows are 128 registers in each thread of eight warps. Their tiles of 64 tokens take up to 10 % less than tiles of
-    32, of which more are on their way (H200, 4 and 8 rows of 16 heads, 4,096 and 32,768 tokens). One request cannot be
-    cut into as many items as fill the device with tiles of 64 rows: tiles of 32 are twice as many programs, and begin
-    and end sooner (640 tokens: 13.3 -> 11.0 us; 32,768: the same).
+    A multiprocessor's shared memory holds one program: a tile of 64 tokens of 576 numbers is 74 kB. Sums of 64 rows
+    take 128 registers per thread with eight warps. Tiles of 64 tokens are up to 10 % faster than tiles of 32 (H200, 4
+    and 8 rows of 16 heads, 4,096 and 32,768 tokens). A single request cannot be split into enough items to fill the
+    device with tiles of 64 rows; tiles of 32 give twice as many programs (640 tokens: 13.3 -> 11.0 us; 32,768: the
+    same).
     """
     if itemsize == 4:
         return DecodeTiles(16, 16, 4, 1, 1, 128)
@@ -114,13 +113,12 @@ def _attend_latent(
     last = prefix + suffix_len - 1
     if WINDOW:
         oldest = tl.expand_dims(oldest_seen(bits, prefix, WINDOW), TOKENS)
-    # Page numbers are loaded a tile ahead, else Triton keeps no tiles in flight: see
-    # `attention.ops.attend.decode_triton`.
+    # Page numbers are loaded one tile ahead, else Triton keeps no tiles in flight: see `decode_triton`.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top, total, acc = no_state(BLOCK_M, BLOCK_N, D, TOKENS)
     if PDL:
-        # So far only what was complete before the layer's store has been read, the plan too: see `attention.ops.pdl`.
+        # All reads so far are of data from before the layer's store, the plan included: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
@@ -194,10 +192,10 @@ def _attend_latent(
 def attend_latent(
     q: Tensor, kv: LatentKV, batch: DecodeBatch, plan: DecodePlan, scale: float, early: bool = False
 ) -> Tensor:
-    """[B * R, heads, latent] in q's dtype: attention of q [B * R, heads, latent + rotated], with any row and head
-    strides.
+    """Return attention of q, [B * R, heads, latent] in q's dtype.
 
-    plan: made for this batch and this number of heads, with one KV head.
+    q: [B * R, heads, latent + rotated], any row and head strides.
+    plan: for this batch and this number of heads, with one KV head.
     scale: positive.
     early: as in `attention.ops.attend.decode_triton.attend_decode`.
     """
@@ -259,19 +257,19 @@ def attend_latent(
 
 
 def _partials(plan: DecodePlan, dtype: torch.dtype) -> Tensor:
-    """Where partial results are kept that become `dtype`: where a second kernel merges them and bfloat16's 8 bits are
-    what is left in the end, float16's 11 are kept, in half the bytes."""
+    """Return memory for partials that a second kernel merges to `dtype`. For bfloat16 results (8 bits) partials are
+    float16 (11 bits), in half the bytes."""
     part = plan.workspace.part
     return part.view(torch.float16) if dtype == torch.bfloat16 and plan.apart and not plan.fixed else part
 
 
 def token_axis(tiles: DecodeTiles) -> int:
-    """Return the axis of a tile's scores that tokens lie along (`attention.ops.attend.latent_tile_triton`)."""
+    """Return the axis of a tile's scores that tokens are on (`attention.ops.attend.latent_tile_triton`)."""
     return 0 if tiles.block_m <= TOKENS_FIRST_ROWS and tiles.block_n >= 64 else 1
 
 
 def reference(q: Tensor, kv: LatentKV, batch: DecodeBatch, scale: float) -> Tensor:
-    """The same, request by request in float64."""
+    """Attention in float64, request by request."""
     out = torch.empty((*q.shape[:2], kv.latent), dtype=torch.float64, device=q.device)
     page_size, width = kv.rows.shape[1:]
     for b, prefix in enumerate(batch.prefix_len.tolist()):

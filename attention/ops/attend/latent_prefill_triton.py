@@ -1,8 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over their paged latent rows: what `attention.ops.attend.prefill_triton` is
-for K/V heads. A program takes a tile of neighbouring rows with all heads, or with a block of them where there are many;
-tiles are those of `attention.ops.attend.prefill_plan_triton`.
-"""
+"""Causal attention of ragged prompt chunks over paged latent rows. A program takes a tile of adjacent rows from
+`prefill_plan_triton`, with all heads, or with a block of them if there are many."""
 
 import torch
 import triton
@@ -84,30 +82,30 @@ def _attend_latent_prefill(
 
 
 def latent_prefill_tiles(itemsize: int) -> PrefillTiles:
-    """The table: the largest tile of sums that registers hold, as in `latent_decode.latent_tiles`."""
+    """Return the largest tiles whose sums fit in registers, as in `latent_decode_triton.latent_tiles`."""
     if INTERPRETED or itemsize == 4:
         return PrefillTiles(16, 16, 4, 1)
     return PrefillTiles(64, 32, 8, 4)
 
 
 def heads_of_tile(num_heads: int, tiles: PrefillTiles) -> int:
-    """How many heads share a tile with all of its rows."""
+    """Heads that share a tile."""
     return min(num_heads, tiles.block_m)
 
 
 def attend_latent_prefill(
     q: Tensor, kv: LatentKV, batch: PrefillBatch, tile_list: Tensor, tiles: PrefillTiles, scale: float
 ) -> Tensor:
-    """[rows, heads, latent] in q's dtype: attention of q [rows, heads, latent + rotated], with any row and head
-    strides; zeros for rows that belong to no chunk.
+    """Return attention of q, [rows, heads, latent] in q's dtype; zeros for rows without a chunk.
 
-    tile_list: [num_tiles, TILE_FIELDS] int32, of `plan_tiles` for this batch with block_m // `heads_of_tile` rows each.
+    q: [rows, heads, latent + rotated], any row and head strides.
+    tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with block_m // `heads_of_tile` rows each.
     scale: positive.
     """
     page_table, heads, latent = batch.page_table, q.shape[1], kv.latent
     assert q.stride(2) == 1 and q.dtype == kv.rows.dtype and kv.rows.is_contiguous() and scale > 0
     assert page_table.stride(1) == 1 and tile_list.is_contiguous() and q.shape[2] == kv.rows.shape[2]
-    # Padding rows go on through the model and write their KV to page 0, of which masked values must be finite.
+    # Padding rows go through the model and write KV to page 0, whose masked values must be finite.
     make = torch.zeros if batch.is_padded else torch.empty
     out = make((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
     together = heads_of_tile(heads, tiles)
@@ -138,7 +136,7 @@ def attend_latent_prefill(
 
 
 def reference(q: Tensor, kv: LatentKV, batch: PrefillBatch, scale: float) -> Tensor:
-    """The same, chunk by chunk in float64."""
+    """Attention in float64, chunk by chunk."""
     out = torch.zeros((*q.shape[:2], kv.latent), dtype=torch.float64, device=q.device)
     page_size, width = kv.rows.shape[1:]
     starts, indptr = batch.starts.tolist(), batch.qo_indptr.tolist()

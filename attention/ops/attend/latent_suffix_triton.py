@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The masked columns of a round over latent rows, added to attention over its prefix: where a fast kernel without masks
-attends to what all rows see, this adds the few columns of which each sees its own. In place, one launch."""
+"""Adds the masked columns of a round over latent rows to attention over its prefix, in place. A faster kernel without
+masks computes the prefix, which all rows see; this one adds the few columns that differ by row."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from attention.views import LatentKV
 
-BLOCK_M = 16  # query rows x heads of a program
+BLOCK_M = 16  # query rows x heads per program
 _WARPS = 4
 
 
@@ -70,7 +70,7 @@ def _add_suffix(
     share = tl.exp2(before - origin)
     total = share + tl.sum(weights, 1)
     out = out_ptr + ((row * HEADS + head).to(tl.int64) * D)[:, None] + tl.arange(0, D)[None, :]
-    # Where nothing has been seen before, what stands there may be no number.
+    # Without a prefix, `out` is uninitialised and may hold NaN.
     acc = tl.load(out, mask=(live & (share > 0.0))[:, None], other=0.0).to(tl.float32) * share[:, None]
     acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -78,10 +78,10 @@ def _add_suffix(
 
 
 def add_suffix(out: Tensor, lse: Tensor, q: Tensor, kv: LatentKV, batch: DecodeBatch, scale: float) -> None:
-    """Attention of q [B * R, heads, latent + rotated] over prefix and masked columns, into `out`.
+    """Make `out` the attention of q [B * R, heads, latent + rotated] over prefix and masked columns.
 
     out: [B * R, heads, latent], contiguous: attention over the prefix; not read where lse is minus infinity.
-    lse: [B * R, heads] float32: its log-sum-exp to the base of 2, of scaled scores.
+    lse: [B * R, heads] float32: its log-sum-exp of scaled scores, base 2.
 
     Reference: `attention.ops.attend.latent_decode_triton.reference`.
     """

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""One tile of attention over latent rows, for the kernels of rounds and of prompt chunks.
+"""One tile of attention over latent rows, for rounds and prompt chunks.
 
-A latent row is key and value at once: its first D numbers are both, the ROTATED after them belong to the key alone. So
-a tile is loaded once and multiplied twice. TOKENS says along which axis of the scores its tokens lie, which is to say
-which way round the products are: wgmma takes 64 rows at a time. With TOKENS = 1 these are rows of q, tiles of 64 of
-them. With TOKENS = 0 they are tokens, then dimensions of the sums, and tiles of 16 or 32 rows of q leave none empty.
+A latent row is key and value at once: its first D numbers are both, the ROTATED after them are part of the key. A tile
+is loaded once and multiplied twice. wgmma's first operand has 64 rows. With TOKENS = 1 these are rows of q, in tiles of
+64. With TOKENS = 0 they are tokens, then dimensions of the sums, so that tiles of 16 or 32 rows of q waste nothing.
+TOKENS is the axis of the scores that tokens are on.
 """
 
 import triton
@@ -19,7 +19,7 @@ from attention.views import LatentKV
 def load_queries(
     q_ptr, row, head, live, q_row_stride, q_head_stride, D: tl.constexpr, ROTATED: tl.constexpr, UPCAST: tl.constexpr
 ):
-    """[M, D] and [M, ROTATED], in the type of q: of rows and heads row, head [M], zeros where not `live`."""
+    """Load [M, D] and [M, ROTATED] of q for rows `row` and heads `head` [M]; zeros where not `live`."""
     q = q_ptr + (row * q_row_stride + head * q_head_stride)[:, None]
     latent = tl.load(q + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
     rotated = tl.load(q + D + tl.arange(0, ROTATED)[None, :], mask=live[:, None], other=0.0)
@@ -30,15 +30,14 @@ def load_queries(
 
 @triton.jit
 def turn_pairs(x, cos, sin, M: tl.constexpr, ROTATED: tl.constexpr):
-    """Rotary embedding of neighbours (`attention.rotation.rotate_pairs`): x [M, ROTATED] float32 turned by cos, sin [M,
-    ROTATED / 2]."""
+    """Rotate adjacent pairs (`attention.rotation.rotate_pairs`): x [M, ROTATED] float32; cos, sin [M, ROTATED / 2]."""
     first, second = tl.split(tl.reshape(x, (M, ROTATED // 2, 2)))
     return tl.reshape(tl.join(first * cos - second * sin, second * cos + first * sin), (M, ROTATED))
 
 
 @triton.jit
 def load_latent_rows(rows_ptr, token, D: tl.constexpr, ROTATED: tl.constexpr):
-    """[N, D] and [N, ROTATED] of the pool's tokens `token` [N] int64."""
+    """Load [N, D] and [N, ROTATED] of the pool's tokens `token` [N] int64."""
     rows = rows_ptr + (token * (D + ROTATED))[:, None]
     return tl.load(rows + tl.arange(0, D)[None, :]), tl.load(rows + D + tl.arange(0, ROTATED)[None, :])
 
@@ -55,8 +54,8 @@ def load_latent_tile(
     D: tl.constexpr,
     ROTATED: tl.constexpr,
 ):
-    """The same of the BLOCK_N KV positions from `start` on, whose pages are `page` [BLOCK_N]; or a number where all are
-    of one page, which tensor maps bring, of `latent_maps`: threads need not compute where rows are."""
+    """Load a tile of BLOCK_N KV positions from `start`, on pages `page` [BLOCK_N]. If all are on one page, `page` is a
+    number and the tensor maps of `latent_maps` load it without address computation."""
     if latent_desc is None:
         token = page.to(tl.int64) * PAGE + (start + tl.arange(0, BLOCK_N)) % PAGE
         latent, rotated = load_latent_rows(rows_ptr, token, D, ROTATED)
@@ -67,7 +66,8 @@ def load_latent_tile(
 
 
 def latent_maps(kv: LatentKV, block_n: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Of tiles of block_n tokens; None where these are not of one page, or no tensor map can have such rows."""
+    """Return tensor maps for tiles of block_n tokens; None if a tile spans pages or tensor maps do not support the
+    rows."""
     page_size, width = kv.rows.shape[1:]
     if page_size % block_n or width * kv.rows.itemsize % 16:
         return None, None
@@ -78,16 +78,16 @@ def latent_maps(kv: LatentKV, block_n: int) -> tuple[TensorDescriptor | None, Te
 
 @triton.jit
 def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.constexpr, UPCAST: tl.constexpr):
-    """Scores times scale_log2, float32, of q [M, D] and q_rotated [M, ROTATED] against a tile: [M, N], or [N, M] with
-    TOKENS = 0; and the values [N, D]."""
+    """Return scaled float32 scores of q [M, D], q_rotated [M, ROTATED] and a tile: [M, N], or [N, M] with TOKENS = 0;
+    and the values [N, D]."""
     if UPCAST:
         latent, rotated = latent.to(tl.float32), rotated.to(tl.float32)
     if TOKENS == 0:
         scores = tl.dot(rotated, tl.trans(q_rotated), input_precision="ieee")
         scores = tl.dot(latent, tl.trans(q), scores, input_precision="ieee") * scale_log2
     else:
-        # Were one the other's accumulator, Triton would give them to other warps, and move the sums from one to the
-        # other through shared memory.
+        # As one another's accumulators, Triton would lay them out over other warps and move the sums through shared
+        # memory.
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee") * scale_log2
         scores += tl.dot(q_rotated, tl.trans(rotated), input_precision="ieee") * scale_log2
     return scores, latent
@@ -95,8 +95,8 @@ def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.cons
 
 @triton.jit
 def accumulate_latent(scores, latent, top, total, acc, TOKENS: tl.constexpr, FIXED: tl.constexpr = False):
-    """`online_softmax.accumulate` of scaled scores both ways round: acc [M, D], or [D, M] with TOKENS = 0. There the
-    sums `total` [N, M] are kept by places of a tile, and added up by `finish_latent`: sums over tokens cross warps."""
+    """`online_softmax_triton.accumulate` for both orientations: acc [M, D], or [D, M] with TOKENS = 0. There `total`
+    [N, M] keeps a sum per index of a tile, and `finish_latent` adds them up, because sums over tokens cross warps."""
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - tl.expand_dims(origin, TOKENS))
@@ -113,7 +113,7 @@ def accumulate_latent(scores, latent, top, total, acc, TOKENS: tl.constexpr, FIX
 
 @triton.jit
 def no_state(M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr):
-    """What `accumulate_latent` begins with: top, total, acc."""
+    """Return the initial top, total and acc of `accumulate_latent`."""
     top = tl.full([M], float("-inf"), tl.float32)
     if TOKENS == 0:
         total, acc = tl.zeros([N, M], tl.float32), tl.zeros([D, M], tl.float32)
@@ -124,7 +124,7 @@ def no_state(M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TOKENS: tl.const
 
 @triton.jit
 def finish_latent(total, acc, TOKENS: tl.constexpr):
-    """The sums of weights [M], and the weighted means, zeros for a row that has seen nothing."""
+    """Return the sums of weights [M], and the weighted means; zeros for rows that saw nothing."""
     if TOKENS == 0:
         total = tl.sum(total, 0)
     return total, acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), TOKENS)

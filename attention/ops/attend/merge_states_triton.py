@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Partial results of attention (partials) become one, each weighted by two to its log-sum: by a kernel of its own, or
-by the programs of `attention.ops.attend.decode_triton` that finish last."""
+"""Merges partial results of attention (partials), weighted by two to their log-sum. Done by a kernel of its own, or by
+the programs of `decode_triton` that finish last."""
 
 import triton
 import triton.language as tl
@@ -22,11 +22,11 @@ def merge_rows(
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row and query head from its partials, SPLITS of them at a time. BLOCK_M: rows that each has."""
+    """Merge one row and query head, SPLITS partials at a time. BLOCK_M: rows per partial."""
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:
-        # The plan's counts are older than the predecessor, which waited: see `attention.ops.pdl`.
+        # The counts were written before the predecessor, which has waited: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if count > 1:
@@ -72,11 +72,14 @@ def _merge(
     SLICE: tl.constexpr,
     FAN: tl.constexpr,
 ):
-    """Stores the weighted mean of `count` <= FAN partials, `step` apart, at rows target [BLOCK_M] of D values, by
-    slices of D that keep registers few. Returns its log-sum [BLOCK_M]. in_place: target is one of the partials."""
+    """Store the weighted mean of `count` <= FAN partials, `step` apart, to rows target [BLOCK_M] of D values. Return
+    its log-sum [BLOCK_M].
+
+    Works in slices of D, for few registers. in_place: target is one of the partials.
+    """
     stride = step * COLUMNS * BLOCK_M
     base = (first * COLUMNS + tl.program_id(0)) * BLOCK_M
-    # L1 is not coherent: what other programs wrote is read from L2.
+    # L1 is not coherent: read other programs' results from L2.
     i = tl.arange(0, FAN)
     there = (i < count)[:, None] & live[None, :]
     lses = tl.load(
@@ -124,8 +127,9 @@ def merge_by_the_last(
     SLICE: tl.constexpr,
     FAN: tl.constexpr,
 ):
-    """After this program's partial result is stored: merges if it finds the others of its FAN, or of all, stored."""
-    # The barrier puts every thread's stores before the one thread's release.
+    """Merge if this program is the last of its FAN items, or of all, to store its partial result."""
+    # The barrier orders all threads' stores before the one thread's release.
+
     tl.debug_barrier()
     leader = first + (partial - first) // FAN * FAN
     members = tl.minimum(FAN, first + count - leader)

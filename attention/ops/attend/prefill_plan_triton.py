@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Cuts prompt chunks into tiles of neighbouring rows, on the device, the longest context first: the last programs to
-run are then short ones. The grid may be fixed at capture; tiles that are not needed are marked idle.
-"""
+"""Cuts prompt chunks into tiles of adjacent rows, on the device. The longest contexts come first, so that the last
+programs are short. A captured grid is fixed; unused tiles are marked idle."""
 
 import torch
 import triton
@@ -10,17 +9,17 @@ from torch import Tensor
 
 from attention.metadata import ChunkLists, PrefillBatch
 
-# Columns of a tile: its chunk or IDLE, its first row, one past the chunk's last row, the position of its first row.
+# Columns of a tile: its chunk or IDLE; its first row; the end of the chunk's rows; the position of its first row.
 TILE_FIELDS = tl.constexpr(4)
 IDLE = tl.constexpr(-1)
-BLOCK = 64  # tiles of a program
-CHUNKS = 16  # looked at together
+BLOCK = 64  # tiles per program
+CHUNKS = 16  # compared at a time
 
 
 @triton.jit
 def _chunks_at(indptr_ptr, starts_ptr, low, num_chunks, rows, CHUNKS: tl.constexpr):
-    """Of chunks low .. low + CHUNKS - 1: their numbers, first rows, ends, positions and numbers of tiles, [1, CHUNKS]
-    each; none for those that are not there."""
+    """Return index, first row, end, position and number of tiles of chunks low .. low + CHUNKS - 1, [1, CHUNKS] each;
+    missing chunks have no tiles."""
     c = low + tl.arange(0, CHUNKS)[None, :]
     there = c < num_chunks
     first = tl.load(indptr_ptr + c, mask=there, other=0)
@@ -52,7 +51,7 @@ def _plan_tiles(
         end += tl.sum(tl.where(mine, end_row, 0), 1)[:, None]
         position += tl.sum(tl.where(mine, start + before, 0), 1)[:, None]
         total += tl.sum(count)
-    # The place of a tile is the number of those whose context is longer, or as long and of an earlier chunk.
+    # A tile's index is the number of tiles with a longer context, or with the same and of an earlier chunk.
     place = tile * 0
     for low in range(0, num_chunks, CHUNKS):
         c, _, _, start, count = _chunks_at(indptr_ptr, starts_ptr, low, num_chunks, rows, CHUNKS)
@@ -69,16 +68,18 @@ def _plan_tiles(
 
 
 def max_tiles(batch: PrefillBatch, rows: int) -> int:
-    """Tiles of `rows` rows that the chunks of `batch` are cut into; where only the device knows, no fewer than any
-    chunks of so many rows need."""
+    """Return the number of tiles of `rows` rows for the chunks of `batch`; an upper bound if only the device knows the
+    chunks."""
     if batch.lists is not None:
         return sum(triton.cdiv(count, rows) for count in batch.lists.counts)
     return min(batch.num_rows, batch.num_rows // rows + batch.num_chunks)
 
 
 def plan_tiles(batch: PrefillBatch, rows: int) -> Tensor:
-    """[tiles, TILE_FIELDS] int32: the tiles of `rows` neighbouring rows of each chunk, the longest context first, then
-    idle ones. Launches one small kernel; reads nothing on the host."""
+    """Return the tiles of `rows` adjacent rows, [tiles, TILE_FIELDS] int32: the longest context first, idle tiles last.
+
+    Launches one small kernel; reads nothing on the host.
+    """
     num_tiles = max_tiles(batch, rows)
     assert batch.qo_indptr.is_contiguous() and batch.starts.is_contiguous()
     tiles = torch.empty((num_tiles, TILE_FIELDS.value), dtype=torch.int32, device=batch.starts.device)
@@ -97,7 +98,7 @@ def plan_tiles(batch: PrefillBatch, rows: int) -> Tensor:
 
 
 def reference(lists: ChunkLists, rows: int) -> list[list[int]]:
-    """The same tiles, without the idle ones."""
+    """The tiles without the idle ones."""
     tiles, row = [], 0
     for chunk, (start, count) in enumerate(zip(lists.starts, lists.counts, strict=True)):
         tiles += [[chunk, row + done, row + count, start + done] for done in range(0, count, rows)]

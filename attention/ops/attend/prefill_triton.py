@@ -1,9 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over their paged KV (see `PrefillBatch`).
-
-A program takes a tile of neighbouring rows with all query heads of one KV head;
-`attention.ops.attend.prefill_plan_triton` lists the tiles.
-"""
+"""Causal attention of ragged prompt chunks over paged KV (see `PrefillBatch`). A program takes a tile of adjacent rows
+from `prefill_plan_triton`, with all query heads of one KV head."""
 
 from dataclasses import dataclass
 
@@ -44,7 +41,7 @@ def _attend_span(
     WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """KV positions low .. high - 1 for rows at `position` [M]; without MASKED every row sees all of them."""
+    """Attend to KV positions low .. high - 1 for rows at `position` [M]. Without MASKED every row sees all of them."""
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     for start in range(low, high, BLOCK_N):
         column = start + n
@@ -106,7 +103,7 @@ def _attend_prefill(
     common = (start + 1) // BLOCK_N * BLOCK_N
     low = 0
     if WINDOW:
-        # Of the tiles before those that all rows see, each row sees its own part.
+        # In tiles before those that all rows see, each row sees its own part.
         first_tile = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         low = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, common)
         top, total, acc = _attend_span(
@@ -187,7 +184,10 @@ def _attend_prefill(
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """block_m: rows x group in a program. block_n: KV positions in a tile. warps, stages: Triton's."""
+    """block_m: rows x group per program.
+    block_n: KV positions per tile.
+    warps, stages: Triton's.
+    """
 
     block_m: int
     block_n: int
@@ -196,7 +196,8 @@ class PrefillTiles:
 
 
 def prefill_tiles(group: int, head_dim: int, itemsize: int) -> PrefillTiles:
-    """The table, measured on an H200 (`bf86f5a`): 64 x 512 tokens take 555 us by tiles of 32, 709 by tiles of 64."""
+    """Return the tiles measured on an H200 (`bf86f5a`): 64 x 512 tokens take 555 us with tiles of 32, 709 with tiles of
+    64."""
     if INTERPRETED:
         return PrefillTiles(max(16, triton.next_power_of_2(group)), 16, 1, 1)
     if itemsize == 4:
@@ -207,17 +208,17 @@ def prefill_tiles(group: int, head_dim: int, itemsize: int) -> PrefillTiles:
 def attend_prefill(
     q: Tensor, kv: LayerKV, batch: PrefillBatch, tile_list: Tensor, tiles: PrefillTiles, scale: float
 ) -> Tensor:
-    """[rows, q_heads, head_dim] in q's dtype: attention of q, of the same shape with any row and head strides; zeros
-    for rows that belong to no chunk.
+    """Return attention of q, [rows, q_heads, head_dim] in q's dtype; zeros for rows without a chunk.
 
-    tile_list: [num_tiles, TILE_FIELDS] int32, of `plan_tiles` for this batch with block_m // group rows each.
+    q: [rows, q_heads, head_dim], any row and head strides.
+    tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with block_m // group rows each.
     scale: positive.
     """
     page_table = batch.page_table
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
     assert page_table.stride(1) == 1 and tile_list.is_contiguous()
-    # Padding rows go on through the model and write their KV to page 0, of which masked values must be finite.
+    # Padding rows go through the model and write KV to page 0, whose masked values must be finite.
     make = torch.zeros if batch.is_padded else torch.empty
     out = make(q.shape, dtype=q.dtype, device=q.device)
     _attend_prefill[(num_kv_heads, tile_list.shape[0])](
@@ -246,7 +247,7 @@ def attend_prefill(
 
 
 def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
-    """The same, chunk by chunk in float64."""
+    """Attention in float64, chunk by chunk."""
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
     starts, indptr = batch.starts.tolist(), batch.qo_indptr.tolist()
@@ -266,6 +267,6 @@ def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tens
 
 
 def hidden_of_chunk(start: int, rows: int, window: int | None) -> Tensor:
-    """[rows, start + rows] bool: the positions that rows at `start` onwards do not see."""
+    """Return [rows, start + rows] bool: the positions that rows from `start` do not see."""
     every = torch.ones(rows, start + rows, dtype=torch.bool)
     return every.triu(start + 1) if window is None else every.triu(start + 1) | every.tril(start - window)

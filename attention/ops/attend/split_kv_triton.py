@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Cuts the contexts of a batch into items of similar length, on the device, for a grid that is fixed at capture.
 
-An item is a stretch of one request's KV that one program per KV head reads. The grid has `num_requests + budget` items;
-those not needed are marked idle. A pass plans once and all its layers use the plan.
+An item is a span of one request's KV that one program per KV head reads. The grid has `num_requests + budget` items;
+unused ones are marked idle. A pass plans once for all its layers.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from attention.ops.attend.window_triton import first_seen
 
-# Columns of an item: the request or IDLE; the first and one past the last KV position; the number of its partial result
-# (among those of all requests that are cut); that of the request's first item; the request's number of items.
+# Columns of an item: its request or IDLE; its first KV position and its end; the index of its partial result (counted
+# over all split requests); that of the request's first item; the request's number of items.
 ITEM_FIELDS = tl.constexpr(8)  # six, so that an item does not cross a 32-byte sector
 IDLE = tl.constexpr(-1)
 CHUNK = tl.constexpr(16)
-SPANS = tl.constexpr(8)  # that are compared: from the least on to 2.75 times that, closer to each other at first
+SPANS = tl.constexpr(8)  # compared: from the minimum to 2.75 times that, closer together at first
 
 
 @triton.jit
@@ -29,8 +29,8 @@ def _span(least, number):
 
 @triton.jit
 def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """The span that ends soonest, of those that differ little from the least, if `budget` items run at a time; of
-    equally good ones the longest."""
+    """Return the span that ends soonest if `budget` items run at a time, among those near the minimum; the longest of
+    equals."""
     total = tl.sum(length, 0)
     least = tl.maximum(tl.cdiv(total, budget), min_span)
     number = tl.arange(0, SPANS)
@@ -39,7 +39,7 @@ def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.cons
     even = tl.cdiv(tl.cdiv(length[:, None], tl.maximum(count, 1)), TILE) * TILE
     longest = tl.max(even, 0).to(tl.int64)
     waves = tl.cdiv(tl.sum(count, 0), budget)
-    # Items that do not wait for a wave's end begin as soon as any has room.
+    # Items do not wait for a wave's end: they start as soon as one fits.
     time = tl.minimum(waves * (longest + TILE), tl.cdiv(total, budget) + longest + TILE)
     best = tl.min(time * SPANS + SPANS - 1 - number, 0)
     return _span(least, SPANS - 1 - (best % SPANS).to(tl.int32))
@@ -68,7 +68,7 @@ def _plan_items(
     if WINDOW:
         origin = tl.maximum(length - suffix_len + 1 - WINDOW, 0) // TILE * TILE
         length -= origin
-    # With spans of total / budget, rounding up adds less than one item per request: at most budget + num_requests.
+    # With spans of total / budget, rounding adds less than one item per request: at most budget + num_requests.
     span = _best_span(length, budget, min_span, TILE, MAX_SPLITS)
     count = tl.minimum(tl.cdiv(length, span), MAX_SPLITS)
     even = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
@@ -122,7 +122,8 @@ def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EAC
 @dataclass(frozen=True)
 class Items:
     """items: [any, ITEM_FIELDS] int32.
-    requests: [num_requests, 2] int32, the number of the partial of each request's first item, and its number of items.
+    requests: [num_requests, 2] int32: the index of the partial result of each request's first item; its number of
+        items.
     """
 
     items: Tensor
@@ -138,19 +139,19 @@ def plan_items(
     max_splits: int,
     window: int | None = None,
 ) -> Items:
-    """The items of requests of prefix_len [B] int32 plus suffix_len positions each, from the tile on in which their
-    window begins, if they have one.
+    """Cut requests of prefix_len [B] int32 plus suffix_len positions into items, from the first tile of their window.
 
-    budget: items that run at a time. Requests of about equal lengths are cut into as many items each as fill the device
-    once; of unequal ones the long ones into more. At most 2 * budget partials are used. budget = 0 cuts nothing.
-    No request is cut into more than max_splits items nor, but for the last, into items shorter than about min_span;
-    boundaries are multiples of `tile`.
+    budget: items that run at a time; 0 splits nothing. Requests of similar length are cut into as many items as fill
+        the device once; of unequal requests, long ones get more items. At most 2 * budget partials are used.
+    min_span: minimum length of an item, but for a request's last.
+    tile: item boundaries are multiples of it.
+    max_splits: maximum number of items per request.
     """
     num_requests = prefix_len.shape[0]
     num_items = num_requests + budget
     items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
-    # both constants follow from this one, since each pair of them is a kernel of its own
+    # both constants follow from this one, because each pair of them compiles a kernel
     most_requests = triton.next_power_of_2(num_requests)
     _plan_items[(1,)](
         prefix_len,
@@ -159,7 +160,7 @@ def plan_items(
         suffix_len,
         num_requests,
         max(budget, 1),
-        min_span if budget else 1 << 24,  # spans of three times as many positions are tried
+        min_span if budget else 1 << 24,  # spans up to three times as long are tried
         num_items,
         TILE=tile,
         MAX_SPLITS=max_splits,
@@ -172,14 +173,16 @@ def plan_items(
 
 
 def plan_warps(num_requests: int) -> int:
-    """Of the planner, for which each request has `SPANS` numbers."""
+    """Warps of the planner, which compares `SPANS` numbers per request."""
     return 4 if num_requests <= 128 else 16
 
 
 def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int, window: int | None = None) -> Items:
-    """The items of requests of prefix_len [B] int32 plus suffix_len positions each, at most max_kv_len: each request is
-    cut at the multiples of `span`, whatever the others are. A request has ceil(max_kv_len / span) partials, or those
-    that a window may touch."""
+    """Cut each request at multiples of `span`, whatever the other requests are.
+
+    Requests have prefix_len [B] int32 plus suffix_len positions, at most max_kv_len. Each has ceil(max_kv_len / span)
+    partials, or as many as a window can touch.
+    """
     num_requests, each = prefix_len.shape[0], triton.cdiv(max_kv_len, span)
     if window is not None:
         each = min(each, triton.cdiv(window + suffix_len, span) + 1)
@@ -208,7 +211,7 @@ def reference(
     max_splits: int,
     window: int | None = None,
 ) -> list[list[int]]:
-    """The same items as rows of six fields, without the idle ones."""
+    """The items as rows of six fields, without the idle ones."""
     origins = [first_seen(prefix, window) // tile * tile for prefix in prefixes]
     lengths = [prefix + suffix_len - origin for prefix, origin in zip(prefixes, origins, strict=True)]
     each = -(-sum(lengths) // max(budget, 1))

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Which KV positions a row of a round sees through a window (see `DecodeBatch.window`). WINDOW is a constant of a
-kernel, 0 where there is none, so that kernels without one have nothing of it."""
+"""KV positions that a row of a round sees through a window (see `DecodeBatch.window`). WINDOW is a constant, 0 without
+a window, so kernels without one contain no code for it."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def oldest_seen(bits, prefix, WINDOW: tl.constexpr):
-    """The first KV position that rows with masks `bits` (int64, 0 or more) see after a prefix of `prefix` tokens; below
-    0 where they see all of it."""
+    """Return the first KV position that rows with masks `bits` (int64, not negative) see after `prefix` tokens;
+    negative if they see all."""
     pairs = bits - ((bits >> 1) & 0x5555555555555555)
     fours = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -20,5 +20,6 @@ def oldest_seen(bits, prefix, WINDOW: tl.constexpr):
 
 
 def first_seen(prefix_len: int, window: int | None) -> int:
-    """The first KV position that any row of a request may see: that of one which sees of the suffix itself alone."""
+    """Return the first KV position that any row of a request may see: that of a row that sees only itself in the
+    suffix."""
     return 0 if window is None else max(prefix_len + 1 - window, 0)
