@@ -275,9 +275,7 @@ class CoordinatorLoop:
         self._on_worker_group_lost(reason)
 
     def _housekeep(self, now: float) -> None:
-        self.streams.check_connections()
         self.streams.check_waiting()
-        self.streams.states.check_leases()
         self.streams.states.changed()  # told now and then whatever happens, so that silence means something
         if self._worker_group is not None and self.status == "ready":
             self._model_check.turn(now)

@@ -12,7 +12,15 @@ from cluster.coordinator.publisher import Stream, TokenPublisher
 from cluster.coordinator.state_publisher import StatePublisher
 from cluster.transport.channel import Context, Inbox, IngressLink
 from cluster.transport.encoding import BadMessageError, decode
-from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Probe, Refusal, Refused, Subscribe
+from cluster.transport.messages import (
+    Abort,
+    EngineState,
+    GenerateRequest,
+    Probe,
+    Refusal,
+    Refused,
+    Subscribe,
+)
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.plan import unpack_i32
@@ -26,8 +34,8 @@ _MAX_MESSAGES_PER_TURN = 64  # so that a flood of requests does not hold up the 
 
 
 class RequestStreams:
-    """A request that the scheduler has taken has one stream here until its end was sent to its ingress, on
-    both ways; exactly one end is sent.
+    """A request that the scheduler has taken has one stream here until its end was sent to its ingress; exactly one end
+    is sent. An ingress whose connection has closed, or that does not read, has all its requests aborted.
 
     is_draining: set it to refuse new requests. is_leaving: and this too, if another engine takes this one's place.
     states: for the same ingresses.
@@ -56,10 +64,8 @@ class RequestStreams:
         self._streams: dict[str, Stream] = {}
         self._inbox = Inbox(context, transport, f"{engine_id}-inbox")
         reactor.watch(self._inbox.socket, self._read_inbox)
-        self.states = StatePublisher(engine_id, scheduler, clock, self._inbox.send)
-        self._publisher = TokenPublisher(
-            context, transport, reactor, engine_id, scheduler.num_draft_tokens, clock, self._ingress_gone
-        )
+        self.states = StatePublisher(engine_id, scheduler, clock, self._send)
+        self._publisher = TokenPublisher(self._inbox, scheduler.num_draft_tokens, self._ingress_lost)
 
     @property
     def endpoint(self) -> str:
@@ -83,7 +89,6 @@ class RequestStreams:
                 self._publisher.put(stream, output)
                 if output.finish_reason is not None:
                     del self._streams[request.request_id]
-                    self._send_summary(stream, request, output.finish_reason, output.error)
             except Exception as error:  # a bug that one request meets must not end all others
                 logger.exception("request %s failed while its tokens were sent", request.request_id)
                 self._end(request.request_id, FinishReason.ERROR, f"{type(error).__name__}: {error}")
@@ -118,22 +123,18 @@ class RequestStreams:
             self._end(request_id, FinishReason.ERROR, reason)
         self._publisher.flush()
 
-    def check_connections(self) -> None:
-        """Give up ingresses that could not be reached; to be called now and then."""
-        self._publisher.check_connections()
-
     def check_waiting(self) -> None:
         """Refuse what has waited too long for its first step, as if it had just come; to be called now and then."""
         overdue_s = self._clock() - self._queue_timeout_s
         for stream in [stream for stream in self._streams.values() if stream.queued_s < overdue_s]:
+            if self._streams.pop(stream.request_id, None) is None:
+                continue  # its ingress was lost with the refusal of another one
             self._scheduler.abort(stream.request_id, FinishReason.ERROR)
-            del self._streams[stream.request_id]
             message = f"waited {self._queue_timeout_s:g} s in the queue (engine.queue_timeout_s)"
-            self._inbox.send(stream.asker, Refused(stream.request_id, self._queue_full(message)))
+            self._send(stream.ingress, Refused(stream.request_id, self._queue_full(message)))
 
     def close(self, linger_ms: int) -> None:
-        """Close all sockets; messages still queued have `linger_ms` to leave."""
-        self._publisher.close(linger_ms)
+        """Close the inbox; messages still queued have `linger_ms` to leave."""
         self._reactor.forget(self._inbox.socket)
         self._inbox.close(linger_ms)
 
@@ -142,27 +143,29 @@ class RequestStreams:
             received = self._inbox.receive()
             if received is None:
                 return
-            sender, raw = received
+            ingress, raw = received
             try:
                 message = decode(raw)
             except BadMessageError:
                 logger.exception("a message from an ingress was dropped")
                 continue
             if isinstance(message, GenerateRequest):
-                self.states.received(sender)
-                refusal = self._submit(sender, message)
+                self.states.received(ingress)
+                refusal = self._submit(ingress, message)
                 if refusal is not None:
-                    self._inbox.send(sender, Refused(message.request_id, refusal))
+                    self._send(ingress, Refused(message.request_id, refusal))
             elif isinstance(message, Probe):
-                self._answer_probe(sender, message)
+                self._answer_probe(ingress, message)
             elif isinstance(message, Abort):
-                self._end(message.request_id, FinishReason.ABORT, None)
+                stream = self._streams.get(message.request_id)
+                if stream is not None and stream.ingress is ingress:
+                    self._end(message.request_id, FinishReason.ABORT, None)
             elif isinstance(message, Subscribe):
-                self.states.subscribe(sender, message)
+                self.states.subscribe(ingress)
             else:
                 logger.error("a %s from an ingress was dropped", type(message).__name__)
 
-    def _submit(self, sender: bytes, message: GenerateRequest) -> Refusal | None:
+    def _submit(self, ingress: IngressLink, message: GenerateRequest) -> Refusal | None:
         """Queue a request, or say why not. Nothing that one request holds may end the loop."""
         if self.is_draining:
             return Refusal("leaving" if self.is_leaving else "not_ready", "the engine is draining")
@@ -178,7 +181,6 @@ class RequestStreams:
                 message.sampling,
                 output=unpack_i32(message.output).tolist(),
             )
-            ingress = self._publisher.open(message.reply_to)
             self._scheduler.submit(request, resumed=message.resumed)
             self._scheduler.stats.num_resumed += message.resumed or bool(request.output)
         except QueueFullError as error:
@@ -189,26 +191,20 @@ class RequestStreams:
             logger.exception("request %s could not be queued", message.request_id)
             return Refusal("not_ready", f"{type(error).__name__}: {error}")
         queued_s = math.inf if message.resumed else self._clock()
-        stream = Stream(message.request_id, sender, ingress, message.running_stats, message.token_origins, queued_s)
+        stream = Stream(message.request_id, ingress, message.running_stats, message.token_origins, queued_s)
         stream.num_crashes = message.num_crashes
         self._streams[message.request_id] = stream
         self._publisher.put_taken(stream)
         return None
 
-    def _answer_probe(self, sender: bytes, probe: Probe) -> None:
+    def _answer_probe(self, ingress: IngressLink, probe: Probe) -> None:
         """As a request would be answered that has nothing to generate."""
         fault = "the engine is draining" if self.is_draining else self._fault()
-        try:
-            ingress = self._publisher.open(probe.reply_to)
-        except ValueError as error:
-            fault = str(error)
         if fault:
             kind = "leaving" if self.is_leaving else "not_ready"
-            self._inbox.send(sender, Refused(probe.request_id, Refusal(kind, fault)))
-            return
-        stream = Stream(probe.request_id, sender, ingress, False)
-        self._publisher.put_end(stream, FinishReason.STOP, None)
-        self._send_summary(stream, None, FinishReason.STOP, None)
+            self._send(ingress, Refused(probe.request_id, Refusal(kind, fault)))
+        else:
+            self._publisher.put_end(Stream(probe.request_id, ingress), FinishReason.STOP, None)
 
     def slot_wait_s(self) -> float:
         """Until what waits has been worked off, as far as it is known."""
@@ -219,17 +215,23 @@ class RequestStreams:
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
         """End a request in whatever state; an unknown one has ended already."""
-        request = self._scheduler.abort(request_id, reason)
+        self._scheduler.abort(request_id, reason)
         stream = self._streams.pop(request_id, None)
-        if stream is None:
-            return
-        self._publisher.put_end(stream, reason, error)
-        self._send_summary(stream, request, reason, error)
+        if stream is not None:
+            self._publisher.put_end(stream, reason, error)
 
-    def _send_summary(self, stream: Stream, request: Request | None, reason: FinishReason, error: str | None) -> None:
-        num_output = len(request.output) if request is not None else 0
-        self._inbox.send(stream.asker, GenerateSummary(stream.request_id, reason.value, num_output, error))
+    def _send(self, ingress: IngressLink, message: Refused | EngineState) -> None:
+        if reason := self._inbox.send(ingress, message):
+            self._ingress_lost(ingress, reason)
 
-    def _ingress_gone(self, link: IngressLink, reason: str) -> None:
-        for stream in [stream for stream in self._streams.values() if stream.ingress is link]:
-            self._end(stream.request_id, FinishReason.ABORT, reason)
+    def _ingress_lost(self, ingress: IngressLink, reason: str) -> None:
+        """Abort its requests: what became of one of them cannot be told. If it is still there, the state that it is
+        sent next shows it so."""
+        if ingress.is_gone:
+            self.states.forget(ingress)
+        lost = [stream.request_id for stream in self._streams.values() if stream.ingress is ingress]
+        if lost:
+            logger.warning("an ingress is lost, with %d requests: %s", len(lost), reason)
+        for request_id in lost:
+            del self._streams[request_id]
+            self._scheduler.abort(request_id, FinishReason.ABORT)

@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable
 from itertools import islice
 
-from cluster.transport.messages import EngineState, Subscribe
+from cluster.transport.channel import IngressLink
+from cluster.transport.messages import EngineState
 from workers.scheduling.scheduler import Scheduler
 
 PERIOD_S = 0.05
 MAX_DIGESTS = 2048
-LEASE_S = 10.0  # for which a subscription holds
 # per engine, which bounds what an ingress keeps of it: beyond, each second page is told, or fourth
 MAX_TOLD_PAGES = 8192
 
@@ -21,17 +21,15 @@ MAX_TOLD_PAGES = 8192
 class _Subscriber:
     """untold: by digest whether the page is here, of what has changed since the last message."""
 
-    def __init__(self) -> None:
-        self.renewed_s = 0.0
-        self.sequence = 0
+    def __init__(self, untold: dict[bytes, bool]) -> None:
         self.num_received = 0
-        self.untold: dict[bytes, bool] = {}
+        self.untold = untold
 
 
 class StatePublisher:
     """due_s: when `publish` has something to do, by the clock; infinity while nothing has changed.
 
-    send: one message to one subscriber.
+    send: one message to one subscriber; it may call `forget`.
     """
 
     def __init__(
@@ -39,35 +37,29 @@ class StatePublisher:
         engine_id: str,
         scheduler: Scheduler,
         clock: Callable[[], float],
-        send: Callable[[bytes, EngineState], None],
+        send: Callable[[IngressLink, EngineState], None],
     ) -> None:
         self.due_s = math.inf
         self._engine_id = engine_id
         self._scheduler = scheduler
         self._clock = clock
         self._send = send
-        self._subscribers: dict[bytes, _Subscriber] = {}
+        self._subscribers: dict[IngressLink, _Subscriber] = {}
         self._last_s = -math.inf
         num_pages = scheduler.allocator.num_pages
         self._stride = 1 << max(0, math.ceil(math.log2(num_pages / MAX_TOLD_PAGES)))
 
-    def subscribe(self, sender: bytes, message: Subscribe) -> None:
-        """From now on, for `LEASE_S`."""
+    def subscribe(self, ingress: IngressLink) -> None:
+        """From now on, until it is forgotten."""
         cache = self._scheduler.prefix_cache
         if not self._subscribers and cache is not None:
             cache.watch(self._stride)
-        subscriber = self._subscribers.get(sender)
-        if subscriber is None or message.whole:
-            subscriber = self._subscribers[sender] = _Subscriber()
-            if cache is not None:
-                subscriber.untold = dict.fromkeys(cache.digests(), True)
-        subscriber.renewed_s = self._clock()
-        subscriber.num_received = message.num_sent  # they came before it, on the same connection
+        self._subscribers[ingress] = _Subscriber({} if cache is None else dict.fromkeys(cache.digests(), True))
         self.changed()
 
-    def received(self, sender: bytes) -> None:
-        """A request of this sender was read."""
-        subscriber = self._subscribers.get(sender)
+    def received(self, ingress: IngressLink) -> None:
+        """A request of this ingress was read."""
+        subscriber = self._subscribers.get(ingress)
         if subscriber is not None:
             subscriber.num_received += 1
         self.changed()
@@ -77,12 +69,9 @@ class StatePublisher:
         if self.due_s == math.inf and self._subscribers:
             self.due_s = self._last_s + PERIOD_S
 
-    def check_leases(self) -> None:
-        """Forget who has gone; to be called now and then."""
-        overdue_s = self._clock() - LEASE_S
-        for sender in [sender for sender, one in self._subscribers.items() if one.renewed_s < overdue_s]:
-            del self._subscribers[sender]
-        if not self._subscribers:
+    def forget(self, ingress: IngressLink) -> None:
+        """It has gone."""
+        if self._subscribers.pop(ingress, None) is not None and not self._subscribers:
             self.due_s = math.inf
             if self._scheduler.prefix_cache is not None:
                 self._scheduler.prefix_cache.watch(0)
@@ -107,14 +96,13 @@ class StatePublisher:
             "lookahead": 0 if cache is None else cache.lookahead,
             "stride": self._stride,
         }
-        for sender, subscriber in self._subscribers.items():
+        for ingress, subscriber in list(self._subscribers.items()):
             subscriber.untold.update(changes)
             told = dict(islice(subscriber.untold.items(), MAX_DIGESTS))
             for digest in told:
                 del subscriber.untold[digest]
             state = EngineState(
                 self._engine_id,
-                subscriber.sequence,
                 status,
                 fault,
                 is_leaving,
@@ -123,7 +111,6 @@ class StatePublisher:
                 removed=b"".join(digest for digest, here in told.items() if not here),
                 **load,  # type: ignore[arg-type]
             )
-            subscriber.sequence += 1
-            self._send(sender, state)
+            self._send(ingress, state)
             if subscriber.untold:
                 self.changed()

@@ -1,13 +1,10 @@
 """`Ingress`: the Serve deployment around the HTTP application.
 
-Tokens arrive on one ZeroMQ socket per replica, bound here and named in every request; see
-`cluster.ingress.remote_engines`.
+It has a ZeroMQ connection to every engine; see `cluster.ingress.engine_links`.
 """
 
 import asyncio
 import dataclasses
-import shutil
-import uuid
 
 import zmq
 from fastapi import FastAPI
@@ -22,15 +19,13 @@ from cluster.http.tracing import make_tracing
 from cluster.ingress.coordinators import Coordinators
 from cluster.ingress.engine_links import EngineLinks
 from cluster.ingress.remote_engines import RemoteEngines
-from cluster.ingress.token_inbox import TokenInbox
 from cluster.linux import raise_open_files
 from cluster.logs import use_logs
 from cluster.plan import IngressPlan
 from cluster.start_log import StartLog
-from cluster.transport.channel import Context, bind_ingress
-from cluster.transport.encoding import decode_tokens
-from cluster.transport.keys import make_transport
-from cluster.transport.listener import Listener
+from cluster.transport.channel import Context
+from cluster.transport.keys import application_keys
+from cluster.transport.sockets import Transport
 
 # For a first probe to get through: an ingress that replaces another is given its requests at once.
 MEET_LIMIT_S = 5.0
@@ -48,14 +43,11 @@ class Ingress:
         log.done("replica began")
         use_logs(plan.log_format, "ingress")
         application = serve.get_replica_context().app_name
-        self._transport = make_transport(plan.one_node, application)
+        transport = Transport(keys=None if plan.one_node else application_keys(application))
         self._context: Context = zmq.Context()
-        socket, endpoint = bind_ingress(self._context, self._transport, f"ingress-{uuid.uuid4().hex[:8]}")
-        inbox = TokenInbox()
         coordinators = Coordinators(application)
-        self._links = EngineLinks(self._context, self._transport, coordinators.endpoints, plan.config.routing)
-        self._engines = RemoteEngines(self._links, coordinators, inbox, endpoint, plan.resumes, plan.start_timeout_s)
-        self._listener = Listener(socket, lambda raw: inbox.deliver(decode_tokens(raw)))
+        self._links = EngineLinks(self._context, transport, coordinators.endpoints, plan.config.routing)
+        self._engines = RemoteEngines(self._links, coordinators, plan.resumes, plan.start_timeout_s)
         self._edge = edge_config(plan.config, raise_open_files())
         self._tokenizer = ChatTokenizer.from_folder(plan.model_path)
         self._grammars = ProcessChecker(plan.model_path, self._edge.grammar_timeout_s)
@@ -76,14 +68,12 @@ class Ingress:
 
     async def __del__(self) -> None:
         # Serve awaits this when it stops the replica, after its requests have ended.
-        if hasattr(self, "_listener"):
+        if hasattr(self, "_begun"):
             self._begun.cancel()
             self._links.close()
-            self._listener.close()
             self._grammars.close()
             await asyncio.to_thread(self._tracing.close)
             self._context.destroy(linger=0)
-            shutil.rmtree(self._transport.folder, ignore_errors=True)
 
 
 def edge_config(config: EdgeConfig, open_files: int) -> EdgeConfig:

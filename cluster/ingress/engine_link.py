@@ -1,42 +1,41 @@
-"""An ingress's connection to one coordinator: requests out, how they ended and the engine's state back."""
+"""An ingress's connection to one coordinator: requests out; their tokens and ends, and the engine's state, back."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
 
+from cluster.http.engine_client import EngineRefused
+from cluster.ingress.attempts import EngineFailed
+from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import EngineView
 from cluster.transport.channel import Context, connect_engine
-from cluster.transport.encoding import BadMessageError, decode, encode
+from cluster.transport.encoding import BadMessageError, decode_numbered, encode
 from cluster.transport.listener import Listener
 from cluster.transport.messages import (
     Abort,
     EngineState,
     GenerateRequest,
-    GenerateSummary,
     Probe,
     Refusal,
     Refused,
     Subscribe,
+    TokenBatch,
+    TokenDelta,
 )
-from cluster.transport.sockets import PeerMonitor, Transport
+from cluster.transport.sockets import Transport
 
 logger = logging.getLogger(__name__)
 
-Answer = GenerateSummary | Refusal
-
-
-class EngineLostError(RuntimeError):
-    """The coordinator is lost, and with it the request; it may be resumed on another engine."""
-
 
 class EngineLink:
-    """Runs in one asyncio loop.
+    """Runs in one asyncio loop. Everything comes on one connection, in order and numbered: a link that has lost a
+    message, or its connection, ends with all its requests, and is opened anew.
 
     view: what the engine tells.
     lost: why it is of no use any more, or "".
     inbox: the coordinator's endpoint.
-    on_state: called when the engine has told something.
+    on_state: called when the engine has told something, or the link is lost.
     """
 
     def __init__(
@@ -51,75 +50,84 @@ class EngineLink:
         self.lost = ""
         self._on_state = on_state
         self._clock = clock
-        self._calls: dict[str, asyncio.Future[Answer]] = {}
-        socket = connect_engine(context, transport, inbox)
-        self._monitor = PeerMonitor(socket)
+        self._streams: dict[str, RequestStream] = {}  # of requests that have not ended
+        self._num_received = 0
+        socket, self._monitor = connect_engine(context, transport, inbox)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._monitor.socket.fileno(), self._check)
+        self._loop.call_soon(self._check)  # the descriptor shows changes only
         self._listener = Listener(socket, self._take)
-        self.subscribe(whole=True)
+        self._listener.send(encode(Subscribe()))
 
-    def subscribe(self, whole: bool = False) -> None:
-        """Go on hearing the engine's state; to be called every few seconds."""
-        self._listener.send(encode(Subscribe(whole, self.view.num_sent)))
-
-    def start(self, message: GenerateRequest | Probe) -> "asyncio.Future[Answer]":
-        """Hand a request over; the future is how it ends, or raises EngineLostError. Cancelling it aborts the
-        request."""
-        call: asyncio.Future[Answer] = self._loop.create_future()
+    def start(self, message: GenerateRequest | Probe) -> RequestStream:
+        """Hand a request over. The stream fails with EngineRefused or EngineFailed; closing it aborts the request."""
         request_id = message.request_id
+        stream = RequestStream(lambda closed: self._close(request_id, closed))
         if self.lost:
-            call.set_exception(EngineLostError(self.lost))
-        elif request_id in self._calls:
-            call.set_result(Refusal(kind="too_large", message=f"request id {request_id} is in use"))
+            stream.fail(EngineFailed(self.lost, had_taken=True))
+        elif request_id in self._streams:
+            stream.fail(EngineRefused(Refusal("too_large", f"request id {request_id} is in use")))
         elif not self._listener.send(encode(message)):
-            call.set_exception(EngineLostError("the coordinator does not read its requests"))
+            stream.fail(EngineFailed("the coordinator does not read its requests", had_taken=True))
         else:
-            self._calls[request_id] = call
-            call.add_done_callback(lambda done: self._ended(request_id, done))
-        return call
+            self._streams[request_id] = stream
+        return stream
 
     def fail(self, reason: str) -> None:
-        """End all calls, and this link."""
+        """End all requests, and this link."""
         if self.lost:
             return
         self.lost = reason
         self._loop.remove_reader(self._monitor.socket.fileno())
         self._monitor.close()
         self._listener.close()
-        for call in list(self._calls.values()):
-            if not call.done():
-                call.set_exception(EngineLostError(reason))
+        for stream in self._streams.values():
+            stream.fail(EngineFailed(reason, had_taken=True))
+        self._streams.clear()
 
-    def _ended(self, request_id: str, call: "asyncio.Future[Answer]") -> None:
-        del self._calls[request_id]
-        if not call.cancelled():
-            call.exception()  # looked at, whether or not its reader still is there
-        elif not self.lost:
+    def _close(self, request_id: str, stream: RequestStream) -> None:
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
             self._listener.send(encode(Abort(request_id)))
 
     def _check(self) -> None:
-        reason = self._monitor.check()
-        if reason is not None:
-            self.fail(f"the coordinator is gone: {reason}")
-            self._on_state()
+        if not self.lost and (reason := self._monitor.check()) is not None:
+            self._listener.read_rest()
+            self._lose(f"the coordinator is gone: {reason}")
+
+    def _lose(self, reason: str) -> None:
+        self.fail(reason)
+        self._on_state()
 
     def _take(self, raw: bytes) -> None:
         try:
-            message = decode(raw)
-        except BadMessageError:
-            logger.exception("a coordinator sent something unreadable")
+            message = decode_numbered(raw, self._num_received)
+        except BadMessageError as error:
+            logger.error("the connection to a coordinator is given up: %s", error)
+            self._lose(str(error))
             return
-        if isinstance(message, EngineState):
-            if not self.view.heard(message, self._clock()):
-                self.subscribe(whole=True)
+        self._num_received += 1
+        if isinstance(message, TokenBatch):
+            self._deliver(message)
+        elif isinstance(message, EngineState):
+            self.view.heard(message, self._clock())
             self._on_state()
-        elif isinstance(message, Refused):
-            self._end(message.request_id, message.refusal)
-        elif isinstance(message, GenerateSummary):
-            self._end(message.request_id, message)
+        elif isinstance(message, Refused) and (stream := self._streams.pop(message.request_id, None)) is not None:
+            stream.fail(EngineRefused(message.refusal))
 
-    def _end(self, request_id: str, answer: Answer) -> None:
-        call = self._calls.get(request_id)
-        if call is not None and not call.done():  # it may have been cancelled meanwhile
-            call.set_result(answer)
+    def _deliver(self, batch: TokenBatch) -> None:
+        """Hand deltas to their streams, first those that get their first one: readers run in this order, and an event
+        takes each of them a tenth of a millisecond."""
+        running: list[tuple[RequestStream, TokenDelta]] = []
+        for delta in batch.deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is None:
+                continue  # its reader has gone
+            if delta.finish is not None:
+                del self._streams[delta.request_id]
+            if stream.is_taken:
+                running.append((stream, delta))
+            else:
+                stream.put(delta)
+        for stream, delta in running:
+            stream.put(delta)

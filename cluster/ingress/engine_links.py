@@ -11,7 +11,8 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from cluster.ingress.engine_link import Answer, EngineLink
+from cluster.ingress.engine_link import EngineLink
+from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import Prompt, Routing, choose, is_stuck
 from cluster.transport.channel import Context
 from cluster.transport.messages import GenerateRequest, Probe
@@ -23,7 +24,6 @@ Find = Callable[[Collection[str]], Awaitable[Mapping[str, str]]]
 
 FIND_PERIOD_S = 1.0
 FIND_HASTE_S = 0.1  # while somebody waits for an engine
-RENEW_S = 2.0  # subscriptions
 CONNECT_LIMIT_S = 10.0  # from a link's opening to its engine's first words
 SUCCESSOR_WAIT_S = 60.0  # for the engine that takes the place of one that said so
 
@@ -53,7 +53,6 @@ class EngineLinks:
         self._chance = random.Random(seed)
         self._links: dict[str, EngineLink] = {}
         self._opened_s: dict[str, float] = {}
-        self._renewed_s = clock()
         self._successor_by_s = clock() + SUCCESSOR_WAIT_S  # an ingress may begin while an engine is replaced
         self._server_ends = False
         self._num_waiting = 0
@@ -83,7 +82,7 @@ class EngineLinks:
             finally:
                 self._num_waiting -= 1
 
-    def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> "asyncio.Future[Answer]":
+    def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> RequestStream:
         """Hand a request over to the engine that `choose` has named; see `EngineLink.start`."""
         link = self._links[name]
         if isinstance(message, GenerateRequest):
@@ -135,10 +134,6 @@ class EngineLinks:
                     logger.exception("no link to engine %s", name)
                     continue
                 self._opened_s[name] = now
-        if now - self._renewed_s > RENEW_S:
-            self._renewed_s = now
-            for link in self._links.values():
-                link.subscribe()
 
     def _drop_lost(self) -> None:
         overdue_s = self._clock() - CONNECT_LIMIT_S

@@ -1,4 +1,4 @@
-"""The ingress's way to the engines: each request on the link of the engine that is chosen for it, tokens on one socket.
+"""The ingress's way to the engines: each request on the link of the engine that is chosen for it.
 
 `RemoteEngines` implements `cluster.http.engine_client.EngineClient`. ZeroMQ and Ray are handed in as `Engines` and
 `EngineCalls`, so that this module runs in tests without them.
@@ -17,17 +17,9 @@ import msgspec
 from cluster.http.engine_client import EngineRefused
 from cluster.ingress.attempts import Attempts, EngineFailed
 from cluster.ingress.refreshed import Refreshed
+from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import Prompt
-from cluster.ingress.token_inbox import TokenInbox
-from cluster.transport.messages import (
-    EngineStats,
-    FlushOutcome,
-    GenerateRequest,
-    GenerateSummary,
-    Probe,
-    Refusal,
-    TokenDelta,
-)
+from cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
 from workers.scheduling.plan import SamplingParams, pack_i32
 
 logger = logging.getLogger(__name__)
@@ -40,9 +32,6 @@ STUCK_PERIOD_S = 1.0  # between two looks whether the engine of a request is stu
 PROBE_LIMIT_S = 4.0  # then a request sent now would not get through either
 TAKEN_TIMEOUT_S = 4.0  # between a request's sending and the news that an engine has queued it, which takes milliseconds
 NEW_WAIT_S = 8.0  # for an engine to be there that takes one
-LAST_TOKENS_TIMEOUT_S = 5.0  # between the end of a request and its last tokens, which travel on another way
-
-Call = asyncio.Future[GenerateSummary | Refusal]
 
 
 class Engines(Protocol):
@@ -52,9 +41,9 @@ class Engines(Protocol):
         """The engine for a request, none of `avoid`; None if there is none for `wait_s`."""
         ...
 
-    def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> Call:
-        """Send it there, right after `choose`; cancelling the future aborts it. The future raises if the engine is
-        lost."""
+    def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> RequestStream:
+        """Send it there, right after `choose`. The stream fails with EngineRefused or EngineFailed; closing it aborts
+        the request."""
         ...
 
     def suspect(self, name: str) -> None:
@@ -81,8 +70,6 @@ class EngineCalls(Protocol):
 class RemoteEngines:
     """EngineClient over ZeroMQ.
 
-    inbox: fed with what arrives at `reply_to`.
-    reply_to: where engines send tokens.
     resume: continue a request on another engine if its engine fails, waiting for one for `resume_wait_s`.
     """
 
@@ -90,16 +77,12 @@ class RemoteEngines:
         self,
         engines: Engines,
         calls: EngineCalls,
-        inbox: TokenInbox,
-        reply_to: str,
         resume: bool,
         resume_wait_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engines = engines
         self._calls = calls
-        self._inbox = inbox
-        self._reply_to = reply_to
         self._resume = resume
         self._resume_wait_s = resume_wait_s
         self._clock = clock
@@ -135,7 +118,6 @@ class RemoteEngines:
                 request_id=request_id if again == 0 else f"{request_id}~{again}",
                 prompt=packed,
                 sampling=sampling,
-                reply_to=self._reply_to,
                 output=pack_i32(attempts.delivered),
                 running_stats=running_stats,
                 token_origins=token_origins,
@@ -184,7 +166,7 @@ class RemoteEngines:
         attempts, prompt = Attempts(), Prompt((), b"")
         while not attempts.is_over and (name := await self._choose(attempts, prompt)) is not None:
             self._num_probes += 1
-            probe = Probe(f"probe-{self._reply_to}-{self._num_probes}", self._reply_to)
+            probe = Probe(f"probe-{self._num_probes}")
             async with contextlib.aclosing(self._attempt(attempts, name, probe, prompt, probe.request_id)) as deltas:
                 async for delta in deltas:
                     return "" if delta.finish == "stop" else f"a probe ended with {delta.finish}: {delta.error}"
@@ -206,11 +188,11 @@ class RemoteEngines:
     ) -> AsyncGenerator[TokenDelta, None]:
         """Deltas from one engine. That it is lost, refuses or does not take it is noted in `attempts`."""
         attempts.num_attempts += 1
-        call = self._engines.start(name, message, prompt)
+        stream = self._engines.start(name, message, prompt)
         can_move = self._resume and isinstance(message, GenerateRequest)
         try:
             async with contextlib.aclosing(
-                self._deltas(call, message.request_id, client_id, attempts.was_taken, name if can_move else None)
+                self._deltas(stream, client_id, attempts.was_taken, name if can_move else None)
             ) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -225,65 +207,37 @@ class RemoteEngines:
                 logger.warning("request %s lost its engine after %d tokens: %s", client_id, num_delivered, failed)
 
     async def _deltas(
-        self, call: Call, call_id: str, client_id: str, waits: bool, engine: str | None
+        self, stream: RequestStream, client_id: str, waits: bool, engine: str | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Of one call. waits: as long as the engine takes to queue it. engine: the one to give up
-        once it is stuck; None: never. Raises EngineRefused or EngineFailed; closing it cancels the call."""
-        stream = self._inbox.open(call_id)
-        call.add_done_callback(lambda _: stream.changed.set())
+        """Of one attempt. waits: as long as the engine takes to queue it. engine: the one to give up
+        once it is stuck; None: never. Raises EngineRefused or EngineFailed; closing it closes the stream."""
         taken_by_s = math.inf if waits else self._clock() + TAKEN_TIMEOUT_S
-        ended_at: float | None = None
         try:
             while True:
-                # First what there is, then the wait: `take` clears the event that the call's end has set, too.
+                # First what there is, then the wait: `take` clears the event that a failure has set, too.
                 delta = stream.take(client_id)
                 if delta is not None:
                     yield delta
                     if delta.finish is not None:
                         return
                     continue
-                if stream.broken is not None:
-                    raise EngineFailed(stream.broken, had_taken=True)
-                remaining_s: float | None = None
-                if stream.source is None and taken_by_s < math.inf:
+                if stream.failure is not None:
+                    raise stream.failure
+                remaining_s = STUCK_PERIOD_S
+                if not stream.is_taken and taken_by_s < math.inf:
                     remaining_s = taken_by_s - self._clock()
-                    if remaining_s <= 0 and not call.done():
-                        raise EngineFailed(f"no engine took it within {TAKEN_TIMEOUT_S:g} s", had_taken=False)
-                if call.done():
-                    summary = _outcome(call)
-                    if summary.finish in ("error", "invalid", "abort"):
-                        yield TokenDelta(request_id=client_id, tokens=(), finish=summary.finish, error=summary.error)
-                        return
-                    ended_at = self._clock() if ended_at is None else ended_at
-                    remaining_s = ended_at + LAST_TOKENS_TIMEOUT_S - self._clock()
                     if remaining_s <= 0:
-                        raise EngineFailed("the request ended but its last tokens did not arrive", had_taken=True)
+                        raise EngineFailed(f"no engine took it within {TAKEN_TIMEOUT_S:g} s", had_taken=False)
                 if engine is not None and self._engines.is_stuck(engine):
                     raise EngineFailed(f"engine {engine} has run nothing for a while", had_taken=True, is_hung=True)
-                await _wait(stream.changed, STUCK_PERIOD_S if remaining_s is None else remaining_s)
+                await _wait(stream.changed, remaining_s)
         except EngineFailed as failed:
             failed.num_crashes = stream.num_crashes
             raise
         finally:
-            self._inbox.close(call_id)
-            if not call.done():
-                call.cancel()
+            stream.close()
 
 
-def _outcome(call: Call) -> GenerateSummary:
-    """How a call ended that is done."""
-    if call.cancelled():
-        raise EngineFailed("the request was cancelled", had_taken=True)
-    error = call.exception()
-    if error is not None:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise EngineFailed(reason, had_taken=True)
-    answer = call.result()
-    if isinstance(answer, Refusal):
-        raise EngineRefused(answer)
-    return answer
-
-
-async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)

@@ -65,23 +65,16 @@ class EngineView:
         self.faulty_since_s = math.inf
         self._cached: set[bytes] = set()
         self._promised: dict[bytes, float] = {}  # by digest until when
-        self._next_sequence = 0
         self.num_sent = 0
         self._untold: deque[tuple[int, int]] = deque()  # number of a request that was sent, prompt tokens to compute
         self._untold_tokens = 0
 
-    def heard(self, state: EngineState, now: float) -> bool:
-        """Take what it tells. False if messages before were lost, so that it must begin anew."""
+    def heard(self, state: EngineState, now: float) -> None:
+        """Take what it tells."""
         self.state, self.heard_s, self.is_suspect = state, now, False
         self.faulty_since_s = min(self.faulty_since_s, now) if state.fault else math.inf
         while self._untold and self._untold[0][0] <= state.num_received:
             self._untold_tokens -= self._untold.popleft()[1]
-        if state.sequence == 0:
-            self._cached.clear()
-        elif state.sequence != self._next_sequence:
-            self._next_sequence = -1  # until one begins anew
-            return False
-        self._next_sequence = state.sequence + 1
         self._cached.update(split_digests(state.added))
         removed = split_digests(state.removed)
         self._cached.difference_update(removed)
@@ -89,7 +82,6 @@ class EngineView:
             self._promised.pop(digest, None)
         while self._promised and (oldest := next(iter(self._promised))) and self._promised[oldest] < now:
             del self._promised[oldest]
-        return True
 
     def sent(self, prompt: Prompt, now: float) -> None:
         """A request goes there now."""

@@ -2,7 +2,7 @@
 
 messages   what they send each other
 encoding   messages as bytes
-channel    the links, each with its high-water mark
+channel    the connections, each with its high-water mark
 sockets    where sockets bind, how they are secured, how a peer's death is noticed
 listener   a socket in an asyncio loop
 reactor    one thread's waiting on sockets and on work from other threads

@@ -1,24 +1,17 @@
-"""The links between ingresses, coordinator and ranks. Every link is used by one thread.
+"""The connections between ingresses, coordinator and ranks. Each is used by one thread.
 
-The coordinator's ends never block: a peer that does not read is bounded by its link's high-water mark and then treated
-as lost.
+An ingress has one connection to each coordinator. It carries requests one way, and the other way everything that
+becomes of them, in order. Messages to an ingress are numbered, so that a lost one shows.
+
+The coordinator's ends never block: a peer that does not read is treated as lost at its high-water mark.
 """
 
 import contextlib
 
 import zmq
 
-from cluster.transport.encoding import BadMessageError, Message, decode, encode, encode_tokens
-from cluster.transport.messages import (
-    EngineState,
-    GenerateSummary,
-    Heartbeat,
-    RankFailure,
-    Refused,
-    Stop,
-    TokenBatch,
-    TokenDelta,
-)
+from cluster.transport.encoding import BadMessageError, Message, decode, encode, encode_numbered
+from cluster.transport.messages import EngineState, Heartbeat, RankFailure, Refused, Stop, TokenBatch, TokenDelta
 from cluster.transport.sockets import PeerMonitor, Transport, open_socket
 from workers.scheduling.plan import StepPlan, StepResult
 
@@ -28,63 +21,88 @@ Context = zmq.Context[zmq.Socket[bytes]]
 # (seen with 64, where scripted ranks share two cores with other jobs). A hang is found by its stamps, not by this.
 _RANK_HIGH_WATER = 1024
 _INBOX_HIGH_WATER = 10_000
-_INGRESS_HIGH_WATER = 1000  # token messages, seconds of them: an ingress that lags more is taken for lost
+_INGRESS_HIGH_WATER = 1000  # messages, seconds of tokens: an ingress that lags more is treated as lost
 
 
-def bind_ingress(context: Context, transport: Transport, name: str) -> tuple["zmq.Socket[bytes]", str]:
-    """The PULL socket on which an ingress reads token batches, and the endpoint for `GenerateRequest.reply_to`."""
-    socket = open_socket(context, zmq.PULL, _INGRESS_HIGH_WATER)
-    try:
-        return socket, transport.bind(socket, name)
-    except ValueError:
-        socket.close()
-        raise
+class IngressLink:
+    """One ingress's connection, at the coordinator.
 
+    name: ZeroMQ's, unique among all connections.
+    num_messages: to the ingress, with those that could not be sent. They leave a gap in the numbers, at which the
+        ingress gives the connection up.
+    deltas: for the next `TokenBatch`.
+    is_gone: the connection has closed.
+    """
 
-def connect_engine(context: Context, transport: Transport, inbox: str) -> "zmq.Socket[bytes]":
-    """The DEALER socket of an ingress to a coordinator's inbox: send `encode`d GenerateRequest, Probe, Abort and
-    Subscribe, receive GenerateSummary, Refused and EngineState for `decode`."""
-    socket = open_socket(context, zmq.DEALER, _INBOX_HIGH_WATER)
-    try:
-        transport.connect(socket, inbox)
-    except ValueError:
-        socket.close()
-        raise
-    return socket
+    __slots__ = ("name", "num_messages", "deltas", "is_gone")
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.num_messages = 0
+        self.deltas: list[TokenDelta] = []
+        self.is_gone = False
 
 
 class Inbox:
-    """The coordinator's end towards those who ask: the ingresses."""
+    """The coordinator's end towards all ingresses.
+
+    links: connections on which something has come, by name, until a message finds that they have closed.
+    """
 
     def __init__(self, context: Context, transport: Transport, name: str) -> None:
-        self.socket = open_socket(context, zmq.ROUTER, _INBOX_HIGH_WATER)
+        self.links: dict[bytes, IngressLink] = {}
+        self.socket = open_socket(context, zmq.ROUTER, _INGRESS_HIGH_WATER, _INBOX_HIGH_WATER)
+        self.socket.router_mandatory = True  # else messages that cannot be sent vanish
         try:
             self.endpoint = transport.bind(self.socket, name)
         except ValueError:
             self.socket.close()
             raise
 
-    def receive(self) -> tuple[bytes, bytes] | None:
-        """The next sender and its message, or None."""
+    def receive(self) -> tuple[IngressLink, bytes] | None:
+        """The next message, for `decode`, and where it came from; None if there is none."""
         try:
-            sender, raw = self.socket.recv_multipart(zmq.NOBLOCK)
+            name, raw = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        return sender, raw
+        link = self.links.get(name)
+        if link is None:
+            link = self.links[name] = IngressLink(name)
+        return link, raw
 
-    def send(self, receiver: bytes, message: GenerateSummary | Refused | EngineState) -> None:
-        """Goes nowhere if the receiver has left."""
-        self.socket.send_multipart((receiver, encode(message)), zmq.NOBLOCK)
+    def send(self, link: IngressLink, message: TokenBatch | Refused | EngineState) -> str:
+        """Never waits. Why the message is lost, and with it all that this ingress has asked for, or ""."""
+        raw = encode_numbered(link.num_messages, message)
+        link.num_messages += 1
+        try:
+            self.socket.send_multipart((link.name, raw), zmq.NOBLOCK)
+        except zmq.Again:
+            return "it does not read its messages"
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            link.is_gone = True
+            self.links.pop(link.name, None)
+            return "its connection closed"
+        return ""
 
     def close(self, linger_ms: int = 0) -> None:
         self.socket.close(linger_ms)
 
 
+def connect_engine(context: Context, transport: Transport, inbox: str) -> tuple["zmq.Socket[bytes]", PeerMonitor]:
+    """An ingress's end, connected to a coordinator's inbox, and what notices the coordinator's death. Send `encode`d
+    Subscribe, GenerateRequest, Probe and Abort; receive TokenBatch, Refused and EngineState for `decode_numbered`.
+
+    Raises ValueError for an endpoint that cannot be connected to."""
+    return _connected(context, transport, inbox, _INBOX_HIGH_WATER, _INGRESS_HIGH_WATER)
+
+
 def _connected(
-    context: Context, transport: Transport, kind: int, high_water: int, endpoint: str
+    context: Context, transport: Transport, endpoint: str, high_water: int, max_unread: int | None = None
 ) -> tuple["zmq.Socket[bytes]", PeerMonitor]:
     """A socket towards `endpoint`, watched; raises ValueError, leaving nothing open, if there can be none."""
-    socket = open_socket(context, kind, high_water)
+    socket = open_socket(context, zmq.DEALER, high_water, max_unread)
     monitor = PeerMonitor(socket)
     try:
         transport.connect(socket, endpoint)
@@ -95,25 +113,20 @@ def _connected(
     return socket, monitor
 
 
-def _sent(socket: "zmq.Socket[bytes]", raw: bytes) -> bool:
-    """Send without waiting; False if the peer has a high-water mark of unread messages."""
-    try:
-        socket.send(raw, zmq.NOBLOCK)
-    except zmq.Again:
-        return False
-    return True
-
-
 class RankLink:
     """The coordinator's end towards one rank of one worker group."""
 
     def __init__(self, context: Context, transport: Transport, endpoint: str, rank: int) -> None:
         self.rank = rank
-        self.socket, self.monitor = _connected(context, transport, zmq.DEALER, _RANK_HIGH_WATER, endpoint)
+        self.socket, self.monitor = _connected(context, transport, endpoint, _RANK_HIGH_WATER)
 
     def send(self, raw: bytes) -> bool:
         """False if the rank has not read what was sent before, which a living one does."""
-        return _sent(self.socket, raw)
+        try:
+            self.socket.send(raw, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def is_readable(self) -> bool:
         """Whether `receive` would return a message."""
@@ -195,27 +208,3 @@ class RankChannel:
     def close(self) -> None:
         self._monitor.close()
         self._socket.close()
-
-
-class IngressLink:
-    """The coordinator's end towards one ingress.
-
-    sequence: of the next batch.
-    deltas: what it will hold.
-    """
-
-    def __init__(self, context: Context, transport: Transport, endpoint: str, sequence: int) -> None:
-        self.endpoint = endpoint
-        self.sequence = sequence
-        self.deltas: list[TokenDelta] = []
-        self.socket, self.monitor = _connected(context, transport, zmq.PUSH, _INGRESS_HIGH_WATER, endpoint)
-
-    def send(self, batch: TokenBatch) -> bool:
-        """False if the ingress has `_INGRESS_HIGH_WATER` unread messages."""
-        sent = _sent(self.socket, encode_tokens(batch))
-        self.sequence += sent
-        return sent
-
-    def close(self, linger_ms: int = 0) -> None:
-        self.monitor.close()
-        self.socket.close(linger_ms)

@@ -6,7 +6,6 @@ from cluster.transport.messages import (
     Abort,
     EngineState,
     GenerateRequest,
-    GenerateSummary,
     Heartbeat,
     Probe,
     RankFailure,
@@ -26,7 +25,7 @@ Message = (
     | GenerateRequest
     | Probe
     | Abort
-    | GenerateSummary
+    | TokenBatch
     | Refused
     | Subscribe
     | EngineState
@@ -40,7 +39,7 @@ _KINDS: dict[type, bytes] = {
     GenerateRequest: b"G",
     Probe: b"B",
     Abort: b"A",
-    GenerateSummary: b"D",
+    TokenBatch: b"T",
     Refused: b"N",
     Subscribe: b"W",
     EngineState: b"E",
@@ -49,7 +48,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
     kind[0]: msgspec.msgpack.Decoder(message) for message, kind in _KINDS.items()
 }
-_TOKENS = msgspec.msgpack.Decoder(TokenBatch)
+_NUMBER_BYTES = 8
 
 
 class BadMessageError(ValueError):
@@ -61,22 +60,26 @@ def encode(message: Message) -> bytes:
     return _KINDS[type(message)] + _ENCODER.encode(message)
 
 
-def decode(raw: bytes) -> Message:
-    """What `encode` was given; raises BadMessageError."""
-    decoder = _DECODERS.get(raw[0]) if raw else None
+def decode(raw: bytes, start: int = 0) -> Message:
+    """What `encode` was given; raises BadMessageError. start: of the message in `raw`."""
+    kind = raw[start : start + 1]
+    decoder = _DECODERS.get(kind[0]) if kind else None
     if decoder is None:
-        raise BadMessageError(f"message begins with {raw[:1]!r}, known are {sorted(_KINDS.values())}")
+        raise BadMessageError(f"message begins with {kind!r}, known are {sorted(_KINDS.values())}")
     try:
-        return decoder.decode(memoryview(raw)[1:])
+        return decoder.decode(memoryview(raw)[start + 1 :])
     except msgspec.MsgspecError as error:
-        raise BadMessageError(f"message {raw[:1]!r}: {error}") from error
+        raise BadMessageError(f"message {kind!r}: {error}") from error
 
 
-def encode_tokens(batch: TokenBatch) -> bytes:
-    """For the socket of `bind_ingress`, which has one kind of message."""
-    return _ENCODER.encode(batch)
+def encode_numbered(number: int, message: Message) -> bytes:
+    """A message of a sequence in which none may be missing."""
+    return number.to_bytes(_NUMBER_BYTES, "little") + encode(message)
 
 
-def decode_tokens(raw: bytes) -> TokenBatch:
-    """What `encode_tokens` was given."""
-    return _TOKENS.decode(raw)
+def decode_numbered(raw: bytes, expected: int) -> Message:
+    """What `encode_numbered` was given; raises BadMessageError, also if its number is not the expected one."""
+    number = int.from_bytes(raw[:_NUMBER_BYTES], "little")
+    if number != expected:
+        raise BadMessageError(f"message {expected} was lost: {number} came")
+    return decode(raw, _NUMBER_BYTES)

@@ -45,17 +45,28 @@ class Listener:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close(0)
 
+    def read_rest(self) -> None:
+        """Handle what has come, once the peer is gone."""
+        while self._read_one():
+            pass
+
     def _read(self) -> None:
         """Take what there is: the descriptor tells of it only once."""
         for _ in range(_MAX_MESSAGES_PER_TURN):
-            if self._socket.closed:
+            if not self._read_one():
                 return
-            try:
-                raw = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._handle(raw)
-            except Exception:
-                logger.exception("a message was dropped")
         self._loop.call_soon(self._read)
+
+    def _read_one(self) -> bool:
+        """Whether there was a message."""
+        if self._socket.closed:
+            return False
+        try:
+            raw = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        try:
+            self._handle(raw)
+        except Exception:
+            logger.exception("a message was dropped")
+        return True

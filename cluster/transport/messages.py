@@ -1,9 +1,8 @@
 """What travels between ingresses, engine replicas, coordinators and ranks, besides the plans and results of
 `workers.scheduling.plan`.
 
-A request is a `GenerateRequest` from an ingress to a coordinator, answered by a `GenerateSummary` or `Refused` when it
-ends. Its tokens go to the ingress's other socket (`reply_to`): one `TokenBatch` a step with the tokens of all its
-requests.
+A request is a `GenerateRequest` from an ingress to a coordinator. What becomes of it comes back in order on the same
+connection: it is `Refused`, or its tokens and its end come in `TokenBatch`es, one per ingress and step.
 """
 
 from typing import Annotated
@@ -19,7 +18,6 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     request_id: unique.
     prompt: int32 little-endian token ids.
-    reply_to: endpoint of the ingress that reads the tokens.
     output: int32 token ids already delivered to the client (a stream that is resumed on another engine); they count
         against sampling.max_tokens.
     resumed: an engine had taken it and was lost; it waits for one that restarts, and no queue is too full for it.
@@ -31,7 +29,6 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     request_id: str
     prompt: bytes
     sampling: SamplingParams
-    reply_to: str
     output: bytes = b""
     running_stats: bool = False
     token_origins: bool = False
@@ -41,10 +38,9 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 class Probe(msgspec.Struct, frozen=True):
     """Asks whether a request would get through. It goes every request's way, costs no step, and ends like one: with a
-    last delta at `reply_to`, or a refusal that says why."""
+    last delta, or a refusal that says why."""
 
     request_id: str
-    reply_to: str
 
 
 class SpeculationStats(msgspec.Struct, frozen=True):
@@ -99,24 +95,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
-    """One step's tokens for one ingress.
+    """One step's tokens for one ingress."""
 
-    source: the coordinator's id.
-    sequence: counts from 0 per (source, ingress) and shows a lost message.
-    """
-
-    source: str
-    sequence: int
     deltas: tuple[TokenDelta, ...]
-
-
-class GenerateSummary(msgspec.Struct, frozen=True):
-    """How a request ended. Its tokens travel in `TokenBatch`es."""
-
-    request_id: str
-    finish: str
-    num_output_tokens: int
-    error: str | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -165,21 +146,13 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Subscribe(msgspec.Struct, frozen=True, array_like=True):
-    """An ingress wants an engine's `EngineState` from now on; who does not repeat it every few seconds is forgotten.
-
-    whole: begin anew, because it knows nothing or has lost a message.
-    num_sent: requests that it has sent on this connection before.
-    """
-
-    whole: bool
-    num_sent: int = 0
+    """An ingress wants an engine's `EngineState` for as long as it is connected. The first message on a connection."""
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True):
     """What an ingress chooses an engine by. It is stale when it is read, and a choice by it may cost time, no more.
 
     engine_id: the coordinator's.
-    sequence: counts from 0 per subscriber; 0: nothing that was told of cached pages before is true.
     status: as in `EngineStats`.
     fault: why a request would not get through to the ranks now, or "".
     is_leaving: another engine takes its place; it takes no new request.
@@ -190,11 +163,11 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
     wait_s: until what waits for a slot has one.
     page_size, lookahead: of the prefix cache; page_size 0: there is none.
     stride: of so many pages in a row, the last one's digest is told.
-    added, removed: digests (`attention.kv_cache.prefix_digests`) of pages that came into the prefix cache, or left.
+    added, removed: digests (`attention.kv_cache.prefix_digests`) of pages that came into the prefix cache, or left,
+        since the last message on this connection.
     """
 
     engine_id: str
-    sequence: int
     status: str
     fault: str = ""
     is_leaving: bool = False

@@ -100,12 +100,15 @@ class Transport:
         return self.keys
 
 
-def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, high_water: int) -> "zmq.Socket[bytes]":
-    """A socket that queues `high_water` messages per peer and direction and forgets them when it is closed."""
+def open_socket(
+    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, high_water: int, max_unread: int | None = None
+) -> "zmq.Socket[bytes]":
+    """A socket that queues `high_water` messages per peer and direction (`max_unread` of those that come, if given),
+    and forgets them when it is closed."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, high_water)
-    socket.setsockopt(zmq.RCVHWM, high_water)
+    socket.setsockopt(zmq.RCVHWM, high_water if max_unread is None else max_unread)
     return socket
 
 

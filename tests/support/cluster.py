@@ -11,9 +11,9 @@ from attention.config import CacheConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel, bind_ingress, connect_engine
-from cluster.transport.encoding import decode, decode_tokens, encode
-from cluster.transport.messages import GenerateRequest, GenerateSummary, Refused, TokenDelta
+from cluster.transport.channel import RankChannel, connect_engine
+from cluster.transport.encoding import Message, decode_numbered, encode
+from cluster.transport.messages import EngineState, GenerateRequest, Refusal, Refused, TokenBatch, TokenDelta
 from cluster.transport.sockets import Transport
 from tests.support.scripted import ScriptedExecutor
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
@@ -34,22 +34,40 @@ def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
 
 
 class Ingress:
-    """Reads tokens of all its requests; checks the sequence numbers."""
+    """A connection to a coordinator: sends requests, reads what becomes of them, and checks that no message is lost."""
 
-    def __init__(self, context: zmq.Context, transport: Transport, name: str) -> None:
-        self.socket, self.endpoint = bind_ingress(context, transport, name)
+    def __init__(self, context: zmq.Context, transport: Transport, inbox: str) -> None:
+        self.socket, self.monitor = connect_engine(context, transport, inbox)
         self.deltas: dict[str, list[TokenDelta]] = {}
+        self.refusals: dict[str, Refusal] = {}
+        self.states: list[EngineState] = []
+        self.num_messages = 0
         self.num_batches = 0
 
+    def send(self, message: Message) -> None:
+        self.socket.send(encode(message))
+
     def read(self, timeout_s: float = TIMEOUT_S) -> bool:
+        """One message; False if none comes."""
         if not self.socket.poll(int(timeout_s * 1000)):
             return False
-        batch = decode_tokens(self.socket.recv())
-        assert batch.sequence == self.num_batches, "a token message is missing"
-        self.num_batches += 1
-        for delta in batch.deltas:
-            self.deltas.setdefault(delta.request_id, []).append(delta)
+        message = decode_numbered(self.socket.recv(), self.num_messages)
+        self.num_messages += 1
+        if isinstance(message, TokenBatch):
+            self.num_batches += 1
+            for delta in message.deltas:
+                self.deltas.setdefault(delta.request_id, []).append(delta)
+        elif isinstance(message, Refused):
+            self.refusals[message.request_id] = message.refusal
+        else:
+            assert isinstance(message, EngineState)
+            self.states.append(message)
         return True
+
+    def read_refusal(self, request_id: str) -> Refusal:
+        while request_id not in self.refusals:
+            assert self.read(), f"{request_id} was not refused"
+        return self.refusals[request_id]
 
     def read_end(self, request_id: str) -> TokenDelta:
         """The request's last delta."""
@@ -59,6 +77,10 @@ class Ingress:
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for delta in self.deltas.get(request_id, []) for token in delta.tokens]
+
+    def close(self) -> None:
+        self.monitor.close()
+        self.socket.close()
 
 
 class Ranks:
@@ -135,9 +157,11 @@ class TestBed:
             self.deaths.append,
         )
         self.coordinator.start()
-        self.engine = connect_engine(self.context, self.transport, self.coordinator.endpoint)
-        self.ingress = Ingress(self.context, self.transport, "ingress")
+        self.ingress = self.new_ingress()
         self.ranks: list[Ranks] = []
+
+    def new_ingress(self) -> Ingress:
+        return Ingress(self.context, self.transport, self.coordinator.endpoint)
 
     def new_ranks(self, epoch: int = 1, num_ranks: int = 2) -> Ranks:
         ranks = Ranks(self, epoch, num_ranks)
@@ -154,39 +178,29 @@ class TestBed:
         request_id: str,
         prompt_len: int = 5,
         max_tokens: int = 20,
-        reply_to: str = "",
+        ingress: Ingress | None = None,
         running_stats: bool = False,
         token_origins: bool = False,
         num_crashes: int = 0,
         **sampling,
     ):
         params = SamplingParams(max_tokens=max_tokens, **sampling)
-        self.engine.send(
-            encode(
-                GenerateRequest(
-                    request_id,
-                    pack_i32(list(range(prompt_len))),
-                    params,
-                    reply_to or self.ingress.endpoint,
-                    running_stats=running_stats,
-                    token_origins=token_origins,
-                    num_crashes=num_crashes,
-                )
+        (ingress or self.ingress).send(
+            GenerateRequest(
+                request_id,
+                pack_i32(list(range(prompt_len))),
+                params,
+                running_stats=running_stats,
+                token_origins=token_origins,
+                num_crashes=num_crashes,
             )
         )
         return params
-
-    def notice(self, timeout_s: float = TIMEOUT_S) -> GenerateSummary | Refused:
-        assert self.engine.poll(int(timeout_s * 1000)), "no notice came"
-        message = decode(self.engine.recv())
-        assert isinstance(message, GenerateSummary | Refused)
-        return message
 
     def close(self) -> None:
         self.coordinator.stop()
         for ranks in self.ranks:
             if ranks.threads[0].ident is not None:
                 ranks.join()
-        self.engine.close()
-        self.ingress.socket.close()
+        self.ingress.close()
         self.context.destroy(linger=0)

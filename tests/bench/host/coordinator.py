@@ -18,9 +18,9 @@ from attention.config import CacheConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel, bind_ingress, connect_engine
-from cluster.transport.encoding import decode, decode_tokens, encode
-from cluster.transport.messages import GenerateRequest
+from cluster.transport.channel import RankChannel, connect_engine
+from cluster.transport.encoding import decode_numbered, encode
+from cluster.transport.messages import GenerateRequest, TokenBatch
 from cluster.transport.sockets import Transport
 from deploy.bench.table import table
 from tests.bench.host.finding import Finding, Report
@@ -116,22 +116,23 @@ def run_rank(folder: str, rank: int, num_slots: int, pipe: Connection) -> None:
     context.term()
 
 
-def run_ingress(folder: str, pipe: Connection) -> None:
-    """Reads until told to stop, then decodes and reports messages, tokens and gaps in the sequence. It decodes late
+def run_ingress(num_running: int, max_tokens: int, pipe: Connection) -> None:
+    """Sends the requests, reads until told to stop, then decodes and reports messages and tokens. It decodes late
     because an ingress has cores of its own in service; here it would share two with the coordinator and the ranks."""
     context = zmq.Context()
-    socket, endpoint = bind_ingress(context, Transport(folder=folder), "ingress")
-    pipe.send(endpoint)
-    messages: list[bytes] = []
+    socket, monitor = connect_engine(context, Transport(), pipe.recv())
+    for i in range(num_running):
+        prompt = pack_i32([(i * 31 + j) % 1000 for j in range(64)])
+        sampling = SamplingParams(max_tokens=max_tokens, seed=i)
+        socket.send(encode(GenerateRequest(f"request-{i:04}", prompt, sampling)))
+    raws: list[bytes] = []
     while not pipe.poll():
         while socket.poll(100):
-            messages.append(socket.recv())
-    num_tokens = num_gaps = 0
-    for expected, raw in enumerate(messages):
-        batch = decode_tokens(raw)
-        num_gaps += batch.sequence != expected
-        num_tokens += sum(len(delta.tokens) for delta in batch.deltas)
-    pipe.send((len(messages), num_tokens, num_gaps))
+            raws.append(socket.recv())
+    messages = [decode_numbered(raw, number) for number, raw in enumerate(raws)]
+    batches = [message for message in messages if isinstance(message, TokenBatch)]
+    pipe.send((len(raws), sum(len(delta.tokens) for batch in batches for delta in batch.deltas)))
+    monitor.close()
     socket.close()
     context.term()
 
@@ -163,37 +164,30 @@ def measure(num_running: int, num_steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="aerie") as folder:
         pipes, children = [], []
         for target, args in [(run_rank, (folder, rank, num_running)) for rank in range(NUM_RANKS)] + [
-            (run_ingress, (folder,))
+            (run_ingress, (num_running, max_tokens))
         ]:
             ours, theirs = spawn.Pipe()
             children.append(spawn.Process(target=target, args=(*args, theirs), daemon=True))
             children[-1].start()
             pipes.append(ours)
-        endpoints = [pipe.recv() for pipe in pipes]
+        endpoints = [pipe.recv() for pipe in pipes[:-1]]
         coordinator = Coordinator(scheduler, CoordinatorSettings("bench", Transport(folder=folder)))
         coordinator.start()
-        context = zmq.Context()
-        engine = connect_engine(context, Transport(), coordinator.endpoint)
-        for i in range(num_running):
-            prompt = pack_i32([(i * 31 + j) % 1000 for j in range(64)])
-            sampling = SamplingParams(max_tokens=max_tokens, seed=i)
-            engine.send(encode(GenerateRequest(f"request-{i:04}", prompt, sampling, endpoints[-1])))
+        pipes[-1].send(coordinator.endpoint)
         while coordinator.stats().num_waiting < num_running:
             time.sleep(0.01)
-        coordinator.attach(endpoints[:-1], 1)
-        for _ in range(num_running):
-            assert engine.poll(120_000), "the requests did not end"
-            decode(engine.recv())
-        stats = coordinator.stats()
+        coordinator.attach(endpoints, 1)
+        deadline_s = time.monotonic() + 120
+        while sum((stats := coordinator.stats()).scheduler.finished.values()) < num_running:
+            assert time.monotonic() < deadline_s, "the requests did not end"
+            time.sleep(0.1)
         time.sleep(0.3)
         pipes[-1].send("stop")
-        num_messages, num_tokens, num_gaps = pipes[-1].recv()
+        num_messages, num_tokens = pipes[-1].recv()
         coordinator.stop()
-        engine.close()
-        context.term()
         for child in children:
             child.join(5)
-    assert num_gaps == 0 and num_tokens == num_running * max_tokens, "tokens were lost on the way"
+    assert num_tokens == num_running * max_tokens, "tokens were lost on the way"
     stamps = np.array(scheduler.stamps)[WARM_UP_STEPS:-5]  # without the steps in which all requests end at once
     return {
         "step_ms": spread(np.diff(stamps[:, 0]) * 1e3),

@@ -18,8 +18,7 @@ from attention.config import CacheConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel, bind_ingress, connect_engine
-from cluster.transport.encoding import decode, decode_tokens, encode
+from cluster.transport.channel import RankChannel
 from cluster.transport.messages import GenerateRequest
 from cluster.transport.sockets import Transport
 from deploy.bench.stream_client import Answered, Pool, request_bytes
@@ -30,6 +29,7 @@ from tests.bench.host.instant_server import ROUND_S, PacedExecutor
 from tests.bench.host.streams import chat_body, counted, start_load
 from tests.bench.machine import busy_seconds, on_cores
 from tests.bench.served import RunningServer, embedded_config, model_name, running
+from tests.support.cluster import Ingress
 from workers.config import PLAIN, RoundShapes, SchedulerConfig
 from workers.scheduling.plan import SamplingParams, pack_i32
 from workers.scheduling.scheduler import Scheduler
@@ -160,7 +160,6 @@ def direct_ttft_s(count: int) -> list[float]:
         child.start()
         transport = Transport(folder=folder)
         context = zmq.Context()
-        inbox, reply_to = bind_ingress(context, transport, "ingress")
         scheduler = Scheduler(
             SchedulerConfig(max_running=MAX_RUNNING, max_step_tokens=512),
             CacheConfig(page_size=PAGE_SIZE),
@@ -172,23 +171,20 @@ def direct_ttft_s(count: int) -> list[float]:
         )
         coordinator = Coordinator(scheduler, CoordinatorSettings("bench", transport))
         coordinator.start()
-        engine = connect_engine(context, Transport(), coordinator.endpoint)
+        ingress = Ingress(context, transport, coordinator.endpoint)
         coordinator.attach([ours.recv()], 1)
         for number in range(count + WARM_UP):
             prompt = pack_i32([(number * 31 + j) % 1000 for j in range(PROMPT_TOKENS)])
             time.sleep(PAUSE_S)
             started_s = time.perf_counter()
-            engine.send(encode(GenerateRequest(f"r{number}", prompt, SamplingParams(4, 0.0), reply_to)))
-            while not (delta := decode_tokens(inbox.recv()).deltas[-1]).tokens:
-                pass  # the news that it is queued
+            ingress.send(GenerateRequest(f"r{number}", prompt, SamplingParams(4, 0.0)))
+            while not ingress.tokens(f"r{number}"):
+                ingress.read()
             times.append(time.perf_counter() - started_s)
-            while delta.finish is None:
-                delta = decode_tokens(inbox.recv()).deltas[-1]
-            decode(engine.recv())
+            ingress.read_end(f"r{number}")
         coordinator.stop()
         child.join(5)
-        engine.close()
-        inbox.close()
+        ingress.close()
         context.term()
     return times[WARM_UP:]
 

@@ -130,7 +130,7 @@ def _of_contents(args: tuple[Any, ...], plan: Any) -> Iterable[Subject]:
 
 def _of_first_deltas(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
     """With tokens, of requests that had none yet: under load there are thousands a second."""
-    deltas = (delta for delta in args[-1].deltas if delta.tokens or delta.finish)
+    deltas = (delta for delta in getattr(args[-1], "deltas", ()) if delta.tokens or delta.finish)
     new = [delta.request_id for delta in deltas if delta.request_id not in _begun]
     _begun.update(new)
     return [(name, NOTHING) for name in new]
@@ -168,9 +168,9 @@ BORDERS = (
     Border(
         "workers.scheduling.scheduler:Scheduler.apply", _of_result, entered="result_received", left="result_applied"
     ),
-    Border("cluster.transport.channel:IngressLink.send", _of_first_deltas, entered="published"),
-    Border("cluster.ingress.token_inbox:TokenInbox.deliver", _of_first_deltas, entered="tokens_received"),
-    Border("cluster.ingress.token_inbox:TokenStream.take", _of_delta, left="tokens_taken"),
+    Border("cluster.transport.channel:Inbox.send", _of_first_deltas, entered="published"),
+    Border("cluster.ingress.engine_link:EngineLink._deliver", _of_first_deltas, entered="tokens_received"),
+    Border("cluster.ingress.request_stream:RequestStream.take", _of_delta, left="tokens_taken"),
     Border("cluster.http.answer:Answer.push", _of_traced, left="text_made"),
     Border("cluster.http.serving:_body", _of_traced, left="event_made"),
 )

@@ -7,24 +7,22 @@ import pytest
 
 from cluster.coordinator import loop, state_publisher
 from cluster.http.metrics import declared_metrics
-from cluster.transport.encoding import encode
-from cluster.transport.messages import Abort, GenerateSummary, Refused, Subscribe
+from cluster.transport.encoding import BadMessageError
+from cluster.transport.messages import Abort, Subscribe
 from cluster.transport.sockets import Transport, new_keys
-from tests.support.cluster import Ingress, until
+from tests.support.cluster import until
 from tests.support.scripted import scripted_output
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.stats import SchedulerStats
 
 
-def test_tokens_reach_the_ingress_and_the_end_reaches_both(make_bed):
+def test_tokens_and_ends_reach_the_ingress(make_bed):
     bed = make_bed()
     bed.attach()
     wanted = {f"q{i}": scripted_output(5, bed.generate(f"q{i}", seed=i, max_tokens=10 + i)) for i in range(7)}
     ends = {name: bed.ingress.read_end(name) for name in wanted}
-    notices = {notice.request_id: notice for notice in (bed.notice() for _ in wanted)}
     for name, tokens in wanted.items():
         assert bed.ingress.tokens(name) == tokens
-        assert notices[name] == GenerateSummary(name, "length", len(tokens))
         assert ends[name].finish == "length" and ends[name].error is None
         assert ends[name].speculation.num_rounds == sum(ends[name].speculation.histogram) > 0
         assert ends[name].speculation.num_draft_tokens == 5
@@ -45,17 +43,13 @@ def test_one_message_a_step_carries_all_of_an_ingresss_tokens(make_bed):
 def test_requests_that_cannot_be_taken_are_refused_with_the_reason(make_bed):
     bed = make_bed(max_waiting=1)
     bed.generate("long", max_tokens=500)
-    notice = bed.notice()
-    assert isinstance(notice, Refused) and notice.refusal.kind == "too_large"
-    assert "the limit is 400" in notice.refusal.message
-    bed.generate("nowhere", reply_to="udp://nowhere")
-    assert "must begin with ipc:// or tcp://" in bed.notice().refusal.message
+    refusal = bed.ingress.read_refusal("long")
+    assert refusal.kind == "too_large" and "the limit is 400" in refusal.message
     bed.generate("first", max_tokens=3)
     bed.generate("second", max_tokens=3)
-    notice = bed.notice()
-    assert (notice.request_id, notice.refusal.kind) == ("second", "queue_full")
+    assert bed.ingress.read_refusal("second").kind == "queue_full"
     bed.generate("first", max_tokens=3)
-    assert bed.notice().refusal.kind == "queue_full"
+    assert bed.ingress.read_refusal("first").kind == "queue_full"
     bed.attach()
     assert bed.ingress.read_end("first").finish == "length"
 
@@ -63,9 +57,8 @@ def test_requests_that_cannot_be_taken_are_refused_with_the_reason(make_bed):
 def test_a_message_that_is_none_does_not_end_the_loop(make_bed):
     bed = make_bed()
     bed.attach()
-    bed.engine.send(b"nonsense")
-    bed.engine.send(b"G\xc1")
-    bed.engine.send(b"")
+    for raw in (b"nonsense", b"G\xc1", b""):
+        bed.ingress.socket.send(raw)
     bed.generate("q", max_tokens=3)
     assert bed.ingress.read_end("q").finish == "length"
 
@@ -75,45 +68,65 @@ def test_an_abort_ends_the_request_and_unknown_ones_are_ignored(make_bed):
     bed.attach()
     bed.generate("q", max_tokens=300)
     assert bed.ingress.read()
-    bed.engine.send(encode(Abort("unknown")))
-    bed.engine.send(encode(Abort("q")))
+    bed.ingress.send(Abort("unknown"))
+    bed.ingress.send(Abort("q"))
     assert bed.ingress.read_end("q").finish == "abort"
-    assert bed.notice().finish == "abort"
     assert bed.coordinator.stats().scheduler.finished == {"abort": 1}
     until(lambda: bed.coordinator.stats().kv_usage == 0)
 
 
-def test_an_ingress_that_leaves_takes_its_requests_with_it_and_no_others(make_bed):
+def test_an_ingress_aborts_its_own_requests_only(make_bed):
     bed = make_bed(delay_s=0.01)
     bed.attach()
-    other = Ingress(bed.context, bed.transport, "other")
-    bed.generate("theirs", max_tokens=300, reply_to=other.endpoint)
+    bed.generate("q", max_tokens=30)
+    assert bed.ingress.read()
+    other = bed.new_ingress()
+    other.send(Abort("q"))
+    bed.generate("q", ingress=other)
+    assert other.read_refusal("q").kind == "too_large"  # read after the abort
+    assert bed.ingress.read_end("q").finish == "length"
+    other.close()
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_an_ingress_that_leaves_takes_its_requests_with_it_and_no_others(make_bed, is_running):
+    bed = make_bed(delay_s=0.01)
+    other = bed.new_ingress()
+    other.send(Subscribe())
+    bed.generate("theirs", max_tokens=300, ingress=other)
+    while "theirs" not in other.deltas:
+        assert other.read()
     bed.generate("ours", max_tokens=30)
-    assert other.read()
-    other.socket.close()
-    notice = bed.notice()
-    assert (notice.request_id, notice.finish) == ("theirs", "abort")
-    assert "is gone: its connection closed" in notice.error
+    if is_running:
+        bed.attach()
+        while not other.tokens("theirs"):
+            assert other.read()
+    other.close()
+    until(lambda: bed.coordinator.stats().scheduler.finished.get("abort") == 1)
+    if not is_running:
+        assert bed.coordinator.stats().num_waiting == 1
+        bed.attach()
     assert bed.ingress.read_end("ours").finish == "length"
 
 
-def test_an_ingress_that_does_not_read_is_given_up_without_holding_up_others(make_bed, monkeypatch):
+def test_an_ingress_that_does_not_read_loses_its_requests_holds_up_nobody_and_is_told(make_bed, monkeypatch):
+    """What it reads later ends at the gap: it cannot take the rest for a whole answer."""
+    monkeypatch.setattr("cluster.transport.channel._INGRESS_HIGH_WATER", 3)
     bed = make_bed()
     bed.attach()
-    bed.generate("early", max_tokens=1)  # opens the link to the ingress that reads
-    bed.ingress.read_end("early")
-    bed.notice()
-    monkeypatch.setattr("cluster.transport.channel._INGRESS_HIGH_WATER", 3)
-    other = Ingress(bed.context, bed.transport, "other")
+    other = bed.new_ingress()
+    other.send(Subscribe())
     # The kernel buffers some 200 KB besides, so it takes several requests with logprobs to fill the way.
-    names = [f"theirs{i}" for i in range(12)]
-    for i, name in enumerate(names):
-        bed.generate(name, max_tokens=390, prompt_len=2, reply_to=other.endpoint, seed=i, logprobs=0)
-    notices = [bed.notice(60) for _ in names]
-    assert any(notice.error is not None and "does not read" in notice.error for notice in notices)
-    bed.generate("ours", max_tokens=30)
+    for i in range(12):
+        bed.generate(f"theirs{i}", max_tokens=390, prompt_len=2, ingress=other, seed=i, logprobs=0)
+    until(lambda: bed.coordinator.stats().scheduler.finished.get("abort", 0) > 0, 60)
+    bed.generate("ours", max_tokens=3)
     assert bed.ingress.read_end("ours").finish == "length"
-    other.socket.close()
+    with pytest.raises(BadMessageError, match="was lost"):
+        while other.read():
+            pass
+    assert any(seen[-1].finish is None for seen in other.deltas.values())
+    other.close()
 
 
 def test_draining_refuses_new_requests_and_waits_for_the_rest(make_bed):
@@ -123,7 +136,7 @@ def test_draining_refuses_new_requests_and_waits_for_the_rest(make_bed):
     bed.ingress.read()
     assert not bed.coordinator.drain(timeout_s=0.01)
     bed.generate("late")
-    assert bed.notice().refusal.kind == "not_ready"
+    assert bed.ingress.read_refusal("late").kind == "not_ready"
     assert bed.coordinator.drain(timeout_s=10)
     assert bed.ingress.read_end("q").finish == "length"
     assert bed.coordinator.stats().status == "draining"
@@ -139,7 +152,6 @@ def test_what_outlasts_a_drain_can_be_failed_with_a_reason(make_bed):
     assert not bed.coordinator.drain(timeout_s=0.05)
     bed.coordinator.fail_all("too slow")
     assert {bed.ingress.read_end(name).error for name in ("q0", "q1")} == {"too slow"}
-    assert {bed.notice().error, bed.notice().error} == {"too slow"}
     assert bed.coordinator.drain(timeout_s=10)
 
 
@@ -196,8 +208,8 @@ def test_a_turn_that_stops_the_loop_tells_nobody_of_its_state_any_more(make_bed,
     monkeypatch.setattr(state_publisher, "PERIOD_S", 0.0)
     monkeypatch.setattr(loop, "HOUSEKEEPING_S", 0.0)  # something is to be told in every turn
     bed = make_bed()
-    bed.engine.send(encode(Subscribe(True)))
-    assert bed.engine.poll(5000)
+    bed.ingress.send(Subscribe())
+    assert bed.ingress.read()
     bed.coordinator.stop()
     assert bed.deaths == [] and bed.coordinator.stats().status == "starting"
 

@@ -1,8 +1,7 @@
 """How the queue is bounded, what who finds it full is told, and the probe that goes a request's way."""
 
 from cluster.config import EngineConfig
-from cluster.transport.encoding import encode
-from cluster.transport.messages import GenerateRequest, GenerateSummary, Probe, Refused
+from cluster.transport.messages import GenerateRequest, Probe
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
 from workers.config import SchedulerConfig
@@ -14,23 +13,16 @@ COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),) * 2, (0,), (16,), ((5.0,),
 
 
 def _queue(bed, request_id, max_tokens=5, resumed=False):
-    request = GenerateRequest(
-        request_id,
-        pack_i32([1, 2, 3, 4, 5]),
-        SamplingParams(max_tokens=max_tokens),
-        bed.ingress.endpoint,
-        resumed=resumed,
-    )
-    bed.engine.send(encode(request))
+    sampling = SamplingParams(max_tokens=max_tokens)
+    bed.ingress.send(GenerateRequest(request_id, pack_i32([1, 2, 3, 4, 5]), sampling, resumed=resumed))
 
 
 def test_a_full_queue_takes_the_resumed_and_tells_others_when_to_come_again(make_bed):
     bed = make_bed(max_waiting=2)
     for request_id in ("a", "b", "c"):
         _queue(bed, request_id)
-    refused = bed.notice()
-    assert isinstance(refused, Refused) and (refused.request_id, refused.refusal.kind) == ("c", "queue_full")
-    assert refused.refusal.retry_after_s == UNKNOWN_S
+    refusal = bed.ingress.read_refusal("c")
+    assert (refusal.kind, refusal.retry_after_s) == ("queue_full", UNKNOWN_S)
     _queue(bed, "d", resumed=True)
     until(lambda: bed.coordinator.stats().num_waiting == 3)
     bed.attach()
@@ -57,21 +49,19 @@ def test_retry_after_follows_the_queue(make_bed):
     bed.ingress.read_end("q9")  # ten have ended, so the usual length is known
     for i in range(25, 60):
         _queue(bed, f"q{i}", max_tokens=300)
-    refusals = []
-    while not refusals:
-        notice = bed.notice()
-        if isinstance(notice, Refused):
-            refusals.append(notice.refusal)
-    assert refusals[0].kind == "queue_full"
-    assert 1.0 <= refusals[0].retry_after_s != UNKNOWN_S, "by what steps take"
+    while not bed.ingress.refusals:
+        assert bed.ingress.read()
+    refusal = next(iter(bed.ingress.refusals.values()))
+    assert refusal.kind == "queue_full"
+    assert 1.0 <= refusal.retry_after_s != UNKNOWN_S, "by what steps take"
 
 
 def test_who_would_wait_or_has_waited_too_long_is_refused(make_bed):
     bed = make_bed(queue_timeout_s=0.3)
     _queue(bed, "early")
-    refused = bed.notice()
-    assert (refused.request_id, refused.refusal.kind) == ("early", "queue_full")
-    assert "waited 0.3 s in the queue (engine.queue_timeout_s)" in refused.refusal.message
+    refusal = bed.ingress.read_refusal("early")
+    assert refusal.kind == "queue_full"
+    assert "waited 0.3 s in the queue (engine.queue_timeout_s)" in refusal.message
     assert bed.coordinator.stats().num_waiting == 0
     _queue(bed, "resumed", resumed=True)
     until(lambda: bed.coordinator.stats().num_waiting == 1)
@@ -84,14 +74,12 @@ def test_who_would_wait_or_has_waited_too_long_is_refused(make_bed):
 
 def test_a_probe_ends_like_a_request_and_runs_no_step(make_bed):
     bed = make_bed()
-    bed.engine.send(encode(Probe("early", bed.ingress.endpoint)))
-    refused = bed.notice()
-    assert (refused.request_id, refused.refusal.kind) == ("early", "not_ready")
-    assert refused.refusal.message == "the engine is starting"
+    bed.ingress.send(Probe("early"))
+    refusal = bed.ingress.read_refusal("early")
+    assert (refusal.kind, refusal.message) == ("not_ready", "the engine is starting")
     bed.attach()
-    bed.engine.send(encode(Probe("p", bed.ingress.endpoint)))
+    bed.ingress.send(Probe("p"))
     end = bed.ingress.read_end("p")
     assert (end.finish, end.tokens) == ("stop", ())
-    assert bed.notice() == GenerateSummary("p", "stop", 0)
     assert bed.coordinator.stats().scheduler.num_steps == 0
     assert len(bed.coordinator.stats().heartbeat_age_s) == 2

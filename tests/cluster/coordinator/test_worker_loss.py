@@ -12,8 +12,7 @@ import pytest
 from cluster.coordinator import worker_links
 from cluster.http.prompt_scores import PromptScores
 from cluster.transport import sockets
-from cluster.transport.encoding import encode
-from cluster.transport.messages import GenerateSummary, Probe, Refused
+from cluster.transport.messages import Probe
 from tests.support.cluster import Ranks, until
 from tests.support.scripted import scripted_output
 from workers.scheduling.plan import StepPlan
@@ -58,7 +57,6 @@ def test_a_request_is_resumed_so_often_and_no_more(make_bed):
         bed.attach(epoch)
     end = bed.ingress.read_end("q")
     assert (end.finish, end.error) == ("error", "for the test (after 1 resumptions)")
-    assert bed.notice().error == end.error
     assert bed.coordinator.stats().scheduler.num_resumed == 1
 
 
@@ -258,11 +256,9 @@ def test_a_probe_is_refused_while_a_step_hangs(make_bed, monkeypatch):
     bed.coordinator.attach(ranks.endpoints, 1)
     bed.generate("q", max_tokens=3)
     until(lambda: bed.coordinator.health().oldest_plan_age_s > 0.3)
-    bed.engine.send(encode(Probe("probe", bed.ingress.endpoint)))
-    refused = bed.notice()
-    assert isinstance(refused, Refused) and "has had no result for" in refused.refusal.message
+    bed.ingress.send(Probe("probe"))
+    assert "has had no result for" in bed.ingress.read_refusal("probe").message
     released.set()
     assert bed.ingress.read_end("q").finish == "length"
-    assert isinstance(bed.notice(), GenerateSummary)
-    bed.engine.send(encode(Probe("again", bed.ingress.endpoint)))
-    assert isinstance(bed.notice(), GenerateSummary)
+    bed.ingress.send(Probe("again"))
+    assert bed.ingress.read_end("again").finish == "stop"

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.ingress.remote_engines import TokenInbox
-from cluster.transport.messages import TokenBatch, TokenDelta
+from cluster.ingress.request_stream import RequestStream
+from cluster.transport.messages import TokenDelta
 from tests.support.cluster import TestBed
 from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, events, in_process
 from tests.support.fake_engine import EOS, FakeEngine, small_tokenizer
@@ -70,12 +70,10 @@ async def test_unfinished_character_is_its_last_tokens_text() -> None:
     assert choice["message"]["content"] == "\ufffd"
 
 
-def test_deltas_that_wait_for_their_reader_keep_their_origins() -> None:
-    inbox = TokenInbox()
-    stream = inbox.open("q")
-    parts = [TokenDelta("q", (1, 2), drafted=(True, False)), TokenDelta("q", (3,), "length", drafted=(False,))]
-    for sequence, delta in enumerate(parts):
-        inbox.deliver(TokenBatch("c", sequence, (delta,)))
+async def test_deltas_that_wait_for_their_reader_keep_their_origins() -> None:
+    stream = RequestStream()
+    stream.put(TokenDelta("q", (1, 2), drafted=(True, False)))
+    stream.put(TokenDelta("q", (3,), "length", drafted=(False,)))
     taken = stream.take("client")
     assert taken is not None and taken.tokens == (1, 2, 3) and taken.drafted == (True, False, False)
     stream.put(TokenDelta("q", (4,), drafted=(True,)))

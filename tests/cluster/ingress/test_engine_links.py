@@ -5,12 +5,18 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 
 import pytest
+import zmq
 
+from cluster.http.engine_client import EngineRefused
 from cluster.ingress import engine_links
-from cluster.ingress.engine_link import EngineLostError
+from cluster.ingress.attempts import EngineFailed
+from cluster.ingress.engine_link import EngineLink
 from cluster.ingress.engine_links import EngineLinks
+from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import Prompt
-from cluster.transport.messages import GenerateRequest, GenerateSummary, Probe
+from cluster.transport.channel import Inbox
+from cluster.transport.messages import GenerateRequest, Probe, TokenBatch, TokenDelta
+from cluster.transport.sockets import Transport
 from tests.support.cluster import TIMEOUT_S, TestBed
 from tests.support.scripted import scripted_output
 from workers.scheduling.plan import SamplingParams, pack_i32
@@ -36,9 +42,9 @@ class Rig:
     async def _find(self, known: Collection[str]) -> Mapping[str, str]:
         return {name: "" if name in known else endpoint for name, endpoint in self.found.items()}
 
-    def request(self, name: str, request_id: str, max_tokens: int = 10) -> GenerateRequest:
-        reply_to = self.beds[name].ingress.endpoint
-        return GenerateRequest(request_id, pack_i32(PROMPT), SamplingParams(max_tokens), reply_to)
+    def start(self, name: str, request_id: str, max_tokens: int = 10) -> RequestStream:
+        request = GenerateRequest(request_id, pack_i32(PROMPT), SamplingParams(max_tokens))
+        return self.links.start(name, request, Prompt(PROMPT, b""))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(TIMEOUT_S):
@@ -48,6 +54,22 @@ class Rig:
     async def both(self) -> None:
         views = lambda: [link.view for link in self.links._links.values()]  # noqa: E731
         await self.until(lambda: len(views()) == 2 and all(view.state is not None for view in views()))
+
+
+async def read(stream: RequestStream) -> TokenDelta:
+    """The whole answer as one delta; raises what the stream fails with."""
+    tokens: list[int] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            delta = stream.take("client")
+            if delta is None:
+                if stream.failure is not None:
+                    raise stream.failure
+                await stream.changed.wait()
+                continue
+            tokens += delta.tokens
+            if delta.finish is not None:
+                return TokenDelta("client", tuple(tokens), delta.finish, error=delta.error)
 
 
 @pytest.fixture
@@ -64,11 +86,8 @@ async def test_a_request_runs_on_the_engine_that_was_chosen_and_its_pages_are_kn
     prompt = Prompt(PROMPT, b"")
     name = await rig.links.choose(prompt, NOBODY, TIMEOUT_S)
     assert name is not None
-    answer = await asyncio.wait_for(rig.links.start(name, rig.request(name, "r"), prompt), TIMEOUT_S)
-    assert isinstance(answer, GenerateSummary) and (answer.finish, answer.num_output_tokens) == ("length", 10)
-    ingress = rig.beds[name].ingress
-    ingress.read_end("r")
-    assert ingress.tokens("r") == scripted_output(len(PROMPT), SamplingParams(10))
+    answer = await read(rig.start(name, "r"))
+    assert answer.finish == "length" and list(answer.tokens) == scripted_output(len(PROMPT), SamplingParams(10))
     view = rig.links._links[name].view
     view._promised.clear()
     await rig.until(lambda: view.num_cached(prompt) == 36)
@@ -78,24 +97,32 @@ async def test_a_request_runs_on_the_engine_that_was_chosen_and_its_pages_are_kn
     await rig.until(lambda: view.num_cached(prompt) == 0)
 
 
-async def test_cancelling_a_request_aborts_it(rig: Rig) -> None:
+async def test_closing_a_stream_aborts_its_request(rig: Rig) -> None:
     await rig.both()
-    call = rig.links.start("a", rig.request("a", "r", 300), Prompt(PROMPT, b""))
+    stream = rig.start("a", "r", 300)
     coordinator = rig.beds["a"].coordinator
     await rig.until(lambda: coordinator.stats().num_running == 1)
-    call.cancel()
+    stream.close()
     await rig.until(lambda: coordinator.stats().num_running == 0)
+
+
+async def test_an_engine_that_stops_says_how_its_requests_ended_before_its_connection_closes(rig: Rig) -> None:
+    await rig.both()
+    streams = [rig.start("a", f"r{i}", 300) for i in range(3)]
+    await rig.until(lambda: rig.beds["a"].coordinator.stats().num_running == 3)
+    await asyncio.to_thread(rig.beds["a"].coordinator.stop)
+    assert {(await read(stream)).error for stream in streams} == {"the engine was stopped"}
 
 
 async def test_a_lost_coordinator_ends_its_requests_and_is_not_chosen(rig: Rig) -> None:
     await rig.both()
-    call = rig.links.start("a", rig.request("a", "r", 300), Prompt(PROMPT, b""))
+    stream = rig.start("a", "r", 300)
     await rig.until(lambda: rig.beds["a"].coordinator.stats().num_running == 1)
     del rig.found["a"]
-    rig.beds["a"].coordinator._loop.streams._inbox.send = lambda *message: None  # it says nothing more
+    rig.beds["a"].coordinator._loop.streams._inbox.send = lambda *message: ""  # it says nothing more
     rig.beds["a"].coordinator.stop()
-    with pytest.raises(EngineLostError):
-        await asyncio.wait_for(call, TIMEOUT_S)
+    with pytest.raises(EngineFailed, match="the coordinator is gone: its connection closed"):
+        await read(stream)
     assert await rig.links.choose(Prompt(PROMPT, b""), NOBODY, 0.0) == "b"
     assert await rig.links.choose(Prompt(PROMPT, b""), frozenset("b"), 0.05) is None
 
@@ -114,15 +141,14 @@ async def test_who_waits_for_an_engine_gets_the_one_that_comes(rig: Rig) -> None
 async def test_an_engine_that_leaves_lets_its_requests_end_and_gets_no_new_ones(rig: Rig) -> None:
     await rig.both()
     coordinator = rig.beds["a"].coordinator
-    call = rig.links.start("a", rig.request("a", "r", 100), Prompt(PROMPT, b""))
+    stream = rig.start("a", "r", 100)
     await rig.until(lambda: coordinator.stats().num_running == 1)
     leaving = asyncio.create_task(asyncio.to_thread(coordinator.drain, TIMEOUT_S, True))
     await rig.until(lambda: coordinator.stats().status == "draining")
-    refusal = await asyncio.wait_for(rig.links.start("a", rig.request("a", "late"), Prompt(PROMPT, b"")), TIMEOUT_S)
-    assert getattr(refusal, "kind", "") == "leaving"
+    with pytest.raises(EngineRefused, match="^leaving"):
+        await read(rig.start("a", "late"))
     assert {await rig.links.choose(Prompt(PROMPT, b""), NOBODY, 0.0) for _ in range(20)} == {"b"}
-    answer = await asyncio.wait_for(call, TIMEOUT_S)
-    assert isinstance(answer, GenerateSummary) and answer.num_output_tokens == 100 and await leaving
+    assert len((await read(stream)).tokens) == 100 and await leaving
 
 
 async def test_the_successor_of_an_engine_that_left_is_waited_for(rig: Rig) -> None:
@@ -158,7 +184,96 @@ async def test_no_engine_is_waited_for_once_the_server_ends(rig: Rig) -> None:
 
 async def test_a_probe_takes_a_requests_way(rig: Rig) -> None:
     await rig.both()
-    reply_to = rig.beds["b"].ingress.endpoint
-    answer = await asyncio.wait_for(rig.links.start("b", Probe("p", reply_to), Prompt((), b"")), TIMEOUT_S)
-    assert isinstance(answer, GenerateSummary) and answer.finish == "stop"
-    assert rig.beds["b"].ingress.read_end("p").finish == "stop"
+    assert (await read(rig.links.start("b", Probe("p"), Prompt((), b"")))).finish == "stop"
+
+
+class Scripted:
+    """A link to an engine that a test plays, which has read nothing but what `start` has sent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.inbox = Inbox(self.context, Transport(folder=str(folder)), "inbox")
+        self.link = EngineLink(self.context, Transport(), self.inbox.endpoint)
+
+    async def start(self, *names: str) -> list[RequestStream]:
+        streams = [self.link.start(GenerateRequest(name, b"", SamplingParams(9))) for name in names]
+        num_read = -1  # the subscription comes first
+        async with asyncio.timeout(TIMEOUT_S):
+            while num_read < len(names):
+                if self.inbox.receive() is None:
+                    await asyncio.sleep(0.001)
+                else:
+                    num_read += 1
+        (self.ingress,) = self.inbox.links.values()
+        return streams
+
+    def send(self, *deltas: TokenDelta) -> None:
+        assert not self.inbox.send(self.ingress, TokenBatch(deltas))
+
+
+@pytest.fixture
+async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
+    scripted = Scripted(tmp_path)
+    yield scripted
+    scripted.link.fail("the test is over")
+    scripted.inbox.close()
+    scripted.context.destroy(linger=0)
+
+
+async def test_a_lost_message_fails_every_request_of_the_link_and_no_token_after_it_is_read(scripted: Scripted) -> None:
+    streams = await scripted.start("a", "b")
+    scripted.send(TokenDelta("a", (5,)))
+    scripted.ingress.num_messages += 1  # one that could not be sent
+    scripted.send(TokenDelta("a", (7,), "stop"), TokenDelta("b", (8,)))
+    async with asyncio.timeout(TIMEOUT_S):
+        while not scripted.link.lost:
+            await asyncio.sleep(0.001)
+    first = streams[0].take("a")
+    assert first is not None and (first.tokens, first.finish) == ((5,), None)
+    assert streams[1].take("b") is None
+    assert {str(stream.failure) for stream in streams} == {"message 1 was lost: 2 came"}
+    with pytest.raises(EngineFailed, match="was lost"):
+        await read(scripted.link.start(GenerateRequest("c", b"", SamplingParams(9))))
+
+
+async def test_what_was_sent_before_the_engine_died_is_still_read(scripted: Scripted) -> None:
+    ended, cut = await scripted.start("ended", "cut")
+    for token in range(200):
+        scripted.send(TokenDelta("cut", (token,)))
+    scripted.send(TokenDelta("ended", (1,), "stop"))
+    scripted.inbox.close(1000)
+    assert (await read(ended)).tokens == (1,)
+    async with asyncio.timeout(TIMEOUT_S):
+        while cut.failure is None:
+            await asyncio.sleep(0.001)
+    rest = cut.take("cut")
+    assert rest is not None and rest.tokens == tuple(range(200)) and "the coordinator is gone" in str(cut.failure)
+
+
+async def test_first_tokens_go_before_the_next_tokens_of_others(scripted: Scripted) -> None:
+    """Each reader takes a while for its event, and a step's message has the requests that run before a new one's."""
+    names = ("old", "older", "new")
+    streams = dict(zip(names, await scripted.start(*names), strict=True))
+    order: list[str] = []
+
+    async def read(name: str) -> None:
+        while True:
+            await streams[name].changed.wait()
+            assert streams[name].take(name) is not None
+            order.append(name)
+
+    readers = [asyncio.create_task(read(name)) for name in streams]
+    scripted.link._deliver(TokenBatch((TokenDelta("old", (1,)), TokenDelta("older", (1,)))))
+    await asyncio.sleep(0.01)
+    order.clear()
+    batch = (
+        TokenDelta("old", (2,)),
+        TokenDelta("older", (2,)),
+        TokenDelta("new", (1,)),
+        TokenDelta("new", (2,), "stop"),
+    )
+    scripted.link._deliver(TokenBatch(batch))
+    await asyncio.sleep(0.01)
+    assert order == ["new", "old", "older"]
+    for reader in readers:
+        reader.cancel()

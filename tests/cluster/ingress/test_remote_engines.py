@@ -1,33 +1,23 @@
-"""The ingress's engine client: streams, slow readers, refusals, lost messages, engines that die. No Ray."""
+"""The ingress's engine client: streams, slow readers, refusals, engines that die. No Ray."""
 
 import asyncio
-import itertools
 import tracemalloc
 
 import pytest
 
 from cluster.http.engine_client import EngineRefused
 from cluster.ingress import remote_engines
-from cluster.ingress.engine_link import EngineLostError
-from cluster.ingress.remote_engines import Call, RemoteEngines
+from cluster.ingress.attempts import EngineFailed
+from cluster.ingress.remote_engines import RemoteEngines
+from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import Prompt
-from cluster.ingress.token_inbox import TokenInbox, TokenStream
-from cluster.transport.messages import (
-    EngineStats,
-    FlushOutcome,
-    GenerateRequest,
-    GenerateSummary,
-    Probe,
-    Refusal,
-    TokenBatch,
-    TokenDelta,
-)
+from cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, Refusal, TokenDelta
 from workers.scheduling.plan import PromptLogprobs, SamplingParams, unpack_i32
 
 
 class ScriptedEngines:
-    """Records what was sent to engines; a test ends it and sends its tokens. present: the engines that can be chosen,
-    the first one first; waits: who chose while there was none, and for how long."""
+    """Records what was sent to engines; a test fills the streams. present: the engines that can be chosen, the first
+    one first; waits: who chose while there was none, and for how long; closed: the streams that were closed."""
 
     def __init__(self) -> None:
         self.present = ["e"]
@@ -36,12 +26,13 @@ class ScriptedEngines:
         self.stuck: set[str] = set()
         self.engines: list[str] = []
         self.requests: list[GenerateRequest] = []
-        self.calls: list[Call] = []
+        self.streams: list[RequestStream] = []
+        self.closed: list[RequestStream] = []
         self.started = asyncio.Event()
         self.num_stats = 0
         self.status = "ready"
         self.probes: list[Probe] = []
-        self.probe_calls: list[Call] = []
+        self.probe_streams: list[RequestStream] = []
 
     async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:
         name = next((name for name in self.present if name not in avoid), None)
@@ -49,17 +40,17 @@ class ScriptedEngines:
             self.waits.append(wait_s)
         return name
 
-    def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> Call:
-        call: Call = asyncio.get_running_loop().create_future()
+    def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> RequestStream:
+        stream = RequestStream(self.closed.append)
         if isinstance(message, Probe):
             self.probes.append(message)
-            self.probe_calls.append(call)
+            self.probe_streams.append(stream)
         else:
             self.engines.append(name)
             self.requests.append(message)
-            self.calls.append(call)
+            self.streams.append(stream)
             self.started.set()
-        return call
+        return stream
 
     def suspect(self, name: str) -> None:
         self.suspected.append(name)
@@ -74,30 +65,26 @@ class ScriptedEngines:
     async def flush_cache(self) -> list[FlushOutcome]:
         return []
 
-    def answer(self, index: int, finish: str = "stop", refusal: Refusal | None = None) -> None:
-        self.calls[index].set_result(refusal or GenerateSummary(self.requests[index].request_id, finish, 0))
-
 
 class Rig:
     def __init__(self, resume: bool = True) -> None:
         self.calls = ScriptedEngines()
-        self.inbox = TokenInbox()
-        self.engines = RemoteEngines(self.calls, self.calls, self.inbox, "tcp://here", resume)
-        self._sequence = itertools.count()
+        self.engines = RemoteEngines(self.calls, self.calls, resume)
 
-    def send(self, index: int, *tokens: int, finish: str | None = None, source: str = "c") -> None:
-        delta = TokenDelta(self.calls.requests[index].request_id, tokens, finish)
-        self.inbox.deliver(TokenBatch(source, next(self._sequence), (delta,)))
+    def send(self, index: int, *tokens: int, finish: str | None = None) -> None:
+        self.calls.streams[index].put(TokenDelta(self.calls.requests[index].request_id, tokens, finish))
 
     def send_prompt(self, index: int, part: PromptLogprobs) -> None:
-        delta = TokenDelta(self.calls.requests[index].request_id, (), prompt_logprobs=(part,))
-        self.inbox.deliver(TokenBatch("c", next(self._sequence), (delta,)))
+        self.calls.streams[index].put(TokenDelta(self.calls.requests[index].request_id, (), prompt_logprobs=(part,)))
 
-    def lose_a_message(self) -> None:
-        next(self._sequence)
+    def refuse(self, index: int, refusal: Refusal) -> None:
+        self.calls.streams[index].fail(EngineRefused(refusal))
+
+    def lose(self, index: int, reason: str = "the coordinator died") -> None:
+        self.calls.streams[index].fail(EngineFailed(reason, had_taken=True))
 
     async def call_started(self, count: int) -> None:
-        while len(self.calls.calls) < count:
+        while len(self.calls.streams) < count:
             self.calls.started.clear()
             await asyncio.wait_for(self.calls.started.wait(), 5)
 
@@ -153,7 +140,7 @@ async def test_logprobs_of_the_prompt_come_before_tokens_and_none_is_lost() -> N
     await stream.aclose()
 
 
-async def test_closing_the_stream_cancels_the_call() -> None:
+async def test_closing_the_generator_closes_the_stream() -> None:
     rig = Rig()
     stream = rig.engines.generate([1], SamplingParams(max_tokens=100), "r")
     first = asyncio.ensure_future(anext(stream))
@@ -161,24 +148,24 @@ async def test_closing_the_stream_cancels_the_call() -> None:
     rig.send(0, 1)
     await first
     await stream.aclose()
-    assert rig.calls.calls[0].cancelled()
+    assert rig.calls.closed == rig.calls.streams[:1]
 
 
-async def test_cancelling_the_reader_cancels_the_call() -> None:
+async def test_cancelling_the_reader_closes_the_stream() -> None:
     rig = Rig()
     reading = rig.run()
     await rig.call_started(1)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    assert rig.calls.calls[0].cancelled()
+    assert rig.calls.closed == rig.calls.streams[:1]
 
 
 async def test_refusal_is_raised_before_the_first_delta() -> None:
     rig = Rig()
     reading = rig.run()
     await rig.call_started(1)
-    rig.calls.answer(0, refusal=Refusal("queue_full", "full", 3.0))
+    rig.refuse(0, Refusal("queue_full", "full", 3.0))
     with pytest.raises(EngineRefused) as refused:
         await reading
     assert refused.value.refusal.retry_after_s == 3.0
@@ -189,7 +176,7 @@ async def test_another_engine_is_asked_where_one_refuses() -> None:
     rig.calls.present = ["full", "free"]
     reading = rig.run()
     await rig.call_started(1)
-    rig.calls.answer(0, refusal=Refusal("queue_full", "full", 3.0))
+    rig.refuse(0, Refusal("queue_full", "full", 3.0))
     await rig.call_started(2)
     rig.send(1, 7, finish="length")
     assert (await asyncio.wait_for(reading, 5))[-1].tokens == (7,)
@@ -201,7 +188,7 @@ async def test_a_request_that_is_too_large_for_one_engine_is_for_all() -> None:
     rig.calls.present = ["a", "b"]
     reading = rig.run()
     await rig.call_started(1)
-    rig.calls.answer(0, refusal=Refusal("too_large", "by far"))
+    rig.refuse(0, Refusal("too_large", "by far"))
     with pytest.raises(EngineRefused, match="by far"):
         await asyncio.wait_for(reading, 5)
     assert rig.calls.engines == ["a"]
@@ -211,7 +198,7 @@ async def test_the_engine_that_comes_is_waited_for_where_one_leaves() -> None:
     rig = Rig()
     reading = rig.run()
     await rig.call_started(1)
-    rig.calls.answer(0, refusal=Refusal("leaving", "the engine is draining"))
+    rig.refuse(0, Refusal("leaving", "the engine is draining"))
     with pytest.raises(EngineRefused) as refused:
         await asyncio.wait_for(reading, 5)
     assert refused.value.refusal.kind == "not_ready" and rig.calls.waits == [remote_engines.NEW_WAIT_S]
@@ -231,11 +218,10 @@ async def test_dead_engine_is_resumed_once_with_the_tokens_delivered() -> None:
     await rig.call_started(1)
     rig.send(0, 5, 6)
     await asyncio.sleep(0.01)
-    rig.calls.calls[0].set_exception(EngineLostError("the replica died"))
+    rig.lose(0, "the replica died")
     await rig.call_started(2)
     resumed = rig.calls.requests[1]
     assert unpack_i32(resumed.output).tolist() == [5, 6] and resumed.request_id != "r"
-    rig.send(0, 99)  # a late token of the dead engine
     rig.send(1, 7, finish="length")
     deltas = await asyncio.wait_for(reading, 5)
     assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7]
@@ -249,16 +235,16 @@ async def test_requests_leave_an_engine_that_is_stuck(monkeypatch: pytest.Monkey
     await rig.call_started(1)
     rig.send(0, 5, 6)
     await asyncio.sleep(0.05)
-    assert len(rig.calls.calls) == 1
+    assert len(rig.calls.streams) == 1
     rig.calls.stuck.add("e")
     rig.calls.present = ["f"]
     if not resume:  # the engine says how it ends
         await asyncio.sleep(0.05)
-        assert len(rig.calls.calls) == 1
+        assert len(rig.calls.streams) == 1
         rig.send(0, 7, finish="length")
     else:
         await rig.call_started(2)
-        assert rig.calls.calls[0].cancelled() and rig.calls.engines == ["e", "f"]
+        assert rig.calls.closed == rig.calls.streams[:1] and rig.calls.engines == ["e", "f"]
         assert unpack_i32(rig.calls.requests[1].output).tolist() == [5, 6]
         rig.send(1, 7, finish="length")
     deltas = await asyncio.wait_for(reading, 5)
@@ -289,7 +275,7 @@ async def test_engine_that_dies_with_tokens_under_way_is_noticed() -> None:
     rig = Rig()
     reading = rig.run()
     await rig.call_started(1)
-    rig.calls.calls[0].set_exception(EngineLostError("the replica died"))
+    rig.lose(0, "the replica died")
     asyncio.get_running_loop().call_soon(rig.send, 0, 5, 6)
     await rig.call_started(2)
     assert unpack_i32(rig.calls.requests[1].output).tolist() == [5, 6]
@@ -304,7 +290,7 @@ async def test_third_failure_ends_with_an_error_delta() -> None:
     for count in (1, 2, 3):
         await rig.call_started(count)
         rig.send(count - 1)  # an engine had queued it
-        rig.calls.calls[-1].set_exception(EngineLostError(f"death {count}"))
+        rig.lose(-1, f"death {count}")
     deltas = await asyncio.wait_for(reading, 5)
     assert deltas[-1].finish == "error" and "death 3" in str(deltas[-1].error)
 
@@ -316,7 +302,7 @@ async def test_a_queued_request_without_tokens_is_resumed_and_waits_for_an_engin
     assert not rig.calls.requests[0].resumed
     rig.send(0)
     await asyncio.sleep(0)
-    rig.calls.calls[0].set_exception(EngineLostError("the coordinator died"))
+    rig.lose(0, "the coordinator died")
     await rig.call_started(2)
     assert rig.calls.requests[1].resumed
     rig.send(1, 7, finish="length")
@@ -330,7 +316,7 @@ async def test_a_request_that_no_engine_takes_is_tried_again_and_then_refused(mo
     with pytest.raises(EngineRefused) as refused:
         await asyncio.wait_for(reading, 5)
     assert refused.value.refusal.kind == "not_ready" and "no engine took it" in refused.value.refusal.message
-    assert len(rig.calls.calls) == 2 and all(call.cancelled() for call in rig.calls.calls)
+    assert len(rig.calls.streams) == 2 and rig.calls.closed == rig.calls.streams
     assert not rig.calls.requests[1].resumed
 
 
@@ -343,7 +329,7 @@ async def test_a_request_that_was_taken_waits_as_long_as_it_must(monkeypatch: py
     await asyncio.sleep(0.2)
     rig.send(0, 5, finish="stop")
     assert (await asyncio.wait_for(reading, 5))[-1].tokens == (5,)
-    assert len(rig.calls.calls) == 1
+    assert len(rig.calls.streams) == 1
 
 
 async def test_health_is_a_probe_on_the_way_of_requests_and_never_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +339,7 @@ async def test_health_is_a_probe_on_the_way_of_requests_and_never_waits_for_it(m
     rig = Rig()
     assert (await rig.engines.health())[1] == "the first probe is under way"
     (probe,) = rig.calls.probes
-    rig.inbox.deliver(TokenBatch("c", 0, (TokenDelta(probe.request_id, (), "stop"),)))
+    rig.calls.probe_streams[0].put(TokenDelta(probe.request_id, (), "stop"))
     await asyncio.sleep(0.01)
     assert await rig.engines.health() == ([EngineStats("e", "ready")], ""), (
         "the last answer while the next is asked for"
@@ -364,7 +350,7 @@ async def test_health_is_a_probe_on_the_way_of_requests_and_never_waits_for_it(m
     await asyncio.sleep(0.35)
     assert "no engine took it within 0.3 s" in (await rig.engines.health())[1]
     refusal = Refusal("not_ready", "rank 1 (pid 7 on node 10.0.0.1) has not been heard of for 4.0 s")
-    rig.calls.probe_calls[-1].set_result(refusal)
+    rig.calls.probe_streams[-1].fail(EngineRefused(refusal))
     await asyncio.sleep(0.01)
     assert "rank 1 (pid 7 on node" in (await rig.engines.health())[1]
 
@@ -376,7 +362,7 @@ async def test_an_ingress_meets_the_engines_that_are_ready_before_it_is_asked(mo
     await asyncio.sleep(0.1)
     (probe,) = rig.calls.probes
     assert not meeting.done()
-    rig.inbox.deliver(TokenBatch("c", 0, (TokenDelta(probe.request_id, (), "stop"),)))
+    rig.calls.probe_streams[0].put(TokenDelta(probe.request_id, (), "stop"))
     await asyncio.wait_for(meeting, 5)
     assert (await rig.engines.health())[1] == ""
     silent = Rig()
@@ -392,9 +378,9 @@ async def test_without_resume_the_first_failure_ends_the_stream() -> None:
     await rig.call_started(1)
     rig.send(0)
     await asyncio.sleep(0)
-    rig.calls.calls[0].set_exception(EngineLostError("gone"))
+    rig.lose(0, "gone")
     assert (await asyncio.wait_for(reading, 5))[-1].finish == "error"
-    assert len(rig.calls.calls) == 1
+    assert len(rig.calls.streams) == 1
 
 
 async def test_request_that_had_its_last_token_is_not_run_again() -> None:
@@ -403,33 +389,18 @@ async def test_request_that_had_its_last_token_is_not_run_again() -> None:
     await rig.call_started(1)
     rig.send(0, 5, 6)  # the message with the finish is lost with the engine
     await asyncio.sleep(0.01)
-    rig.calls.calls[0].set_exception(EngineLostError("gone"))
+    rig.lose(0, "gone")
     deltas = await asyncio.wait_for(reading, 5)
-    assert deltas[-1].finish == "length" and len(rig.calls.calls) == 1
-
-
-async def test_lost_token_message_resumes_instead_of_missing_text() -> None:
-    rig = Rig()
-    reading = rig.run()
-    await rig.call_started(1)
-    rig.send(0, 5)
-    await asyncio.sleep(0.01)
-    rig.lose_a_message()
-    rig.send(0, 7)
-    await rig.call_started(2)
-    assert unpack_i32(rig.calls.requests[1].output).tolist() == [5]
-    assert rig.calls.calls[0].cancelled()
-    rig.send(1, 6, 7, finish="stop")
-    assert [token for delta in await reading for token in delta.tokens] == [5, 6, 7]
+    assert deltas[-1].finish == "length" and len(rig.calls.streams) == 1
 
 
 async def test_engine_error_is_final() -> None:
     rig = Rig()
     reading = rig.run()
     await rig.call_started(1)
-    rig.calls.answer(0, finish="error")
+    rig.send(0, finish="error")
     assert (await asyncio.wait_for(reading, 5))[-1].finish == "error"
-    assert len(rig.calls.calls) == 1
+    assert len(rig.calls.streams) == 1
 
 
 async def test_stats_are_asked_once_for_many_readers() -> None:
@@ -438,38 +409,9 @@ async def test_stats_are_asked_once_for_many_readers() -> None:
     assert rig.calls.num_stats == 1
 
 
-async def test_first_tokens_go_before_the_next_tokens_of_others() -> None:
-    """Each reader takes a while for its event, and a step's message has the requests that run before a new one's."""
-    inbox = TokenInbox()
-    streams = {name: inbox.open(name) for name in ("old", "older", "new")}
-    order: list[str] = []
-
-    async def read(name: str) -> None:
-        while True:
-            await streams[name].changed.wait()
-            assert streams[name].take(name) is not None
-            order.append(name)
-
-    readers = [asyncio.create_task(read(name)) for name in streams]
-    inbox.deliver(TokenBatch("c", 0, (TokenDelta("old", (1,)), TokenDelta("older", (1,)))))
-    await asyncio.sleep(0.01)
-    order.clear()
-    batch = (
-        TokenDelta("old", (2,)),
-        TokenDelta("older", (2,)),
-        TokenDelta("new", (1,)),
-        TokenDelta("new", (2,), "stop"),
-    )
-    inbox.deliver(TokenBatch("c", 1, batch))
-    await asyncio.sleep(0.01)
-    assert order == ["new", "old", "older"]
-    for reader in readers:
-        reader.cancel()
-
-
-def test_tokens_that_nobody_takes_cost_a_few_bytes_each() -> None:
+async def test_tokens_that_nobody_takes_cost_a_few_bytes_each() -> None:
     """Of 10,000 clients that do not read their answers of 4,000 tokens: 0.2 GB, not 1.5."""
-    stream, count = TokenStream(), 500
+    stream, count = RequestStream(), 500
     tracemalloc.start()
     for i in range(count):
         stream.put(TokenDelta("q", tuple(range(1000 + 100 * i, 1100 + 100 * i))))

@@ -28,14 +28,10 @@ class Told:
 
     name: str
     view: EngineView
-    sequence: int = 0
 
-    def tell(self, now: float = 0.0, skipped: int = 0, status: str = "ready", **fields: object) -> bool:
-        self.sequence += skipped
+    def tell(self, now: float = 0.0, status: str = "ready", **fields: object) -> None:
         speed = {"prefill_tokens_per_s": 1000.0, "page_size": PAGE, "lookahead": 1, "num_slots": 8}
-        state = EngineState(self.name, self.sequence, status, **(speed | fields))  # type: ignore[arg-type]
-        self.sequence += 1
-        return self.view.heard(state, now)
+        self.view.heard(EngineState(self.name, status, **(speed | fields)), now)  # type: ignore[arg-type]
 
 
 class Known:
@@ -132,17 +128,6 @@ def test_a_prompt_that_is_under_way_counts_as_cached_for_a_while() -> None:
     assert known.choice([*prompt[:-1], 7]) == {"b"}
     known.engines["b"].tell(now=PROMISE_S + 1, num_received=1)
     assert known.choice([*prompt[:-1], 7]) == {"a", "b"}
-
-
-def test_a_lost_message_is_noticed_and_the_cache_told_anew() -> None:
-    known = Known(1)
-    a, prompt = known.engines["a"], Prompt(tokens(0, 100), b"")
-    assert a.tell(added=digests(tokens(0, 41)))
-    assert not a.tell(skipped=1, num_running=3)
-    assert known.views["a"].num_active == 3, "its load is news whatever was lost"
-    assert not a.tell(), "messages of before it begins anew tell of no pages"
-    a.sequence = 0
-    assert a.tell(added=digests(tokens(0, 21))) and known.views["a"].num_cached(prompt) == 20
 
 
 def test_engines_that_answer_go_before_those_that_may_not() -> None:

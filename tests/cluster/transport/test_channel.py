@@ -6,17 +6,18 @@ import time
 import pytest
 import zmq
 
-from cluster.transport.channel import IngressLink, RankChannel, RankLink, bind_ingress
-from cluster.transport.encoding import BadMessageError, decode, decode_tokens, encode
+from cluster.transport.channel import Inbox, RankChannel, RankLink, connect_engine
+from cluster.transport.encoding import BadMessageError, decode, decode_numbered, encode
 from cluster.transport.messages import (
     Abort,
+    EngineState,
     GenerateRequest,
-    GenerateSummary,
     Heartbeat,
     RankFailure,
     Refusal,
     Refused,
     Stop,
+    Subscribe,
     TokenBatch,
     TokenDelta,
 )
@@ -66,10 +67,12 @@ def receive(channel):
         Heartbeat(1, 2, 3, 0.5),
         RankFailure(1, 2, "Traceback"),
         Stop(),
-        GenerateRequest("a", pack_i32([1, 2]), SamplingParams(max_tokens=1), "ipc:///x", pack_i32([3])),
+        GenerateRequest("a", pack_i32([1, 2]), SamplingParams(max_tokens=1), pack_i32([3])),
         Abort("a"),
-        GenerateSummary("a", "stop", 3),
+        Subscribe(),
+        TokenBatch((TokenDelta("a", (1, 2), "stop"),)),
         Refused("a", Refusal("queue_full", "later")),
+        EngineState("e", "ready", added=b"digest"),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -159,48 +162,110 @@ def test_a_killed_rank_is_noticed_within_milliseconds(context, tmp_path):
     process.join()
 
 
-def test_tokens_reach_an_ingress_in_sequence(context, tmp_path):
+def next_request(inbox):
+    """The ingress's link on which the next message came, and the message."""
+    assert inbox.socket.poll(5000), "nothing came"
+    link, raw = inbox.receive()
+    return link, decode(raw)
+
+
+def test_an_ingress_gets_everything_in_order_on_the_connection_on_which_it_asked(context, tmp_path):
     transport = Transport(folder=str(tmp_path))
-    socket, endpoint = bind_ingress(context, transport, "in")
-    link = IngressLink(context, transport, endpoint, 0)
-    for _ in range(3):
-        assert link.send(TokenBatch("e", link.sequence, (TokenDelta("q", (1, 2)),)))
-    assert [decode_tokens(socket.recv()).sequence for _ in range(3)] == [0, 1, 2]
-    link.close()
+    inbox = Inbox(context, transport, "in")
+    ends = {}
+    for name in ("a", "b"):
+        socket, monitor = connect_engine(context, transport, inbox.endpoint)
+        socket.send(encode(Abort(name)))
+        link, message = next_request(inbox)
+        ends[name] = (socket, monitor, link)
+        assert message == Abort(name)
+    messages = [
+        TokenBatch((TokenDelta("q", (1, 2)),)),
+        Refused("r", Refusal("queue_full", "")),
+        EngineState("e", "ready"),
+    ]
+    for message in messages:
+        for _, _, link in ends.values():
+            assert not inbox.send(link, message)
+    for socket, monitor, _ in ends.values():
+        assert [decode_numbered(socket.recv(), number) for number in range(3)] == messages
+        monitor.close()
+        socket.close()
+    inbox.close()
+
+
+def test_a_message_for_an_ingress_that_has_gone_says_so_and_its_successor_is_another(context, tmp_path):
+    transport = Transport(folder=str(tmp_path))
+    inbox = Inbox(context, transport, "in")
+    links = []
+    for _ in range(2):
+        socket, monitor = connect_engine(context, transport, inbox.endpoint)
+        socket.send(encode(Subscribe()))
+        links.append(next_request(inbox)[0])
+        assert inbox.send(links[-1], TokenBatch(())) == ""
+        monitor.close()
+        socket.close()
+        until(lambda: inbox.send(links[-1], TokenBatch(())) == "its connection closed")
+    assert all(link.is_gone for link in links) and links[0] is not links[1] and not inbox.links
+    inbox.close()
+
+
+def test_an_ingress_that_does_not_read_finds_the_gap(context, tmp_path):
+    transport = Transport(folder=str(tmp_path))
+    inbox = Inbox(context, transport, "in")
+    socket, monitor = connect_engine(context, transport, inbox.endpoint)
+    socket.send(encode(Subscribe()))
+    link, _ = next_request(inbox)
+    batch = TokenBatch((TokenDelta("q", tuple(range(1000))),) * 30)  # the kernel buffers some 200 KB of them
+    started, num_sent = time.monotonic(), 0
+    while not (reason := inbox.send(link, batch)):
+        num_sent += 1
+    assert reason == "it does not read its messages" and not link.is_gone and time.monotonic() - started < 10
+    for number in range(num_sent):
+        assert decode_numbered(socket.recv(), number) == batch
+    until(lambda: not inbox.send(link, TokenBatch(())))
+    with pytest.raises(BadMessageError, match=f"message {num_sent} was lost: {link.num_messages - 1} came"):
+        decode_numbered(socket.recv(), num_sent)
+    monitor.close()
     socket.close()
+    inbox.close()
 
 
 def test_tcp_needs_keys_and_the_right_ones(context):
     with pytest.raises(ValueError, match="cannot bind in: tcp is never left open; give Transport.keys"):
-        bind_ingress(context, Transport(node_ip="127.0.0.1"), "in")
+        Inbox(context, Transport(node_ip="127.0.0.1"), "in")
     with pytest.raises(ValueError, match="127.0.0.1:1.*give Transport.keys"):
-        IngressLink(context, Transport(), "tcp://127.0.0.1:1", 0)
+        connect_engine(context, Transport(), "tcp://127.0.0.1:1")
     keys = new_keys()
-    socket, endpoint = bind_ingress(context, Transport(node_ip="127.0.0.1", keys=keys), "in")
-    stranger = IngressLink(context, Transport(keys=new_keys()), endpoint, 0)
-    friend = IngressLink(context, Transport(keys=keys), endpoint, 0)
-    stranger.send(TokenBatch("stranger", 0, ()))
-    friend.send(TokenBatch("friend", 0, ()))
-    assert decode_tokens(socket.recv()).source == "friend"
-    assert not socket.poll(200), "a stranger's message was accepted"
-    assert not stranger.monitor.was_connected
-    for link in (stranger, friend):
-        link.close()
-    socket.close()
+    inbox = Inbox(context, Transport(node_ip="127.0.0.1", keys=keys), "in")
+    stranger, strangers = connect_engine(context, Transport(keys=new_keys()), inbox.endpoint)
+    friend, friends = connect_engine(context, Transport(keys=keys), inbox.endpoint)
+    stranger.send(encode(Abort("stranger")))
+    friend.send(encode(Abort("friend")))
+    link, message = next_request(inbox)
+    assert message == Abort("friend")
+    assert not inbox.socket.poll(200), "a stranger's message was accepted"
+    strangers.check()
+    assert not strangers.was_connected
+    assert not inbox.send(link, TokenBatch(())) and decode_numbered(friend.recv(), 0) == TokenBatch(())
+    for monitor, socket in ((strangers, stranger), (friends, friend)):
+        monitor.close()
+        socket.close()
+    inbox.close()
 
 
 def test_addresses_that_cannot_be_are_refused_with_a_remedy(context, tmp_path):
     with pytest.raises(ValueError, match="107 at most; choose a shorter folder"):
-        bind_ingress(context, Transport(folder="/tmp/" + "x" * 100), "in")
+        Inbox(context, Transport(folder="/tmp/" + "x" * 100), "in")
     with pytest.raises(ValueError, match="neither folder nor node_ip; give one"):
-        bind_ingress(context, Transport(), "in")
+        Inbox(context, Transport(), "in")
     with pytest.raises(ValueError, match="cannot bind r0: No such file"):
         RankChannel(context, Transport(folder=str(tmp_path / "missing")), 0, 1, "r0")
     with pytest.raises(ValueError, match="must begin with ipc:// or tcp://"):
         RankLink(context, Transport(), "r0", 0)
     for endpoint in ("inproc://x", "", "tcp://"):
         with pytest.raises(ValueError, match="endpoint="):
-            IngressLink(context, Transport(keys=new_keys()), endpoint, 0)
+            connect_engine(context, Transport(keys=new_keys()), endpoint)
 
 
 def test_a_monitor_keeps_the_first_reason(context, tmp_path):

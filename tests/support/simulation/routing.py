@@ -24,7 +24,8 @@ from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
 from cluster.coordinator.state_publisher import PERIOD_S, StatePublisher
 from cluster.ingress.routing import EngineView, Prompt, choose
-from cluster.transport.messages import EngineState, Subscribe
+from cluster.transport.channel import IngressLink
+from cluster.transport.messages import EngineState
 from tests.support.simulation.scheduler import Clock
 from workers.scheduling.scheduler import Scheduler
 
@@ -228,8 +229,9 @@ class Simulation:
             StatePublisher(str(index), cast(Scheduler, simulated), self._clock, self._teller(str(index)))
             for index, simulated in enumerate(self._engines)
         ]
-        for publisher, ingress in itertools.product(self._publishers, range(num_ingresses)):
-            publisher.subscribe(bytes([ingress]), Subscribe(True))
+        self._ingresses = [IngressLink(bytes([ingress])) for ingress in range(num_ingresses)]
+        for publisher, ingress in itertools.product(self._publishers, self._ingresses):
+            publisher.subscribe(ingress)
         for publisher in self._publishers:
             publisher.publish("ready", "", False, 0.0)
         self._num_clients = clients * num_engines
@@ -259,11 +261,8 @@ class Simulation:
     def _at(self, at_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at_s, next(self._counter), event))
 
-    def _teller(self, name: str) -> Callable[[bytes, EngineState], None]:
-        return lambda sender, state: self._hear(self._views[sender[0]][name], state)
-
-    def _hear(self, view: EngineView, state: EngineState) -> None:
-        assert view.heard(state, self._clock.now), "no message is lost here"
+    def _teller(self, name: str) -> Callable[[IngressLink, EngineState], None]:
+        return lambda ingress, state: self._views[ingress.name[0]][name].heard(state, self._clock.now)
 
     def _tell(self, index: int) -> None:
         publisher = self._publishers[index]
@@ -279,7 +278,7 @@ class Simulation:
         name = self._policy(views, prompt, now, self._chance)
         views[name].sent(prompt, now)
         index = int(name)
-        self._publishers[index].received(bytes([ingress]))
+        self._publishers[index].received(self._ingresses[ingress])
         self._engines[index].waiting.append(Request(client, tokens, num_answer, now))
         if not self._engines[index].is_stepping:
             self._begin_step(index)
