@@ -1,21 +1,24 @@
 """Links to real coordinators over ZeroMQ, scripted ranks in threads: requests, choice, losses. No Ray."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import zmq
 
 from cluster.http.engine_client import EngineRefused
-from cluster.ingress import engine_links
+from cluster.ingress import attempts, engine_links
 from cluster.ingress.attempts import EngineFailed
 from cluster.ingress.engine_link import EngineLink
 from cluster.ingress.engine_links import EngineLinks
+from cluster.ingress.remote_engines import RemoteEngines
 from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import Prompt
-from cluster.transport.channel import Inbox
-from cluster.transport.messages import GenerateRequest, Probe, TokenBatch, TokenDelta
+from cluster.transport.channel import Inbox, IngressLink
+from cluster.transport.messages import EngineState, GenerateRequest, Probe, Refused, TokenBatch, TokenDelta
 from cluster.transport.sockets import Transport
 from tests.support.cluster import TIMEOUT_S, TestBed
 from tests.support.scripted import scripted_output
@@ -185,6 +188,40 @@ async def test_no_engine_is_waited_for_once_the_server_ends(rig: Rig) -> None:
 async def test_a_probe_takes_a_requests_way(rig: Rig) -> None:
     await rig.both()
     assert (await read(rig.links.start("b", Probe("p"), Prompt((), b"")))).finish == "stop"
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_no_token_is_lost_or_doubled_whatever_messages_are_lost(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """An engine cannot send an ingress some of its messages; requests are resumed as often as it takes."""
+    chance, num_lost = random.Random(seed), 0
+    send = Inbox.send
+
+    def send_or_lose(inbox: Inbox, ingress: IngressLink, message: TokenBatch | Refused | EngineState) -> str:
+        nonlocal num_lost
+        if chance.random() > 0.03:
+            return send(inbox, ingress, message)
+        ingress.num_messages += 1
+        num_lost += 1
+        return "it does not read its messages"
+
+    monkeypatch.setattr(attempts, "RESUMED_ATTEMPTS", 100)
+    await rig.both()
+    engines = RemoteEngines(rig.links, Mock(), resume=True)
+    monkeypatch.setattr(Inbox, "send", send_or_lose)
+
+    async def ask(number: int) -> None:
+        sampling, tokens = SamplingParams(100, seed=number), []
+        async for delta in engines.generate(PROMPT, sampling, f"q{number}"):
+            tokens += delta.tokens
+        assert (delta.finish, tokens) == ("length", scripted_output(len(PROMPT), sampling))
+
+    async with asyncio.timeout(6 * TIMEOUT_S):
+        await asyncio.gather(*(ask(number) for number in range(12)))
+    assert num_lost > 0
+    for bed in rig.beds.values():
+        await rig.until(lambda: bed.coordinator.stats().kv_usage == 0)  # noqa: B023
 
 
 class Scripted:
