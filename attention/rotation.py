@@ -6,11 +6,16 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [rows, heads, head_dim] turned by its rows' angles cos, sin [rows, head_dim / 2] float32; same shape and
-    dtype."""
+    """Rotate the first `rotated` dimensions of x [rows, heads, head_dim] by its rows' angles.
+
+    cos, sin: [rows, rotated / 2] float32.
+    Returns x's shape and dtype.
+    """
+    rotated = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    first, second = x[..., :rotated].float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

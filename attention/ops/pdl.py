@@ -33,6 +33,7 @@ The rule:
     merge_rows              triggers   counts of the plan             split_kv's planner; attend_decode is the fence
     rms_norm, add_rms_norm  triggers   the norm's weight              constant
     silu_mul                triggers   nothing
+    sigmoid_mul             triggers   nothing
     skinny_gemm             triggers   the first columns of W         constant
     quantize                triggers   nothing
     fp8_norm                triggers   the norm's weight             constant

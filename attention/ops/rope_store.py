@@ -7,23 +7,28 @@ from attention.rotation import rotate
 from attention.views import LayerKV
 
 
-def _has_tiles(q: Tensor, *_: object) -> bool:
-    return q.shape[2] & (q.shape[2] - 1) == 0
+def _has_tiles(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, *_: object) -> bool:
+    return all(size & (size - 1) == 0 for size in (q.shape[2], cos.shape[1]))
 
 
 @operation(
     Implementation(
-        "triton", "attention.ops.rope_store_triton:rope_store", on_gpu, _has_tiles, "head_dim a power of two"
+        "triton",
+        "attention.ops.rope_store_triton:rope_store",
+        on_gpu,
+        _has_tiles,
+        "head_dim and rotated dimensions powers of two",
     )
 )
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, index: Tensor, kv: LayerKV, slot_mapping: Tensor
 ) -> Tensor:
-    """Return q rotated; write k rotated, and v, into the layer's pages.
+    """Return q rotated; write k rotated, and v, into the layer's pages. The first `rotated` dimensions of each head are
+    rotated, the others stay as they are.
 
     q             [rows, q_heads, head_dim], last stride 1; may be rotated in place: use the result
     k, v          [rows, kv_heads, head_dim], last stride 1, unchanged
-    cos, sin      [any, head_dim / 2] float32, contiguous
+    cos, sin      [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim
     index         [rows] int64, each row's line of cos and sin
     kv            the layer's pages, written
     slot_mapping  [rows] int64, token indices; rows that share one (padding) leave any one of their values

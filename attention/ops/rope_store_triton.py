@@ -31,6 +31,7 @@ def _rope_store(
     GROUP_PADDED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    ROTATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -39,19 +40,22 @@ def _rope_store(
 
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    half, d, g = tl.arange(0, D // 2), tl.arange(0, D), tl.arange(0, GROUP_PADDED)[:, None]
-    angle = tl.load(position_ptr + row) * (D // 2) + half
+    half, d, g = tl.arange(0, ROTATED // 2), tl.arange(0, D), tl.arange(0, GROUP_PADDED)[:, None]
+    angle = tl.load(position_ptr + row) * (ROTATED // 2) + half
     cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
     q = q_ptr + row * q_row_stride + (head * GROUP + g) * q_head_stride + half[None, :]
     x = tl.load(q, mask=g < GROUP, other=0.0).to(tl.float32)
-    y = tl.load(q + D // 2, mask=g < GROUP, other=0.0).to(tl.float32)
+    y = tl.load(q + ROTATED // 2, mask=g < GROUP, other=0.0).to(tl.float32)
     tl.store(q, (x * cos - y * sin).to(q_ptr.dtype.element_ty), mask=g < GROUP)
-    tl.store(q + D // 2, (y * cos + x * sin).to(q_ptr.dtype.element_ty), mask=g < GROUP)
+    tl.store(q + ROTATED // 2, (y * cos + x * sin).to(q_ptr.dtype.element_ty), mask=g < GROUP)
     k = k_ptr + row * k_row_stride + head * k_head_stride + half
-    x, y = tl.load(k).to(tl.float32), tl.load(k + D // 2).to(tl.float32)
+    x, y = tl.load(k).to(tl.float32), tl.load(k + ROTATED // 2).to(tl.float32)
     target = (tl.load(slot_ptr + row) * KV_HEADS + head) * D
     tl.store(k_pool_ptr + target + half, (x * cos - y * sin).to(k_pool_ptr.dtype.element_ty))
-    tl.store(k_pool_ptr + target + D // 2 + half, (y * cos + x * sin).to(k_pool_ptr.dtype.element_ty))
+    tl.store(k_pool_ptr + target + ROTATED // 2 + half, (y * cos + x * sin).to(k_pool_ptr.dtype.element_ty))
+    if ROTATED < D:
+        as_is = tl.load(k_ptr + row * k_row_stride + head * k_head_stride + d, mask=d >= ROTATED, other=0.0)
+        tl.store(k_pool_ptr + target + d, as_is, mask=d >= ROTATED)
     v = tl.load(v_ptr + row * v_row_stride + head * v_head_stride + d)
     tl.store(v_pool_ptr + target + d, v.to(v_pool_ptr.dtype.element_ty))
 
@@ -63,7 +67,7 @@ def rope_store(
     rows, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
-    assert cos.dtype == sin.dtype == torch.float32 and cos.shape[-1] == head_dim // 2 and index.is_contiguous()
+    assert cos.dtype == sin.dtype == torch.float32 and 2 * cos.shape[-1] <= head_dim and index.is_contiguous()
     assert kv.k.is_contiguous() and kv.v.is_contiguous() and slot_mapping.is_contiguous()
     _rope_store[(rows, num_kv_heads)](
         q,
@@ -85,6 +89,7 @@ def rope_store(
         GROUP_PADDED=triton.next_power_of_2(group),
         KV_HEADS=num_kv_heads,
         D=head_dim,
+        ROTATED=2 * cos.shape[-1],
         num_warps=1,
         **pdl_wait(q.device),
     )

@@ -86,14 +86,14 @@ def _move(page_size: int, *tokens: Sequence[int], dtype: torch.dtype = torch.flo
     return arguments
 
 
-def _rope(group: int, head_dim: int, dtype: torch.dtype) -> Arguments:
+def _rope(group: int, head_dim: int, rotated: int, dtype: torch.dtype) -> Arguments:
     """Parts of one product; slots in no order."""
 
     def arguments(device: torch.device) -> tuple[Any, ...]:
         heads, slots = 2, torch.tensor([3, 60, 17, 0, 33, 21, 5])
         packed = _numbers(len(slots), (group + 2) * heads, head_dim, dtype=dtype).to(device)
         q, k, v = packed.split([group * heads, heads, heads], dim=1)
-        angles = _numbers(40, head_dim // 2).to(device) * 6
+        angles = _numbers(40, rotated // 2).to(device) * 6
         index = torch.tensor([39, 4, 4, 0, 17, 8, 2], device=device)
         pages = torch.zeros((2, 5, 16, heads, head_dim), dtype=dtype, device=device)
         return q, k, v, angles.cos(), angles.sin(), index, LayerKV(*pages.unbind()), slots.to(device)
@@ -134,12 +134,19 @@ CASES = (
         }.items()
     ),
     *(
-        Case(rope_store, f"group-{group}-head_dim-{head_dim}-{dtype}", _rope(group, head_dim, dtype), written=(6,))
-        for group, head_dim, dtype in (
-            (1, 16, torch.float32),
-            (3, 32, torch.bfloat16),
-            (4, 128, torch.float16),
-            (7, 64, torch.bfloat16),
+        Case(
+            rope_store,
+            f"group-{group}-head_dim-{head_dim}-{rotated}-{dtype}",
+            _rope(group, head_dim, rotated, dtype),
+            written=(6,),
+        )
+        for group, head_dim, rotated, dtype in (
+            (1, 16, 16, torch.float32),
+            (3, 32, 32, torch.bfloat16),
+            (4, 128, 128, torch.float16),
+            (7, 64, 64, torch.bfloat16),
+            (6, 256, 64, torch.bfloat16),
+            (2, 16, 4, torch.float32),
         )
     ),
 )

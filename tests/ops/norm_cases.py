@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.case import TYPES, Case
-from workers.ops.activation import silu_mul
+from workers.ops.activation import sigmoid_mul, silu_mul
 from workers.ops.norm import add_rms_norm, rms_norm
 
 SIZES = ((1, 4096), (5, 896), (130, 512), (3, 72))
@@ -27,11 +27,48 @@ def _norm(count: int, size: int, dtype: torch.dtype, residual: bool) -> Callable
     return arguments
 
 
+def _float_weight(residual: bool) -> Callable[[torch.device], tuple[Any, ...]]:
+    """A weight of float32 beside rows of bfloat16."""
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        *x, _, eps = _norm(5, 896, torch.bfloat16, residual)(device)
+        return *x, rows(896, dtype=torch.float32, device=device, seed=2), eps
+
+    return arguments
+
+
+def _gated(
+    count: int, heads: int, size: int, width: int, added: bool, dtype: torch.dtype
+) -> Callable[[torch.device], tuple[Any, ...]]:
+    """Gates that lie beside other numbers."""
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        x, more = (rows(count, heads, size, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
+        gate = rows(count, heads, 3 + width, dtype=dtype, device=device, seed=2)[..., 3:]
+        return x, gate, more if added else None
+
+    return arguments
+
+
 def _gates(count: int, size: int, dtype: torch.dtype) -> Callable[[torch.device], tuple[Any, ...]]:
     return lambda device: (rows(count, 2 * size, dtype=dtype, device=device),)
 
 
-CASES = tuple(
+CASES = (
+    *(
+        Case(operation, f"float-weight-{residual}", _float_weight(residual), written=(1,) if residual else ())
+        for operation, residual in ((rms_norm, False), (add_rms_norm, True))
+    ),
+    *(
+        Case(
+            sigmoid_mul,
+            f"{count}x{heads}x{size}-{width}-{added}-{dtype}",
+            _gated(count, heads, size, width, added, dtype),
+        )
+        for count, heads, size, width, added in ((5, 6, 256, 256, False), (1, 1, 2048, 1, True), (3, 2, 24, 24, True))
+        for dtype in TYPES
+    ),
+) + tuple(
     case
     for count, size in SIZES
     for dtype in TYPES

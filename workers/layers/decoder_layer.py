@@ -13,7 +13,7 @@ from workers.ops.rotary import Angles
 
 
 class AttentionLayer(nn.Module, ABC):
-    """Attention over the KV of one layer."""
+    """Attention over the KV of one layer, or a recurrence over its state."""
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -58,13 +58,19 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, rms_eps: float, attention: AttentionLayer, mlp: FeedForward, group: TPGroup
+        self,
+        hidden_size: int,
+        rms_eps: float,
+        attention: AttentionLayer,
+        mlp: FeedForward,
+        group: TPGroup,
+        norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__()
         self.group = group
-        self.input_layernorm = RMSNorm(hidden_size, rms_eps)
+        self.input_layernorm = norm(hidden_size, rms_eps)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(hidden_size, rms_eps)
+        self.post_attention_layernorm = norm(hidden_size, rms_eps)
         self.mlp = mlp
 
     def forward(

@@ -62,3 +62,16 @@ class RMSNorm(WeightedModule):
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         self.weight.data.fill_(1.0)
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """An RMSNorm whose checkpoint has the weight less one (Qwen3-Next, Qwen3.5). It is kept as the whole weight in
+    float32 and multiplies before the result is rounded, as transformers does it: 1 + w in bfloat16 would lose w."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32), requires_grad=False)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        super().load(key, full)
+        self.weight.data.add_(1.0)

@@ -37,6 +37,7 @@ class Decoder(nn.Module):
         rotary: RotaryTable,
         layers: Iterable[DecoderLayer],
         capture: tuple[int, ...],
+        norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__()
         self.config = config
@@ -45,7 +46,7 @@ class Decoder(nn.Module):
         self.rotary = rotary
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, group)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.norm = norm(config.hidden_size, config.rms_eps)
         tied = self.embed_tokens if config.tie_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, group, tied)
 

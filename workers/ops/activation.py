@@ -1,5 +1,6 @@
-"""Activations of gated MLPs."""
+"""Activations of gated MLPs, and gates of attention and of shared experts."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,3 +16,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+@operation(Implementation("triton", "workers.ops.gate_triton:sigmoid_mul", on_gpu))
+def sigmoid_mul(x: Tensor, gate: Tensor, added: Tensor | None = None) -> Tensor:
+    """x * sigmoid(gate), each of the two rounded to x's type; plus `added`.
+
+    x      [rows, heads, size], contiguous
+    gate   [rows, heads, size], last stride 1, or [rows, heads, 1]; of x's type
+    added  as x, or None
+    ->     as x
+    """
+    gated = x * torch.sigmoid(gate)
+    return gated if added is None else added + gated

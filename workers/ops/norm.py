@@ -8,14 +8,16 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 @operation(Implementation("triton", "workers.ops.norm_triton:rms_norm", on_gpu))
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension; float32 inside, rounded to x's dtype before the weight.
+    """Return x / rms(x) * weight over the last dimension; float32 inside. The quotient is rounded to x's dtype before a
+    weight of that dtype; a float32 weight multiplies before the result is rounded.
 
     x       [..., size] in the model's dtype
-    weight  [size] in the model's dtype
+    weight  [size] in the model's dtype or float32
     ->      as x
     """
     full = x.float()
-    return (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    scaled = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight).to(x.dtype) if weight.dtype == torch.float32 else scaled.to(x.dtype) * weight
 
 
 @operation(Implementation("triton", "workers.ops.norm_triton:add_rms_norm", on_gpu))
@@ -24,7 +26,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
     x         [..., size] in the model's dtype
     residual  as x, written
-    weight    [size] in the model's dtype
+    weight    [size] in the model's dtype or float32
     ->        as x
     """
     residual += x

@@ -15,9 +15,12 @@ from attention.ops.pdl import pdl_wait
 
 @triton.jit
 def normed(x, weight, size, eps, DTYPE: tl.constexpr):
-    """Return x / rms(x) * weight of a row x: `size` float32 numbers, then zeros. Rounded to DTYPE before the weight."""
+    """Return x / rms(x) * weight of a row x: `size` float32 numbers, then zeros. Rounded to DTYPE before a
+    weight of DTYPE."""
     scaled = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    return scaled.to(DTYPE).to(tl.float32) * weight.to(tl.float32)
+    if weight.dtype != tl.float32:
+        scaled = scaled.to(DTYPE).to(tl.float32)
+    return scaled * weight.to(tl.float32)
 
 
 @triton.jit

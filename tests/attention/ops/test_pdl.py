@@ -30,7 +30,7 @@ from tests.attention.ops.test_kernel_options import kernels  # noqa: E402
 from tests.attention.ops.test_triton_compile import compiled, decode_constants, latent_constants  # noqa: E402
 from tests.workers.kernels.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
-from workers.ops import norm_triton  # noqa: E402
+from workers.ops import gate_triton, norm_triton  # noqa: E402
 from workers.ops.collectives import one_shot_all_reduce_triton as one_shot_all_reduce  # noqa: E402
 from workers.ops.fp8 import norm_triton as fp8_norm  # noqa: E402
 from workers.ops.fp8 import rows_triton as fp8_rows  # noqa: E402
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         BF16
         | {"k_pool_ptr": "bf16", "v_pool_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32"}
         | {"slot_ptr": "i64", "position_ptr": "i64"},
-        {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "PDL": True},
+        {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "ROTATED": 128, "PDL": True},
         True,
         set(),
     ),
@@ -111,6 +111,13 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         {"weight_ptr"},
     ),
     "silu_mul": (norm_triton._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, False, set()),
+    "sigmoid_mul": (
+        gate_triton._sigmoid_mul,
+        BF16 | {"gate_ptr": "bf16", "added_ptr": "bf16"},
+        {"GATE_STEP": 1, "HAS_ADDED": False, "BLOCK": 256, "PDL": True},
+        False,
+        set(),
+    ),
     "quantize": (
         fp8_rows._quantize,
         BF16 | {"out_ptr": "fp8e4nv", "scales_ptr": "fp32"},

@@ -344,5 +344,6 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     assert compiled(merge_states_triton.merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "bf16")
     pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64", "position_ptr": "i64"}
-    constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "PDL": True}
-    assert compiled(rope_store_triton._rope_store, tmp_path, pointers, constants, 1, 1)[0] == 0
+    constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "ROTATED": 128, "PDL": True}
+    for partly in ({}, {"GROUP": 6, "GROUP_PADDED": 8, "D": 256, "ROTATED": 64}):
+        assert compiled(rope_store_triton._rope_store, tmp_path, pointers, constants | partly, 1, 1)[0] == 0

@@ -13,7 +13,7 @@ def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
 
     x         [rows, size], contiguous, 16 or 32 bits
     residual  as x, written; or None
-    weight    [size], x's dtype
+    weight    [size], x's dtype or float32
     out       written: rows of `Fp8Rows.empty`. If `plain` is there, it receives the norm before rounding to FP8
     ->        out
 
