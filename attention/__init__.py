@@ -13,6 +13,7 @@ expansion        prompt chunks over latent rows whose keys and values are made a
 backend          what an attention backend is
 registry         the table of backends, the choice, refusals; `limits` says what each can serve
 backends/        the backends: torch is the oracle, triton runs our kernels, flashinfer and trtllm call FlashInfer's
+recurrent/       what recurrent layers keep of a request, and its memory
 kv_cache/        who holds which page, which pages an earlier prompt left, how KV is kept, and its memory
 
 How to add a backend: `docs/add-an-attention-backend.md`. How KV is kept: `docs/kv-layout.md`.

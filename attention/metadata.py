@@ -45,6 +45,7 @@ class DecodeBatch:
     mask_words: the mask once more, in the backend's own `verify_buffer`, if it has one and it has been filled.
     chain: the host knows that row r sees columns 0 .. r of the suffix, which are as many as rows, so that masks need
         not be read.
+    slots: [B] int64, whose states recurrent layers read and write; None for models without.
     window: tokens that a row sees at most, the last of its own path and itself among them: of the prefix it sees as
         many fewer as it sees columns of the suffix. At least `attention.config.MIN_WINDOW`; None for all.
     """
@@ -59,6 +60,7 @@ class DecodeBatch:
     mask_words: Tensor | None = None
     chain: bool = False
     window: int | None = None
+    slots: Tensor | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -112,6 +114,8 @@ class PrefillBatch:
         knows that.
     kept_from: [C] int32, the first position of each chunk whose KV is kept. Earlier rows run for the state of recurrent
         layers alone: their KV is in shared pages already, and they write to page 0. None: all rows keep theirs.
+    slots: [C] int64, whose states recurrent layers read and write, any for a chunk without rows; None for models
+        without.
     """
 
     qo_indptr: Tensor
@@ -122,6 +126,7 @@ class PrefillBatch:
     window: int | None = None
     seen_limit: int | None = None
     kept_from: Tensor | None = None
+    slots: Tensor | None = None
 
     @staticmethod
     def from_lists(

@@ -110,6 +110,7 @@ class SpeculativeDecoding(CuttableStrategy):
                 batch.max_kv_len,
                 rows.mask_words,
                 chain=shape.is_chain,
+                slots=batch.slots,
             )
             positions = rows.positions
         ids = joined((rows.ids, chunks.ids if chunks else None))

@@ -11,6 +11,7 @@ aerie plan, and the table of ranks    print it
 from dataclasses import dataclass, replace
 
 from attention.config import CacheConfig
+from attention.recurrent.sizes import StateSizes
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.memory_use import MemoryUse
 
@@ -26,7 +27,10 @@ class EngineLayout:
     max_position: positions that a step may touch.
     lookahead: tokens after a page that the page's KV depends on.
     bytes_per_page: of a KV page in target and draft, on each rank.
-    bytes_per_slot: of a slot's row in all tables, on each rank.
+    bytes_per_slot: of a slot's row in all tables, on each rank, its recurrent states included.
+    bytes_per_state: of a slot's recurrent states alone; 0 for models without recurrent layers.
+    bytes_per_snapshot: of a copy of these states, on each rank.
+    num_snapshots: copies that a rank has memory for.
     keeps_latent_rows: whether layers of the target do.
     known_pages: KV pages of a rank that is built; before that the configured number, if there is one.
     memory: where the memory of the rank went that this is the layout of; None before it is built.
@@ -40,6 +44,9 @@ class EngineLayout:
     lookahead: int
     bytes_per_page: int = 0
     bytes_per_slot: int = 0
+    bytes_per_state: int = 0
+    bytes_per_snapshot: int = 0
+    num_snapshots: int = 0
     keeps_latent_rows: bool = False
     graph_capture: GraphCapture = GraphCapture()  # noqa: RUF009 - frozen
     known_pages: int | None = None
@@ -60,6 +67,11 @@ class EngineLayout:
     def mask_width(self) -> int:
         """Rows of a request in a step, each of which a grammar may mask."""
         return max(shape.width for shape in self.shapes.shapes)
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """Of the pool of recurrent states."""
+        return StateSizes(rows=self.mask_width, path=self.shapes.max_new_tokens)
 
     def with_slots(self, num_slots: int) -> "EngineLayout":
         """With a number for `max_running`."""

@@ -25,18 +25,19 @@ class KVPool:
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: int, page_size: int, device: torch.device) -> None:
-        """groups: have every layer once. num_pages: page 0, which takes the writes of padding rows, comes on top."""
+        """groups: have no layer twice; a layer without KV is in none. num_pages: page 0, which takes the writes of
+        padding rows, comes on top."""
         self.groups = tuple(groups)
         self.page_size = page_size
         self.device = device
         self.tensors: tuple[tuple[Tensor, ...], ...] = ()
-        self._layers: list[tuple[KVLayout[Any], Any]] = []
+        self._layers: dict[int, tuple[KVLayout[Any], Any]] = {}
         self.allocate(num_pages)
 
     def allocate(self, num_pages: int) -> None:
         """Take memory for so many pages, all empty, in the place of what there is. Before anything holds addresses."""
         self.num_pages = num_pages
-        self.tensors, self._layers = (), []  # gone before the new ones come
+        self.tensors, self._layers = (), {}  # gone before the new ones come
         # Zeros, not empty: a masked NaN in a never-written position would still poison a weighted sum.
         self.tensors = tuple(
             tuple(
@@ -45,13 +46,12 @@ class KVPool:
             )
             for group in self.groups
         )
-        of_layer = {
+        self._layers = {
             layer: (group.layout, group.layout.view(tuple(tensor[i] for tensor in tensors)))
             for group, tensors in zip(self.groups, self.tensors, strict=True)
             for i, layer in enumerate(group.layers)
         }
-        assert sorted(of_layer) == list(range(sum(len(group.layers) for group in self.groups)))
-        self._layers = [of_layer[layer] for layer in range(len(of_layer))]
+        assert len(self._layers) == sum(len(group.layers) for group in self.groups)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if not Capability.of(self.device).shares_host_memory:

@@ -137,10 +137,15 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
     if layout.keeps_latent_rows and placement.uses_gpus and cache.page_size < LATENT_PAGE_SIZE:
         size += f" (latent rows are read faster by pages of {LATENT_PAGE_SIZE}: set cache.page_size)"
     lines = [
-        f"KV cache    {pages}, {size}, prefix cache {'on' if cache.prefix_cache else 'off'}",
+        f"KV cache    {pages}, {size}, prefix cache {'on' if layout.cache.prefix_cache else 'off'}",
         f"slots       {_slots(config, placement)}, {layout.bytes_per_slot / 1e6:.2f} MB each per rank: page tables, "
-        "token counts and biases of running requests",
+        "token counts and biases of running requests" + (", recurrent states" if layout.bytes_per_state else ""),
     ]
+    if layout.bytes_per_state:
+        lines.append(
+            f"states      {layout.bytes_per_state / 1e6:.2f} MB of each slot are recurrent states; a snapshot of them "
+            f"takes {layout.bytes_per_snapshot / 1e6:.2f} MB"
+        )
     if placement.uses_gpus:
         lines.append(
             f"CUDA graphs all rounds; with prompts, filters, penalties and log-probabilities as far as "

@@ -162,7 +162,7 @@ def strategy_on_meta(pair: Pair, speculative: SpeculativeConfig | None) -> Decod
     engine = plan_engine(spec)
     memory = RankMemory(device_memory(torch.device("cpu")), spec.worker, engine.layout, META)
     parts = load_parts(spec.worker, engine, SOLO, of("torch", TARGET_MODES), memory)
-    parts.allocate_pages(400)
+    parts.allocate(parts.layout.with_pages(400))
     return engine.speculation.strategy(parts, of("torch", DRAFT_MODES), lambda phase: None)
 
 

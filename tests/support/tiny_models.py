@@ -23,9 +23,20 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_hidden_layers": 4,
 }
+HYBRID: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 # What an architecture has beside what all have.
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": MOE | {"num_experts": 6, "norm_topk_prob": True, "num_hidden_layers": 4},
+    "Qwen3_5": HYBRID,
+    "Qwen3_5Moe": HYBRID | MOE | {"num_experts": 6, "shared_expert_intermediate_size": 32},
+    "Qwen3Next": HYBRID | MOE | {"num_experts": 6, "shared_expert_intermediate_size": 32},
     "DeepseekV2": MOE | LATENT | {"n_routed_experts": 6, "n_shared_experts": 2, "topk_method": "greedy"},
     "DeepseekV3": MOE | LATENT | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
 }
@@ -38,7 +49,8 @@ def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any
     import transformers
 
     architecture = overrides.pop("architecture", "Llama")
-    config_class = getattr(transformers, f"{architecture}Config")
+    text = "Text" if architecture.startswith("Qwen3_5") else ""
+    config_class = getattr(transformers, f"{architecture}{text}Config")
     model_class = getattr(transformers, f"{architecture}ForCausalLM")
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,

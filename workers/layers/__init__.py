@@ -9,6 +9,7 @@ decoder_layer    the pre-norm block, and the interfaces of its attention and MLP
 attention, mlp   grouped-query attention; the gated MLP
 latent_attention multi-head latent attention, absorbed
 forward_context  the inputs that all layers of a pass share: positions, KV slots, attention batches
+gated_delta_net  a recurrent layer, in the place of attention
 rotary, norm     rotary angles; RMSNorm with the residual addition
 vocab            embedding, logits and reductions over vocabulary shards
 """

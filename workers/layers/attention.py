@@ -7,6 +7,7 @@ from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import QKVParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
+from workers.ops.activation import sigmoid_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.rotary import Angles
 
@@ -18,6 +19,8 @@ class Attention(AttentionLayer):
     num_heads, num_kv_heads: of the model; the attributes are of this rank.
     input_size, output_size: row sizes of input and output.
     norm_eps: epsilon of the q and k norms per head (Qwen3); None without them.
+    norm: class of these norms.
+    gated: multiply each head's output by the sigmoid of a gate of its size (Qwen3-Next).
     """
 
     def __init__(
@@ -33,35 +36,42 @@ class Attention(AttentionLayer):
         qkv_bias: bool,
         o_bias: bool,
         norm_eps: float | None,
+        norm: type[RMSNorm] = RMSNorm,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
-        self.qkv = QKVParallelLinear(input_size, num_heads, num_kv_heads, head_dim, group, qkv_bias)
+        self.qkv = QKVParallelLinear(input_size, num_heads, num_kv_heads, head_dim, group, qkv_bias, gated)
         self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads
         self.o_proj = RowParallelLinear(num_heads * head_dim, output_size, group, "num_attention_heads", o_bias)
-        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
-        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.q_norm = None if norm_eps is None else norm(head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else norm(head_dim, norm_eps)
+        self.gated = gated
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
         return self.qkv.method.fp8_inputs
 
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
-        q, k, v = self._heads(x)
+        q, k, v, gate = self._heads(x)
         out = context.attend(self.layer, q, (k, v), angles, self.scale)
+        if gate is not None:
+            out = sigmoid_mul(out.contiguous(), context.attending_rows(gate))
         return self.o_proj.partial(out.flatten(1))
 
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
-        q, k, v = self._heads(x)
+        q, k, v, _ = self._heads(x)
         context.keep(self.layer, q, (k, v), angles)
 
-    def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [rows, heads, head_dim], and k and v [rows, kv_heads, head_dim], before RoPE."""
+    def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], before RoPE, and the gate, as q."""
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        q, k, gate = qk[:, : -self.num_kv_heads], qk[:, -self.num_kv_heads :], None
+        if self.gated:
+            q, gate = q[:, 0::2], q[:, 1::2]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return q, k, v, gate

@@ -11,7 +11,9 @@ from attention.backend import AttentionBackend, Prepared
 from attention.expansion import ExpandedChunks
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
+from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights
 from attention.ops.slot_mapping import map_rows
+from attention.recurrent.batch import StateBatch
 from workers.ops.experts.route import TokenSlots
 from workers.ops.rotary import Angles
 
@@ -46,6 +48,9 @@ class ForwardContext:
     attending: [n] int64 rows that attend; None for all.
     last: the context of the last layer, if fewer rows attend there.
     expanded: `chunks` for layers with latent rows, if expansion costs less.
+    states: of recurrent layers, whose rows all go through them; None for models without.
+    live_mapping: [rows] int64, `slot_mapping` of rows that are not padding though they write to page 0
+        (`PrefillBatch.kept_from`); None where there are none.
     """
 
     pool: KVPool
@@ -57,6 +62,8 @@ class ForwardContext:
     attending: Tensor | None = None
     last: "ForwardContext | None" = None
     expanded: ExpandedChunks | None = None
+    states: StateBatch | None = None
+    live_mapping: Tensor | None = None
 
     def attending_rows(self, x: Tensor) -> Tensor:
         """Select the rows of x [rows, ...] that attend: [n, ...]."""
@@ -65,12 +72,18 @@ class ForwardContext:
     @cached_property
     def token_slots(self) -> TokenSlots:
         """Marks which of the rows that attend are padding."""
-        return TokenSlots(self.attending_rows(self.slot_mapping), self.pool.page_size)
+        mapping = self.slot_mapping if self.live_mapping is None else self.live_mapping
+        return TokenSlots(self.attending_rows(mapping), self.pool.page_size)
 
     @cached_property
     def rounds(self) -> "ForwardContext":
         """This context with only the rows of `decode` attending."""
         return replace(self, chunks=None, expanded=None)
+
+    def recur(self, layer: int, rows: DeltaRows, weights: DeltaWeights) -> Tensor:
+        """Advance the states of a recurrent layer; see `StateBatch.recur`."""
+        assert self.states is not None, "a model with recurrent layers has states"
+        return self.states.recur(layer, rows, weights)
 
     def attend(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, scale: float) -> Tensor:
         """Rotate q and the layer's rows, write the rows to the KV pool, and attend: [n, q_heads, head_dim] for the rows
@@ -123,7 +136,7 @@ def make_context(
         None if equal to the columns.
     attending: None: all rows attend.
     """
-    positions, slots = [], []
+    positions, slots, live = [], [], None
     if decode is not None:
         own_positions, own_slots = map_rows(decode, pool.page_size)
         positions.append(own_positions if decode_positions is None else decode_positions)
@@ -131,13 +144,15 @@ def make_context(
     if chunks is not None:
         chunk_positions, chunk_slots = map_rows(chunks, pool.page_size)
         positions.append(chunk_positions)
+        if chunks.kept_from is not None:
+            live = _joined([*slots, map_rows(replace(chunks, kept_from=None), pool.page_size)[1]])
         slots.append(chunk_slots)
     if attending is not None:
         decode, chunks = attending.decode, attending.chunks
     return ForwardContext(
         pool=pool,
-        positions=positions[0] if len(positions) == 1 else torch.cat(positions),
-        slot_mapping=slots[0] if len(slots) == 1 else torch.cat(slots),
+        positions=_joined(positions),
+        slot_mapping=_joined(slots),
         num_decode_rows=decode.num_rows if decode is not None else 0,
         decode=backends[decode.mode].prepare(decode) if decode is not None else None,
         chunks=backends[Mode.PREFILL].prepare(chunks) if chunks is not None else None,
@@ -145,4 +160,9 @@ def make_context(
         expanded=(
             backends[Mode.PREFILL].expand(chunks, pool.page_size) if chunks is not None and attending is None else None
         ),
+        live_mapping=live,
     )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -89,14 +89,22 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     num_heads, num_kv_heads: of the model; the attributes are of this rank. With more ranks than KV heads, several ranks
         hold the same head.
+    gated: q_proj returns q and its gate for each head.
     """
 
     def __init__(
-        self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, group: TPGroup, bias: bool
+        self,
+        in_features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        group: TPGroup,
+        bias: bool,
+        gated: bool = False,
     ) -> None:
         q = rank_span(num_heads, group, "num_attention_heads")
         kv = Span(*kv_head_span(num_kv_heads, group), num_kv_heads)
-        q_rows, kv_rows = q.times(head_dim), kv.times(head_dim)
+        q_rows, kv_rows = q.times(head_dim * (1 + gated)), kv.times(head_dim)
         super().__init__(in_features, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, bias)
         self.num_heads, self.num_kv_heads = q.size, kv.size
 

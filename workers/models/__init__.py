@@ -3,6 +3,8 @@
 registry   architecture -> family; `family` what a family's file says
 llama      Llama 2 and 3, Qwen2, Qwen3 (dense)
 deepseek   DeepSeek-V2 and V3: latent attention and mixtures of experts
+hybrid     Qwen's hybrids: configuration and layers; `hybrid_names` what their checkpoints have in common
+qwen3_next, qwen3_5  their families
 qwen3_moe  Qwen3's mixtures of experts; `moe` has what families with experts share
 config     `ModelConfig`, what every target has, and how Hugging Face spells it
 decoder    `Decoder`, what every family's model is: embedding, layers, norm, vocabulary head

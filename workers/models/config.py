@@ -12,6 +12,7 @@ import torch
 
 from attention.capability import Capability
 from attention.kv_cache.layout import LayerGroup
+from attention.recurrent.layout import StateGroup
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.layers.rotary import RopeConfig, yarn_magnitude
@@ -60,8 +61,12 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-        """The layers by how they keep their KV on one rank: what the model's `KVPool` is made of. dtype: of what the
-        model computes."""
+        """The layers that keep KV, by how they keep it on one rank: what the model's `KVPool` is made of. dtype: of
+        what the model computes."""
+
+    def state_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[StateGroup, ...]:
+        """The layers that keep a state of fixed size instead of KV, by how they keep it on one rank; as a rule none."""
+        return ()
 
     def num_kv_heads_per_rank(self, tensor_parallel: int) -> int:
         """Of num_kv_heads; with more ranks than heads each head is held by several ranks."""

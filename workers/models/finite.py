@@ -31,8 +31,8 @@ def check_finite(
     wanted = wanted_tensors(model, names, elsewhere)
     found = []
     for name, tensor, file in read():
-        module = wanted.get(names.canonical(name), (None, None))[0]
-        if module in bad and not bool(torch.isfinite(tensor.float()).all()):
+        modules_of = {wanted.get(piece, (None, None))[0] for piece, _ in names.pieces(name, tensor)}
+        if modules_of & bad.keys() and not bool(torch.isfinite(tensor.float()).all()):
             found.append(f"{name} ({file})")
     if not found:
         dtype = next(model.parameters()).dtype

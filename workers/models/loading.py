@@ -109,10 +109,10 @@ def allocate(
         model = make()
         for path, layer in model.named_modules():
             if isinstance(layer, LinearBase) and layer.method.kinds:  # a tied head has none
-                modules = [names.module_name(path, part.name) for part in layer.shape.parts]
+                modules = [names.packed_name(path, part.name) for part in layer.shape.parts]
                 layer.method = quant.linear_method(modules, layer.shape)
             elif isinstance(layer, Experts):
-                modules = [names.module_name(path, part.name, 0) for part in layer.shape.parts]
+                modules = [names.packed_name(path, part.name, 0) for part in layer.shape.parts]
                 layer.method = quant.experts_method(modules, layer.shape)
     # as `to_empty`, which would leave out what storages have beside a parameter
     model._apply(lambda planned: _memory_for(planned, device))  # type: ignore[no-untyped-call]

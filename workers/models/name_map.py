@@ -1,14 +1,60 @@
 """`NameMap`: a family's declaration of what the checkpoint calls the tensors of its modules."""
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+from torch import Tensor
+
 from workers.layers.weighted import WeightKey
 
+_KIND = ".{kind}"
 _HOLE = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tensors of the checkpoint that each hold several of those that the rules name.
+
+    name: of such a tensor, with holes as in the rules.
+    parts: what it holds, by the names that the rules give them; a hole is filled as in `name`.
+    split: the whole tensor -> its parts, in their order. Raises WrongTensorError where its shape does not fit.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    split: Callable[[Tensor], Sequence[Tensor]]
+
+    def pieces(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
+        """The parts of tensor `name` and their names; None if it is no such tensor."""
+        match = self._pattern.fullmatch(name)
+        if match is None:
+            return None
+        names = [part.format_map(match.groupdict()) for part in self.parts]
+        return list(zip(names, self.split(tensor), strict=True))
+
+    def holder(self, module: str) -> str | None:
+        """The checkpoint's module that holds the part `module`; None if it holds none of that name. Of tensors whose
+        names end with a kind; others belong to no module of the checkpoint."""
+        matches = (pattern.fullmatch(module) for pattern in self._modules)
+        match = next((each for each in matches if each is not None), None)
+        return None if match is None else self.name.removesuffix(_KIND).format_map(match.groupdict())
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return _pattern(self.name)
+
+    @cached_property
+    def _modules(self) -> list[re.Pattern[str]]:
+        return [_pattern(part.removesuffix(_KIND)) for part in self.parts] if self.name.endswith(_KIND) else []
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """Of a path with holes, each of which stands for one component."""
+    pieces = _HOLE.split(path)  # text, hole, text, hole, ..., text
+    return re.compile("".join(f"(?P<{piece}>[^.]+)" if i % 2 else re.escape(piece) for i, piece in enumerate(pieces)))
 
 
 @dataclass(frozen=True)
@@ -24,11 +70,13 @@ class NameMap:
 
     aliases: (prefix, ours) of names that some checkpoints spell otherwise, replaced one after the other.
     ignored: patterns (`fnmatch`) of names that a checkpoint may have and nobody loads.
+    packed: tensors that are taken apart before they are loaded.
     """
 
     rules: Mapping[str, str]
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = field(default=())
+    packed: tuple[Packed, ...] = ()
 
     def module_name(self, path: str, part: str = "", expert: int | None = None) -> str:
         """The checkpoint's module for our module `path`. Raises ValueError if no rule fits, or the rule needs a part or
@@ -42,6 +90,18 @@ class NameMap:
         if wanted - holes.keys() or ({"part", "expert"} & holes.keys()) - wanted:
             raise ValueError(f"name map: {template!r} does not fit {path}, part {part!r}, expert {expert}")
         return template.format_map(holes)
+
+    def packed_name(self, path: str, part: str = "", expert: int | None = None) -> str:
+        """`module_name`, or where that module is a part of a packed one, the latter's name."""
+        return self._holder(self.module_name(path, part, expert))
+
+    def _holder(self, module: str) -> str:
+        return next((name for each in self.packed if (name := each.holder(module)) is not None), module)
+
+    def in_checkpoint(self, tensor: str) -> str:
+        """What the checkpoint calls the tensor that a rule names, or that which holds it."""
+        module, _, kind = tensor.rpartition(".")
+        return f"{self._holder(module)}.{kind}"
 
     def _rule(self, path: str) -> tuple[str, Set[str], Mapping[str, str]]:
         """The name of the first rule that fits, its holes, and those that the path fills. Kept: a layer of experts has
@@ -75,10 +135,13 @@ class NameMap:
         """Whether nobody loads the canonical `name`."""
         return any(fnmatchcase(name, pattern) for pattern in self.ignored)
 
+    def pieces(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """The tensors that the checkpoint's tensor `name` is to our modules, with canonical names: as a rule itself.
+        Raises WrongTensorError where it is packed and its shape does not fit."""
+        name = self.canonical(name)
+        found = (each.pieces(name, tensor) for each in self.packed)
+        return next((pieces for pieces in found if pieces is not None), [(name, tensor)])
+
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
-        def pattern(path: str) -> str:
-            pieces = _HOLE.split(path)  # text, hole, text, hole, ..., text
-            return "".join(f"(?P<{piece}>[^.]+)" if i % 2 else re.escape(piece) for i, piece in enumerate(pieces))
-
-        return [(re.compile(pattern(path)), name) for path, name in self.rules.items()]
+        return [(_pattern(path), name) for path, name in self.rules.items()]

@@ -20,6 +20,18 @@ def _qwen3_moe() -> Family:
     return FAMILY
 
 
+def _qwen3_next() -> Family:
+    from workers.models.qwen3_next import FAMILY
+
+    return FAMILY
+
+
+def _qwen3_5() -> Family:
+    from workers.models.qwen3_5 import FAMILY
+
+    return FAMILY
+
+
 def _deepseek() -> Family:
     from workers.models.deepseek import FAMILY
 
@@ -32,6 +44,11 @@ ARCHITECTURES: dict[str, Callable[[], Family]] = {
     "Qwen2ForCausalLM": _llama,
     "Qwen3ForCausalLM": _llama,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Qwen3NextForCausalLM": _qwen3_next,
+    "Qwen3_5ForConditionalGeneration": _qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5MoeForCausalLM": _qwen3_5,
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
 }

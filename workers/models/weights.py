@@ -135,21 +135,27 @@ def load_weights(
     wanted = wanted_tensors(model, names, elsewhere)
     loaded: set[str] = set()
     unexpected, wrong = [], []
-    for given, tensor, file in tensors:
-        name = names.canonical(given)
-        if name not in wanted:
-            if not names.ignores(name):
-                unexpected.append(f"{given} ({file})")
-            continue
-        module, key = wanted[name]
-        if name in loaded:
-            wrong.append(f"{given} ({file}) is there twice")
-        loaded.add(name)
+    for given, whole, file in tensors:
         try:
-            module.load(key, tensor)
+            pieces = names.pieces(given, whole)
         except WrongTensorError as error:
             wrong.append(f"{given} ({file}) {error}")
+            continue
+        for name, tensor in pieces:
+            if name not in wanted:
+                if not names.ignores(name):
+                    unexpected.append(f"{given} ({file})")
+                continue
+            module, key = wanted[name]
+            if name in loaded:
+                wrong.append(f"{given} ({file}) is there twice")
+            loaded.add(name)
+            try:
+                module.load(key, tensor)
+            except WrongTensorError as error:
+                wrong.append(f"{given} ({file}) {error}")
     missing = [n for n, (module, key) in wanted.items() if n not in loaded and not module.fill_missing(key)]
+    missing = list(dict.fromkeys(map(names.in_checkpoint, missing)))
     found = {"missing": missing, "unexpected": unexpected, "wrong": wrong}
     problems = [f"{what}: {_few(which)}" for what, which in found.items() if which]
     if problems:

@@ -10,6 +10,7 @@ import torch
 
 from attention.capability import Capability
 from attention.kv_cache.pool import KVPool
+from attention.recurrent.pool import StatePool
 from attention.registry import Choice, choose_backends, deterministic_backend
 from workers.config import WorkerConfig
 from workers.device import make_current, resolve_device
@@ -98,7 +99,7 @@ def build_rank(
     parts = load_parts(worker, engine, group, backends, memory, deterministic, phases.done, advance)
     with memory.counting_weights(), must_fit("the draft", "raise parallel.tensor_parallel"):
         strategy = engine.speculation.strategy(parts, others, phases.done)
-    eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars, pools=parts.pools)
+    eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars, pools=parts.pools, states=parts.states)
     graphed, first = None, frozenset[GraphKey]()
     if rounds_are_graphs(worker, here, needs_cpu_seq_lens(backends, others), rank):
         with_chunks = not deterministic and chunks_on_device(backends, others)
@@ -119,7 +120,7 @@ def build_rank(
         phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
     built = eager
     if graphed is not None:
-        built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed, parts.pools)
+        built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed, parts.pools, parts.states)
     warm_up(built, parts.layout)
     phases.done("warmed up")
     layout = replace(parts.layout, memory=memory.use(parts.layout, built.graphs, group))
@@ -168,7 +169,10 @@ def load_parts(
         masks = MaskTable(layout.scheduler.num_slots, layout.mask_width, engine.target.vocab_size, device)
     groups = engine.target.kv_groups(group.size, engine.dtype), engine.speculation.kv_groups(engine.dtype)
     pool, beside = (KVPool(each, 1, worker.cache.page_size, device) for each in groups)
-    target = TargetRunner(model, pool, backends)
+    recurrent = engine.target.state_groups(group.size, engine.dtype)
+    with must_fit(f"the states of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
+        states = StatePool(recurrent, layout.state_sizes, layout.scheduler.num_slots, device) if recurrent else None
+    target = TargetRunner(model, pool, backends, states)
     sampler = Sampler(slots, model.lm_head.shard, masks)
     forgives = engine.speculation.heeds_no_choice
     grammars = SlotGrammars(worker.model.path, engine.target.vocab_size, masks, forgives)
@@ -187,7 +191,7 @@ def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graph
             done("largest steps run")
         layout = memory.settle_pages(layout, parts.group, peaks, num_graphs)
     with must_fit("the KV cache", "lower cache.memory_share, or stop what else allocates on this GPU"):
-        parts.allocate_pages(layout.num_pages)
+        parts.allocate(layout)
     memory.kv_allocated()
     return replace(parts, layout=layout)
 

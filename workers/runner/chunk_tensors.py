@@ -34,9 +34,11 @@ def chunk_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def prompt_chunks(plan: StepPlan, columns: Mapping[str, Tensor], page_table: Tensor) -> PromptChunks:
+def prompt_chunks(
+    plan: StepPlan, columns: Mapping[str, Tensor], page_table: Tensor, has_states: bool = False
+) -> PromptChunks:
     """The plan's chunks on the device. columns: at least those of `chunk_columns`. page_table: of all slots, with the
-    plan's changes."""
+    plan's changes. has_states: whether the model has recurrent layers."""
     chunks = in_order(plan)
     counts = tuple(len(chunk.tokens) // 4 for chunk in chunks)
     slots, final_lengths = columns["chunk slots"], columns["final lengths"]
@@ -47,6 +49,7 @@ def prompt_chunks(plan: StepPlan, columns: Mapping[str, Tensor], page_table: Ten
             page_table=page_table[slots],
             num_rows=sum(counts),
             lists=ChunkLists(tuple(chunk.start for chunk in chunks), counts),
+            slots=slots if has_states else None,
         ),
         ids=columns["chunk ids"],
         next_ids=columns["chunk next ids"],

@@ -97,7 +97,7 @@ class Autoregressive(CuttableStrategy):
         """One row per running request, which writes its bonus token's KV."""
         slots, mask = self._slots, self._sees_itself.expand(batch.num_requests, 1)
         length, page_table = slots.seq_len[batch.slots], slots.page_table[batch.slots]
-        return DecodeBatch(Mode.DECODE, 1, 1, length, mask, page_table, batch.max_kv_len)
+        return DecodeBatch(Mode.DECODE, 1, 1, length, mask, page_table, batch.max_kv_len, slots=batch.slots)
 
     def choose(self, batch: StepBatch, passed: Passed) -> StepTensors:
         head: LMHead = self._target.model.lm_head
@@ -105,6 +105,9 @@ class Autoregressive(CuttableStrategy):
         positions = (self._slots.seq_len[entries] + 1).long().unsqueeze(1)
         sampled = self._sampler.sample(head(passed.hidden), Rows(entries, positions), batch.needs)
         commit = self._slots.commit(entries, sampled.tokens, torch.ones_like(entries))
+        if batch.num_requests:
+            root = torch.zeros_like(batch.slots).unsqueeze(1)
+            self._target.commit(batch.slots, root, commit.counts[: batch.num_requests])
         logprobs = None
         if sampled.logits is not None:
             logprobs = logprobs_of(sampled.logits, commit.tokens, batch.needs.num_logprobs)

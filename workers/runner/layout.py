@@ -12,6 +12,8 @@ from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool, bytes_per_page
 from attention.metadata import Mode
+from attention.recurrent.layout import slot_bytes, snapshot_bytes
+from attention.recurrent.pool import StatePool
 from attention.registry import Choice
 from workers.config import AUTO_SLOTS, RoundShapes, WorkerConfig
 from workers.device import resolve_device, resolve_dtype
@@ -102,10 +104,17 @@ class EngineParts:
         """The KV of target and draft."""
         return self.target.pool, self.pool_beside
 
-    def allocate_pages(self, num_pages: int) -> None:
-        """Take memory for so many KV pages, in the place of what there is."""
+    @property
+    def states(self) -> StatePool | None:
+        """Of the target's recurrent layers, if it has any."""
+        return self.target.states
+
+    def allocate(self, layout: EngineLayout) -> None:
+        """Allocate the layout's KV pages and snapshots, in place of what there is."""
         for pool in self.pools:
-            pool.allocate(num_pages)
+            pool.allocate(layout.num_pages)
+        if self.states is not None:
+            self.states.allocate(layout.num_snapshots)
 
 
 @dataclass(frozen=True)
@@ -146,10 +155,13 @@ def plan_engine(
     device = device or Capability(resolve_device(worker.model.device, 0).type)
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
     of_target = target.kv_groups(worker.tensor_parallel, dtype)
+    recurrent = target.state_groups(worker.tensor_parallel, dtype)
     max_model_len = worker.model.max_model_len or target.max_position
     shapes = replace(speculation.shapes, eager=not device.captures_graphs or not worker.cuda_graphs)
     max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)  # two rounds in flight past it
     scheduler, cache = worker.scheduler, worker.cache
+    if recurrent:  # a hit needs the states after the cached tokens too
+        cache = replace(cache, prefix_cache=False)
     layout = EngineLayout(
         shapes=shapes,
         scheduler=scheduler.resolved(device.type),
@@ -160,13 +172,16 @@ def plan_engine(
         bytes_per_page=bytes_per_page([*of_target, *speculation.kv_groups(dtype)], cache.page_size),
         keeps_latent_rows=keeps_latent_rows(of_target),
         graph_capture=worker.graph_capture,
+        bytes_per_snapshot=snapshot_bytes(recurrent),
     )
+    per_state = slot_bytes(recurrent, layout.state_sizes)
     slot_row = SlotTable(0, _max_pages(layout), target.vocab_size, torch.device("meta"))  # the padding slot's alone
-    per_slot = slot_row.num_bytes + mask_bytes(layout.mask_width, target.vocab_size)
+    per_slot = slot_row.num_bytes + mask_bytes(layout.mask_width, target.vocab_size) + per_state
     least_slots = AUTO_SLOTS["cpu"][0] if scheduler.max_running == "auto" else scheduler.num_slots
     pages = pages_asked(cache, layout.bytes_per_page, table_bytes(per_slot, least_slots))
     known = None if scheduler.max_running == "auto" and cache.num_pages is None else pages
-    return EnginePlan(target, dtype, speculation, replace(layout, bytes_per_slot=per_slot, known_pages=known))
+    layout = replace(layout, bytes_per_slot=per_slot, bytes_per_state=per_state, known_pages=known)
+    return EnginePlan(target, dtype, speculation, layout)
 
 
 def slot_table(layout: EngineLayout, vocab_size: int, device: torch.device) -> SlotTable:

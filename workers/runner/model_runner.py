@@ -10,6 +10,8 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
+from attention.recurrent.batch import StateBatch
+from attention.recurrent.pool import StatePool
 from workers.layers.forward_context import Attending, ForwardContext, make_context
 from workers.models.decoder import Decoder, DecoderOutput
 
@@ -35,7 +37,12 @@ class ModelRunner(Generic[ModelT]):
         return make_context(self.pool, self.backends, decode, decode_positions, chunks, attending)
 
 
+@dataclass(frozen=True)
 class TargetRunner(ModelRunner[Decoder]):
+    """states: of the model's recurrent layers; None for a model without."""
+
+    states: StatePool | None = None
+
     def forward(
         self,
         ids: Tensor,
@@ -45,12 +52,25 @@ class TargetRunner(ModelRunner[Decoder]):
         every_row: bool = False,
     ) -> DecoderOutput:
         """ids: [rows] int64, those of `decode` first. Of chunks each one's last row alone goes through the whole last
-        layer and has a hidden state in the output, unless every_row."""
+        layer, if that attends, and has a hidden state in the output, unless every_row."""
         context = self.context(decode, decode_positions, chunks)
-        if chunks is not None and not every_row:
-            ends = context.num_decode_rows + chunks.last_row_indices
-            rows = torch.cat((torch.arange(context.num_decode_rows, device=ends.device), ends))
-            prepared = self.backends[Mode.PREFILL].prepare(chunks.last_rows())
-            context = replace(context, last=replace(context, attending=rows, chunks=prepared, expanded=None))
+        if self.states is not None:
+            context = replace(context, states=StateBatch.of(self.states, decode, chunks))
+        if chunks is None or every_row:
+            return self._run(ids, context)
+        ends = context.num_decode_rows + chunks.last_row_indices
+        rows = torch.cat((torch.arange(context.num_decode_rows, device=ends.device), ends))
+        if self.states is not None and self.states.has(len(self.model.layers) - 1):  # all rows change its state
+            output = self._run(ids, context)
+            return replace(output, hidden=output.hidden.index_select(0, rows))
+        prepared = self.backends[Mode.PREFILL].prepare(chunks.last_rows())
+        return self._run(ids, replace(context, last=replace(context, attending=rows, chunks=prepared, expanded=None)))
+
+    def _run(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         output: DecoderOutput = self.model(ids, context)
         return output
+
+    def commit(self, slots: Tensor, path: Tensor, counts: Tensor) -> None:
+        """Let recurrent layers go on after the accepted path of a round: see `StatePool.commit`."""
+        if self.states is not None:
+            self.states.commit(slots, path, counts)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.kv_cache.pool import KVPool
+from attention.recurrent.pool import StatePool
 from workers.runner.batch import StepBatch
 from workers.runner.chunk_tensors import chunk_columns, prompt_chunks, prompt_targets
 from workers.sampling.sampler import SamplingNeeds
@@ -33,12 +34,20 @@ class PlanBatches:
 
     grammars: of the engine's slots; None of an engine whose requests have none.
     pools: the KV of target and draft.
+    states: of the target's recurrent layers, if it has any.
     """
 
-    def __init__(self, slots: SlotTable, grammars: SlotGrammars | None, pools: Sequence[KVPool]) -> None:
+    def __init__(
+        self,
+        slots: SlotTable,
+        grammars: SlotGrammars | None,
+        pools: Sequence[KVPool],
+        states: StatePool | None = None,
+    ) -> None:
         self._slots = slots
         self._grammars = grammars
         self._pools = pools
+        self._states = states
         self._round_slots = _SlotIds("round slots", slots.device)
         self._draft_slots = _SlotIds("draft slots", slots.device)
 
@@ -64,6 +73,8 @@ class PlanBatches:
             for pool in self._pools:
                 pool.clear(sent["cleared pages"])
         table.enter(plan, sent)
+        if self._states is not None and plan.inits:
+            self._states.enter(sent["init slots"])
         if self._grammars is not None:
             self._grammars.enter(plan)
         return StepBatch(
@@ -72,7 +83,7 @@ class PlanBatches:
             next_shape=plan.next_shape,
             draft_slots=self._draft_slots.on_device(drafts, sent),
             max_kv_len=plan.max_kv_len,
-            chunks=prompt_chunks(plan, sent, table.page_table) if plan.chunks else None,
+            chunks=prompt_chunks(plan, sent, table.page_table, self._states is not None) if plan.chunks else None,
             needs=SamplingNeeds.of([table.facts[slot] for slot in entries]),
             prompt_targets=prompt_targets(plan, sent),
         )

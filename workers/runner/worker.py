@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attention.kv_cache.pool import KVPool
+from attention.recurrent.pool import StatePool
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import StepTensors
 from workers.runner.chunk_tensors import in_order
@@ -56,9 +57,10 @@ class Worker:
         grammars: SlotGrammars | None = None,
         captures: LateCaptures | None = None,
         pools: Sequence[KVPool] = (),
+        states: StatePool | None = None,
     ) -> None:
         """grammars: of the engine's slots; None of an engine whose requests have none. captures: None of an engine
-        without graphs. pools: the KV of target and draft."""
+        without graphs. pools: the KV of target and draft. states: of the target's recurrent layers, if it has any."""
         self.costs: CostTable | None = None
         self._strategy = strategy
         self._slots = slots
@@ -67,7 +69,7 @@ class Worker:
         self._grammars = grammars
         self._captures = captures
         self._pending: deque[PendingStep] = deque()
-        self._batches = PlanBatches(slots, grammars, pools)
+        self._batches = PlanBatches(slots, grammars, pools, states)
 
     @property
     def num_pending(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from attention.recurrent.layout import snapshot_bytes
 from workers.distributed.tp_group import TPGroup
 from workers.models.config import ModelConfig
 from workers.models.deepseek import DeepseekConfig
@@ -117,6 +118,66 @@ QWEN3_235B = QWEN3_30B | {
     "num_hidden_layers": 94,
     "num_attention_heads": 64,
 }
+HYBRID: dict[str, Any] = {
+    **COMMON,
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mamba_ssm_dtype": "float32",
+    "partial_rotary_factor": 0.25,
+}
+QWEN35_27B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": HYBRID
+    | {
+        "vocab_size": 248320,
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+        "rope_parameters": {"mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000},
+        "eos_token_id": 248044,
+    },
+}
+MOE = {"num_key_value_heads": 2, "num_attention_heads": 16, "linear_num_value_heads": 32, "hidden_size": 2048}
+MOE |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+QWEN35_35B: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "text_config": HYBRID
+    | MOE
+    | {"vocab_size": 248320, "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8},
+}
+QWEN3_NEXT: dict[str, Any] = {
+    **HYBRID,
+    **MOE,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "intermediate_size": 5120,
+    "vocab_size": 151936,
+    "num_hidden_layers": 48,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
+# As the FP8 checkpoints of Qwen3.5 list what stays in bf16, for every layer.
+HYBRID_FP8 = FP8 | {
+    "modules_to_not_convert": [
+        "lm_head",
+        "model.language_model.embed_tokens",
+        *(
+            f"model.language_model.layers.{i}.linear_attn.{part}"
+            for i in range(64)
+            for part in ("in_proj_a", "in_proj_b")
+        ),
+        *(f"model.language_model.layers.{i}.mlp.{part}" for i in range(64) for part in ("gate", "shared_expert_gate")),
+    ]
+}
 V3_1 = V3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}
 QWEN3_8B: dict[str, Any] = {
     **COMMON,
@@ -199,6 +260,10 @@ PUBLISHED = {
     "Qwen3-235B-A22B": (QWEN3_235B, 235.1),
     "Qwen3-8B-FP8": (QWEN3_8B | {"quantization_config": FP8}, 8.2),
     "Qwen2.5-72B": (QWEN25_72B, 72.7),
+    "Qwen3.5-27B": (QWEN35_27B, 26.9),
+    "Qwen3.5-27B-FP8": (QWEN35_27B | {"quantization_config": HYBRID_FP8}, 26.9),
+    "Qwen3.5-35B-A3B-FP8": (QWEN35_35B | {"quantization_config": HYBRID_FP8}, 34.7),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79.7),
     "Llama-3.1-8B-FP8-dynamic": (LLAMA_8B, 8.0),
     "Llama-3.1-70B-FP8-dynamic": (LLAMA_70B, 70.6),
 }
@@ -237,6 +302,26 @@ def test_what_is_not_experts_or_linear_stays_in_bf16() -> None:
     norms = 61 * (2 * 7168 + 1536 + 512) + 7168
     assert parameters(config, 1, torch.bfloat16) == 2 * 129280 * 7168 + 58 * router + norms
     assert parameters(config, 1, torch.float32) == 58 * 256
+
+
+def test_gates_and_convolutions_of_hybrids_stay_in_bf16() -> None:
+    """Of Qwen3.5-27B-FP8: embedding, vocabulary head, norms of rows, and of a recurrent layer conv, b, a and norm."""
+    config = read(QWEN35_27B | {"quantization_config": HYBRID_FP8})
+    recurrent = 4 * (2 * 16 + 48) * 128 + 2 * 48 * 5120 + 128
+    assert parameters(config, 1, torch.bfloat16) == 2 * 248320 * 5120 + 48 * recurrent
+    assert parameters(config, 1, torch.float32) == 129 * 5120 + 16 * 2 * 256 + 48 * 2 * 48
+
+
+def test_a_rank_keeps_the_states_of_its_heads() -> None:
+    """Qwen3.5-27B: 151 MB in float32 and 2.9 MB of convolutions a request, over ranks."""
+    config = read(QWEN35_27B)
+    for ranks in (1, 2, 8):
+        (group,) = config.state_groups(ranks, torch.bfloat16)
+        assert len(group.layers) == 48
+        states, conv = 48 * 48 * 128 * 128 * 4, 48 * 3 * (2 * 16 + 48) * 128 * 2
+        assert snapshot_bytes([group]) == (states + conv) // ranks
+        (attention,) = config.kv_groups(ranks, torch.bfloat16)
+        assert attention.layers == tuple(range(3, 64, 4))
 
 
 def test_a_rank_of_eight_has_an_eighth_of_what_is_cut() -> None:

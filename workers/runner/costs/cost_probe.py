@@ -10,7 +10,7 @@ the tables are equal too.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -147,10 +147,11 @@ class CostProbe:
         padding = torch.full((1,), slots.padding_slot, dtype=torch.int64, device=slots.device)
         next_ids = torch.ones(len(counts), dtype=torch.int64, device=slots.device)
         next_ids[0] = -1
+        batch = PrefillBatch.from_lists(
+            [context] * len(counts), counts, page_table.expand(len(counts), -1).contiguous()
+        )
         return PromptChunks(
-            batch=PrefillBatch.from_lists(
-                [context] * len(counts), counts, page_table.expand(len(counts), -1).contiguous()
-            ),
+            batch=replace(batch, slots=padding.expand(len(counts)).contiguous()),
             ids=torch.arange(num_tokens, dtype=torch.int64, device=slots.device) % slots.vocab_size,
             next_ids=next_ids,
             final_slots=padding,

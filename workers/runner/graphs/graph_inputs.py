@@ -46,6 +46,7 @@ class ChunkInput:
         self._page_table = zeros(torch.int32, count, slots.page_table.shape[1])
         self._ids = zeros(torch.int64, num_rows)
         self._next_ids = zeros(torch.int64, count)
+        self._state_slots = SlotInput(count, slots.padding_slot, device)
         self._final_slots = SlotInput(count, slots.padding_slot, device)
         self._final_lengths = zeros(torch.int32, count)
 
@@ -53,7 +54,13 @@ class ChunkInput:
         """Return these inputs as the chunks of a new batch. Every run needs a new one, because batches cache what they
         compute."""
         batch = PrefillBatch(
-            self._qo_indptr, self._starts, self._page_table, self._num_rows, lists=None, seen_limit=self._seen_limit
+            self._qo_indptr,
+            self._starts,
+            self._page_table,
+            self._num_rows,
+            lists=None,
+            seen_limit=self._seen_limit,
+            slots=self._state_slots.tensor,
         )
         return PromptChunks(
             batch=batch,
@@ -76,6 +83,8 @@ class ChunkInput:
         self._ids[: batch.num_rows] = given.ids
         self._next_ids[:count] = given.next_ids
         self._final_slots.fill(given.final_slots)
+        if batch.slots is not None:
+            self._state_slots.fill(batch.slots)
         self._final_lengths[:num_finals] = given.final_lengths
         self._final_lengths[num_finals:] = 0
 

@@ -1,0 +1,84 @@
+"""The recurrent states of one model on one rank, by slot."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention.ops.delta_rule.commit import commit_rows
+from attention.ops.delta_rule.tables import DeltaState, LayerState
+from attention.recurrent.layout import StateGroup
+from attention.recurrent.sizes import StateSizes
+
+
+class StatePool:
+    """The states of all recurrent layers: of every slot, of the padding slot, then of snapshots.
+
+    Invariant between steps: a slot's state is that after its committed tokens, less the `count` rows that its next
+    round replays first (`DeltaState`). Snapshots are entries num_slots + 1 onwards.
+
+    snapshot_at: [num_slots + 1] int32, by slot: a round that passes this position copies the state there; -1: none.
+    snapshot_entry: [num_slots + 1] int64, by slot: the entry that it is copied to.
+    """
+
+    def __init__(self, groups: Sequence[StateGroup], sizes: StateSizes, num_slots: int, device: torch.device) -> None:
+        self.groups = tuple(groups)
+        self.sizes = sizes
+        self.device = device
+        self.num_slots = num_slots
+        self.snapshot_at = torch.full((num_slots + 1,), -1, dtype=torch.int32, device=device)
+        self.snapshot_entry = torch.full((num_slots + 1,), num_slots, dtype=torch.int64, device=device)
+        self.num_snapshots = 0
+        self.states: tuple[DeltaState, ...] = ()
+        self._layers: dict[int, LayerState] = {}
+        self.allocate(0)
+
+    def allocate(self, num_snapshots: int) -> None:
+        """Allocate empty states and so many snapshots in place of those that are there. Call it before anything holds
+        addresses."""
+        if self.states and num_snapshots == self.num_snapshots:
+            return
+        self.num_snapshots = num_snapshots
+        self.states, self._layers = (), {}  # freed before the new ones are allocated
+        self.states = tuple(
+            DeltaState.zeros(
+                len(group.layers),
+                group.layout.heads,
+                self.num_slots,
+                num_snapshots,
+                self.sizes.rows,
+                self.sizes.path,
+                group.layout.dtype,
+                self.device,
+            )
+            for group in self.groups
+        )
+        for group, state in zip(self.groups, self.states, strict=True):
+            self._layers |= {layer: state.layer(i) for i, layer in enumerate(group.layers)}
+
+    def layer(self, index: int) -> LayerState:
+        """What layer `index` of the model keeps."""
+        return self._layers[index]
+
+    def has(self, layer: int) -> bool:
+        """Whether layer `layer` of the model is recurrent."""
+        return layer in self._layers
+
+    def enter(self, slots: Tensor) -> None:
+        """Forget the rows of the requests that had slots [n] int64 before. Their states are overwritten by the first
+        chunk, which begins at position 0 or after `copy`."""
+        for state in self.states:
+            state.count.index_fill_(0, slots, 0)
+        self.snapshot_at.index_fill_(0, slots, -1)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the states of entries source [n] int64 to entries target [n] int64, in all layers."""
+        for state in self.states:
+            for tensor in (state.state, state.conv):
+                tensor.index_copy_(1, target, tensor.index_select(1, source))
+
+    def commit(self, slots: Tensor, path: Tensor, counts: Tensor) -> None:
+        """Make the first counts [B] of the nodes path [B, D] int64 of each slot's last round its committed rows: see
+        `commit_rows`."""
+        for state in self.states:
+            commit_rows(state, slots, path, counts)

@@ -1,0 +1,119 @@
+"""Hybrids against transformers, from checkpoints as they are published: packed, stacked, within a model of images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
+from tests.support.tiny_models import make_target
+from tests.workers.models.test_targets import by_transformers, by_us
+from workers.models.registry import family_of
+
+KINDS = ("linear_attention", "full_attention")
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5", "Qwen3_5Moe", "Qwen3Next"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, architecture: str, seed: int) -> None:
+    """The last layer is a recurrent one, or one of attention."""
+    layers = {"layer_types": [KINDS[i % 3 == 2] for i in range(6)], "num_hidden_layers": 6} if seed else {}
+    target = make_target(tmp_path / "target", seed=seed, architecture=architecture, **layers)
+    expected = by_transformers(target)
+    assert by_us(target) == expected
+    if seed == 0:
+        assert by_us(target, tensor_parallel=2) == expected
+
+
+@pytest.mark.parametrize("settings", [{"head_dim": 32, "linear_num_key_heads": 4}, {"tie_word_embeddings": True}])
+def test_sizes_of_heads_are_free(tmp_path: Path, settings: dict[str, Any]) -> None:
+    settings |= {"linear_key_head_dim": 8, "linear_num_value_heads": 4}
+    target = make_target(tmp_path / "target", architecture="Qwen3_5", **settings)
+    assert by_us(target) == by_transformers(target)
+
+
+def within_a_model_of_images(target: Path, folder: Path) -> Path:
+    """The checkpoint as Qwen publishes it: the text model's names and configuration within the whole, experts stacked,
+    a vision tower and a module for drafting beside."""
+    config = json.loads((target / "config.json").read_text())
+    whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {"depth": 1}}
+    tensors, stacks = {}, dict[str, dict[int, dict[str, torch.Tensor]]]()
+    for name, tensor in load_file(str(target / "model.safetensors")).items():
+        name = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        layer, experts, rest = name.partition(".mlp.experts.")
+        if experts:
+            number, part, _ = rest.split(".")
+            stacks.setdefault(layer, {}).setdefault(int(number), {})[part] = tensor
+        else:
+            tensors[name] = tensor
+    for layer, experts_of in stacks.items():
+        ordered = [parts for _, parts in sorted(experts_of.items())]
+        gate_up = [torch.cat((parts["gate_proj"], parts["up_proj"])) for parts in ordered]
+        tensors[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        tensors[f"{layer}.mlp.experts.down_proj"] = torch.stack([parts["down_proj"] for parts in ordered])
+    tensors |= {name: torch.zeros(3) for name in ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole | {"text_config": config}))
+    save_file(tensors, str(folder / "model.safetensors"))
+    return folder
+
+
+def test_the_text_model_of_a_model_of_images_is_served(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", architecture="Qwen3_5Moe")
+    whole = within_a_model_of_images(target, tmp_path / "whole")
+    assert by_us(whole) == by_transformers(target)
+
+
+def test_a_packed_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", architecture="Qwen3Next")
+    path = str(target / "model.safetensors")
+    tensors = load_file(path)
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    tensors[name] = tensors[name][:-2].clone()
+    del tensors["model.layers.0.linear_attn.in_proj_ba.weight"]
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=f"missing: .*in_proj_ba.weight.*wrong: {name} .*has shape"):
+        by_us(target)
+
+
+HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads=3 is no multiple of linear_num_key_heads=2"),
+        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim=3 is not supported; only 4 is"),
+        ({"attn_output_gate": False}, "attn_output_gate=False is not supported; only True is"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' is not supported"),
+        ({"layer_types": ["full_attention"]}, "layer_types: must be 4"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types has no 'full_attention'"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2 of head_dim=16: must give an even number"),
+        ({"linear_key_head_dim": None}, "lacks 'linear_key_head_dim'"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        family_of("Qwen3_5ForCausalLM", "model x").read_config(HYBRID | changes, "model x")
+
+
+def test_ranks_share_key_heads() -> None:
+    config = family_of("Qwen3_5ForCausalLM", "model x").read_config(HYBRID, "model x")
+    with pytest.raises(ValueError, match=r"tensor_parallel=4: .*linear_num_key_heads=2\); try one of \[1, 2\]"):
+        config.check_shards(4, "model x")

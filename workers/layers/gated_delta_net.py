@@ -1,0 +1,118 @@
+"""A layer of the gated delta rule (Gated DeltaNet, arXiv 2412.06464) over a `ForwardContext`: instead of KV it keeps a
+state of fixed size for each request."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from attention.ops.delta_rule.tables import TAPS, DeltaHeads, DeltaRows, DeltaWeights
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import AttentionLayer
+from workers.layers.forward_context import ForwardContext
+from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
+from workers.layers.linear_method import check_plain
+from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.rotary import Angles
+from workers.span import Span
+
+IN_PROJ = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z")
+GATES = ("in_proj_b", "in_proj_a")
+# Of the checkpoint: the layer, whose own tensors `DeltaCore` loads, and two modules of it.
+_LAYER, _CONV, _NORM = "linear_attn", "linear_attn.conv1d", "linear_attn.norm"
+
+
+def heads_of_rank(heads: DeltaHeads, tensor_parallel: int) -> DeltaHeads:
+    """What one of so many ranks has of a model's heads: key heads with all their value heads."""
+    return DeltaHeads(
+        heads.key_heads // tensor_parallel, heads.value_heads // tensor_parallel, heads.key_dim, heads.value_dim
+    )
+
+
+class GatedDeltaNet(AttentionLayer):
+    """layer: its number in the state pool.
+    heads: of the model; as an attribute of this rank.
+    eps: of the output's norm.
+    """
+
+    def __init__(self, layer: int, group: TPGroup, hidden_size: int, heads: DeltaHeads, eps: float) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = heads_of_rank(heads, group.size)
+        keys = rank_span(heads.key_heads, group, "linear_num_key_heads")
+        values = rank_span(heads.value_heads, group, "linear_num_value_heads")
+        key_rows, value_rows = keys.times(heads.key_dim), values.times(heads.value_dim)
+        rows = (key_rows, key_rows, value_rows, value_rows)
+        self.in_proj = ColumnParallelLinear(hidden_size, dict(zip(IN_PROJ, rows, strict=True)))
+        self.gates = ColumnParallelLinear(hidden_size, dict.fromkeys(GATES, values))
+        self.core = DeltaCore(key_rows, value_rows, values, heads.value_dim, eps)
+        self.out_proj = RowParallelLinear(
+            heads.value_heads * heads.value_dim, hidden_size, group, "linear_num_value_heads"
+        )
+
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        wanted = self.in_proj.method.fp8_inputs
+        return None if wanted is None else Fp8Inputs(wanted.by_group, wanted.many, plain=True)  # the gates' are plain
+
+    def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
+        plain = x if isinstance(x, Tensor) else x.plain
+        assert plain is not None, "asked for with the rows in FP8"
+        qkvz, gates = self.in_proj(x), self.gates(plain)
+        channels, value_heads = self.heads.channels, self.heads.value_heads
+        rows = DeltaRows(qkvz[:, :channels], qkvz[:, channels:], gates[:, :value_heads], gates[:, value_heads:])
+        return self.out_proj.partial(context.recur(self.layer, rows, self.core.weights))
+
+    def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
+        raise AssertionError("drafts have no recurrent layers")
+
+
+class DeltaCore(WeightedModule):
+    """The recurrence's own weights, as `DeltaWeights` has them: conv [C, 4], a_log and dt_bias [Hv] float32, and norm
+    [dv]."""
+
+    def __init__(self, keys: Span, values: Span, heads: Span, value_dim: int, eps: float) -> None:
+        super().__init__()
+        self._channels = (keys, keys, values)
+        self._heads = heads
+
+        def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+        self.conv = parameter(2 * keys.size + values.size, TAPS)
+        self.a_log, self.dt_bias = (parameter(heads.size, dtype=torch.float32) for _ in range(2))
+        self.norm = parameter(value_dim)
+        self._eps = eps
+
+    @property
+    def weights(self) -> DeltaWeights:
+        return DeltaWeights(self.conv.data, self.a_log.data, self.dt_bias.data, self.norm.data, self._eps)
+
+    def weight_keys(self) -> Iterator[WeightKey]:
+        yield WeightKey("weight", _CONV)
+        yield WeightKey("weight", _NORM)
+        yield WeightKey("A_log", _LAYER)
+        yield WeightKey("dt_bias", _LAYER)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        check_plain(full)
+        if key.part == _CONV:
+            check_shape(full, (sum(span.total for span in self._channels), 1, TAPS))
+            whole = torch.split(full.squeeze(1), [span.total for span in self._channels])
+            mine = [each[span.first : span.end] for each, span in zip(whole, self._channels, strict=True)]
+            self.conv.data.copy_(torch.cat(mine))
+        elif key.part == _NORM:
+            check_shape(full, self.norm.shape)
+            self.norm.data.copy_(full)
+        else:
+            check_shape(full, (self._heads.total,))
+            parameter = self.a_log if key.kind == "A_log" else self.dt_bias
+            parameter.data.copy_(full[self._heads.first : self._heads.end])
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        """Decays from 0.5 to 0.999 a token, as trained models have them."""
+        self.conv.data.normal_(0.0, 0.5, generator=generator)
+        self.norm.data.fill_(1.0)
+        self.a_log.data.uniform_(-4.0, 1.0, generator=generator)
+        self.dt_bias.data.uniform_(-4.0, 0.0, generator=generator)

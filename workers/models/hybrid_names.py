@@ -1,0 +1,66 @@
+"""What checkpoints of hybrids call their tensors, and the tensors that hold several of ours."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.layers.weighted import WrongTensorError
+from workers.models.hybrid import HybridConfig
+from workers.models.name_map import Packed
+
+
+def layer_rules(ours: str, theirs: str) -> dict[str, str]:
+    """Of a `NameMap`, for a layer of any kind. ours, theirs: the layer's path and its name in the checkpoint."""
+    experts = {
+        f"{ours}.mlp.router": f"{theirs}.mlp.gate",
+        f"{ours}.mlp.experts": f"{theirs}.mlp.experts.{{expert}}.{{part}}",
+        f"{ours}.mlp.shared_experts.gate_up": f"{theirs}.mlp.shared_expert.{{part}}",
+        f"{ours}.mlp.shared_experts.{{module}}": f"{theirs}.mlp.shared_expert.{{module}}",
+        f"{ours}.mlp.shared_gate": f"{theirs}.mlp.shared_expert_gate",
+    }
+    recurrent = {
+        f"{ours}.self_attn.in_proj": f"{theirs}.linear_attn.{{part}}",
+        f"{ours}.self_attn.gates": f"{theirs}.linear_attn.{{part}}",
+        f"{ours}.self_attn.core": f"{theirs}.{{part}}",
+        f"{ours}.self_attn.out_proj": f"{theirs}.linear_attn.out_proj",
+    }
+    return {
+        **experts,
+        **recurrent,
+        f"{ours}.self_attn.qkv": f"{theirs}.self_attn.{{part}}",
+        f"{ours}.mlp.gate_up": f"{theirs}.mlp.{{part}}",
+        f"{ours}.{{block}}.{{module}}": f"{theirs}.{{block}}.{{module}}",
+        f"{ours}.{{norm}}": f"{theirs}.{{norm}}",
+    }
+
+
+def packed_experts(config: HybridConfig, theirs: str) -> tuple[Packed, ...]:
+    """The stacked matrices of all experts of a layer, as bf16 checkpoints have them. theirs: see `layer_rules`."""
+    if config.experts is None:
+        return ()
+    experts = [f"{theirs}.mlp.experts.{i}" for i in range(config.experts.routing.num_experts)]
+    gate_up = tuple(f"{each}.{part}.weight" for each in experts for part in ("gate_proj", "up_proj"))
+    return (
+        Packed(f"{theirs}.mlp.experts.gate_up_proj", gate_up, lambda full: _stacked(full, len(experts), 2)),
+        Packed(
+            f"{theirs}.mlp.experts.down_proj",
+            tuple(f"{each}.down_proj.weight" for each in experts),
+            lambda full: _stacked(full, len(experts), 1),
+        ),
+    )
+
+
+def _stacked(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
+    """The matrices of [experts, parts * rows, columns]."""
+    if full.dim() != 3 or full.shape[0] != num_experts or full.shape[1] % parts:
+        raise WrongTensorError(f"has shape {tuple(full.shape)}, config.json implies {num_experts} experts")
+    return [part for expert in full for part in expert.chunk(parts)]
+
+
+def split_rows(full: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
+    """The parts of sizes[i] rows of a matrix, or of its scales, of which each is for a number of rows."""
+    unit, rest = divmod(sum(sizes), full.shape[0]) if full.dim() and full.shape[0] else (0, 1)
+    if rest or any(size % unit for size in sizes):
+        raise WrongTensorError(f"has shape {tuple(full.shape)}, which cannot be cut into {what} of {list(sizes)} rows")
+    return list(torch.split(full, [size // unit for size in sizes]))

@@ -1,0 +1,64 @@
+"""Qwen3.5, 3.6 and 3.8, dense and with experts: the layers of Qwen3-Next. Their text models; the vision tower is left
+out."""
+
+from typing import Any
+
+from workers.models import hybrid
+from workers.models.config_fields import section_of
+from workers.models.family import ModelFamily
+from workers.models.hybrid import HybridConfig, HybridForCausalLM
+from workers.models.hybrid_names import layer_rules, packed_experts, split_rows
+from workers.models.name_map import NameMap, Packed
+
+# Of the whole model, beside text_config.
+_OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
+
+
+def read_config(config: dict[str, Any], source: str) -> HybridConfig:
+    """Of a model of images and text, whose text_config is read, or of a text model."""
+    text = section_of(config, "text_config", source)
+    if text:
+        outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
+        config = {**outer, **{key: value for key, value in text.items() if key not in outer or value is not None}}
+        config |= {"architectures": outer.get("architectures")}
+    return hybrid.read_config(config, source)
+
+
+def _prefix(config: HybridConfig) -> str:
+    """What published checkpoints put before the names of the text model, also in lists of what is not quantised."""
+    return "model.language_model" if config.architecture.endswith("ForConditionalGeneration") else "model"
+
+
+def weight_names(config: HybridConfig) -> NameMap:
+    prefix = _prefix(config)
+    theirs = f"{prefix}.layers.{{layer}}"
+    heads = config.heads
+    keys, values = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+    qkv = Packed(
+        f"{theirs}.linear_attn.in_proj_qkv.{{kind}}",
+        tuple(f"{theirs}.linear_attn.in_proj_{part}.{{kind}}" for part in "qkv"),
+        lambda full: split_rows(full, (keys, keys, values), "q, k and v"),
+    )
+    others = [(f"{other}.{each}.", f"{prefix}.{each}.") for other in _spellings(prefix) for each in _TEXT_MODULES]
+    return NameMap(
+        {
+            "lm_head": "lm_head",
+            "embed_tokens": f"{prefix}.embed_tokens",
+            "norm": f"{prefix}.norm",
+            **layer_rules("layers.{layer}", theirs),
+        },
+        aliases=tuple(others),
+        ignored=("mtp.*", "model.visual.*", *(("lm_head.weight",) if config.tie_embeddings else ())),
+        packed=(qkv, *packed_experts(config, theirs)),
+    )
+
+
+_TEXT_MODULES = ("layers", "embed_tokens", "norm")
+
+
+def _spellings(prefix: str) -> tuple[str, ...]:
+    """Prefixes of text models saved by themselves, or within the whole."""
+    return tuple(each for each in ("model", "model.language_model") if each != prefix)
+
+
+FAMILY = ModelFamily(read_config, HybridForCausalLM, weight_names)

@@ -1,0 +1,58 @@
+"""Qwen3-Next: a hybrid (`workers.models.hybrid`) whose recurrent layers' projections are packed by key heads."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention.ops.delta_rule.tables import DeltaHeads
+from workers.layers.weighted import WrongTensorError
+from workers.models.family import ModelFamily
+from workers.models.hybrid import HybridConfig, HybridForCausalLM, read_config
+from workers.models.hybrid_names import layer_rules, packed_experts, split_rows
+from workers.models.name_map import NameMap, Packed
+
+
+def _packed_projections(config: HybridConfig, theirs: str) -> tuple[Packed, ...]:
+    heads, theirs = config.heads, f"{theirs}.linear_attn"
+    values = heads.group * heads.value_dim
+    qkvz, ba = (heads.key_dim, heads.key_dim, values, values), (heads.group, heads.group)
+    return (
+        Packed(
+            f"{theirs}.in_proj_qkvz.{{kind}}",
+            tuple(f"{theirs}.in_proj_{part}.{{kind}}" for part in "qkvz"),
+            lambda full: _by_key_heads(full, heads, qkvz, "q, k, v and z"),
+        ),
+        Packed(
+            f"{theirs}.in_proj_ba.{{kind}}",
+            tuple(f"{theirs}.in_proj_{part}.{{kind}}" for part in "ba"),
+            lambda full: _by_key_heads(full, heads, ba, "b and a"),
+        ),
+    )
+
+
+def _by_key_heads(full: Tensor, heads: DeltaHeads, sizes: Sequence[int], what: str) -> list[Tensor]:
+    """The parts of a matrix, or of its scales, that has sizes[i] rows of each for one key head after the other."""
+    if full.dim() != 2 or full.shape[0] % heads.key_heads:
+        raise WrongTensorError(
+            f"has shape {tuple(full.shape)}, which cannot be cut into linear_num_key_heads={heads.key_heads} parts"
+        )
+    parts = [split_rows(each, sizes, what) for each in full.view(heads.key_heads, -1, full.shape[1])]
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def weight_names(config: HybridConfig) -> NameMap:
+    theirs = "model.layers.{layer}"
+    return NameMap(
+        {
+            "lm_head": "lm_head",
+            "embed_tokens": "model.embed_tokens",
+            "norm": "model.norm",
+            **layer_rules("layers.{layer}", theirs),
+        },
+        ignored=("mtp.*", *(("lm_head.weight",) if config.tie_embeddings else ())),
+        packed=(*_packed_projections(config, theirs), *packed_experts(config, theirs)),
+    )
+
+
+FAMILY = ModelFamily(read_config, HybridForCausalLM, weight_names)
