@@ -1,4 +1,4 @@
-"""Which requests are taken, and how long what waits takes. Used by `workers.scheduling.scheduler`."""
+"""Accepts or refuses requests, and estimates how long waiting requests take. Used by `workers.scheduling.scheduler`."""
 
 from workers.config import RoundShapes, SchedulerConfig
 from workers.scheduling.latency_budget import LatencyBudget
@@ -6,16 +6,16 @@ from workers.scheduling.request import QueueFullError, Request, RequestTooLargeE
 from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.step_time import Step
 
-MIN_ENDED = 4  # requests; with fewer the usual length of answers is not known
-UNKNOWN_S = 5.0  # what Retry-After says then
-MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore more
-_LENGTH_WEIGHT, _ROUND_WEIGHT = 1 / 128, 1 / 32  # of the last request and step in running means
+MIN_ENDED = 4  # finished requests needed to know the usual length of answers
+UNKNOWN_S = 5.0  # Retry-After until then
+MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore longer ones
+_LENGTH_WEIGHT, _ROUND_WEIGHT = 1 / 128, 1 / 32  # weights of the newest request and step in running means
 
 
 class Admission:
-    """Refuses requests that make no sense, can never run, or find the queue full.
+    """Refuses requests that are invalid, can never run, or find the queue full.
 
-    budget: predicts what prompts and rounds take; None until costs are known.
+    budget: predicts the time of prompts and rounds; None until costs are known.
     """
 
     def __init__(self, config: SchedulerConfig, max_model_len: int, queues: RequestQueues, shapes: RoundShapes) -> None:
@@ -30,18 +30,20 @@ class Admission:
         self._rounds = Step()  # of the last step with rounds
 
     def ended(self, num_output: int) -> None:
-        """A request has ended with so many tokens."""
+        """Record the output length of a finished request."""
         self._num_ended += 1
         self._answer_tokens += (num_output - self._answer_tokens) * max(1 / self._num_ended, _LENGTH_WEIGHT)
 
     def ran(self, step: Step, num_tokens: int) -> None:
-        """The rounds of a step have emitted so many tokens."""
+        """Record the tokens that the rounds of a step emitted."""
         self._rounds = step._replace(chunk_tokens=0, context_tokens=0.0)
         self._round_tokens += (num_tokens / step.num_requests - self._round_tokens) * _ROUND_WEIGHT
 
     def wait_s(self) -> float | None:
-        """Seconds until what waits has been worked off, in batches as large as the last one; None while that is not
-        known. Answers are taken to be as long as the last ones were, or as they may be at most."""
+        """Seconds until all waiting requests are finished; None if unknown.
+
+        Assumes batches as large as the last one, and answers as long as recent ones, up to their limits.
+        """
         load, budget = self._queues.waiting.load, self.budget
         if budget is None or self._num_ended < MIN_ENDED:
             return None
@@ -52,12 +54,12 @@ class Admission:
         return (budget.prompt_ms(load.backlog_tokens) + decode_ms) / 1000
 
     def retry_after_s(self) -> float:
-        """Retry-After when the queue is full: when half of it has been worked off, so that it never runs dry."""
+        """Retry-After when the queue is full: the time to finish half of it, so that it never runs empty."""
         wait_s = self.wait_s()
         return UNKNOWN_S if wait_s is None else min(max(wait_s / 2, 1.0), MAX_RETRY_AFTER_S)
 
     def check_room(self, request: Request) -> None:
-        """Raises QueueFullError."""
+        """Raise QueueFullError if the queue has no room."""
         config, load = self._config, self._queues.waiting.load
         if config.max_waiting is not None and load.num_requests >= config.max_waiting:
             raise QueueFullError(f"max_waiting={config.max_waiting}: {load.num_requests} wait; retry later")
@@ -68,7 +70,7 @@ class Admission:
             )
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that makes no sense, RequestTooLargeError for one that can never run."""
+        """Raise ValueError for an invalid request, RequestTooLargeError for one that can never run."""
         sampling, slot_pages = request.sampling, self._queues.slot_pages
         if request.request_id in self._queues:
             raise ValueError(f"request_id={request.request_id}: a request of this id runs already; make ids unique")

@@ -1,9 +1,8 @@
-"""When an engine that serves captures another step. Pure; used by `workers.scheduling.scheduler`.
+"""Decides when a serving engine captures another CUDA graph. Pure; used by `workers.scheduling.scheduler`.
 
-A capture keeps the ranks busy for 30 ms to 0.2 s, in which nobody gets a token. So it waits until nobody has been there
-for a moment, since who comes back soon would meet it. Where requests never leave, it comes once steps that are padded
-for want of a graph have lost as much time as capturing that graph takes: whatever arrives afterwards, captures cost no
-more than they could have saved.
+A capture blocks the ranks for 30 to 200 ms. So it waits for 0.5 s without requests, which makes it unlikely to delay
+one. If requests never stop, it runs once padding, for want of that graph, has cost as much time as the capture takes.
+So captures never cost more than they could have saved, whatever arrives later.
 """
 
 import math
@@ -15,13 +14,11 @@ IDLE_S = 0.5  # after the last request
 
 
 class CapturePacing:
-    """busy_interval_s: seconds at least from the end of a capture, or from the start, to the next one while requests
-    run; 0: captures come before every step until all is there.
+    """busy_interval_s: minimum time between captures while requests run; 0 captures everything before the next step.
     clock: in seconds.
-
-    graphs: what the ranks said last.
-    in_flight: a capture is planned, and its result has not come.
-    row_ms: what a row adds to a step; None if that is not known, and any padding is enough.
+    graphs: the ranks' last report.
+    in_flight: a capture is planned and has no result yet.
+    row_ms: time that a row adds to a step; None if unknown: any padding is then reason enough.
     """
 
     def __init__(self, busy_interval_s: float, clock: Callable[[], float]) -> None:
@@ -32,13 +29,13 @@ class CapturePacing:
         self.reset()
 
     def reset(self) -> None:
-        """Other ranks: nothing is known of them."""
+        """Forget the ranks, which are new."""
         self.graphs = GraphCount()
         self.in_flight = False
         self._since_s = self._clock()
 
     def is_due(self, is_idle: bool) -> bool:
-        """Whether nothing may be planned but a capture, once no step is in flight. is_idle: no request is there."""
+        """Whether the next plan must be a capture, once no step is in flight. is_idle: there are no requests."""
         now_s = self._clock()
         if not is_idle:
             self._last_request_s = now_s
@@ -52,12 +49,12 @@ class CapturePacing:
 
     @property
     def _is_missed(self) -> bool:
-        """Whether the next graph would have saved what capturing it takes."""
+        """Whether padding has cost as much as capturing the next graph."""
         graphs, row_ms = self.graphs, self.row_ms
         return graphs.missed_rows > 0 and (row_ms is None or graphs.missed_rows * row_ms >= graphs.capture_ms)
 
     def has_ended(self, graphs: GraphCount) -> bool:
-        """A result has come, and says that there are so many graphs now. Whether it is that of a capture."""
+        """Take the graph count of a result. Return whether it is the result of a capture."""
         self.graphs = graphs
         if not self.in_flight:
             return False

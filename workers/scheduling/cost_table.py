@@ -1,8 +1,5 @@
-"""What steps cost, as measured by replay: a plain value that travels from the ranks to the scheduler.
-
-How many prompt tokens a step takes, and which shape is drafted, are decided by it; so such decisions can be tested
-without a GPU. `workers.runner.costs.cost_probe` measures it.
-"""
+"""Measured times of steps: a plain value that ranks send to the scheduler. It decides the number of prompt tokens in a
+step and the tree shape, so both can be tested without a GPU. Measured by `workers.runner.costs.cost_probe`."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -14,11 +11,11 @@ TARGET_ROUNDS = 2.0
 
 
 class RoundCosts(msgspec.Struct, frozen=True, array_like=True):
-    """Rounds of one shape, which verify it and draft it again, without prompt chunks.
+    """Times of rounds that verify and draft one shape, without prompt chunks.
 
-    num_requests: batch sizes that were measured, ascending.
-    ms: milliseconds of a round of that many requests that have hardly any KV.
-    ms_per_kv_token: what each KV token that the batch's requests have together adds, per batch size.
+    num_requests: measured batch sizes, ascending.
+    ms: milliseconds of a round of that many requests with almost no KV.
+    ms_per_kv_token: added per KV token of the whole batch, by batch size.
     """
 
     num_requests: tuple[int, ...]
@@ -26,7 +23,7 @@ class RoundCosts(msgspec.Struct, frozen=True, array_like=True):
     ms_per_kv_token: tuple[float, ...]
 
     def round_ms(self, num_requests: int, kv_tokens: int = 0) -> float:
-        """Milliseconds of one round. kv_tokens: committed by all of its requests together."""
+        """Milliseconds of a round. kv_tokens: committed tokens of all its requests."""
         if num_requests == 0:
             return 0.0
         per_token = _interpolated(self.num_requests, self.ms_per_kv_token, num_requests)
@@ -34,15 +31,15 @@ class RoundCosts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CostTable(msgspec.Struct, frozen=True, array_like=True):
-    """Milliseconds of every kind of step.
+    """Times of all kinds of steps.
 
-    rounds: by index of the shape, plain decoding first.
-    chunk_requests: numbers of requests that ran a round beside a chunk, ascending from 0.
+    rounds: by index of the shape; index 0 is non-speculative decoding.
+    chunk_requests: numbers of requests that ran rounds beside a chunk, ascending from 0.
     chunk_tokens: prompt tokens of the chunk, ascending.
-    chunk_ms: [chunk_requests][chunk_tokens], the whole step.
-    default: index of the shape that is drafted unless others are chosen.
-    ms_per_chunk_kv: what each pair of a chunk's token and a token of its request before the chunk adds, by attention.
-    beside: by chunk_requests, indices of the shapes of the rounds in `chunk_ms`; empty if all are the default.
+    chunk_ms: [chunk_requests][chunk_tokens] milliseconds of the whole step.
+    default: index of the shape that is drafted by default.
+    ms_per_chunk_kv: attention time per pair of a chunk's token and a token before the chunk.
+    beside: shapes of the rounds in `chunk_ms`, by chunk_requests; empty: the default.
     """
 
     rounds: tuple[RoundCosts, ...]
@@ -54,18 +51,18 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     beside: tuple[int, ...] = ()
 
     def shape_beside(self, index: int) -> int:
-        """The shape of the rounds in `chunk_ms[index]`."""
+        """Shape of the rounds in `chunk_ms[index]`."""
         return self.beside[index] if self.beside else self.default
 
     def round_ms(self, shape: int, num_requests: int, kv_tokens: int = 0) -> float:
-        """A step without chunks: milliseconds of a round of `shape`. kv_tokens: of all its requests together."""
+        """Milliseconds of a round of `shape`. kv_tokens: committed tokens of all its requests."""
         return self.rounds[shape].round_ms(num_requests, kv_tokens)
 
     def step_ms(
         self, shape: int, num_requests: int, kv_tokens: int, chunk_tokens: int, context_tokens: float = 0.0
     ) -> float:
-        """A round of `shape` and `chunk_tokens` prompt tokens beside it. context_tokens: of their requests before the
-        chunks, a mean over `chunk_tokens`."""
+        """Milliseconds of a round of `shape` with `chunk_tokens` prompt tokens. context_tokens: tokens before the
+        chunks, averaged over `chunk_tokens`."""
         alone = self.round_ms(shape, num_requests, kv_tokens)
         if chunk_tokens == 0:
             return alone
@@ -73,15 +70,15 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         return alone + added + self.chunk_kv_ms(chunk_tokens, context_tokens)
 
     def chunk_kv_ms(self, chunk_tokens: int, context_tokens: float) -> float:
-        """What attention over `context_tokens` before the chunk adds to a step."""
+        """Milliseconds of attention to `context_tokens` before the chunk."""
         return self.ms_per_chunk_kv * chunk_tokens * context_tokens
 
     def chunk_added_ms(self, shape: int, num_requests: int) -> list[float]:
-        """By `chunk_tokens`: milliseconds that a chunk adds to a round of `shape` of so many requests.
+        """Milliseconds that a chunk adds to a round of `shape` with `num_requests` requests, by `chunk_tokens`.
 
-        Between numbers of requests that were measured, whole steps are interpolated, if they are of this shape, or what
-        chunks add to rounds, whichever is less: a large mixture of experts reads nearly all experts for a chunk, and a
-        few requests' round beside it adds far less than the round takes alone.
+        Between measured numbers of requests, interpolates what chunks add to rounds, or, for this shape, whole steps,
+        and takes the smaller result: in a large mixture of experts a chunk reads nearly all experts anyway, so a small
+        round beside it adds far less than it takes alone.
         """
         at = self.chunk_requests
         right = min(bisect_left(at, num_requests), len(at) - 1)
@@ -98,17 +95,17 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
 
 
 def default_itl_target_ms(costs: CostTable, step_ms: Callable[[int, int, int, int], float] | None = None) -> float:
-    """Milliseconds to which prompt chunks may stretch a step unless `SchedulerConfig.itl_target_ms` says otherwise.
+    """Default of `SchedulerConfig.itl_target_ms`: milliseconds to which prompt chunks may stretch a step.
 
-    step_ms: what a step of (shape, requests, KV tokens, prompt tokens) takes by now, if that is not `costs.step_ms`.
+    step_ms: current time of a step with (shape, requests, KV tokens, prompt tokens), if not `costs.step_ms`.
 
-    What `TARGET_CHUNK_TOKENS` prompt tokens, or the most that a step may have, take beside half of the requests that
-    may run, or beside fewer that run a larger shape: so many tokens keep a GPU's products busy, so that smaller chunks
-    would cost prompts more than they save running requests. And at least `TARGET_ROUNDS` times the slowest round that
-    runs beside prompts, that of all requests or the larger shape of a few, so that any engine still has half of a step
-    for prompts: with less, prompts of a large mixture of experts, whose rounds are slow from eight requests on, keep
-    more requests waiting than run, rounds grow with them, and gaps too. An H200 with Llama-3.1-8B's dimensions, chain
-    3/1/4: 26 ms with 128 slots; with one of eight ranks of DeepSeek-V3, MTP 3/1/4: 51 ms with 64.
+    The larger of two times:
+    - a step with `TARGET_CHUNK_TOKENS` prompt tokens (or the maximum) beside half of all requests, or beside fewer with
+      a larger shape. That many tokens keep a GPU busy; smaller chunks would delay prompts more than they help others.
+    - `TARGET_ROUNDS` times the slowest round beside prompts, so that prompts get half of each step. With less, prompts
+      of a large mixture of experts, whose rounds are slow from eight requests on, would queue up and rounds would grow.
+
+    H200, chain 3/1/4: 26 ms for Llama-3.1-8B with 128 slots; 51 ms for one of eight ranks of DeepSeek-V3 with 64.
     """
     step_ms = costs.step_ms if step_ms is None else step_ms
     shape = costs.shape_beside(len(costs.chunk_requests) - 1)
@@ -121,8 +118,8 @@ def default_itl_target_ms(costs: CostTable, step_ms: Callable[[int, int, int, in
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:
-    """`values` at ascending points `at`, linear between them and, after the last, as between the last two; before the
-    first as at the first."""
+    """Interpolate `values` at ascending points `at`: constant before the first, linear after, extrapolated from the
+    last two."""
     if x <= at[0] or len(at) == 1:
         return values[0]
     right = min(bisect_left(at, x), len(at) - 1)

@@ -1,5 +1,5 @@
-"""Which requests with grammars may enter a slot: compiling takes up to seconds, and so may a mask, which no running
-request should wait for. Used by the scheduler."""
+"""Requests whose grammar or mask is not ready. Both may take seconds, and running requests must not wait for them. Used
+by the scheduler."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -9,19 +9,19 @@ from workers.scheduling.plan import Grammar
 from workers.scheduling.sequence import Sequence
 
 LOOK_AHEAD = 16  # waiting requests whose grammars are compiled
-MAX_KNOWN = 1024  # grammars; what is forgotten is announced again
-LATE_LIMIT_S = 60.0  # for one mask; the ranks' processes give up far sooner, by the processor time that it takes
+MAX_KNOWN = 1024  # grammars remembered; forgotten ones are announced again
+LATE_LIMIT_S = 60.0  # for one mask; the ranks' processes give up sooner, by processor time
 
 
 class GrammarQueue:
-    """Ranks are told of grammars, and report which they have compiled. A request whose mask was late in a step sits out
-    until the ranks report that they have it."""
+    """Ranks compile announced grammars and report them. A request with a late mask leaves its slot until its mask is
+    ready."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """The ranks know nothing yet."""
+        """Forget the ranks, which are new."""
         self._numbers: OrderedDict[Grammar, int] = OrderedDict()
         self._num_announced = 0
         self._compiled: set[int] = set()
@@ -31,7 +31,7 @@ class GrammarQueue:
         self._ended: list[int] = []
 
     def announce(self, waiting: Iterable[Sequence]) -> tuple[Grammar, ...]:
-        """The grammars of the first of these requests that ranks have not been told of."""
+        """Return the grammars of the first waiting requests that the ranks do not know yet."""
         found = []
         for sequence in islice(waiting, LOOK_AHEAD):
             grammar = sequence.request.sampling.grammar
@@ -45,11 +45,11 @@ class GrammarQueue:
         return tuple(found)
 
     def compiled(self, numbers: Iterable[int]) -> None:
-        """The ranks are done with these announcements."""
+        """Record that the ranks have compiled these announced grammars."""
         self._compiled.update(numbers)
 
     def is_late(self, sequence: Sequence, now: float) -> None:
-        """Its mask was not there in time."""
+        """Record that a request's mask is late."""
         self._late_since.setdefault(sequence.number, now)
         if sequence.number in self._early:
             self._early.remove(sequence.number)
@@ -57,27 +57,27 @@ class GrammarQueue:
             self._sitting_out.add(sequence.number)
 
     def has_mask(self, number: int) -> None:
-        """The ranks have a late request's mask. They may say so before they say that it is late."""
+        """Record that a late request's mask is ready. This report may come before the one that it is late."""
         if number in self._sitting_out:
             self._sitting_out.remove(number)
         else:
             self._early.add(number)
 
     def admitted(self, sequence: Sequence) -> None:
-        """It has a slot."""
+        """Record that a request has a slot."""
         self._sitting_out.discard(sequence.number)
 
     def went_on(self, sequence: Sequence) -> None:
-        """It has a new token."""
+        """Record that a request has a new token."""
         if self._late_since:
             self._late_since.pop(sequence.number, None)
 
     def overdue(self, now: float) -> list[int]:
-        """Numbers of the requests that have had no mask for too long."""
+        """Numbers of requests whose mask is overdue."""
         return [number for number, since_s in self._late_since.items() if now - since_s > LATE_LIMIT_S]
 
     def end(self, sequence: Sequence) -> None:
-        """A request is over, in whatever state."""
+        """Forget a request, in whatever state."""
         if sequence.request.sampling.grammar is not None:
             self._late_since.pop(sequence.number, None)
             self._sitting_out.discard(sequence.number)
@@ -85,12 +85,12 @@ class GrammarQueue:
             self._ended.append(sequence.number)
 
     def take_ended(self) -> list[int]:
-        """Requests with grammars that have ended since the last call, for the ranks."""
+        """Return the ended requests with grammars since the last call, for the ranks."""
         ended, self._ended = self._ended, []
         return ended
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether a request's next token waits for no compiler and no mask."""
+        """Whether a request's next token waits for neither compiler nor mask."""
         grammar = sequence.request.sampling.grammar
         if grammar is None:
             return True

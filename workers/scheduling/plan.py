@@ -1,8 +1,8 @@
-"""What travels between the scheduler and the ranks: one `StepPlan` down and one `StepResult` up per step.
+"""The messages between scheduler and ranks: one `StepPlan` down and one `StepResult` up per step.
 
-msgpack through `msgspec`: array-like structs and int32 arrays as raw little-endian bytes (`pack_i32`), so that a plan
-for 128 running requests is under 1 KB. Plans are executed in the order of `step`; a result answers the plan with its
-number and is read one step late.
+Encoded as msgpack by `msgspec`: array-like structs and int32 arrays as little-endian bytes (`pack_i32`). A plan for 128
+running requests is under 1 KB. Ranks execute plans in the order of `step`. The result with the same number is read one
+step late.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
-FINISH_NOT_FINITE = 3  # the logits of its next token are NaN or infinite; the rank makes a `Failure` of it
-MAX_STOP_TOKEN_IDS = 64  # of one request, the model's end-of-sequence ids included: a row of a device tensor
+FINISH_NOT_FINITE = 3  # NaN or infinite logits; the rank turns it into a `Failure`
+MAX_STOP_TOKEN_IDS = 64  # per request, end-of-sequence ids included: a row of a device tensor
 
 
 def pack_i32(values: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
-    """Little-endian int32 bytes of `values`."""
+    """Return `values` as little-endian int32 bytes."""
     return np.asarray(values, dtype="<i4").tobytes()
 
 
 def unpack_i32(raw: bytes) -> npt.NDArray[np.int32]:
-    """[n] int32 view of what `pack_i32` made; read-only."""
+    """Return a read-only int32 view [n] of the bytes of `pack_i32`."""
     return np.frombuffer(raw, dtype="<i4")
 
 
@@ -31,13 +31,13 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer must be: a whole text of a grammar, then one of end_token_ids (docs/structured-output.md). A plain
-    value; `workers.structured_output` compiles it.
+    """Constrains an answer to a text of a grammar, followed by one of end_token_ids (docs/structured-output.md).
+    Compiled by `workers.structured_output`.
 
-    kind, text: "json_schema", a schema that `workers.structured_output.json_schema` has checked; "regex"; "ebnf", whose
-        first rule is `root`; "choice", a JSON list of strings; "structural_tag", a JSON object as xgrammar has it.
-    end_token_ids: the model's end-of-sequence ids, allowed where the text may end and nowhere else.
-    any_whitespace: between the parts of JSON; else one space after each comma and colon and no other.
+    kind, text: "json_schema", a schema checked by `workers.structured_output.json_schema`; "regex"; "ebnf", whose first
+        rule is `root`; "choice", a JSON list of strings; "structural_tag", a JSON object in xgrammar's format.
+    end_token_ids: the model's end-of-sequence ids; allowed only where the text may end.
+    any_whitespace: allow any whitespace between parts of JSON; else exactly one space after each comma and colon.
     """
 
     kind: GrammarKind
@@ -47,19 +47,24 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How one request's tokens are chosen. Defaults: plain sampling from the model's distribution.
+    """How a request's tokens are chosen. Defaults: plain sampling from the model's distribution.
 
-    temperature 0, top_k 1 and top_p 0 are greedy: the most likely token, of equals the lowest id. top_k 0, top_p 1 and
-    min_p 0 switch those filters off; they apply in that order after temperature, top_p and min_p on the distribution
-    that top_k left, and keep what ties with the last one they keep (`workers.ops.sampling.filters`). seed: 64 bits; the
-    token at a position depends on (seed, position, logits) alone, so it is the same with and without speculation.
-    Penalties follow OpenAI's and (for `repetition_penalty`, over prompt and output) Hugging Face's definitions.
-    logit_bias: token id -> bias. stop_token_ids end the request and include the model's end-of-sequence ids unless the
-    request ignores them; they cannot be chosen before `min_tokens` output tokens. logprobs: -1 none, 0 the chosen
-    token's, k also the k most likely, of the model's distribution before penalties, grammar and temperature.
-    grammar: tokens that it does not allow are never chosen.
-    cache_salt: the prefix cache shares pages only between requests of the same one; changes no token.
-    prompt_logprobs: as logprobs, of the prompt's tokens but the first. The prefix cache is not asked for such a prompt.
+    temperature 0, top_k 1 or top_p 0: greedy; ties go to the lowest id.
+    top_k, top_p, min_p: filters after temperature, in this order; 0, 1 and 0 turn them off. top_p and min_p apply to
+        the distribution that top_k leaves. Tokens that tie with the last one kept are kept
+        (`workers.ops.sampling.filters`).
+    seed: 64 bits. A token depends on (seed, position, logits) alone, so it is the same with and without speculation.
+    presence_penalty, frequency_penalty: as OpenAI defines them.
+    repetition_penalty: over prompt and output, as Hugging Face defines it.
+    logit_bias: token id -> bias.
+    stop_token_ids: end the request; include the model's end-of-sequence ids unless the request ignores them. Not chosen
+        before `min_tokens` output tokens.
+    logprobs: -1 none; 0 of the chosen token; k also of the k most likely. Of the model's distribution before penalties,
+        grammar and temperature.
+    grammar: tokens that it forbids are never chosen.
+    cache_salt: requests share cached pages only with requests of the same salt; does not affect tokens.
+    prompt_logprobs: as logprobs, for the prompt's tokens after the first. Such a prompt is not looked up in the prefix
+        cache.
     """
 
     max_tokens: int
@@ -82,24 +87,25 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def needs_token_counts(self) -> bool:
-        """Whether choosing a token needs to know how often each one occurred."""
+        """Whether sampling needs the number of occurrences of each token."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
     def is_rare(self) -> bool:
-        """Whether choosing a token needs more than temperature and filters, so that not all shapes are captured for
-        it."""
+        """Whether sampling needs more than temperature and filters, so that not all shapes have graphs for it."""
         shaped = self.needs_token_counts or self.logit_bias or self.min_tokens
         return bool(shaped or self.logprobs >= 0 or self.grammar is not None)
 
 
 class SlotInit(msgspec.Struct, frozen=True, array_like=True):
-    """A request enters a slot: sent in the plan that carries its first prompt chunk.
+    """A request enters a slot. Sent in the plan with its first prompt chunk.
 
-    num_cached: KV tokens that the prefix cache already holds, where the first chunk starts. prompt_len: the request's
-    own prompt (a resumed request's chunks also replay tokens generated before). max_len: the position after its last
-    permitted token, prompt_len + max_tokens. prompt, output: int32 tokens so far; prompt is filled only if the
-    sampling parameters need counts, output then and for a grammar. number: the request's, the same whenever it enters.
+    num_cached: KV tokens from the prefix cache; the first chunk starts there.
+    prompt_len: length of the prompt. Chunks of a resumed request also replay its earlier output.
+    max_len: position after its last permitted token, prompt_len + max_tokens.
+    prompt: int32 tokens, only if sampling needs counts.
+    output: int32 tokens so far, only for counts or a grammar.
+    number: the request's number, the same each time it enters a slot.
     """
 
     slot: int
@@ -113,10 +119,14 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens `start .. start + n - 1` (int32 bytes) of a slot. next_token: the prompt token after them, which
-    the draft needs; -1 if this is the last chunk, and then the step samples the slot's first token. logprobs: -1 none,
-    k: the result has log-probabilities of those prompt tokens that come after one of these, and of the k most likely;
-    there is at least one such."""
+    """A prompt chunk of a slot.
+
+    start, tokens: position of the first token, and the tokens as int32 bytes.
+    next_token: the prompt token after them, for the draft; -1 for the last chunk, after which the step samples the
+        first output token.
+    logprobs: -1 none; k: the result has log-probabilities of the prompt tokens that follow one of these, with the k
+        most likely. There is at least one such token.
+    """
 
     slot: int
     start: int
@@ -131,33 +141,33 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step on every rank: page-table changes, then slots initialised, then one target pass over rounds and chunks.
+    """One step on every rank: page-table changes, slot initialisation, then one target pass over rounds and chunks.
 
-    The plan says everything: a rank verifies, drafts and writes KV as it is told here, and concludes nothing from the
-    requests in its slots. `Scheduler` makes it; after the arrow stands what reads a field.
+    The plan decides everything: ranks derive nothing from the requests in their slots. Made by `Scheduler`. "->" names
+    the reader of a field.
 
     epoch: of the worker group. -> `RankChannel`, which drops plans of another epoch
     step: its number, one more than that of the plan before. -> the result
     slots: int32, the requests that run a round. -> `PlanBatches`
-    shape: index of the shape that these rounds verify: of the trees that the step before drafted, in whatever shape, as
-        much as this one holds. From `ShapeChoice`. -> the strategy, `GraphKeys`
-    next_shape: index of the shape that is drafted in this step; 0: nothing is. From `ShapeChoice`. -> as shape
-    drafting: uint8 per entry of the result (rounds, then last chunks), 1 where it gets a tree of `next_shape`; empty if
-        nothing is drafted. The others write no draft KV but that of their own committed tokens. -> `PlanBatches`
-    max_kv_len: no position that this step reads or writes reaches it (a host-side bound; no device value is read).
-        From `PlanBuilder`. -> attention backends
+    shape: index of the tree shape to verify. A tree drafted in a larger shape is verified as far as this one holds.
+        From `ShapeChoice`. -> the strategy, `GraphKeys`
+    next_shape: index of the tree shape to draft; 0: none. From `ShapeChoice`. -> as shape
+    drafting: uint8 per entry of the result (rounds, then last chunks), 1 where a tree of `next_shape` is drafted; empty
+        if nothing is. Other entries write draft KV of their committed tokens only. -> `PlanBatches`
+    max_kv_len: host-side bound above all positions that this step reads or writes. From `PlanBuilder`. -> attention
+        backends
     page_updates: int32 triples (slot, index in its table, page), at most one per entry of a table. A page that was
         taken back is replaced by page 0, the dummy page. From `SlotPages`. -> `SlotTable`
-    cleared_pages: int32, pages to be zeroed first. They may hold NaN, and a new owner's rows multiply what they do not
-        attend to by zero. From `SlotPages`. -> `KVPool`
+    cleared_pages: int32, pages to zero first. They may hold NaN, and attention multiplies masked values by zero. From
+        `SlotPages`. -> `KVPool`
     inits: requests that enter slots. From `PlanBuilder`. -> `SlotTable`, `SlotGrammars`
     chunks: of prompts. From `PrefillPlanner`. -> `PlanBatches`, and `PlanTiming` whether there are any
     grammars: of waiting requests, to be compiled meanwhile. From `GrammarQueue`. -> `SlotGrammars`
     ended: int32, numbers of requests with grammars that have ended since the last plan, in whatever state. From
         `GrammarQueue`. -> `SlotGrammars`
     mask_wait_ms: how long this step may wait for the masks of its requests. -> `SlotGrammars`
-    capture: no step: every rank captures one that has no graph yet, the same on all. Sent while nothing else is in
-        flight; its result has no entries. From `CapturePacing`. -> `GraphedDecoding`
+    capture: instead of a step, all ranks capture the same graph. Sent while nothing is in flight; its result has no
+        entries. From `CapturePacing`. -> `GraphedDecoding`
     """
 
     epoch: int
@@ -178,10 +188,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):
-    """CUDA graphs of a rank's steps: how many there are, and how many are still to be captured.
+    """CUDA graphs of a rank.
 
-    missed_rows: of padding so far, in steps that the next graph would have run.
-    capture_ms: what capturing one took, in the mean.
+    missed_rows: padding so far in steps that the next graph would have run.
+    capture_ms: mean time of a capture.
     """
 
     num_captured: int = 0
@@ -191,7 +201,7 @@ class GraphCount(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability (nats) of one emitted token, and the most likely tokens at its position, best first."""
+    """Log-probability (nats) of an emitted token, and the most likely tokens at its position, best first."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -199,11 +209,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of n prompt tokens from position `start` on, each after those before it.
+    """Log-probabilities of n prompt tokens from position `start`, each given those before it. All arrays are
+    little-endian bytes.
 
-    logprobs, ranks: float32 [n] in nats, and int32 [n], one more than how many tokens are likelier.
-    top_ids, top_logprobs: int32 and float32 [n * k], of the k most likely tokens in each place, best first.
-    All are little-endian bytes.
+    logprobs: float32 [n], in nats.
+    ranks: int32 [n], one more than the number of likelier tokens.
+    top_ids, top_logprobs: int32 and float32 [n * k], the k most likely tokens per position, best first.
     """
 
     start: int
@@ -219,8 +230,11 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why one request cannot go on, while all others do. message: for its client. is_invalid: the request asks for what
-    cannot be done (HTTP 400); else it met a fault of ours (500)."""
+    """Why one request cannot go on; the others are not affected.
+
+    message: for the client.
+    is_invalid: the request asks for something impossible (HTTP 400); else an internal error (500).
+    """
 
     message: str
     is_invalid: bool = False
@@ -230,12 +244,12 @@ NOT_FINITE = Failure("the model's logits for its next token are NaN or infinite"
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a step emitted. Entries stand in the order of `StepPlan.slots`, then of those chunks that were a prompt's
-    last. `PendingStep` makes it; after the arrow stands what reads a field, if not `StepResults` alone.
+    """The output of a step. Entries are in the order of `StepPlan.slots`, then of the last chunks of prompts. Made by
+    `PendingStep`; "->" names the readers of a field beside `StepResults`.
 
     epoch, step: of the plan. -> the coordinator, which drops results of another epoch
-    counts: int32 [n], tokens emitted per entry. 0 for a slot that had already finished, and for a request whose mask
-        was not there in time, on no rank.
+    counts: int32 [n], tokens emitted per entry. 0 for a slot that had already finished, and for a request with a late
+        mask, on all ranks.
     tokens: int32, ragged by counts.
     finish: uint8 [n], FINISH_*.
     accepted: int32 [n], draft tokens accepted before truncation by a stop; -1 where the entry did not verify drafts
@@ -243,8 +257,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: by entry, one per emitted token, of requests that asked.
     prompt_logprobs: of the plan's chunks that ask for them, in their order.
     elapsed_s: seconds that the step took on this rank. -> `StepTime`, the coordinator, the worker loop
-    failed: by entry, why that request ends here; nothing that it emitted may be shown. From `SlotGrammars`, and for
+    failed: by entry, why that request ends; its output of this step must not be shown. From `SlotGrammars`, and for
         logits that are not finite.
+
     failed_requests: by a request's number, whether or not it has an entry here, why it cannot go on. From
         `SlotGrammars`, `PlanBatches`.
     masks_ready: int32, numbers of late requests whose next mask is there now. From `SlotGrammars`.

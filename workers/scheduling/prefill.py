@@ -1,4 +1,4 @@
-"""Which prompt chunks a step carries, and who is admitted. The part of the scheduler that is not about rounds."""
+"""Chooses the prompt chunks of a step, and admits requests."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -15,25 +15,24 @@ from workers.scheduling.shared_prefixes import SharedPrefixes
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_time import Prediction
 
-MAX_PASSED = 64  # requests with uncompiled grammars that a later request may pass: each step looks through them
+MAX_PASSED = 64  # waiting requests without a compiled grammar that each step looks past
 MASK_WAIT_MS = 250.0  # where no costs are known
 _ORDER = attrgetter("order")
 
 
 class PrefillPlanner:
-    """Fills a plan with prompt tokens, as many as its latency budget holds (without one, `max_step_tokens`), the prompt
-    with the earliest deadline first.
+    """Fills a plan with prompt tokens up to its latency budget (without one: `max_step_tokens`), earliest deadline
+    first.
 
-    A deadline is the time of arrival and the prompt's patience (`LatencyBudget.patience_s`; none without a budget,
-    which is first come first served). It is set once, when the request comes. So a prompt waits for those with earlier
-    deadlines only, all of which came before its own deadline: none starves, whatever comes later.
+    A prompt's deadline is its arrival plus its patience (`LatencyBudget.patience_s`; 0 without a budget, which is first
+    come, first served). It is set once. So only prompts with earlier deadlines, which all arrived before this one's,
+    can pass it: no prompt starves.
 
-    New requests are admitted in the same order, with their first chunk; the first that has no room lets none pass (one
-    whose grammar is still compiled does). A
-    request may so be admitted before an older one that waits. Memory stays safe: whoever is admitted has room for its
-    whole prompt beside all that was promised to the others, and pages are still taken from the youngest arrival. The
-    oldest of all unfinished requests, once it has a slot, can take every page and so ends; while it waits, nothing that
-    came after its deadline passes it, and what runs ends. Then it is admitted.
+    Requests are admitted in the same order, with their first chunk. If one has no room, later ones wait, too; a request
+    whose grammar is not compiled does not block others. So a younger request may be admitted before an older one.
+    Memory stays safe: an admitted request has room for its whole prompt beside all promised pages, and pages are taken
+    from the youngest arrival. The oldest request, once admitted, can take every page and finish. While it waits, later
+    arrivals cannot pass its deadline and running requests end; then it is admitted.
 
     budget: None until costs are known.
     """
@@ -59,7 +58,7 @@ class PrefillPlanner:
         self.budget: LatencyBudget | None = None
 
     def deadline_s(self, sequence: Sequence) -> float:
-        """When its prompt should be computed. What the prefix cache has of it counts for nothing."""
+        """Time at which the prompt should be computed. Ignores cached prefixes."""
         if self.budget is None:
             return sequence.submitted_s
         cache = self._cache_for(sequence)
@@ -69,13 +68,15 @@ class PrefillPlanner:
         return sequence.submitted_s + self.budget.patience_s(num_tokens, self._queues.backlog_tokens)
 
     def mask_wait_ms(self, expected: Prediction | None) -> float:
-        """Milliseconds that a step may wait for its grammars' masks. expected: what the step should take."""
+        """Milliseconds that a step may wait for its grammar masks. expected: the step's predicted time."""
         return MASK_WAIT_MS if self.budget is None or expected is None else self.budget.mask_wait_ms(expected.ms)
 
     def plan(self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds) -> StepBudget:
-        """Prompt chunks beside `rounds`, of admitted and new requests while slots, pages and the
-        budget last; how much of that was used. drafted: the shape that a prompt's last chunk drafts if its request
-        speculates."""
+        """Add prompt chunks of admitted and new requests beside `rounds`, while slots, pages and budget last. Return
+        the used budget.
+
+        drafted: the shape drafted after a prompt's last chunk, if its request speculates.
+        """
         queues, budget = self._queues, self._step_budget(rounds)
         admitted = sorted(queues.prefilling.values(), key=_ORDER, reverse=True)
         self.shared.begin()
@@ -98,9 +99,11 @@ class PrefillPlanner:
         return budget
 
     def _next_waiting(self, admitted: Sequence | None, builder: PlanBuilder, rounds: StepRounds) -> Sequence | None:
-        """The first waiting request, if it comes before `admitted`. Two kinds are passed: those whose grammar is still
-        compiled or whose mask is late, because rounds beside them would wait too, and those whose prefix this plan
-        computes for another."""
+        """Return the first waiting request if its deadline is before `admitted`'s.
+
+        Skips requests whose grammar or mask is not ready, because rounds beside them would wait, and requests whose
+        prefix this plan computes for another.
+        """
         for sequence in islice(filter(self._queues.may_be_admitted, self._queues.waiting), MAX_PASSED):
             if admitted is not None and admitted.order < sequence.order:
                 return None
@@ -120,7 +123,7 @@ class PrefillPlanner:
         return self.budget.step(rounds, self._admissible_tokens())
 
     def _admissible_tokens(self) -> int:
-        """Prompt tokens that may be planned now: of requests that have a slot or could get one."""
+        """Prompt tokens that may be planned now: of requests that have or could get a slot."""
         queues = self._queues
         backlog = sum(len(sequence.tokens) - sequence.computed for sequence in queues.prefilling.values())
         for sequence in islice(queues.waiting, self._slot_pages.num_free_slots):
@@ -128,7 +131,7 @@ class PrefillPlanner:
         return backlog
 
     def _plan_chunk(self, sequence: Sequence, budget: StepBudget, builder: PlanBuilder, drafted: RoundShape) -> int:
-        """The request's next chunk, as far as the budget and pages go; how many tokens it got."""
+        """Plan the request's next chunk within budget and pages. Return its number of tokens."""
         start, total = sequence.computed, len(sequence.tokens)
         draft_tokens = drafted.draft_tokens if sequence.request.sampling.speculative else 0
         room = budget.room(total - start, start)
@@ -154,8 +157,8 @@ class PrefillPlanner:
         return count
 
     def _fit_chunk(self, sequence: Sequence, count: int, draft_tokens: int, builder: PlanBuilder) -> int:
-        """Pages for the next `count` tokens, or for fewer, and for `draft_tokens` after the prompt's last; preempts
-        younger requests if there is none for even one."""
+        """Get pages for up to `count` tokens, and for `draft_tokens` after the prompt's last. Preempts younger requests
+        if not even one token fits. Returns the number of tokens."""
         slot_pages = self._slot_pages
         start, total = sequence.computed, len(sequence.tokens)
         while True:
@@ -173,10 +176,10 @@ class PrefillPlanner:
             self._queues.preempt_youngest(builder)
 
     def _admit(self, sequence: Sequence, builder: PlanBuilder, budget: StepBudget) -> bool:
-        """Gives a waiting request a slot if its whole prompt has room beside what the others need soon, and the step
-        has room for its first chunk, which may begin after a long cached prefix."""
+        """Give a waiting request a slot if its whole prompt has room beside the pages that others need soon, and the
+        step has room for its first chunk."""
         if sequence.not_before >= builder.oldest_in_flight:
-            return False  # results of its rounds before the preemption are still to come
+            return False  # results from before its preemption are still in flight
         slot_pages, request = self._slot_pages, sequence.request
         allocator, cache = slot_pages.allocator, self._cache_for(sequence)
         room = allocator.num_available - self._promised_pages()
@@ -208,10 +211,10 @@ class PrefillPlanner:
         return True
 
     def _cache_for(self, sequence: Sequence) -> PrefixCache | None:
-        """Where a prompt may be found; nowhere, if log-probabilities of all of it are wanted."""
+        """The prefix cache to look a prompt up in; None if log-probabilities of the whole prompt are requested."""
         return None if sequence.request.wants_prompt_logprobs else self._slot_pages.cache
 
     def _promised_pages(self) -> int:
-        """Pages that running requests may want in their next round and admitted prompts still have to get."""
+        """Pages that running requests may need in their next round, and that admitted prompts still need."""
         num_decoding = len(self._queues.active) - len(self._queues.prefilling)
         return self._round_pages * num_decoding + self._slot_pages.prompt_pages_missing(self._max_kv_tokens)

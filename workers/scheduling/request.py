@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it, and what it hears back. No torch, no transport."""
+"""A request in the scheduler, and its output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,20 +20,20 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop token
     LENGTH = "length"  # max_tokens or the model's length
     ABORT = "abort"  # the client left
-    ERROR = "error"  # a fault of ours that this request met
-    INVALID = "invalid"  # it asks for what cannot be done, as was found while it ran
+    ERROR = "error"  # an internal error
+    INVALID = "invalid"  # found to be impossible while it ran
 
 
 @dataclass
 class Request:
     """One request.
 
-    prompt: token ids; those of requests from elsewhere are an `array("i")`, a tenth of a list's memory.
-    output: token ids; it grows as results arrive.
-    cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
+    prompt: token ids; as `array("i")` if sent from another process: a tenth of a list's memory.
+    output: token ids so far.
+    cached_tokens: prompt tokens found in the prefix cache at its first admission.
     num_rounds: rounds that verified drafts.
     acceptance_histogram: [k] rounds that accepted k draft tokens.
-    queue_s: seconds from its arrival to its first step.
+    queue_s: seconds from arrival to its first step.
     """
 
     request_id: str
@@ -50,18 +50,20 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt are still to come: all have, where there is a token after it."""
+        """Whether log-probabilities of its prompt are still to come."""
         return self.sampling.prompt_logprobs >= 0 and not self.output
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
-    """New tokens of one request after a step; `finish_reason` is set with its last ones. prompt_logprobs: of a chunk of
-    its prompt, in an output of their own. A prompt that is computed again, after a preemption, brings them again.
-    error: why, where it ends as ERROR or INVALID.
-    num_drafted: how many of the tokens, from the first on, were drafted and accepted; what follows them is the target's
-    own.
+    """New tokens of a request after a step.
 
-    A msgspec struct because 128 of them are made per step: 0.2 us each, a frozen dataclass takes 1.2 us.
+    finish_reason: set with the last tokens.
+    prompt_logprobs: of a prompt chunk, in an output without tokens. Sent again if the prompt is computed again after a
+        preemption.
+    num_drafted: how many of the tokens, from the first, were accepted drafts; the next one is the target's own.
+    error: why it ended as ERROR or INVALID.
+
+    A msgspec struct, because a step creates 128 of them: 0.2 us each instead of 1.2 us for a frozen dataclass.
     """
 
     request: Request
@@ -74,12 +76,12 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class UnfinishedError(Exception):
-    """What was asked for can only be done while no request runs or waits: ask again (HTTP 409)."""
+    """The operation needs an engine without running or waiting requests: try again (HTTP 409)."""
 
 
 class QueueFullError(Exception):
-    """The waiting queue holds `max_waiting` requests or `max_waiting_bytes`: retry later (HTTP 429)."""
+    """The queue holds `max_waiting` requests or `max_waiting_bytes`: retry later (HTTP 429)."""
 
 
 class RequestTooLargeError(ValueError):
-    """The request can never run here: longer than the model's length or than the whole KV pool (HTTP 400)."""
+    """The request can never run: longer than the model's length or the whole KV pool (HTTP 400)."""

@@ -1,4 +1,4 @@
-"""Who waits, who has a slot, and the moves between the two. Owned by the scheduler, which decides when they happen."""
+"""Waiting and active requests, and the moves between them. Owned by the scheduler, which decides on the moves."""
 
 from collections.abc import Callable
 
@@ -12,17 +12,17 @@ from workers.scheduling.slot_pages import SlotPages
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.waiting_queue import WaitingQueue
 
-PROBATION_STEPS = 3  # that bring tokens
+PROBATION_STEPS = 3  # steps with new tokens
 
 
 class RequestQueues:
     """All unfinished requests.
 
-    waiting: sorted by deadline, the order of admission; who was preempted keeps its deadline, and so is near the head.
-    active: those with a slot, by number of arrival.
-    prefilling: those of them whose prompts are not computed yet.
-    grammars: which requests wait for a grammar or a mask.
-    suspects: requests that ran in a step that hung or crashed, until they have shown that they do no harm.
+    waiting: by deadline, the order of admission. Preempted requests keep their deadline, so they are near the head.
+    active: requests with a slot, by arrival.
+    prefilling: active requests whose prompts are not computed yet.
+    grammars: requests that wait for a grammar or a mask.
+    suspects: requests that ran in a step that hung or crashed, until they have proved harmless.
     """
 
     def __init__(self, slot_pages: SlotPages, stats: SchedulerStats, grammars: GrammarQueue) -> None:
@@ -42,26 +42,26 @@ class RequestQueues:
         return request_id in self._by_id
 
     def find(self, request_id: str) -> Sequence | None:
-        """The unfinished request of this id."""
+        """Return the unfinished request with this id."""
         return self._by_id.get(request_id)
 
     def numbered(self, number: int) -> Sequence | None:
-        """The unfinished request of this number."""
+        """Return the unfinished request with this number."""
         return self._by_number.get(number)
 
     @property
     def youngest(self) -> Sequence:
-        """The last arrival among those that have a slot."""
+        """Return the last arrival among active requests."""
         return self.active[max(self.active)]
 
     @property
     def backlog_tokens(self) -> int:
-        """Prompt tokens that are not planned yet, without those that the prefix cache had when their request came."""
+        """Prompt tokens not planned yet, without those cached when their request came."""
         admitted = sum(len(sequence.tokens) - sequence.computed for sequence in self.prefilling.values())
         return admitted + self.waiting.load.backlog_tokens
 
     def add(self, request: Request, now: float, deadline_s: Callable[[Sequence], float]) -> None:
-        """Queue a request that has been checked."""
+        """Queue a checked request."""
         sequence = Sequence(request, self._num_submitted, now)
         sequence.deadline_s = deadline_s(sequence)
         self._num_submitted += 1
@@ -69,13 +69,13 @@ class RequestQueues:
         self._wait(sequence)
 
     def set_deadlines(self, deadline_s: Callable[[Sequence], float]) -> None:
-        """Deadlines are counted otherwise from now on, those of unfinished requests too."""
+        """Set the deadlines of all unfinished requests, and of later ones, by `deadline_s`."""
         for sequence in self._by_id.values():
             sequence.deadline_s = deadline_s(sequence)
         self.waiting.reorder()
 
     def admit(self, sequence: Sequence, cached_pages: list[int]) -> SlotInit:
-        """Give the head of the queue a slot and the pages that the prefix cache had for it."""
+        """Give the head of the queue a slot and its cached pages."""
         request = sequence.request
         self.waiting.remove(sequence)
         self.grammars.admitted(sequence)
@@ -101,7 +101,7 @@ class RequestQueues:
         )
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """Its last chunk is planned: from the next plan on it runs rounds."""
+        """Its last chunk is planned: it runs rounds from the next plan on."""
         slot = sequence.slot
         del self.prefilling[sequence.number]
         sequence.request.state = RequestState.RUNNING
@@ -109,22 +109,24 @@ class RequestQueues:
         self.slot_pages.min_pending[slot] += 1
 
     def preempt_youngest(self, builder: PlanBuilder) -> None:
-        """Take the youngest's slot and pages; it goes back to the queue, keeping its output and its deadline."""
+        """Preempt the youngest active request."""
         assert len(self.active) > 1, "a request that runs alone is short of pages: submit should have refused it"
         self.preempt(self.youngest, builder.step - 1)
         self._stats.num_preemptions += 1
         builder.preempted = True
 
     def preempt(self, sequence: Sequence, last_step: int) -> None:
-        """Take a request's slot and pages; it goes back to the queue, keeping its output and its deadline. last_step:
-        the last that may run it."""
+        """Take a request's slot and pages. It returns to the queue with its output and deadline.
+
+        last_step: the last step that may run it.
+        """
         self._leave_slot(sequence, int(self.slot_pages.committed[sequence.slot]))
         sequence.not_before = last_step
         sequence.request.num_preemptions += 1
         self._wait(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, num_kept: int | None, now: float) -> None:
-        """It has ended, in whatever state. num_kept: KV tokens that the prefix cache may keep; None: all committed."""
+        """End a request, in whatever state. num_kept: KV tokens that the prefix cache may keep; None: all committed."""
         request = sequence.request
         if sequence.slot >= 0:
             committed = int(self.slot_pages.committed[sequence.slot])
@@ -154,15 +156,15 @@ class RequestQueues:
 
     @property
     def on_probation(self) -> list[Sequence]:
-        """The suspects that have a slot and have not shown yet that they do no harm: one at most."""
+        """Return the suspect that has a slot and has not proved harmless yet, if any."""
         return [sequence for sequence in self.suspects if sequence.slot >= 0]
 
     def may_be_admitted(self, sequence: Sequence) -> bool:
-        """Suspects are tried one after the other, so that the next crash says which of them it is."""
+        """Whether a request may get a slot. Suspects run one at a time, so that the next crash identifies the cause."""
         return sequence.probation == 0 or not self.on_probation
 
     def went_on(self, sequence: Sequence) -> None:
-        """A step brought new tokens for it."""
+        """Record that a step brought new tokens for it."""
         self.grammars.went_on(sequence)
         if self.suspects and sequence.probation:
             sequence.probation -= 1
@@ -170,8 +172,10 @@ class RequestQueues:
                 self.suspects.discard(sequence)
 
     def requeue(self, after_crash: bool = False) -> list[Request]:
-        """Everything with a slot goes back to the queue, keeping its output; the oldest first in the result.
-        after_crash: any of it may have been the reason, or whatever is on probation."""
+        """Return all active requests to the queue, with their output. Returns them, oldest first.
+
+        after_crash: they become suspects; only those on probation, if there are any.
+        """
         lost = [self.active[number] for number in sorted(self.active)]
         for sequence in self.on_probation or lost if after_crash else ():
             sequence.probation = PROBATION_STEPS
@@ -188,7 +192,7 @@ class RequestQueues:
         return [sequence.request for sequence in lost]
 
     def check_integrity(self) -> None:
-        """Asserts that queue, slots and books agree."""
+        """Assert that queue and slots are consistent."""
         self.waiting.check_integrity()
         assert all(number == sequence.number for number, sequence in self.active.items())
         assert self.prefilling.items() <= self.active.items()

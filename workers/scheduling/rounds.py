@@ -1,5 +1,4 @@
-"""Which requests run a round in a step, with which tree shape, and on which pages. The part of the scheduler that is
-about rounds, as `prefill` is about prompts."""
+"""Chooses the requests that run a round in a step, their tree shape, and their pages."""
 
 from collections.abc import Callable
 
@@ -13,9 +12,9 @@ from workers.scheduling.step_time import StepTime
 
 
 class RoundPlanner:
-    """Every request that decodes runs a round, unless its end is sure to be in flight.
+    """Plans a round for every decoding request whose end is not already in flight.
 
-    choose_shape: asked instead of `shape_choice` once a step for the index of the shape.
+    choose_shape: replaces `shape_choice`; called once per step for the index of the shape.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class RoundPlanner:
         self.choose_shape = choose_shape
 
     def shape(self, step_time: StepTime | None) -> int:
-        """The shape that the next step's rounds verify, of whatever trees they have, and draft."""
+        """Return the shape that the next rounds verify and draft."""
         if self.choose_shape is not None:
             return self.choose_shape(self._shapes)
         if self._shapes.default == 0:
@@ -55,8 +54,8 @@ class RoundPlanner:
         return self._shape_choice.choose(load, step_time)
 
     def reserve(self, builder: PlanBuilder, shape: int) -> tuple[Slots, Int64s]:
-        """Reserve pages for a round of everything that decodes, preempting the youngest until they suffice. Returns the
-        slots and where each one's writes end."""
+        """Reserve pages for a round of all decoding requests, preempting the youngest until they suffice. Return the
+        slots, and the end of each one's writes."""
         slot_pages = self._slot_pages
         while True:
             slots = slot_pages.round_slots()
@@ -66,5 +65,5 @@ class RoundPlanner:
             self._queues.preempt_youngest(builder)
 
     def load(self, slots: Slots, shape: int) -> StepRounds:
-        """The rounds of these slots, as the latency budget counts them."""
+        """Return the rounds of these slots, for the latency budget."""
         return StepRounds(shape, len(slots), int(self._slot_pages.committed[slots].sum()))

@@ -1,7 +1,7 @@
-"""Decides what each step runs: which requests' rounds, which prompt chunks, on which KV pages.
+"""Decides what each step runs: rounds, prompt chunks, and their KV pages.
 
-The coordinator's loop and the local engine call it: `schedule` makes a plan, `apply` takes the plan's result one step
-late. Pure: plain values in and out, the clock handed in; knows no tensor, no model, no transport.
+The coordinator's loop and the local engine call `schedule` for a plan, and `apply` with its result one step late. Pure:
+plain values in and out, the clock is handed in.
 """
 
 from collections import deque
@@ -31,17 +31,15 @@ from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_results import StepResults
 from workers.scheduling.step_time import Prediction, Step, StepTime
 
-UPDATE_EVERY = 128  # steps: how often a target that is no number follows what steps take
+UPDATE_EVERY = 128  # steps between updates of an "auto" ITL target
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, any number of steps in flight.
+    """Continuous batching with chunked prefill and any number of steps in flight.
 
-    Every running request runs a round each step (`RoundPlanner`). Prompt tokens run beside the rounds, as many as a
-    latency budget holds (`LatencyBudget`), in the order of the prompts' deadlines (`PrefillPlanner`).
-
-    For pages, arrival is priority: when they run out, the youngest request goes back to the queue. So the oldest can
-    always take every page, and `submit` has checked that this is enough for it.
+    Every running request runs a round in each step (`RoundPlanner`). Prompt chunks run beside the rounds, up to a
+    latency budget (`LatencyBudget`), by deadline (`PrefillPlanner`). When pages run out, the youngest request is
+    preempted. So the oldest can take every page, and `submit` has checked that these suffice.
     """
 
     def __init__(
@@ -57,9 +55,11 @@ class Scheduler:
         choose_shape: Callable[[RoundShapes], int] | None = None,
         graph_capture: GraphCapture = GraphCapture(),  # noqa: B008 - frozen
     ) -> None:
-        """num_pages: pages of every rank's pool, page 0 excluded. lookahead: 1 with a draft whose KV depends on the
-        next token (`PrefixCache`). choose_shape: asked instead of `ShapeChoice` once a step for the index of the shape
-        that rounds verify and draft. graph_capture: how often the ranks capture while requests run."""
+        """num_pages: pages of each rank's pool, without page 0.
+        lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`).
+        choose_shape: replaces `ShapeChoice`; called once per step for the index of the shape.
+        graph_capture: limits captures while requests run.
+        """
         self._config = config
         self.cache = cache
         self._clock = clock
@@ -83,7 +83,7 @@ class Scheduler:
 
     @staticmethod
     def of(layout: EngineLayout, clock: Callable[[], float]) -> "Scheduler":
-        """The scheduler of an engine whose ranks are built."""
+        """Return the scheduler of an engine whose ranks are built."""
         return Scheduler(
             layout.scheduler,
             layout.cache,
@@ -96,7 +96,7 @@ class Scheduler:
         )
 
     def use_costs(self, costs: CostTable) -> None:
-        """What steps cost on the ranks that will execute the next plans; told anew with every worker group."""
+        """Use the step costs of the current ranks. Called for every worker group."""
         self.step_time = self._results.step_time = StepTime(costs, self._config.num_slots)
         self.captures.row_ms = self.step_time.row_ms()
         self._use_budget(LatencyBudget.of(self._config, self.step_time))
@@ -107,17 +107,17 @@ class Scheduler:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens drafted per speculative round, 0 without a draft."""
+        """Tokens drafted per speculative round; 0 without a draft."""
         return self._shapes.num_draft_tokens
 
     @property
     def num_slots(self) -> int:
-        """Requests that can have a slot at once."""
+        """Maximum number of running requests."""
         return self._config.num_slots
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot."""
+        """Requests with a slot."""
         return len(self.queues.active)
 
     @property
@@ -127,35 +127,35 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Plans whose result has not been applied."""
+        """Plans without an applied result."""
         return len(self._in_flight)
 
     @property
     def expected(self) -> Prediction | None:
-        """What the newest plan in flight should take; None without costs."""
+        """Predicted time of the newest plan in flight; None without costs."""
         return self._in_flight[-1].expected
 
     @property
     def backlog_tokens(self) -> int:
-        """Prompt tokens that are not planned yet, without those that the prefix cache had when their request came."""
+        """Prompt tokens not planned yet, without those cached when their request came."""
         return self.queues.backlog_tokens
 
     def prefill_tokens_per_s(self) -> float:
-        """At which prompts are computed beside the rounds of now, by the costs; 0 without costs."""
+        """Prompt tokens per second beside the current rounds; 0 without costs."""
         slots = self.slot_pages.round_slots()
         rounds = self.rounds.load(slots, self._shapes.largest_beside_chunks(len(slots)))
         return self._prefill.budget.tokens_per_s(rounds) if self._prefill.budget else 0.0
 
     @property
     def kv_usage(self) -> float:
-        """Share of the pages that requests hold, 0-1."""
+        """Share of pages that requests hold, 0 to 1."""
         return self.allocator.num_held / self.allocator.num_pages
 
     def submit(self, request: Request, resumed: bool = False) -> None:
-        """Queues a request; one with output already (a resumed stream) goes on after it. resumed: the queue has room
-        for it in any case.
+        """Queue a request. A request with output (a resumed stream) continues after it. resumed: accept it even if the
+        queue is full.
 
-        Raises QueueFullError, RequestTooLargeError, or ValueError for a request that makes no sense.
+        Raises QueueFullError, RequestTooLargeError, or ValueError for an invalid request.
         """
         if not resumed:
             self.admission.check_room(request)
@@ -165,7 +165,7 @@ class Scheduler:
         self.queues.add(request, self._clock(), self._prefill.deadline_s)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
-        """Ends a request in whatever state; its slot and pages are free at once. None if the id is unknown."""
+        """End a request in whatever state and free its slot and pages. Return it; None if the id is unknown."""
         sequence = self.queues.find(request_id)
         if sequence is None:
             return None
@@ -173,29 +173,27 @@ class Scheduler:
         return sequence.request
 
     def flush_prefix_cache(self) -> int:
-        """Empties the prefix cache; returns the pages it had. Steps in flight may be left, requests not: they would put
-        back what they computed before.
+        """Empty the prefix cache. Return the number of its pages. Steps may be in flight, but requests would refill it.
 
-        Raises UnfinishedError, having changed nothing.
+        Raises UnfinishedError, without a change, if there are requests.
         """
         if self.num_running or self.num_waiting:
             raise UnfinishedError(f"{self.num_running} requests run and {self.num_waiting} wait")
         return 0 if self.prefix_cache is None else self.prefix_cache.clear()
 
     def blamed(self) -> list[Request]:
-        """The requests that may be the reason if the ranks hang or crash now: those on probation, else all that run;
-        none if no step runs."""
+        """Return the requests to suspect if the ranks hang or crash now: those on probation, else all in running
+        steps."""
         if not self._in_flight:
             return []
         return [sequence.request for sequence in self.queues.on_probation or self.queues.active.values()]
 
     def requeue_all(self, epoch: int) -> list[Request]:
-        """The worker group died, and all KV with it: what had a slot goes back to the head of the queue, keeping its
-        output.
+        """Return all active requests to the queue with their output, after the worker group and its KV were lost.
 
-        Plans in flight are forgotten; steps count from 0 again, under the new `epoch`; results of other epochs are
-        dropped. Returns the requests that had a slot, oldest first. If a step was in flight, they come back one after
-        the other (`RequestQueues.suspects`).
+        Forgets plans in flight. Steps count from 0 under the new `epoch`; results of other epochs are dropped. Returns
+        the requests that had a slot, oldest first. If a step was in flight, they run again one at a time
+        (`RequestQueues.suspects`).
         """
         had_step = bool(self._in_flight)
         self._in_flight.clear()
@@ -207,7 +205,7 @@ class Scheduler:
         return self.queues.requeue(had_step)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to run before another result or request comes."""
+        """Return the next step; None if nothing can run before another result or request."""
         if self.captures.is_due(is_idle=not self.num_running and not self.num_waiting):
             return None if self._in_flight else self._plan_capture()
         slot_pages = self.slot_pages
@@ -216,7 +214,7 @@ class Scheduler:
         slots, ends = self.rounds.reserve(builder, shape)
         rounds = self.rounds.load(slots, shape)
         budget = self._prefill.plan(builder, self._shapes[shape], rounds)
-        if builder.preempted and len(slots):  # a chunk of an older request may have taken a younger one's slot
+        if builder.preempted and len(slots):  # a chunk of an older request may have preempted a younger one
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]
             rounds = self.rounds.load(slots, shape)
@@ -247,7 +245,7 @@ class Scheduler:
         return plan
 
     def _launch(self, builder: PlanBuilder, shape: int, slots: Slots, load: Step) -> InFlightStep:
-        """The step that the builder's plan is about, which is in flight from now on."""
+        """Return the step of the builder's plan, now in flight."""
         slot_pages, by_slot = self.slot_pages, self.queues.by_slot
         max_new_tokens = self._shapes[shape].max_new_tokens
         in_flight = InFlightStep(
@@ -271,7 +269,7 @@ class Scheduler:
         return in_flight
 
     def apply(self, result: StepResult) -> list[RequestOutput]:
-        """What the oldest plan in flight brought, a request each; drops results of another epoch."""
+        """Apply the result of the oldest plan in flight. Return one output per request; none for another epoch."""
         if result.epoch != self.epoch:
             self.stats.num_stale_results += 1
             return []
@@ -286,7 +284,7 @@ class Scheduler:
         return outputs
 
     def _plan_capture(self) -> StepPlan:
-        """A capture has the ranks to itself: nothing is in flight, and nothing follows before its result."""
+        """Return a plan to capture a graph: with nothing in flight, and nothing planned before its result."""
         nobody = np.empty(0, np.int64)
         self._in_flight.append(InFlightStep(self._next_step, [], nobody, nobody, 0, 0, nobody, "", []))
         self.captures.in_flight = True

@@ -1,4 +1,4 @@
-"""What the scheduler keeps per request and per step in flight."""
+"""State that the scheduler keeps per request and per step in flight."""
 
 import numpy as np
 import numpy.typing as npt
@@ -11,14 +11,15 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Sequence:
-    """A request and where it stands.
+    """A request's state.
 
-    number: its arrival, its priority where pages are short.
-    deadline_s: its place among prompts, see `workers.scheduling.prefill`.
-    num_cached: tokens that the prefix cache had when it came; 0 where no costs are known.
-    computed: tokens whose chunks are planned.
-    probation: tokens' steps that it must bring before other suspects run; 0 unless a step with it hung or crashed.
-    not_before: the last step made while it ran before a preemption; re-admitted once that is applied.
+    number: order of arrival; its priority for pages.
+    deadline_s: its priority among prompts (`workers.scheduling.prefill`).
+    num_cached: tokens cached when it came; 0 without costs.
+    computed: tokens in planned chunks.
+    probation: steps with tokens that it must complete before other suspects run; 0 unless a step with it hung or
+        crashed.
+    not_before: the last step planned before its preemption; it is admitted again after that one's result.
     """
 
     __slots__ = (
@@ -62,25 +63,25 @@ class Sequence:
 
     @property
     def order(self) -> tuple[float, int]:
-        """By which prompts are computed: the earliest deadline, then the first to come."""
+        """Priority among prompts: deadline, then arrival."""
         return self.deadline_s, self.number
 
     def known_tokens(self) -> npt.NDArray[np.int32]:
-        """int32 prompt and output."""
+        """Prompt and output, int32."""
         output = self.request.output
         return np.concatenate((self.prompt, np.asarray(output, np.int32))) if output else self.prompt
 
 
 class InFlightStep:
-    """What a plan's result will be about: the first `num_rounds` sequences ran a round, the rest their last chunk.
+    """A planned step. Its first `num_rounds` sequences ran a round, the others their last chunk.
 
-    shape: that the rounds verified.
-    drafted: the shape of each one's tree.
-    num_drafted: tokens that the step drafts for each sequence.
-    reason: for this shape.
-    asking: whose prompt chunks ask for log-probabilities, in the plan's order.
+    shape: that the rounds verify.
+    drafted: [n] shape of each sequence's tree.
+    num_drafted: tokens that the step drafts per sequence.
+    reason: why this shape.
+    asking: sequences with prompt log-probabilities in this step, in the plan's order.
     load: what the step runs.
-    expected: what it should take (`StepTime`); None without costs.
+    expected: its predicted time; None without costs.
     """
 
     __slots__ = (
@@ -132,10 +133,15 @@ class InFlightStep:
 
 
 class PlanBuilder:
-    """Plan number `step`, being made. oldest_in_flight: the first step whose result has not been applied. preempted:
-    whether this plan took somebody's slot; then it admits nobody. admits: until a new request has no room. held:
-    numbers of waiting requests whose prefix this plan computes for another one. asking: whose chunks ask for
-    log-probabilities. num_planned: tokens of the plan's chunks, by slot."""
+    """Plan number `step` under construction.
+
+    oldest_in_flight: first step without an applied result.
+    preempted: this plan preempted a request, so it admits none.
+    admits: False once a new request had no room.
+    held: numbers of waiting requests whose prefix this plan computes for another.
+    asking: requests with prompt log-probabilities in this plan.
+    num_planned: tokens of the plan's chunks, by slot.
+    """
 
     __slots__ = (
         "step",

@@ -1,7 +1,5 @@
-"""Prompts that begin like one that is being computed: they wait for its pages instead of computing them again.
-
-Used by `workers.scheduling.prefill` before a request is admitted. No policy of order or of budgets here.
-"""
+"""Lets prompts wait for a prefix that another prompt is computing. Used by `workers.scheduling.prefill` before
+admission."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -11,27 +9,28 @@ from workers.scheduling.sequence import PlanBuilder, Sequence
 
 
 class SharedPrefixes:
-    """Pages of prompts that are computed but not in the prefix cache yet, which gets them when a prompt has ended.
+    """Pages of prompts that are computed but not cached yet; they enter the prefix cache when the prompt ends.
 
-    A request waits only in steps that compute a part of its own prompt for another request, which comes before it and
-    has taken all of the step's budget that it can use. So it never waits longer than computing that part would take,
-    and what is left of the budget goes to other prompts. If the other request is aborted or preempted, nothing of its
-    prompt is in the next plan, and the waiting request computes the rest.
+    A request waits only in steps that compute a part of its prompt for another request, which comes before it and has
+    taken all the budget that it can use. So waiting never takes longer than computing that part. If the other request
+    is aborted or preempted, the waiting one computes the rest.
     """
 
     def __init__(self, queues: RequestQueues) -> None:
         self._queues = queues
         self._slot_pages = queues.slot_pages
-        self._ended: deque[tuple[int, Sequence]] = deque()  # step of the last chunk; its result has not been applied
-        # by page number, the prompts that are computed and have that page, by its tokens; of the plan being built
+        self._ended: deque[tuple[int, Sequence]] = (
+            deque()
+        )  # with the step of the last chunk, whose result is not applied yet
+        # of the plan being built: page index -> tokens of that page -> prompts that compute it
         self._by_page: dict[int, dict[bytes, list[Sequence]]] = {}
 
     def begin(self) -> None:
-        """A new plan is built."""
+        """Start a new plan."""
         self._by_page.clear()
 
     def admitted(self, sequence: Sequence) -> None:
-        """The plan gives a slot to a request, whose prompt is computed from now on."""
+        """A request was admitted; its prompt is computed from now on."""
         for page, found in self._by_page.items():
             if key := self._key(sequence, page):
                 found[key].append(sequence)
@@ -43,13 +42,13 @@ class SharedPrefixes:
         self._ended.extend((builder.step, sequence) for sequence in builder.last_chunks)
 
     def clear(self) -> None:
-        """The ranks' memory is gone."""
+        """Forget everything, with the ranks' memory."""
         self._ended.clear()
         self._by_page.clear()
 
     def must_wait(self, sequence: Sequence, builder: PlanBuilder) -> bool:
-        """Whether a chunk of this plan computes a part of the prompt for another request. If none does, put what others
-        have computed of it into the prefix cache."""
+        """Whether this plan computes a part of the prompt for another request. If not, cache what others have computed
+        of it."""
         cache = self._slot_pages.cache
         if cache is None or sequence.request.wants_prompt_logprobs:
             return False
@@ -67,9 +66,8 @@ class SharedPrefixes:
         return False
 
     def _others(self, sequence: Sequence, page: int, builder: PlanBuilder) -> list[Sequence]:
-        """Requests whose prompts are computed in part, or whole but without a result, and have the same page number
-        `page` as `sequence`, the first one that is not cached. Prompts that only share what is cached are not among
-        them, however many they are."""
+        """Return requests that compute the same page `page` as `sequence`: the first one that is not cached. Prompts
+        that share only cached pages are not included."""
         key = self._key(sequence, page)
         if not key or (page + 1) * self._slot_pages.page_size >= len(sequence.tokens):
             return []
@@ -86,7 +84,7 @@ class SharedPrefixes:
         yield from (other for step, other in self._ended if step >= builder.oldest_in_flight)
 
     def _key(self, sequence: Sequence, page: int) -> bytes:
-        """The salt and the tokens of one page of a prompt; b"" if the prompt does not fill it."""
+        """Salt and tokens of one page of a prompt; b"" if the prompt does not fill it."""
         cache = self._slot_pages.cache
         assert cache is not None
         start, end = page * cache.page_size, (page + 1) * cache.page_size + cache.lookahead

@@ -1,7 +1,7 @@
-"""Slots, their page tables, and the pages that the steps in flight may write. Owned by the scheduler; no policy here.
+"""Slots, their page tables, and the pages that steps in flight may write. Owned by the scheduler; no policy.
 
-Lengths on the host are stale: plan n + 1 is made before result n is read. So every slot has its committed length as far
-as the host knows it, and bounds on what its rounds in flight add to that.
+The host's lengths are one step old: plan n + 1 is made before result n is read. So each slot has its committed length,
+as known, and bounds on what rounds in flight add.
 """
 
 import heapq
@@ -16,28 +16,27 @@ from workers.scheduling.plan import pack_i32
 
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int64]
-DUMMY_PAGE = 0  # belongs to nobody: what is written there is read by nobody
+DUMMY_PAGE = 0  # receives writes that are never read
 
 
 class SlotPages:
-    """Arrays indexed by slot, and one page list per slot.
+    """Arrays by slot, and a page list per slot.
 
-    committed: KV tokens known on the host, the newest token excluded.
-    num_tokens: prompt and output tokens known.
+    committed: KV tokens known on the host, without the newest token.
+    num_tokens: known prompt and output tokens.
     max_len: prompt_len + max_tokens.
-    max_pending: most tokens that the rounds in flight can still commit.
-    min_pending: fewest tokens that the entries in flight will emit (one each, unless the request ends before).
+    max_pending: maximum tokens that rounds in flight may commit.
+    min_pending: minimum tokens that entries in flight emit (one each, unless the request ends before).
     num_pages: length of the page list.
     decoding: runs rounds.
     speculative: wants drafts.
     rare_sampling: see `SamplingParams.is_rare`.
     cache_salt: see `SamplingParams`.
-    drafted: index of the shape that the last plan drafted for it, 0 if none.
-    user: number of the request that has the slot; a result for another user of the slot is late.
+    drafted: index of the shape that the last plan drafted; 0: none.
+    user: number of the slot's request; results for another user are late.
 
-    Invariant that makes every early release safe: plans are executed in order on every rank, and a page is handed out
-    only in plans made after its release. So whatever steps in flight still write to it, they write before its new
-    owner does. Pages inserted into the prefix cache lie wholly below the committed length, where no step writes again.
+    Pages may be freed early: ranks execute plans in order, and a page gets a new owner only in a later plan. Steps in
+        flight write to it before that. Cached pages lie below the committed length, where no step writes again.
     """
 
     def __init__(self, allocator: PageAllocator, cache: PrefixCache | None, num_slots: int, page_size: int) -> None:
@@ -66,7 +65,7 @@ class SlotPages:
         self._cleared: list[int] = []  # by the next plan
 
     def reset(self) -> None:
-        """All slots and pages are free, the prefix cache is empty: the ranks' memory is gone."""
+        """Free all slots and pages and empty the prefix cache, with the ranks' memory."""
         for slot in np.flatnonzero(self.user >= 0).tolist():
             self._clear(slot)
         self._updates.clear()
@@ -78,11 +77,12 @@ class SlotPages:
 
     @property
     def num_free_slots(self) -> int:
-        """How often `take_slot` would succeed."""
+        """Free slots."""
         return len(self._free_slots)
 
     def take_slot(self, user: int, num_tokens: int, max_len: int, speculative: bool, cached_pages: list[int]) -> int:
-        """A slot for request number `user`, whose table begins with `cached_pages`, held by the caller until now."""
+        """Give request number `user` a slot whose table starts with `cached_pages`, which the caller holds until
+        now."""
         slot = heapq.heappop(self._free_slots)
         self.user[slot] = user
         self.num_tokens[slot] = num_tokens
@@ -94,12 +94,12 @@ class SlotPages:
         return slot
 
     def round_slots(self) -> Slots:
-        """Slots that run a round, ascending: decoding, and not sure to end by what is in flight."""
+        """Slots that run a round, ascending: decoding, and not certain to end with a step in flight."""
         return np.flatnonzero(self.decoding & (self.num_tokens + self.min_pending < self.max_len))
 
     def round_ends(self, slots: Slots, shape: RoundShape) -> Int64s:
-        """For each of `slots`, the position after the last one that its next round may write, which verifies `shape`
-        and then, where the request speculates, drafts it again."""
+        """For each slot, the end of the positions that its next round may write: it verifies `shape` and, if the
+        request speculates, drafts it again."""
         last = self.max_len[slots] - 1  # no request commits more
         start = np.minimum(self.committed[slots] + self.max_pending[slots], last)
         committed = np.minimum(start + shape.max_new_tokens, last)
@@ -108,9 +108,10 @@ class SlotPages:
         return ends
 
     def fit_rounds(self, slots: Slots, ends: Int64s) -> int:
-        """Gives each slot pages for positions below its `ends`, and takes back those after them.
+        """Give each slot pages for positions below its `ends` and take back later ones, evicting cached pages if
+        needed.
 
-        Evicts cached pages where free ones run out. Returns how many pages are missing; unless 0, no slot got any.
+        Returns the number of missing pages; unless it is 0, no slot got any.
         """
         change = ((ends + (self.page_size - 1)) >> self._shift) - self.num_pages[slots]
         if not change.any():
@@ -146,14 +147,13 @@ class SlotPages:
         return (num_positions + self.page_size - 1) >> self._shift
 
     def prompt_pages_missing(self, more_tokens: int) -> int:
-        """Pages that admitted prompts, which do not run rounds yet, still have to get; each for `more_tokens` beyond
-        its own."""
+        """Pages that admitted prompts without rounds still need, each for `more_tokens` beyond its own."""
         slots = np.flatnonzero((self.user >= 0) & ~self.decoding)
         needed = (self.num_tokens[slots] + (more_tokens + self.page_size - 1)) >> self._shift
         return int((needed - self.num_pages[slots]).sum())
 
     def fit_slot(self, slot: int, num_positions: int) -> int:
-        """Gives one slot pages for `num_positions` positions; returns how many pages are missing, 0 if it got them."""
+        """Give one slot pages for `num_positions` positions. Return the number of missing pages; 0 on success."""
         need = self.pages_for(num_positions) - len(self.pages[slot])
         if need <= 0:
             return 0
@@ -169,10 +169,11 @@ class SlotPages:
         self.min_pending[slots] += 1
 
     def share(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int | None = None) -> None:
-        """Inserts a slot's committed pages (`tokens`: those known) into the prefix cache; the slot goes on. num_pages:
-        only so many of them; those that the plan being made writes must not be among them.
+        """Insert a slot's committed pages into the prefix cache, while the slot goes on.
 
-        Where the tree has a page already, the slot uses that one from the next plan on and its own is freed.
+        tokens: all known tokens.
+        num_pages: at most that many pages; they must not include pages that the plan under construction writes.
+        If the tree has a page already, the slot uses that one from the next plan on, and its own is freed.
         """
         if self.cache is None:
             return
@@ -187,44 +188,48 @@ class SlotPages:
                 self._updates[slot, index] = page
 
     def release(self, slot: int, tokens: npt.NDArray[np.int32], num_committed: int) -> None:
-        """Frees the slot and its pages; those full below `num_committed` go to the prefix cache."""
+        """Free the slot and its pages. Pages that are full below `num_committed` go to the prefix cache."""
         table = self.pages[slot]
         if self.cache is not None:
             self.cache.insert(tokens, table[: num_committed >> self._shift], self.cache_salt[slot])
         self.allocator.release(table)
         self._clear(slot)
-        # Its table is not read any more, and is emptied when the slot gets a new user, perhaps in the same plan.
+        # Its table is not read any more. It is emptied when the slot gets a new user, perhaps in the same plan.
         self._updates = {entry: page for entry, page in self._updates.items() if entry[0] != slot}
 
     def spoil(self, slot: int, tokens: npt.NDArray[np.int32], salt: bytes) -> None:
-        """The KV of `tokens` may hold NaN: drop it from the prefix cache, and zero its pages before they have another
-        owner. slot: that of the request; -1: it has none any more."""
+        """The KV of `tokens` may hold NaN: drop it from the prefix cache, and zero its pages before they get another
+        owner.
+
+        slot: the request's slot; -1 if it has none.
+        """
         if self.cache is not None:
             self._spoilt.update(self.cache.forget(tokens, salt))
         if slot >= 0:
             self._spoilt.update(self.pages[slot])
-        self._cleared.append(DUMMY_PAGE)  # where drafts of the request's rows may have been written
+        self._cleared.append(DUMMY_PAGE)  # the request's drafts may have been written there
 
     def take_cleared(self) -> bytes:
-        """The pages that the next plan zeroes, as `StepPlan.cleared_pages`."""
+        """Return the pages that the next plan zeroes, as `StepPlan.cleared_pages`."""
         cleared, self._cleared = self._cleared, []
         return pack_i32(cleared) if cleared else b""
 
     def take_updates(self) -> bytes:
-        """The page-table changes since the last plan, as `StepPlan.page_updates`."""
+        """Return page-table changes since the last plan, as `StepPlan.page_updates`."""
         packed = pack_i32([value for (slot, index), page in self._updates.items() for value in (slot, index, page)])
         self._updates.clear()
         return packed
 
     def check_integrity(self) -> None:
-        """Asserts that slots, pages and the prefix cache agree."""
+        """Assert that slots, pages and the prefix cache are consistent."""
         self.allocator.check_integrity(self.pages, [] if self.cache is None else self.cache.pages())
         assert [len(pages) for pages in self.pages] == self.num_pages.tolist(), "page counts differ from the page lists"
         assert sorted(self._free_slots) == np.flatnonzero(self.user < 0).tolist(), "free slots differ"
         assert (self.max_pending >= 0).all() and (self.min_pending >= 0).all(), "more results than plans"
 
     def _make_room(self, need: int) -> int:
-        """Evicts until `need` pages are free; how many are missing. Evicts nothing if it would not be enough."""
+        """Evict until `need` pages are free. Return the number of missing pages; evict nothing if it would not
+        suffice."""
         missing = need - self.allocator.num_available
         if missing > 0:
             return missing

@@ -1,8 +1,7 @@
-"""What an engine counts while it runs. A number is declared once: the field or property that holds it says in its
-annotation what it means and how it is exported.
+"""An engine's counters. Each number is declared once; its annotation says what it means and how it is exported.
 
 Filled by the scheduler, sent in `cluster.transport.messages.EngineStats`, exported by `cluster.http.metrics`, read by
-benchmarks. Times are of the scheduler's clock, from `submit` on; the HTTP edge measures its own.
+benchmarks. Times are of the scheduler's clock, from `submit` on.
 """
 
 import functools
@@ -23,12 +22,12 @@ _TOKENS = tuple(float(step * 10**power) for power in range(5) for step in (1, 2,
 
 @dataclass(frozen=True)
 class Metric:
-    """How a number is exported to Prometheus: `Annotated[int, Metric(...)]`.
+    """Prometheus export of a number: `Annotated[int, Metric(...)]`.
 
-    name: vLLM's where vLLM has the metric; without the suffix that Prometheus gives a counter.
-    help: what it means, a clause.
+    name: vLLM's if vLLM has the metric; without the suffix of counters.
+    help: its meaning, a clause.
     kind: Prometheus' type.
-    label: for a number per key (a mapping) or per position (a tuple), what the key is called.
+    label: name of the key, for a mapping or a tuple by position.
     """
 
     name: str
@@ -38,7 +37,9 @@ class Metric:
 
 
 class Histogram(msgspec.Struct, array_like=True):
-    """counts[i]: observations <= bounds[i] and above the bound before, the last one all others. total: their sum."""
+    """counts[i]: observations <= bounds[i] and above the bound before; the last one counts all others.
+    total: sum of observations.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -46,16 +47,16 @@ class Histogram(msgspec.Struct, array_like=True):
 
     @classmethod
     def empty(cls, bounds: tuple[float, ...]) -> "Histogram":
-        """Nothing observed yet."""
+        """Return a histogram without observations."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float) -> None:
-        """Counts one observation."""
+        """Count one observation."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def observe_all(self, values: npt.NDArray[np.float64]) -> None:
-        """Counts every one of `values`."""
+        """Count all of `values`."""
         for bucket, count in enumerate(np.bincount(_bounds_array(self.bounds).searchsorted(values)).tolist()):
             self.counts[bucket] += count
         self.total += float(values.sum())
@@ -67,19 +68,19 @@ def _bounds_array(bounds: tuple[float, ...]) -> npt.NDArray[np.float64]:
 
 
 def _empty(bounds: tuple[float, ...]) -> Histogram:
-    """A field's default, made anew for each instance."""
+    """Return a default that creates an empty histogram per instance."""
     return msgspec.field(default_factory=lambda: Histogram.empty(bounds))
 
 
 class SchedulerStats(msgspec.Struct):
     """Totals since the start.
 
-    num_stale_results: results of an older worker group, dropped.
+    num_stale_results: dropped results of an older worker group.
     accepted_histogram: [k] rounds that accepted k draft tokens.
-    num_draft_tokens: drafted, verified or not: plain rounds and a request's end leave drafts unverified.
+    num_draft_tokens: drafted tokens, verified or not.
     tokens_by_shape, steps_by_shape, expected_tokens_per_ms: by name of the shape (`workers.config.RoundShape`).
     steps_by_reason: by `workers.scheduling.shape_choice.Reason`.
-    inter_token_s: between two steps that brought tokens, one observation per request and step.
+    inter_token_s: time between two steps with tokens; one observation per request and step.
     time_per_output_token_s: one observation per finished request.
     """
 
@@ -188,19 +189,19 @@ class SchedulerStats(msgspec.Struct):
             label="position",
         ),
     ]:
-        """[k]: rounds that accepted at least k + 1 draft tokens."""
+        """[k] rounds that accepted at least k + 1 draft tokens."""
         return tuple(sum(self.accepted_histogram[k + 1 :]) for k in range(len(self.accepted_histogram) - 1))
 
     def count_finished(self, reason: str) -> None:
-        """One request more ended for `reason`."""
+        """Count one finished request."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
     def count_rounds(self, shape: str, num_tokens: int, reason: str) -> None:
-        """One step more whose rounds verified `shape` for `reason` and emitted num_tokens."""
+        """Count one step whose rounds verified `shape` for `reason` and emitted num_tokens."""
         self.tokens_by_shape[shape] = self.tokens_by_shape.get(shape, 0) + num_tokens
         self.steps_by_shape[shape] = self.steps_by_shape.get(shape, 0) + 1
         self.steps_by_reason[reason] = self.steps_by_reason.get(reason, 0) + 1
 
     def copy(self) -> "SchedulerStats":
-        """As they are now; the original goes on counting."""
+        """Return a snapshot."""
         return msgspec.msgpack.decode(msgspec.msgpack.encode(self), type=SchedulerStats)

@@ -1,5 +1,5 @@
-"""What a step brought: requests get their tokens, lengths and pages are brought up to date, statistics and the choice
-of shapes and admission learn. The part of the scheduler that comes after a step."""
+"""Applies a step's result: updates requests, lengths, pages and statistics, and feeds `StepTime`, shape choice and
+admission."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ _FINISH = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
 
 
 class StepResults:
-    """Applies results in the order of their plans. step_time: is told how long steps took; None without costs."""
+    """Applies results in the order of their plans. step_time: receives step times; None without costs."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class StepResults:
         self._last_s = clock()  # when the last result came
 
     def apply(self, step: InFlightStep, result: StepResult, newest: int) -> list[RequestOutput]:
-        """What the step of `result` brought, a request each. newest: the last step that is planned."""
+        """Apply a result. Return one output per request. newest: the last planned step."""
         counts = unpack_i32(result.counts)
         finish = np.frombuffer(result.finish, np.uint8)
         assert len(counts) == len(finish) == len(step.sequences), "a result has other entries than its plan"
@@ -61,7 +61,7 @@ class StepResults:
         late = self._sit_out(step, result, counts, newest, now)
         committed_before = self._advance(step, counts, now)
         num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)))
-        # from its plan, or the step before it, on
+        # since its plan, or since the step before it
         took_s, self._last_s = min(result.elapsed_s, now - self._last_s), now
         if self.step_time is not None:
             self.step_time.observe(step.load, took_s * 1e3)
@@ -88,7 +88,7 @@ class StepResults:
                 reason = _FINISH[finish_code]
                 self._admission.ended(len(request.output))
                 self._queues.finish(sequence, reason, committed_before[index], now)
-            drafted = min(num_accepted, count) if num_accepted > 0 else 0  # fewer where a stop ended the round
+            drafted = min(num_accepted, count) if num_accepted > 0 else 0  # fewer if a stop ended the round
             outputs.append(
                 RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason, num_drafted=drafted)
             )
@@ -97,7 +97,7 @@ class StepResults:
         return outputs
 
     def _end_failed(self, step: InFlightStep, result: StepResult, now: float) -> list[RequestOutput]:
-        """End the requests that cannot go on, whether or not they still have their slots."""
+        """End requests that cannot go on, with or without a slot."""
         queues, failed = self._queues, [(step.sequences[entry], why) for entry, why in result.failed.items()]
         others = result.failed_requests | dict.fromkeys(queues.grammars.overdue(now), TOO_LATE)
         for number, why in others.items():
@@ -120,8 +120,8 @@ class StepResults:
     def _sit_out(
         self, step: InFlightStep, result: StepResult, counts: npt.NDArray[np.int32], newest: int, now: float
     ) -> npt.NDArray[np.bool_]:
-        """Take the slots of requests whose masks were late: they go on once the ranks have them. Returns which entries
-        of the step these are."""
+        """Preempt requests whose masks are late; they resume once the ranks have them. Return which entries of the step
+        these are."""
         queues = self._queues
         late: npt.NDArray[np.bool_] = (counts == 0) & (self._slot_pages.user[step.slots] == step.users)
         for entry in np.flatnonzero(late).tolist():
@@ -135,7 +135,7 @@ class StepResults:
         return late
 
     def _prompt_ended(self, sequence: Sequence, now: float) -> None:
-        """The token after the prompt has come."""
+        """The first token after the prompt has arrived."""
         if sequence.first_token_s < 0:
             sequence.first_token_s, sequence.first_output = now, len(sequence.request.output)
             self._stats.time_to_first_token_s.observe(now - sequence.submitted_s)
@@ -143,8 +143,8 @@ class StepResults:
             self._slot_pages.share(sequence.slot, sequence.known_tokens())
 
     def _advance(self, step: InFlightStep, counts: npt.NDArray[np.int32], now: float) -> list[int]:
-        """Brings the books up to a result. Returns the committed length of each entry as it was known before: what the
-        round that ends a request commits is not relied on."""
+        """Update lengths by a result. Return each entry's committed length before it: what the round that ends a
+        request commits is not reused."""
         slot_pages, slots, num_rounds = self._slot_pages, step.slots, step.num_rounds
         before: list[int] = slot_pages.committed[slots].tolist()
         emitted = counts
@@ -166,7 +166,7 @@ class StepResults:
         return before
 
     def _learn(self, step: InFlightStep, accepted: npt.NDArray[np.int32]) -> list[int]:
-        """How many drafts each entry of a step verified; what became of them tells which shape to run."""
+        """Return the number of drafts that each entry verified, and report their acceptance to the shape choice."""
         count = step.num_rounds
         if step.shape == 0:
             return [0] * len(accepted)
@@ -194,7 +194,7 @@ class StepResults:
 
 
 def _prompt_outputs(step: InFlightStep, result: StepResult) -> list[RequestOutput]:
-    """Log-probabilities of prompts, of those requests that still run there."""
+    """Return log-probabilities of prompts, for requests that still run."""
     return [
         RequestOutput(sequence.request, [], prompt_logprobs=logprobs)
         for sequence, logprobs in zip(step.asking, result.prompt_logprobs, strict=True)
