@@ -102,11 +102,9 @@ class RequestQueues:
 
     def start_decoding(self, sequence: Sequence) -> None:
         """Its last chunk is planned: it runs rounds from the next plan on."""
-        slot = sequence.slot
         del self.prefilling[sequence.number]
         sequence.request.state = RequestState.RUNNING
-        self.slot_pages.decoding[slot] = True
-        self.slot_pages.min_pending[slot] += 1
+        self.slot_pages.start_decoding(sequence.slot)
 
     def preempt_youngest(self, builder: PlanBuilder) -> None:
         """Preempt the youngest active request."""

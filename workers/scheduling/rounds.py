@@ -29,41 +29,47 @@ class RoundPlanner:
         self._shapes = shapes
         self._shape_choice = shape_choice
         self.choose_shape = choose_shape
+        self._last_slots = (-1, 0)  # changes of slots, and slots that run a round, when the next two were found
+        self._speculates = self._is_rare = False  # whether a slot that runs a round wants drafts, or samples rarely
 
-    def shape(self, step_time: StepTime | None) -> int:
-        """Return the shape that the next rounds verify and draft."""
+    def shape(self, slots: Slots, kv_tokens: int, step_time: StepTime | None) -> int:
+        """Return the shape that the next rounds verify and draft.
+
+        slots: [n] that run a round.
+        kv_tokens: committed tokens of all of them together.
+        """
         if self.choose_shape is not None:
             return self.choose_shape(self._shapes)
         if self._shapes.default == 0:
             return 0
         slot_pages, waiting = self._slot_pages, self._queues.waiting
-        slots = slot_pages.round_slots()
+        if self._last_slots != (slot_pages.num_changes, len(slots)):  # else they are the same
+            self._last_slots = slot_pages.num_changes, len(slots)
+            self._speculates = bool(slot_pages.speculative[slots].any())
+            self._is_rare = bool(slot_pages.rare_sampling[slots].any())
         with_prompts = bool(self._queues.prefilling or (waiting and slot_pages.num_free_slots))
-        speculative = slot_pages.speculative[slots]
-        if not with_prompts and not speculative.any():
+        if not with_prompts and not self._speculates:
             self._shape_choice.reason = Reason.NOBODY
             return 0
-        load = Load(
-            slots,
-            slot_pages.user[slots],
-            speculative,
-            int(slot_pages.committed[slots].sum()),
-            with_prompts,
-            bool(slot_pages.rare_sampling[slots].any()),
-        )
+        users, speculative = slot_pages.user, slot_pages.speculative
+        load = Load(slots, users, speculative, kv_tokens, with_prompts, self._speculates, self._is_rare)
         return self._shape_choice.choose(load, step_time)
 
-    def reserve(self, builder: PlanBuilder, shape: int) -> tuple[Slots, Int64s]:
-        """Reserve pages for a round of all decoding requests, preempting the youngest until they suffice. Return the
-        slots, and the end of each one's writes."""
+    def reserve(self, builder: PlanBuilder, slots: Slots, shape: int) -> tuple[Slots, Int64s]:
+        """Reserve pages for a round of `slots`, preempting the youngest until they suffice. Return the slots that are
+        left, and the end of each one's writes."""
         slot_pages = self._slot_pages
         while True:
-            slots = slot_pages.round_slots()
             ends = slot_pages.round_ends(slots, self._shapes[shape])
             if len(slots) == 0 or slot_pages.fit_rounds(slots, ends) == 0:
                 return slots, ends
             self._queues.preempt_youngest(builder)
+            slots = slot_pages.round_slots()
 
     def load(self, slots: Slots, shape: int) -> StepRounds:
         """Return the rounds of these slots, for the latency budget."""
-        return StepRounds(shape, len(slots), int(self._slot_pages.committed[slots].sum()))
+        return StepRounds(shape, len(slots), self.kv_tokens(slots))
+
+    def kv_tokens(self, slots: Slots) -> int:
+        """Return the committed tokens of these slots together."""
+        return int(self._slot_pages.committed[slots].sum())

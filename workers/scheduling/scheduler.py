@@ -18,7 +18,7 @@ from workers.scheduling.admission import Admission
 from workers.scheduling.capture_pacing import CapturePacing
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.grammar_queue import GrammarQueue
-from workers.scheduling.latency_budget import LatencyBudget
+from workers.scheduling.latency_budget import LatencyBudget, StepRounds
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.prefill import PrefillPlanner
 from workers.scheduling.request import FinishReason, Request, RequestOutput, UnfinishedError
@@ -210,9 +210,11 @@ class Scheduler:
             return None if self._in_flight else self._plan_capture()
         slot_pages = self.slot_pages
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
-        shape = self.rounds.shape(self.step_time)
-        slots, ends = self.rounds.reserve(builder, shape)
-        rounds = self.rounds.load(slots, shape)
+        slots = slot_pages.round_slots()
+        kv_tokens = self.rounds.kv_tokens(slots)
+        shape = self.rounds.shape(slots, kv_tokens, self.step_time)
+        slots, ends = self.rounds.reserve(builder, slots, shape)
+        rounds = self.rounds.load(slots, shape) if builder.preempted else StepRounds(shape, len(slots), kv_tokens)
         budget = self._prefill.plan(builder, self._shapes[shape], rounds)
         if builder.preempted and len(slots):  # a chunk of an older request may have preempted a younger one
             alive = slot_pages.decoding[slots]

@@ -19,11 +19,11 @@ from workers.scheduling.survival import Ints, Survival
 __all__ = ["Load", "Reason", "ShapeChoice"]
 
 EVALUATE_EVERY = 8  # steps; estimates hardly move in fewer
-EVALUATE_EVERY_MS = 32.0  # of rounds, if they are faster: an evaluation takes 100 us of the host
-CHANGING_EVERY_MS = 8.0  # the same while another shape seems better, a probe runs or the batch has changed
-CHANGE_ABOVE = 1 / 128  # share of the time that a better shape must save
-LEARN_EVERY_MS = 4.0  # of rounds: learning from each of faster ones takes a good part of the host's time
+EVALUATE_EVERY_MS = 64.0  # of rounds, if they are faster: an evaluation takes 200 to 500 us of the host
+CHANGING_EVERY_MS = 16.0  # the same while another shape seems better, a probe runs or the batch has changed
+LEARN_EVERY_MS = 1.0  # of rounds: of faster ones some tell enough, and each takes 2 us of the host
 FIRST_RECORDS = 32  # steps that are all learnt from, before it
+CHANGE_ABOVE = 1 / 128  # share of the time that a better shape must save
 PROMPTS_WEIGHT = 1 / 32  # of a step in the estimate of how soon prompt chunks come again
 FIRST_RETURN = 1 / 8  # chance of a step to have prompt chunks, before any step
 
@@ -63,6 +63,7 @@ class ShapeChoice:
         self._lost = 0.0  # time lost since the current shape is not the best, in rounds
         self._unlearnt_ms = 0.0
         self._num_learnt = 0
+        self._num_plain = 0  # rounds without drafts since the last evaluation
         self._probes = ShapeProbes(self.survival, len(shapes))
 
     def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
@@ -102,19 +103,19 @@ class ShapeChoice:
         rates = self._rates
         assert rates is not None
         shape, allowed = self._without_probe(load, rates)
-        if any(load.speculative):
-            shape = self._with_probe(load, step_time, rates, shape, allowed, is_evaluated)
-        else:
+        if not load.speculates:
             self._probes.current = None
+        elif is_evaluated or self._probes.current is not None:
+            shape = self._with_probe(load, step_time, rates, shape, allowed, is_evaluated)
         self._probes.count_step(self._step, shape)
         if shape == 0:
-            self.survival.age(num_requests)
+            self._num_plain += num_requests
         return shape
 
     def _is_evaluation_due(self, num_requests: int, step_time: StepTime) -> bool:
         if self._rates is None or step_time is not self._step_time or self._until_evaluation <= 0:
             return True
-        has_moved = abs(num_requests - self._num_requests) * 8 > self._num_requests
+        has_moved = abs(num_requests - self._num_requests) * 4 > self._num_requests
         if not has_moved:
             return False
         return self._step - self._evaluated >= CHANGING_EVERY_MS / self._rates.ms[self._current]
@@ -122,6 +123,8 @@ class ShapeChoice:
     def _evaluate(self, load: Load, step_time: StepTime) -> None:
         """Estimate all shapes anew, and change the current one if that saves enough. The best is what loses least: so
         it is beside prompt chunks too, because a chunk adds the same to rounds of any shape."""
+        self.survival.age(self._num_plain)
+        self._num_plain = 0
         self._rates = rates = Rates.of(load, self._current, self.survival, step_time)
         self._probes.charge(rates, self._current, self._step)
         self.expected = {

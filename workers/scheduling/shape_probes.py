@@ -49,7 +49,9 @@ class ShapeProbes:
     def __init__(self, survival: Survival, num_shapes: int) -> None:
         self.current: Probe | None = None
         self._told = shapes_told_by(survival, num_shapes)
-        self._informed = np.full(num_shapes, -PROBE_AGE, np.int64)  # last step that taught about each shape
+        # last step that taught about each shape, without the last ones, which all ran the same shape
+        self._informed = np.full(num_shapes, -PROBE_AGE, np.int64)
+        self._last_step, self._last_shape = -PROBE_AGE, 0
         # time that probes may cost now, in rounds; below 0 after a probe that cost more
         self._credit = self._old_credit = 0.0
         self._num_pace_changes = 0
@@ -60,7 +62,12 @@ class ShapeProbes:
         """Step number `step` runs `shape`."""
         self._credit += PROBING_SHARE
         self._old_credit += OLD_SHARE
-        self._informed[self._told[shape]] = step
+        if shape != self._last_shape:
+            self._inform()
+        self._last_step, self._last_shape = step, shape
+
+    def _inform(self) -> None:
+        self._informed[self._told[self._last_shape]] = self._last_step
 
     def go_on(self, rates: Rates, shape: int, allowed: Sequence[int], step: int) -> bool:
         """Continue or end the current probe; returns whether it has just ended.
@@ -133,6 +140,7 @@ class ShapeProbes:
         if promising and left_ms > 0.0:
             self.current = Probe(max(promising, key=rates.hoped.__getitem__), FIRST_RESULTS, MAX_PROBE_STEPS)
             return True
+        self._inform()
         old = [other for other in others if step - self._informed[other] > PROBE_AGE]
         if old:
             oldest = min(old, key=self._informed.__getitem__)

@@ -6,6 +6,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +20,16 @@ SURE = 3.0  # standard errors of its time that a shape that cannot be the best o
 TIMED_ERROR = 0.12  # relative error of a shape's time above which it is uncertain
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What a step is going to run.
 
-    slots, users: [n] slots of the requests that run a round, and the requests' numbers.
-    speculative: [n] whether each request wants drafts.
-    kv_tokens: committed tokens of all of them together.
+    slots: [n] slots of the requests that run a round.
+    users: [slots] number of the request that has each slot.
+    speculative: [slots] whether it wants drafts.
+    kv_tokens: committed tokens of the n requests together.
     with_prompts: prompt chunks may run beside the rounds.
-    rare_sampling: a request needs sampling that only `RoundShapes.unrestricted` shapes are captured for.
+    speculates: one of the n requests wants drafts.
+    rare_sampling: one of them needs sampling that only `RoundShapes.unrestricted` shapes are captured for.
     """
 
     slots: Ints
@@ -35,6 +37,7 @@ class Load:
     speculative: Bools
     kv_tokens: int
     with_prompts: bool = False
+    speculates: bool = True
     rare_sampling: bool = False
 
 
@@ -58,11 +61,12 @@ class Rates:
     @classmethod
     def of(cls, load: Load, current: int, survival: Survival, step_time: StepTime) -> "Rates":
         """Evaluate all shapes. current: the shape that `errors` are relative to."""
-        expected, hoped = survival.expected_tokens(load.slots, load.users, load.speculative)
-        tokens, num_requests = expected.tolist(), len(load.slots)
+        slots, num_requests = load.slots, len(load.slots)
+        expected, hoped = survival.expected_tokens(slots, load.users[slots], load.speculative[slots])
+        tokens = expected.tolist()
         steps = [Step(shape, num_requests, load.kv_tokens) for shape in range(len(tokens))]
         ms = [step_time.ms(step) for step in steps]
-        errors = [step_time.error_between(step, steps[current]) for step in steps]
+        errors = step_time.errors_between(steps, steps[current])
         return cls(
             tokens,
             ms,

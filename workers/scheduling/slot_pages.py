@@ -34,6 +34,7 @@ class SlotPages:
     cache_salt: see `SamplingParams`.
     drafted: index of the shape that the last plan drafted; 0: none.
     user: number of the slot's request; results for another user are late.
+    num_changes: grows whenever a slot is taken, starts to decode, or is freed.
 
     Pages may be freed early: ranks execute plans in order, and a page gets a new owner only in a later plan. Steps in
         flight write to it before that. Cached pages lie below the committed length, where no step writes again.
@@ -58,6 +59,7 @@ class SlotPages:
         self.drafted = np.zeros(num_slots, np.int64)
         self.user = np.full(num_slots, -1, np.int64)
         self.last_token_s = np.zeros(num_slots, np.float64)
+        self.num_changes = 0
         self.pages: list[list[int]] = [[] for _ in range(num_slots)]
         self._free_slots = list(range(num_slots))  # heap: the lowest slot first
         self._updates: dict[tuple[int, int], int] = {}  # (slot, index in its table) -> page
@@ -84,6 +86,7 @@ class SlotPages:
         """Give request number `user` a slot whose table starts with `cached_pages`, which the caller holds until
         now."""
         slot = heapq.heappop(self._free_slots)
+        self.num_changes += 1
         self.user[slot] = user
         self.num_tokens[slot] = num_tokens
         self.max_len[slot] = max_len
@@ -92,6 +95,12 @@ class SlotPages:
         self._extend(slot, cached_pages)
         self.num_pages[slot] = len(cached_pages)
         return slot
+
+    def start_decoding(self, slot: int) -> None:
+        """The slot runs rounds from the next plan on; its first token is in flight."""
+        self.num_changes += 1
+        self.decoding[slot] = True
+        self.min_pending[slot] += 1
 
     def round_slots(self) -> Slots:
         """Slots that run a round, ascending: decoding, and not certain to end with a step in flight."""
@@ -256,6 +265,7 @@ class SlotPages:
             self._updates[slot, index] = page
 
     def _clear(self, slot: int) -> None:
+        self.num_changes += 1
         for lengths in (self.committed, self.num_tokens, self.max_len):
             lengths[slot] = 0
         for counts in (self.max_pending, self.min_pending, self.num_pages):

@@ -40,6 +40,9 @@ MAX_LOG = 7.0  # of a time over its table's: a step that took a thousand times a
 LEARN_EVERY_MS = 4.0  # of steps of a known kind: learning takes 50 us of the host, where rounds may take 400
 
 
+_OURS_LESS_THEIRS = np.array((1.0, 1.0, 1.0, -1.0, -1.0, -1.0))  # the parts of two steps without prompt tokens
+
+
 class Step(NamedTuple):
     """What a step runs.
 
@@ -144,13 +147,14 @@ class StepTime:
         """See `default_itl_target_ms`."""
         return default_itl_target_ms(self.costs, lambda *step: self.ms(Step(*step)))
 
-    def error_between(self, step: Step, other: Step) -> float:
-        """Standard deviation of the logarithm of the ratio of two steps' times: what both share is in neither."""
-        ours, theirs = self._parts(step), self._parts(other)
-        if ours == theirs:
-            return 0.0
-        variance = self._between(ours, ours) + self._between(theirs, theirs) - 2.0 * self._between(ours, theirs)
-        return math.sqrt(max(variance, 0.0))
+    def errors_between(self, rounds: Sequence[Step], other: Step) -> list[float]:
+        """Standard deviations of the logarithm of the ratio of each step's time to the other's: what both share is in
+        neither. All are steps without prompt tokens."""
+        theirs = self._parts(other)
+        parts = np.array([self._parts(step) + theirs for step in rounds])
+        covariance = self._covariance[parts[:, :, None], parts[:, None, :]]
+        variances = _OURS_LESS_THEIRS @ covariance @ _OURS_LESS_THEIRS
+        return [math.sqrt(max(variance, 0.0)) for variance in variances.tolist()]
 
     def correction(self, step: Step) -> float:
         """What the table's milliseconds of such a step are multiplied by."""

@@ -1,7 +1,12 @@
 """How likely drafted tokens are to be accepted, by request, depth and shape: running estimates of what rounds report.
 
-`workers.scheduling.shape_choice` asks it. Pure, one call a step, arrays over slots; knows no clock and no cost.
+`workers.scheduling.shape_choice` reports rounds to it and asks it every few steps. Pure, arrays over slots; knows no
+clock and no cost.
 """
+
+import itertools
+import math
+import operator
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +24,9 @@ SHAPE_PRIOR = 4.0  # rounds that an estimate weighs that of another shape, or of
 OTHERS_COUNT = 512.0  # rounds of another shape that make as sure as one of its own
 UNKNOWN = 0.7  # of the first depth before any round
 OPTIMISM = 1.5  # standard errors that hoped tokens are above the estimate
+MAX_REPORTS = 256  # of steps, that are counted together
 EDGE = 1e-3  # estimates stay that far from 0 and 1
+EPSILON = 1e-9  # of a window: avoids 0 / 0
 
 
 class Survival:
@@ -49,15 +56,14 @@ class Survival:
         self._branching = np.ones(count)
         for index, shape in enumerate(shapes.shapes[1:], 1):
             self._branching[self._family[index]] += np.log2(shape.width / shape.max_new_tokens) / 4
+        self._column = np.arange(self._max_depth)[:, None]
         self._hits = np.zeros((count, self._max_depth))
         self._trials = np.zeros((count, self._max_depth))
         self._chances = self._estimate()
         self._counts = np.zeros((3, self._max_depth, num_slots))  # hits, trials, and the hits that were expected
         self._users = np.full(num_slots, -1, np.int64)
-        self._column = np.arange(self._max_depth)[:, None]
-        self._runs, self._failed = np.zeros((2, num_slots), np.int64)
-        self._decay = np.ones(num_slots)
         self._last = 0  # the family that ran last
+        self._reports: list[tuple[int, Ints, Ints, Ints, npt.NDArray[np.int32]]] = []  # not counted yet
 
     def family(self, shape: int) -> int:
         """Shapes of one family share their estimates as deep as both go."""
@@ -69,7 +75,20 @@ class Survival:
 
     def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
         """What rounds that verified `shape` reported. slots, users: [n] and the requests that had them. drafted: [n]
-        the shapes whose trees they had. accepted: [n] drafts, -1 where there were none."""
+        the shapes whose trees they had. accepted: [n] drafts, -1 where there were none. The arrays are kept: reports
+        are counted together, by the next `expected_tokens`, because that takes as long for many as for one."""
+        self._reports.append((shape, slots, users, drafted, accepted))
+        if len(self._reports) == MAX_REPORTS:
+            self._count_reports()
+
+    def _count_reports(self) -> None:
+        reports, self._reports = self._reports, []
+        for shape, of_shape in itertools.groupby(reports, operator.itemgetter(0)):
+            _, *columns = zip(*of_shape, strict=True)
+            self._count(shape, *map(np.concatenate, columns))
+
+    def _count(self, shape: int, slots: Ints, users: Ints, drafted: Ints, accepted: npt.NDArray[np.int32]) -> None:
+        """Count rounds of one shape, in their order; a request may have run several."""
         family = self.family(shape)
         seen = accepted >= 0
         if len(self._branching) > 1:
@@ -80,36 +99,34 @@ class Survival:
         if num_seen < len(slots):
             slots, users, drafted, accepted = slots[seen], users[seen], drafted[seen], accepted[seen]
         self._take_over(slots, users)
-        runs, failed = self._runs, self._failed  # of all slots: cheaper than picking rows
-        runs.fill(0)
-        failed.fill(0)
-        runs[slots] = accepted
-        failed[slots] = accepted < np.minimum(self._depth[drafted], self._depth[shape])
-        hits = self._column < runs
-        trials = self._column < runs + failed
-        new = np.empty(self._counts.shape)
-        new[0], new[1] = hits, trials
-        engine_hits, engine_trials = new[:2].sum(2)
-        kept = np.full(self._hits.shape, 1.0 - num_seen / ENGINE_WINDOW / 8)  # of what did not run, or hardly
-        np.minimum(kept[family], 1.0 - engine_trials / ENGINE_WINDOW, out=kept[family])
-        np.maximum(kept, 0.5, out=kept)
+        failed = accepted < np.minimum(self._depth[drafted], self._depth[shape])
+        hits, trials = self._column < accepted, self._column < accepted + failed
+        engine_hits, engine_trials = hits.sum(1), trials.sum(1)
+        age = np.full(self._hits.shape, num_seen / ENGINE_WINDOW / 8)  # of what did not run, or hardly
+        np.maximum(age[family], engine_trials / ENGINE_WINDOW, out=age[family])
+        kept, added = _kept_and_added(age)
         self._hits *= kept
         self._trials *= kept
-        self._hits[family] += engine_hits
-        self._trials[family] += engine_trials
-        weight = SHAPE_PRIOR * self._chances[family]  # what was expected knows of this step already
+        self._hits[family] += engine_hits * added[family]
+        self._trials[family] += engine_trials * added[family]
+        weight = SHAPE_PRIOR * self._chances[family]  # what was expected knows of these rounds already
         chances = (self._hits[family] + weight) / (self._trials[family] + SHAPE_PRIOR)
+        num_slots = len(self._users)
+        current = self._users[slots] == users  # the others' slots have another request now
+        kept, added = _kept_and_added(np.bincount(slots[current], minlength=num_slots) / REQUEST_WINDOW)
+        cells = self._column * num_slots + slots
+        new = np.empty(self._counts.shape)
+        for of_request, told in zip(new, (hits, trials), strict=False):
+            counts = np.bincount(cells[told & current], minlength=of_request.size)
+            np.multiply(counts.reshape(of_request.shape), added, out=of_request)
         np.multiply(new[1], chances[:, None], out=new[2])
-        decay = self._decay
-        decay.fill(1.0)
-        decay[slots] = 1.0 - 1.0 / REQUEST_WINDOW
-        self._counts *= decay
+        self._counts *= kept
         self._counts += new
         self._last = family
 
     def age(self, num_rounds: int) -> None:
         """So many rounds have run without drafts, so that what is known of drafts is older."""
-        kept = max(0.5, 1.0 - num_rounds / ENGINE_WINDOW / 8)
+        kept = math.exp(-num_rounds / ENGINE_WINDOW / 8)
         self._hits *= kept
         self._trials *= kept
 
@@ -117,35 +134,29 @@ class Survival:
         """[shapes], twice: tokens that one round of these requests emits, all together; those that do not speculate
         count 1 each. First as expected, then the upper end of what is likely: of what hardly ran, more may be hoped
         for. Refreshes the engine's estimates."""
-        self._chances = self._estimate()
-        total = np.full(len(self._depth), float(len(slots)))
+        self._count_reports()
+        self._chances = chances = self._estimate()
+        total = np.full((2, len(self._depth)), float(len(slots)))
         if not speculative.all():
             slots, users = slots[speculative], users[speculative]
         if len(slots) == 0:
-            return total, total
+            return total[0], total[1]
         self._take_over(slots, users)
-        evidence = self._trials + SHAPE_PRIOR + self._trials.max(0) / OTHERS_COUNT
-        errors = np.sqrt(self._chances * (1.0 - self._chances) / evidence)
-        hoped = np.minimum(self._chances + OPTIMISM * errors, 1.0 - EDGE)
-        return self._tokens(total, slots, self._chances), self._tokens(total, slots, hoped)
+        evidence = self._trials + (SHAPE_PRIOR + self._trials.max(0) / OTHERS_COUNT)
+        errors = np.sqrt(chances * (1.0 - chances) / evidence)
+        of_engine = np.stack((chances, np.minimum(chances + OPTIMISM * errors, 1.0 - EDGE)))
+        odds = (of_engine / (1.0 - of_engine))[..., None] * self._odds_ratios(slots)
+        survival = (odds / (1.0 + odds)).cumprod(2).sum(3).cumsum(2)  # [2, families, depth]
+        total[:, 1:] += survival[:, self._family[1:], self._depth[1:] - 1]
+        return total[0], total[1]
 
-    def _tokens(self, plain: Floats, slots: Ints, of_engine: Floats) -> Floats:
-        survival = self.chances(slots, of_engine).cumprod(1).sum(2).cumsum(1)  # [families, depth]
-        tokens = plain.copy()
-        tokens[1:] += survival[self._family[1:], self._depth[1:] - 1]
-        return tokens
-
-    def chances(self, slots: Ints, of_engine: Floats | None = None) -> Floats:
-        """[families, depth, n]: of requests that have been told of, that a node at each depth is accepted if its parent
-        was. of_engine: [families, depth], the same of the engine as a whole if not as estimated."""
-        of_engine = self._chances if of_engine is None else of_engine
-        usual = self._chances[self._last][:, None]
+    def _odds_ratios(self, slots: Ints) -> Floats:
+        """[depth, n]: of the odds that a request's node is accepted if its parent was, to the engine's."""
+        usual = REQUEST_PRIOR * self._chances[self._last][:, None]
         hits, trials, expected = self._counts[:, :, slots]
-        weight, misses = REQUEST_PRIOR * usual, REQUEST_PRIOR * (1.0 - usual)
-        ratio = (hits + weight) / (trials - hits + misses) * (trials - expected + misses) / (expected + weight)
-        odds = ratio * (of_engine / (1.0 - of_engine))[:, :, None]
-        chances: Floats = odds / (1.0 + odds)
-        return chances
+        trials, hits, expected = trials + REQUEST_PRIOR, hits + usual, expected + usual
+        ratios: Floats = hits * (trials - expected) / ((trials - hits) * expected)
+        return ratios
 
     def _take_over(self, slots: Ints, users: Ints) -> None:
         """Slots that have another request than before know nothing of it."""
@@ -156,14 +167,19 @@ class Survival:
 
     def _estimate(self) -> Floats:
         """[families, depth]: of the engine as a whole."""
-        reference = self._trials.argmax(0)
-        column = np.arange(self._max_depth)
-        hits, trials = self._hits[reference, column].tolist(), self._trials[reference, column].tolist()
-        known, chance = np.empty(self._max_depth), UNKNOWN
-        for depth in range(self._max_depth):
-            chance = (hits[depth] + SHAPE_PRIOR * chance) / (trials[depth] + SHAPE_PRIOR)
-            known[depth] = chance
-        known = np.clip(known, EDGE, 1.0 - EDGE)
-        prior = 1.0 - (1.0 - known) ** (self._branching[:, None] / self._branching[reference])
+        reference, column = self._trials.argmax(0), self._column[:, 0]
+        hits_of, trials_of = (of[reference, column].tolist() for of in (self._hits, self._trials))
+        chances, chance = [], UNKNOWN
+        for hits, trials in zip(hits_of, trials_of, strict=True):
+            chance = (hits + SHAPE_PRIOR * chance) / (trials + SHAPE_PRIOR)
+            chances.append(min(max(chance, EDGE), 1.0 - EDGE))
+        prior = 1.0 - (1.0 - np.array(chances)) ** (self._branching[:, None] / self._branching[reference])
         found: Floats = (self._hits + SHAPE_PRIOR * prior) / (self._trials + SHAPE_PRIOR)
-        return found.clip(EDGE, 1.0 - EDGE)
+        return np.minimum(np.maximum(found, EDGE), 1.0 - EDGE)
+
+
+def _kept_and_added(age: Floats) -> tuple[Floats, Floats]:
+    """What counts that decay keep, and what new ones add of themselves, each in the mean: they come one after the other
+    while the counts age by `age` windows."""
+    kept = np.exp(-age)
+    return kept, (1.0 - kept + EPSILON) / (age + EPSILON)

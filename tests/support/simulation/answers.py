@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from attention.config import CacheConfig
 from tests.support.simulation.scheduler import Clock
+from tests.support.simulation.shapes import CHAIN, TREE, chances_of
 from workers.config import RoundShapes, SchedulerConfig
 from workers.runner.local_engine import LocalEngine
-from workers.scheduling.cost_table import CostTable
+from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
@@ -30,6 +31,12 @@ from workers.scheduling.scheduler import Scheduler
 
 SLOTS = 32
 WARM_UP_STEPS = 200
+
+# milliseconds of a round of the embedded models on an H200, and of what the host does for it
+BATCHES = (1, 8, 32)
+PLAIN_MS, CHAIN_MS, TREE_MS = (0.12, 0.15, 0.25), (0.33, 0.38, 0.60), (0.47, 0.56, 1.20)
+ROUNDS_MS = {CHAIN: (PLAIN_MS, (0.20, 0.23, 0.40), CHAIN_MS), TREE: (PLAIN_MS, CHAIN_MS, (0.40, 0.48, 0.80), TREE_MS)}
+HOST_MS = 0.42
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,16 @@ class Pair:
     costs: CostTable
     host_ms: float
     noise: float = 0.05
+
+
+def embedded_pair(shapes: RoundShapes, mean: float, host_ms: float = HOST_MS) -> Pair:
+    """The embedded models on an H200. mean: tokens of a round of a chain of four drafts."""
+    rounds = tuple(RoundCosts(BATCHES, ms, (0.0,) * 3) for ms in ROUNDS_MS[shapes])
+    chunks = tuple(
+        tuple(alone + ms for ms in (0.30, 0.32, 0.40)) for alone in (0.05, *ROUNDS_MS[shapes][shapes.default])
+    )
+    costs = CostTable(rounds, (0, *BATCHES), (16, 128, 512), chunks, default=shapes.default)
+    return Pair(shapes, chances_of(shapes, mean).tolist(), costs, host_ms)
 
 
 class _Slot:

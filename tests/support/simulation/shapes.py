@@ -130,7 +130,9 @@ class Engine:
             self.users += self.max_batch
         self.num_steps += 1
         users, kv_tokens = self.users[slots], self.batch * self.context
-        load = Load(slots, users, speculative, kv_tokens, with_prompts, rare_sampling)
+        load = Load(
+            slots, self.users, self.speculative, kv_tokens, with_prompts, bool(speculative.any()), rare_sampling
+        )
         chosen = self.choice.choose(load, self.step_time)
         verified, possible = min(self.drafted, chosen), int(min(self.depth[self.drafted], self.depth[chosen]))
         chance = float(self.chances[verified])

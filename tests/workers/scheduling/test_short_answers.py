@@ -6,25 +6,9 @@ of any shape. There and where rounds take what the device does, after 200 steps.
 
 import pytest
 
-from tests.support.simulation.answers import Answers, Pair
-from tests.support.simulation.shapes import CHAIN, TREE, chances_of
+from tests.support.simulation.answers import HOST_MS, Answers, embedded_pair
+from tests.support.simulation.shapes import CHAIN, TREE
 from workers.config import RoundShapes
-from workers.scheduling.cost_table import CostTable, RoundCosts
-
-BATCHES = (1, 8, 32)
-PLAIN_MS, CHAIN_MS, TREE_MS = (0.12, 0.15, 0.25), (0.33, 0.38, 0.60), (0.47, 0.56, 1.20)
-ROUNDS_MS = {CHAIN: (PLAIN_MS, (0.20, 0.23, 0.40), CHAIN_MS), TREE: (PLAIN_MS, CHAIN_MS, (0.40, 0.48, 0.80), TREE_MS)}
-HOST_MS = 0.42
-
-
-def pair(shapes: RoundShapes, mean: float, host_ms: float) -> Pair:
-    """mean: tokens of a round of a chain of four drafts."""
-    rounds = tuple(RoundCosts(BATCHES, ms, (0.0,) * 3) for ms in ROUNDS_MS[shapes])
-    chunks = tuple(
-        tuple(alone + ms for ms in (0.30, 0.32, 0.40)) for alone in (0.05, *ROUNDS_MS[shapes][shapes.default])
-    )
-    costs = CostTable(rounds, (0, *BATCHES), (16, 128, 512), chunks, default=shapes.default)
-    return Pair(shapes, chances_of(shapes, mean).tolist(), costs, host_ms)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +30,7 @@ def test_short_answers_come_as_fast_as_with_the_best_shape(
 ) -> None:
     """Against the best shape in all steps that may have it, and in the others what is captured beside prompts. What is
     accepted differs between both by chance, which makes a standard error of 0.015: 0.97 less two of them."""
-    of, index = pair(shapes, mean, host_ms), [shape.name for shape in shapes.shapes].index(best)
+    of, index = embedded_pair(shapes, mean, host_ms), [shape.name for shape in shapes.shapes].index(best)
     beside = shapes.largest_beside_chunks(batch)
     count = 40 + 10 * batch
     forced = Answers(of, choose=lambda has_prompts: beside if has_prompts else index)

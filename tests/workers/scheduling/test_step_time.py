@@ -87,10 +87,11 @@ def test_what_no_longer_runs_becomes_uncertain() -> None:
     ran = Ran()
     for shape in (CHAIN, PLAIN):
         ran.run(rounds(shape), 1.0, 30)
-    sure = ran.step_time.error_between(rounds(CHAIN), rounds(PLAIN))
+    sure = ran.step_time.errors_between([rounds(CHAIN)], rounds(PLAIN))[0]
     ran.run(rounds(PLAIN), 1.0, 6000)
-    assert ran.step_time.error_between(rounds(CHAIN), rounds(PLAIN)) > 2 * sure
-    assert ran.step_time.error_between(rounds(PLAIN), rounds(PLAIN)) == 0.0
+    unsure, none = ran.step_time.errors_between([rounds(CHAIN), rounds(PLAIN)], rounds(PLAIN))
+    assert unsure > 2 * sure
+    assert none == pytest.approx(0.0, abs=1e-7)
 
 
 def test_steps_with_prompts_are_corrected_by_their_number_of_tokens() -> None:

@@ -1,0 +1,25 @@
+"""What the choice of shapes takes of the host's time in each step."""
+
+import pytest
+
+from tests.support.simulation.host_time import host_us, num_calls
+from tests.support.simulation.shapes import CHAIN, TREE
+from workers.config import RoundShapes
+
+
+@pytest.mark.parametrize("shapes", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_choice_takes_few_calls_a_step(shapes: RoundShapes) -> None:
+    """Of some 650: figures of the clock depend on the machine, these do not."""
+    calls = num_calls(shapes, 8)
+    assert calls["adaptive"] < calls["static"] + 18, calls
+
+
+def test_a_choice_takes_a_small_part_of_the_scheduler_s_time() -> None:
+    """A twentieth, measured; a tenth is allowed, in the best of three trials."""
+    ratios = []
+    for _ in range(3):
+        us = host_us(CHAIN, 1, 3)
+        ratios.append(us["adaptive"] / us["static"])
+        if ratios[-1] < 1.1:
+            return
+    raise AssertionError(ratios)
