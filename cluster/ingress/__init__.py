@@ -1,12 +1,12 @@
 """HTTP on Serve, in front of all engines.
 
 deployment      the Serve deployment
-remote_engines  `cluster.http.engine_client.EngineClient`: a request's attempts, its tokens, probes; no Ray
-attempts        what became of a request's attempts, and whether another is worth it
-engine_links    all engines that can be reached, and which of them gets a request; no Ray
-engine_link     the connection to one of them: requests out; tokens, ends and the engine's state back, in order
-request_stream  what has come back of one request and is not read yet
-routing         the choice: what is known of each engine, and when a first token is expected from it
-coordinators    where they are, and what is asked of all at once, through Ray
-refreshed       a value that is fetched anew when somebody asks, who never waits long for it
+remote_engines  implements `cluster.http.engine_client.EngineClient`: attempts, tokens, probes; no Ray
+attempts        the attempts of a request, and whether to try again
+engine_links    connections to all engines, and the choice of one; no Ray
+engine_link     the connection to one engine
+request_stream  received but unread tokens of one request
+routing         estimates when each engine would send a first token
+coordinators    finds coordinators, and calls all of them, through Ray
+refreshed       a value that is fetched again when it is old
 """

@@ -1,19 +1,21 @@
-"""What became of one request's attempts on engines, and whether another is worth it. Pure; for
-`cluster.ingress.remote_engines`."""
+"""The attempts of one request on engines, and whether to try again. Pure; used by `cluster.ingress.remote_engines`."""
 
 from cluster.transport.messages import Refusal
 from workers.scheduling.plan import SamplingParams
 
-NEW_ATTEMPTS = 2  # to have an engine take a new request
-MAX_CRASHES = 1  # of steps with a request, after which it is still resumed
-RESUMED_ATTEMPTS = 3  # to bring one to its end that an engine had taken
-RETRY_AFTER_S = 4.0  # what is advised where no engine was there
+NEW_ATTEMPTS = 2  # for a request that no engine has accepted
+MAX_CRASHES = 1  # hung or crashed steps after which a request is still resumed
+RESUMED_ATTEMPTS = 3  # for a request that an engine had accepted
+RETRY_AFTER_S = 4.0  # if there was no engine
 
 
 class EngineFailed(Exception):
-    """The engine that ran a request is lost, or tokens of it are. had_taken: it was queued there, or on its way when
-    the engine failed; else no engine has been heard of. is_hung: a step of it has not ended for long.
-    num_crashes: steps with the request that it said hung or crashed."""
+    """The engine of a request is lost, or some of its tokens are.
+
+    had_taken: the engine had queued the request, or it was on its way there when the engine failed.
+    is_hung: one of its steps has been running for too long.
+    num_crashes: steps with the request that the engine reported as hung or crashed.
+    """
 
     def __init__(self, reason: str, had_taken: bool, is_hung: bool = False) -> None:
         super().__init__(reason)
@@ -23,14 +25,15 @@ class EngineFailed(Exception):
 
 
 class Attempts:
-    """How a request fares from engine to engine.
+    """The attempts of one request.
 
     num_attempts: engines that were asked.
-    delivered: tokens that its reader has.
-    was_taken: an engine had it in its queue, so that it is resumed and not refused any more.
+    delivered: tokens sent to the client.
+    was_taken: an engine had queued it; from then on it is resumed instead of refused.
     num_crashes: steps with it that hung or crashed, on all engines.
-    num_failed: attempts whose engine could have taken it and did not, or was lost.
-    avoid: engines that did not take it. refusal: of the last of them, if it said why.
+    num_failed: attempts whose engine could have accepted it and did not, or was lost.
+    avoid: engines that did not accept it.
+    refusal: reason of the last of them, if it gave one.
     failure: of the last attempt.
     """
 
@@ -46,15 +49,15 @@ class Attempts:
 
     @property
     def is_over(self) -> bool:
-        """Whether enough was tried."""
+        """Whether to give up."""
         if self.num_crashes > MAX_CRASHES:
             return True
         if self.refusal is not None and self.refusal.kind == "too_large":
-            return True  # for every engine
+            return True  # all engines would refuse it
         return self.num_failed >= (RESUMED_ATTEMPTS if self.was_taken else NEW_ATTEMPTS)
 
     def finish(self, sampling: SamplingParams) -> str | None:
-        """How the tokens delivered before a failure already ended the request, if they did."""
+        """Return the finish reason if the delivered tokens already complete the request."""
         delivered = self.delivered
         if not delivered:
             return None
@@ -63,11 +66,11 @@ class Attempts:
         return "length" if len(delivered) >= sampling.max_tokens else None
 
     def failed(self, name: str, failed: EngineFailed) -> None:
-        """An engine was lost, or did not take it."""
+        """An engine was lost, or did not accept the request."""
         self.num_failed += 1
         before = self.num_crashes
         self.num_crashes = max(before, failed.num_crashes)
-        if failed.is_hung and self.num_crashes == before:  # the engine has not said so itself
+        if failed.is_hung and self.num_crashes == before:  # the engine itself has not reported it
             self.num_crashes += 1
         self.failure, self.refusal = str(failed), None
         if failed.had_taken:
@@ -77,14 +80,14 @@ class Attempts:
             self.avoid.add(name)
 
     def refused(self, name: str, refusal: Refusal) -> None:
-        """An engine said why it does not take it."""
+        """An engine refused the request with a reason."""
         self.num_failed += refusal.kind != "leaving"
         self.refusal = refusal
         self.failure = f"the engine failed and no other took the request over: {refusal.message}"
         self.avoid.add(name)
 
     def as_refusal(self) -> Refusal:
-        """What the client is told whose request nobody took."""
+        """Return the refusal for the client if no engine accepted the request."""
         refusal = self.refusal
         if refusal is None or refusal.kind == "leaving":
             return Refusal("not_ready", self.failure if refusal is None else refusal.message, RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""Coordinators as Ray knows them: where they are, and what is asked of all of them at once. For the ingress."""
+"""Finds coordinators through Ray, and calls all of them at once."""
 
 import asyncio
 import contextlib
@@ -21,14 +21,15 @@ FLUSH_TIMEOUT_S = 5.0
 
 
 class Coordinators:
-    """`cluster.ingress.remote_engines.EngineCalls`, and where the coordinators' inboxes are."""
+    """Implements `cluster.ingress.remote_engines.EngineCalls`; also finds the coordinators' inboxes."""
 
     def __init__(self, application: str) -> None:
         self._application = application
         self._coordinators: dict[str, Any] = {}
 
     async def endpoints(self, known: Collection[str]) -> dict[str, str]:
-        """By engine id, of every coordinator that lives and answers: its inbox, "" if it has none yet or is `known`."""
+        """Return the inboxes of all coordinators that answer, by engine id; "" for one without an inbox, or if it is
+        `known`."""
         coordinators = await self._found()
 
         async def ask(engine_id: str, coordinator: Any) -> str | None:
@@ -57,7 +58,7 @@ class Coordinators:
         )
 
     async def _ask_all(self, method: str, kind: type[T], limit_s: float, failed: Callable[[str, str], T]) -> list[T]:
-        """Every coordinator's answer to `method`, or what `failed` makes of its engine's id and what was wrong."""
+        """Call `method` of every coordinator. `failed` turns an engine id and an error into a result."""
         with contextlib.suppress(TimeoutError):
             await self._found()
 
@@ -74,7 +75,7 @@ class Coordinators:
         return list(await asyncio.gather(*(ask(*item) for item in list(self._coordinators.items()))))
 
     async def _found(self) -> dict[str, Any]:
-        """Handles of the living coordinators by engine id. Raises TimeoutError, and keeps those found before."""
+        """Return handles of living coordinators by engine id. Raises TimeoutError, and keeps those found before."""
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 found = await asyncio.to_thread(find_coordinators, self._application, dict(self._coordinators))

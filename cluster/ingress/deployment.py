@@ -1,7 +1,4 @@
-"""`Ingress`: the Serve deployment around the HTTP application.
-
-It has a ZeroMQ connection to every engine; see `cluster.ingress.engine_links`.
-"""
+"""`Ingress`: the Serve deployment of the HTTP application. Has a ZeroMQ connection to every engine (`engine_links`)."""
 
 import asyncio
 import dataclasses
@@ -27,16 +24,16 @@ from cluster.transport.channel import Context
 from cluster.transport.keys import application_keys
 from cluster.transport.sockets import Transport
 
-# For a first probe to get through: an ingress that replaces another is given its requests at once.
+# Wait for a first probe: an ingress that replaces another receives requests at once.
 MEET_LIMIT_S = 5.0
-STREAM_SHARE = 0.75  # of the open files: the rest is for HAProxy's idle connections, engines and libraries
-READY_PERIOD_S = 1.0  # between two looks whether an engine is ready, for what has time until then
+STREAM_SHARE = 0.75  # of open files; the rest is for HAProxy's idle connections, engines and libraries
+READY_PERIOD_S = 1.0  # between checks whether an engine is ready
 
 
 @serve.ingress()
 class Ingress:
-    """One replica: the HTTP application over all engines of its Serve application. It finds and asks them itself;
-    engine: so that Serve deploys the two together."""
+    """One replica: the HTTP application over all engines of its Serve application. It finds and calls engines itself;
+    the argument `engine` only makes Serve deploy both together."""
 
     async def __init__(self, plan: IngressPlan, engine: DeploymentHandle) -> None:  # type: ignore[misc]
         log = StartLog("ingress")
@@ -57,17 +54,17 @@ class Ingress:
         log.done("ready")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        # Serve adds the header X-Request-ID to every answer itself
+        # Serve itself adds the header X-Request-ID to every response
         return build_app(self._edge, self._tokenizer, self._engines, False, self._grammars, self._tracing)
 
     async def _begin_grammars(self) -> None:
-        """Once an engine is ready: what it computes until then is to have this machine's cores."""
+        """Start the grammar process once an engine is ready: until then the engine needs this machine's cores."""
         while not any(engine.status == "ready" for engine in (await self._engines.health())[0]):
             await asyncio.sleep(READY_PERIOD_S)
         await self._grammars.begin()
 
     async def __del__(self) -> None:
-        # Serve awaits this when it stops the replica, after its requests have ended.
+        # Serve awaits this when it stops the replica, after its last request.
         if hasattr(self, "_begun"):
             self._begun.cancel()
             self._links.close()
@@ -77,8 +74,8 @@ class Ingress:
 
 
 def edge_config(config: EdgeConfig, open_files: int) -> EdgeConfig:
-    """`config` with a limit of concurrent requests that this process can keep. open_files: that it may have; each
-    generation is a connection."""
+    """Limit concurrent requests to what this process can serve. open_files: its limit of open files; each generation
+    needs a connection."""
     wanted = config.max_concurrent_requests or open_files
     limit = max(config.max_choices, min(wanted, int(open_files * STREAM_SHARE)))
     return dataclasses.replace(config, max_concurrent_requests=limit)

@@ -1,4 +1,4 @@
-"""An ingress's connection to one coordinator: requests out; their tokens and ends, and the engine's state, back."""
+"""The connection to one coordinator: requests out; tokens, ends and the engine's state back."""
 
 import asyncio
 import logging
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLink:
-    """Runs in one asyncio loop. Everything comes on one connection, in order and numbered: a link that has lost a
-    message, or its connection, ends with all its requests, and is opened anew.
+    """Runs in one asyncio loop. All messages arrive on one connection, in order and numbered. If a message or the
+    connection is lost, the link and all its requests end, and a new link is opened.
 
-    view: what the engine tells.
-    lost: why it is of no use any more, or "".
+    view: the engine's reported state.
+    lost: why the link has ended; "" while it works.
     inbox: the coordinator's endpoint.
-    on_state: called when the engine has told something, or the link is lost.
+    on_state: called after each report, and when the link ends.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class EngineLink:
         socket, self._monitor = connect_engine(context, transport, inbox)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._monitor.socket.fileno(), self._check)
-        self._loop.call_soon(self._check)  # the descriptor shows changes only
+        self._loop.call_soon(self._check)  # the descriptor signals changes only
         self._listener = Listener(socket, self._take)
         self._listener.send(encode(Subscribe()))
 
     def start(self, message: GenerateRequest | Probe) -> RequestStream:
-        """Hand a request over. The stream fails with EngineRefused or EngineFailed; closing it aborts the request."""
+        """Send a request. The stream fails with EngineRefused or EngineFailed; closing it aborts the request."""
         request_id = message.request_id
         stream = RequestStream(lambda closed: self._close(request_id, closed))
         if self.lost:
@@ -74,7 +74,7 @@ class EngineLink:
         return stream
 
     def fail(self, reason: str) -> None:
-        """End all requests, and this link."""
+        """End this link and all its requests."""
         if self.lost:
             return
         self.lost = reason
@@ -116,13 +116,13 @@ class EngineLink:
             stream.fail(EngineRefused(message.refusal))
 
     def _deliver(self, batch: TokenBatch) -> None:
-        """Hand deltas to their streams, first those that get their first one: readers run in this order, and an event
-        takes each of them a tenth of a millisecond."""
+        """Give deltas to their streams, first tokens first: readers run in this order, about 0.1 ms each."""
         running: list[tuple[RequestStream, TokenDelta]] = []
         for delta in batch.deltas:
             stream = self._streams.get(delta.request_id)
             if stream is None:
-                continue  # its reader has gone
+                continue  # its reader is gone
+
             if delta.finish is not None:
                 del self._streams[delta.request_id]
             if stream.is_taken:

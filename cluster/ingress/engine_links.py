@@ -1,7 +1,5 @@
-"""All engines that an ingress can reach: finds their coordinators, keeps a link to each, chooses between them.
-
-How coordinators are found is handed in, so that this runs in tests without Ray.
-"""
+"""Finds all coordinators, keeps a link to each, and chooses an engine per request. The search is handed in, so that
+tests need no Ray."""
 
 import asyncio
 import contextlib
@@ -23,16 +21,16 @@ logger = logging.getLogger(__name__)
 Find = Callable[[Collection[str]], Awaitable[Mapping[str, str]]]
 
 FIND_PERIOD_S = 1.0
-FIND_HASTE_S = 0.1  # while somebody waits for an engine
-CONNECT_LIMIT_S = 10.0  # from a link's opening to its engine's first words
-SUCCESSOR_WAIT_S = 60.0  # for the engine that takes the place of one that said so
+FIND_HASTE_S = 0.1  # while a request waits for an engine
+CONNECT_LIMIT_S = 10.0  # from opening a link to the engine's first message
+SUCCESSOR_WAIT_S = 60.0  # for the replacement of an engine that announced one
 
 
 class EngineLinks:
-    """`cluster.ingress.remote_engines.Engines` over ZeroMQ.
+    """Implements `cluster.ingress.remote_engines.Engines` over ZeroMQ.
 
-    find: endpoints of the inboxes of all living coordinators by name, "" of one that takes no requests yet; those of
-        the names handed in need not be asked for.
+    find: returns inbox endpoints of all living coordinators by name; "" if one accepts no requests yet, or if its name
+        was passed in.
     routing: how engines are chosen.
     """
 
@@ -61,10 +59,12 @@ class EngineLinks:
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:
-        """The engine for a request, once there is one, or None if there is none for `wait_s`; or, if that is not 0, for
-        `SUCCESSOR_WAIT_S` since an engine left that is to be replaced, or since this ingress began. Nobody waits once
-        all engines were drained to end. avoid: it did not take this request, so that another one is waited for only if
-        there is one."""
+        """Return the engine for a request; None if there is none within `wait_s`.
+
+        Unless `wait_s` is 0, waits up to `SUCCESSOR_WAIT_S` after an engine that is to be replaced has left, or after
+        the start of this ingress. Does not wait once all engines are drained to end. avoid: engines that did not accept
+        this request; waits for another one only if there is one.
+        """
         wait_s = 0.0 if self._server_ends else wait_s
         deadline_s = self._clock() + wait_s
         while True:
@@ -83,14 +83,14 @@ class EngineLinks:
                 self._num_waiting -= 1
 
     def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> RequestStream:
-        """Hand a request over to the engine that `choose` has named; see `EngineLink.start`."""
+        """Send a request to the engine that `choose` returned; see `EngineLink.start`."""
         link = self._links[name]
         if isinstance(message, GenerateRequest):
             link.view.sent(prompt, self._clock())
         return link.start(message)
 
     def suspect(self, name: str) -> None:
-        """It has not taken a request in time: others are asked until it tells something."""
+        """An engine has not accepted a request in time: prefer others until its next report."""
         if name in self._links:
             self._links[name].view.is_suspect = True
 
@@ -110,7 +110,7 @@ class EngineLinks:
                 self._drop_lost()
                 await self._look()
             except TimeoutError:
-                pass  # the links that there are stay; who looked has said so
+                pass  # keep the links; the search has logged the error
             except Exception:
                 logger.exception("the engines could not be looked for")
             self._wanted.clear()
@@ -121,7 +121,7 @@ class EngineLinks:
                 await asyncio.wait_for(self._wanted.wait(), FIND_PERIOD_S)
 
     async def _look(self) -> None:
-        """Open links to new coordinators and close those to coordinators that are no more."""
+        """Open links to new coordinators, and close those to coordinators that are gone."""
         found = await self._find(self._links.keys())
         now = self._clock()
         for name in [name for name in self._links if name not in found]:

@@ -1,4 +1,4 @@
-"""A value that is fetched when somebody asks and the last one is old; who asks never waits longer than he wants."""
+"""A value that is fetched when it is requested and too old. Callers may limit their wait."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class Refreshed(Generic[T]):
-    """last: what `fetch` gave last; None before. One fetch runs at a time, in the event loop of who asks."""
+    """last: the last result of `fetch`; None before the first. One fetch runs at a time, in the caller's event loop."""
 
     def __init__(self, fetch: Callable[[], Awaitable[T]], max_age_s: float, clock: Callable[[], float]) -> None:
         self.last: T | None = None
@@ -24,11 +24,11 @@ class Refreshed(Generic[T]):
 
     @property
     def waiting_s(self) -> float:
-        """For how long the fetch that runs has run; 0 if none does."""
+        """Seconds that the current fetch has been running; 0 without one."""
         return 0.0 if self._task is None else self._clock() - self._started_s
 
     async def refresh(self, wait_s: float) -> None:
-        """Have a new value if the last is too old and one comes within `wait_s`; its fetch goes on if not."""
+        """Refresh the value if it is too old, waiting at most `wait_s`. The fetch goes on after that."""
         if self._task is None:
             if self._clock() < self._fetched_s + self._max_age_s:
                 return
@@ -37,7 +37,7 @@ class Refreshed(Generic[T]):
         await asyncio.wait((self._task,), timeout=wait_s)
 
     async def newest(self) -> T:
-        """A value that is not too old, however long that takes. Raises what the fetch raises."""
+        """Return a value that is not too old, however long that takes. Raises what the fetch raises."""
         if self._task is None and self.last is not None and self._clock() < self._fetched_s + self._max_age_s:
             return self.last
         if self._task is None:

@@ -1,7 +1,7 @@
-"""The ingress's way to the engines: each request on the link of the engine that is chosen for it.
+"""Sends each request to a chosen engine, and again to another one if that fails.
 
 `RemoteEngines` implements `cluster.http.engine_client.EngineClient`. ZeroMQ and Ray are handed in as `Engines` and
-`EngineCalls`, so that this module runs in tests without them.
+`EngineCalls`, so that tests need neither.
 """
 
 import asyncio
@@ -26,44 +26,44 @@ logger = logging.getLogger(__name__)
 
 STATS_MAX_AGE_S = 0.5
 PROBE_MAX_AGE_S = 1.0
-HEALTH_WAIT_S = 0.4  # for news, before what is known is answered
-MEET_PERIOD_S = 0.05  # between two looks whether a probe has got through
-STUCK_PERIOD_S = 1.0  # between two looks whether the engine of a request is stuck
-PROBE_LIMIT_S = 4.0  # then a request sent now would not get through either
-TAKEN_TIMEOUT_S = 4.0  # between a request's sending and the news that an engine has queued it, which takes milliseconds
-NEW_WAIT_S = 8.0  # for an engine to be there that takes one
+HEALTH_WAIT_S = 0.4  # for new statistics, before older ones are returned
+MEET_PERIOD_S = 0.05  # between checks whether a probe has arrived
+STUCK_PERIOD_S = 1.0  # between checks whether a request's engine is stuck
+PROBE_LIMIT_S = 4.0  # after which a request would fail, too
+TAKEN_TIMEOUT_S = 4.0  # for an engine to confirm that a request is queued, which takes milliseconds
+NEW_WAIT_S = 8.0  # for an engine that accepts a new request
 
 
 class Engines(Protocol):
-    """The engines that can be reached now."""
+    """The reachable engines."""
 
     async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:
-        """The engine for a request, none of `avoid`; None if there is none for `wait_s`."""
+        """Return the engine for a request, none of `avoid`; None if there is none within `wait_s`."""
         ...
 
     def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> RequestStream:
-        """Send it there, right after `choose`. The stream fails with EngineRefused or EngineFailed; closing it aborts
-        the request."""
+        """Send a request to the engine that `choose` returned. The stream fails with EngineRefused or EngineFailed;
+        closing it aborts the request."""
         ...
 
     def suspect(self, name: str) -> None:
-        """It has not taken a request in time."""
+        """An engine has not accepted a request in time."""
         ...
 
     def is_stuck(self, name: str) -> bool:
-        """It has run nothing for a while, and another would."""
+        """Whether an engine has run nothing for a while, and another one would."""
         ...
 
 
 class EngineCalls(Protocol):
-    """What is asked of all engines at once."""
+    """Calls to all engines at once."""
 
     async def stats(self) -> list[EngineStats]:
-        """Statistics of every engine that is known, within a time limit."""
+        """Statistics of every known engine, within a time limit."""
         ...
 
     async def flush_cache(self) -> list[FlushOutcome]:
-        """Have every engine that is known empty its prefix cache, within a time limit."""
+        """Empty the prefix cache of every known engine, within a time limit."""
         ...
 
 
@@ -99,7 +99,8 @@ class RemoteEngines:
         token_origins: bool = False,
         output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
-        """See `EngineClient.generate`. With output no queue is too full for it: its reader has its beginning."""
+        """See `EngineClient.generate`. A request with output is accepted by a full queue, because its client has its
+        beginning."""
         attempts = Attempts()
         attempts.delivered.extend(output)
         known = Prompt(prompt, sampling.cache_salt)
@@ -148,8 +149,8 @@ class RemoteEngines:
         return engines, "the first probe is under way" if self._probed.last is None else self._probed.last
 
     async def meet(self, limit_s: float) -> None:
-        """Until a probe has got through, which is to be before the first request; `limit_s` at most, and not at all
-        while no engine is ready."""
+        """Wait until a probe has arrived, for the first request's sake: at most `limit_s`, and not while no engine is
+        ready."""
         deadline_s = self._clock() + limit_s
         while self._clock() < deadline_s:
             engines, fault = await self.health()
@@ -162,7 +163,7 @@ class RemoteEngines:
         return await self._calls.flush_cache()
 
     async def _probe(self) -> str:
-        """Send a probe the way of a request; returns why it did not get through, or ""."""
+        """Send a probe the way of a request. Return why it failed, or ""."""
         attempts, prompt = Attempts(), Prompt((), b"")
         while not attempts.is_over and (name := await self._choose(attempts, prompt)) is not None:
             self._num_probes += 1
@@ -173,20 +174,20 @@ class RemoteEngines:
         return attempts.as_refusal().message
 
     async def _choose(self, attempts: Attempts, prompt: Prompt) -> str | None:
-        """The engine for the next attempt; None if there is none that may take it."""
+        """Return the engine for the next attempt; None if none may accept it."""
         avoid, refusal = frozenset(attempts.avoid), attempts.refusal
         wait_s = self._resume_wait_s if attempts.was_taken else NEW_WAIT_S
         if avoid and (refusal is None or refusal.kind != "leaving"):
-            wait_s = 0.0  # others are there, or else the answer is what this one said
+            wait_s = 0.0  # there are others, or this refusal is the answer
         name = await self._engines.choose(prompt, avoid, wait_s)
-        if name is None and avoid and refusal is None:  # it has not said anything, and may take it now
+        if name is None and avoid and refusal is None:  # it gave no reason, and may accept the request now
             return await self._engines.choose(prompt, frozenset(), 0.0)
         return name
 
     async def _attempt(
         self, attempts: Attempts, name: str, message: GenerateRequest | Probe, prompt: Prompt, client_id: str
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Deltas from one engine. That it is lost, refuses or does not take it is noted in `attempts`."""
+        """Yield deltas of one engine. Records a loss, refusal or timeout in `attempts`."""
         attempts.num_attempts += 1
         stream = self._engines.start(name, message, prompt)
         can_move = self._resume and isinstance(message, GenerateRequest)
@@ -209,12 +210,17 @@ class RemoteEngines:
     async def _deltas(
         self, stream: RequestStream, client_id: str, waits: bool, engine: str | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Of one attempt. waits: as long as the engine takes to queue it. engine: the one to give up
-        once it is stuck; None: never. Raises EngineRefused or EngineFailed; closing it closes the stream."""
+        """Yield the deltas of one attempt; closing it closes the stream.
+
+        waits: wait for the engine to queue the request, however long.
+        engine: give up once this engine is stuck; None: never.
+        Raises EngineRefused or EngineFailed.
+        """
         taken_by_s = math.inf if waits else self._clock() + TAKEN_TIMEOUT_S
         try:
             while True:
-                # First what there is, then the wait: `take` clears the event that a failure has set, too.
+                # Take before waiting: `take` also clears the event that a failure has set.
+
                 delta = stream.take(client_id)
                 if delta is not None:
                     yield delta

@@ -1,4 +1,4 @@
-"""What comes back of one request on one engine, for its reader. Filled by `cluster.ingress.engine_link`."""
+"""Received tokens of one request on one engine. Filled by `cluster.ingress.engine_link`."""
 
 import asyncio
 from array import array
@@ -11,15 +11,14 @@ from workers.scheduling.plan import PromptLogprobs, TokenLogprobs
 
 
 class RequestStream:
-    """Tokens of a request in order, and then its end: a delta with `finish`, or `failure`.
+    """Tokens of a request in order, then its end: a delta with `finish`, or `failure`.
 
-    Tokens that the reader has not taken yet are one delta: a slow reader costs its own tokens' memory, and no queue can
-    overflow.
+    Unread tokens are one delta: a slow reader costs the memory of its own tokens, and no queue can overflow.
 
-    changed: set when there is something to take or a failure; `take` clears it.
+    changed: set when there is something to take, or a failure; `take` clears it.
     is_taken: the engine has queued the request.
     num_crashes: steps with the request that hung or crashed there.
-    failure: why no more comes. What came before it is still to be taken.
+    failure: why no more tokens come; earlier ones can still be taken.
     """
 
     def __init__(self, on_close: Callable[["RequestStream"], None] = lambda stream: None) -> None:
@@ -28,14 +27,14 @@ class RequestStream:
         self.num_crashes = 0
         self.failure: Exception | None = None
         self._on_close = on_close
-        self._tokens = array("i")  # four bytes each, where a list of numbers takes 36
+        self._tokens = array("i")  # four bytes per token instead of a list's 36
         self._logprobs: list[TokenLogprobs] = []
         self._of_prompt: list[PromptLogprobs] = []
         self._drafted: list[bool] = []
         self._last: TokenDelta | None = None
 
     def put(self, delta: TokenDelta) -> None:
-        """The next delta that has come."""
+        """Add a received delta."""
         self.is_taken = True
         self.num_crashes = max(self.num_crashes, delta.num_crashes)
         self._tokens.extend(delta.tokens)
@@ -46,16 +45,16 @@ class RequestStream:
         self.changed.set()
 
     def fail(self, failure: Exception) -> None:
-        """No more comes."""
+        """End the stream with a failure."""
         self.failure = failure
         self.changed.set()
 
     def take(self, request_id: str) -> TokenDelta | None:
-        """Everything since the last call as one delta, under the name that the reader knows, or None."""
+        """Return all unread tokens as one delta, with the client's request id; None without any."""
         last, self._last = self._last, None
         self.changed.clear()
         if last is None or (last.finish is None and not self._tokens and not self._of_prompt):
-            return None  # nothing, or the news that it is queued
+            return None  # nothing, or only the confirmation that it is queued
         tokens, self._tokens = tuple(self._tokens), array("i")
         logprobs, self._logprobs = tuple(self._logprobs), []
         of_prompt, self._of_prompt = tuple(self._of_prompt), []
@@ -70,5 +69,5 @@ class RequestStream:
         )
 
     def close(self) -> None:
-        """The reader has gone; if the request has not ended, it is aborted."""
+        """The reader is gone. Aborts the request unless it has ended."""
         self._on_close(self)

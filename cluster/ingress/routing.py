@@ -1,8 +1,8 @@
-"""Which engine gets a request: that from which its first token is expected first, by what engines tell of themselves.
+"""Chooses the engine with the earliest expected first token, from the states that engines report.
 
-Pure: times are handed in, nothing is asked for. An ingress keeps an `EngineView` per engine, feeds it with the engine's
-`EngineState`s and with what it has sent there itself, and asks `choose`. What it knows of other ingresses' requests is
-as old as the last state, so a choice may be wrong; then a request waits longer than it had to.
+Pure: times are handed in. An ingress keeps an `EngineView` per engine, updates it with the engine's `EngineState`s and
+with its own requests, and calls `choose`. Requests of other ingresses are known only as of the last report. A choice
+may therefore be wrong, which costs waiting time only.
 """
 
 import math
@@ -19,18 +19,18 @@ from cluster.transport.messages import EngineState
 
 Routing = Literal["first_token", "least_loaded"]
 
-SILENT_S = 2.0  # an engine tells its state twice a second; one that does not may be lost
-PROMISE_S = 10.0  # for which pages that a request will leave count as cached, until the engine tells of them or not
-USUAL_TOKENS_PER_S = 5000.0  # of an engine that has not measured how fast it computes prompts
-STUCK_S = 8.0  # at fault, after which an engine's requests are better off elsewhere
+SILENT_S = 2.0  # engines report at least twice a second; a silent one may be lost
+PROMISE_S = 10.0  # time for which a request's future pages count as cached
+USUAL_TOKENS_PER_S = 5000.0  # prefill speed of an engine that has not measured its own
+STUCK_S = 8.0  # time at fault after which requests are better sent elsewhere
 TIE_S = 0.001
 TIE_SHARE = 0.1
 
 
 class Prompt:
-    """A prompt as engines' caches may know it.
+    """A prompt, with the digests of its pages.
 
-    num_tokens: of it.
+    num_tokens: its length.
     """
 
     def __init__(self, tokens: Sequence[int], salt: bytes) -> None:
@@ -40,7 +40,7 @@ class Prompt:
         self._digests: dict[tuple[int, int], list[bytes]] = {}
 
     def digests(self, page_size: int, lookahead: int) -> list[bytes]:
-        """One of each page that a cache of such pages could have."""
+        """Return the digest of every page that a cache could hold."""
         key = (page_size, lookahead)
         if key not in self._digests:
             array: npt.NDArray[np.int32] = np.asarray(self._tokens, np.int32)
@@ -51,11 +51,11 @@ class Prompt:
 class EngineView:
     """What one ingress knows of one engine.
 
-    state: what it told last; None before it has.
-    heard_s: when it last told anything.
-    num_sent: requests that went there.
-    is_suspect: it has not taken a request in time, and not told anything since.
-    faulty_since_s: when it first told that requests do not run; infinity while they do.
+    state: its last report; None before the first.
+    heard_s: time of its last message.
+    num_sent: requests sent there.
+    is_suspect: it has not accepted a request in time, nor reported since.
+    faulty_since_s: when it first reported that requests do not run; infinity while they do.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class EngineView:
         self._untold_tokens = 0
 
     def heard(self, state: EngineState, now: float) -> None:
-        """Take what it tells."""
+        """Take a report."""
         self.state, self.heard_s, self.is_suspect = state, now, False
         self.faulty_since_s = min(self.faulty_since_s, now) if state.fault else math.inf
         while self._untold and self._untold[0][0] <= state.num_received:
@@ -84,7 +84,7 @@ class EngineView:
             del self._promised[oldest]
 
     def sent(self, prompt: Prompt, now: float) -> None:
-        """A request goes there now."""
+        """A request is sent there now."""
         self.num_sent += 1
         if self.state is None:
             return
@@ -102,7 +102,7 @@ class EngineView:
         return len(self._untold) + (0 if state is None else state.num_running + state.num_waiting)
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Tokens of a prompt that it has cached, or will have."""
+        """Tokens of a prompt that are cached there, or will be."""
         digests = self._digests(prompt)
         if not digests or self.state is None or not self._has(digests[0]):
             return 0
@@ -116,7 +116,7 @@ class EngineView:
         return low * self.state.stride * self.state.page_size
 
     def first_token_s(self, prompt: Prompt) -> float:
-        """Until its first token, from now: what is to be computed before and of it, at the engine's speed, and the wait
+        """Expected seconds to the prompt's first token: pending work and its own, at the engine's speed, and the wait
         for a slot."""
         state = self.state
         assert state is not None
@@ -142,11 +142,14 @@ def choose(
     avoid: frozenset[str] = frozenset(),
     routing: Routing = "first_token",
 ) -> str | None:
-    """The name of the engine that a request goes to, or None if there is none that takes any.
+    """Return the name of the engine for a request; None if none accepts any.
 
-    Those that would answer are asked before those that have a fault, are silent, or are drained. Of those the one with
-    the earliest first token; where several are about as early, the less loaded of two that chance takes of them. Or
-    that with the fewest requests, whatever it has cached. avoid: engines that did not take this request."""
+    Engines that would answer come before those that are at fault, silent or drained. Among equals: the earliest first
+    token; if several are about equal, the less loaded of two random ones. With "least_loaded": the fewest requests,
+    whatever is cached.
+
+    avoid: engines that did not accept this request.
+    """
     ranks = {name: rank for name, view in views.items() if name not in avoid and (rank := _rank(view, now)) is not None}
     if not ranks:
         return None
@@ -165,8 +168,8 @@ def choose(
 
 
 def is_stuck(views: Mapping[str, EngineView], name: str, now: float) -> bool:
-    """Whether what an engine has had better be sent to another: it has been at fault for `STUCK_S`, in which a group of
-    ranks is mostly replaced, and another one would answer."""
+    """Whether an engine's requests should move: it has been at fault for `STUCK_S`, which mostly suffices to replace
+    ranks, and another engine would answer."""
     view = views.get(name)
     if view is None or now - view.faulty_since_s < STUCK_S:
         return False
@@ -174,12 +177,13 @@ def is_stuck(views: Mapping[str, EngineView], name: str, now: float) -> bool:
 
 
 def _rank(view: EngineView, now: float) -> int | None:
-    """0: would answer, the others less and less surely; None: takes nothing, ever."""
+    """0: would answer; larger: less certain; None: accepts nothing, ever."""
     state = view.state
     if state is None or state.is_leaving or state.status == "dead":
         return None
     if state.status == "draining":
-        return 3  # its refusal says why
+        return 3  # its refusal gives the reason
+
     if state.status != "ready":
         return 2
     return int(bool(state.fault) or view.is_suspect or now - view.heard_s > SILENT_S)
