@@ -51,11 +51,11 @@ class EngineLinks:
         self._chance = random.Random(seed)
         self._links: dict[str, EngineLink] = {}
         self._opened_s: dict[str, float] = {}
-        self._successor_by_s = clock() + SUCCESSOR_WAIT_S  # an ingress may begin while an engine is replaced
+        self._successor_by_s = clock() + SUCCESSOR_WAIT_S  # an ingress may start while an engine is being replaced
         self._server_ends = False
         self._num_waiting = 0
-        self._changed = asyncio.Event()  # something was heard, or a link has gone
-        self._wanted = asyncio.Event()  # somebody waits for an engine
+        self._changed = asyncio.Event()  # a report has come, or a link has ended
+        self._wanted = asyncio.Event()  # a request waits for an engine
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:

@@ -64,9 +64,10 @@ class EngineView:
         self.is_suspect = False
         self.faulty_since_s = math.inf
         self._cached: set[bytes] = set()
-        self._promised: dict[bytes, float] = {}  # by digest until when
+        self._promised: dict[bytes, float] = {}  # digest -> time until which it counts
         self.num_sent = 0
-        self._untold: deque[tuple[int, int]] = deque()  # number of a request that was sent, prompt tokens to compute
+        self._untold: deque[tuple[int, int]] = deque()  # number of an unreported request, its prompt tokens
+
         self._untold_tokens = 0
 
     def heard(self, state: EngineState, now: float) -> None:

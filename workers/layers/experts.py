@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import rank_span
 from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey
-from workers.ops.activation import silu_mul
 from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
+from workers.ops.experts.grouped import experts_one_by_one, grouped_experts, numbered_here
 from workers.ops.experts.route import RouterLogits
 from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
 from workers.ops.experts.weights import ExpertWeights
@@ -265,42 +264,3 @@ class Experts(WeightedModule):
 
     def finish(self, options: GEMMOptions) -> None:
         self.method.finish(options)
-
-
-def numbered_here(chosen: Tensor, held: Span) -> Tensor:
-    """Map the model's expert indexes to this rank's. Experts of other ranks become `held.size`."""
-    is_here = (chosen >= held.first) & (chosen < held.end)
-    return torch.where(is_here, chosen - held.first, held.size)
-
-
-def grouped_experts(
-    x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, partly: bool = False
-) -> Tensor:
-    """`ExpertsMethod.multiply` with torch: rows sorted by expert, two grouped products.
-
-    gate_up, down: as `DenseExperts.dense_weights`.
-    partly: `chosen` may hold indexes after the last expert, which add nothing.
-    In bfloat16 on compute capability 9.0 the host does not wait for the device. Elsewhere torch 2.13 multiplies expert
-    by expert and reads the row counts on the host.
-    """
-    num_rows, k = chosen.shape
-    experts, order = chosen.flatten().sort(stable=True)
-    numbers = torch.arange(gate_up.shape[0], device=x.device)
-    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-    hidden = silu_mul(F.grouped_mm(x.index_select(0, order // k), gate_up.transpose(1, 2), offs=ends))
-    outputs = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
-    by_row = torch.empty_like(outputs).index_copy_(0, order, outputs).view(num_rows, k, -1)
-    if partly:  # rows without an expert were never written
-        by_row = by_row.masked_fill((chosen == gate_up.shape[0]).unsqueeze(-1), 0.0)
-    return (by_row.float() * weight.unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-def experts_one_by_one(x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """`grouped_experts` for weights of any size: every row through every expert."""
-    out = x.new_zeros(x.shape, dtype=torch.float32)
-    for expert in range(gate_up.shape[0]):
-        mine = chosen == expert
-        part = F.linear(silu_mul(F.linear(x, gate_up[expert])), down[expert]).float()
-        share = torch.where(mine, weight, 0.0).sum(-1, keepdim=True)
-        out += torch.where(mine.any(-1, keepdim=True), part * share, 0.0)
-    return out.to(x.dtype)

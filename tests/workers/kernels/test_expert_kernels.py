@@ -13,9 +13,9 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.layers.experts import experts_one_by_one  # noqa: E402
 from workers.ops.experts import many_rows_triton as many_row_module  # noqa: E402
 from workers.ops.experts.few_rows_triton import few_row_experts  # noqa: E402
+from workers.ops.experts.grouped import experts_one_by_one  # noqa: E402
 from workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles  # noqa: E402
 from workers.ops.experts.order_triton import block_of_program, max_blocks, order_by_expert  # noqa: E402
 from workers.ops.experts.route import MAX_LISTED, NO_EXPERT, Routed, RouterLogits, Routing, TokenSlots  # noqa: E402  # noqa: E402

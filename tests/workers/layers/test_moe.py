@@ -17,13 +17,13 @@ from tests.speculative.conftest import Pair
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
 from workers.config import ModelSource, WorkerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.experts import experts_one_by_one, grouped_experts
 from workers.layers.linear import finish_weights
 from workers.layers.moe import MixtureOfExperts
 from workers.layers.weighted import WeightedModule
 from workers.models.decoder import Decoder
 from workers.models.loading import load_target, read_target_config
 from workers.models.moe import check_experts_device
+from workers.ops.experts.grouped import experts_one_by_one, grouped_experts
 from workers.ops.experts.route import Routing, route
 from workers.runner.deterministic import refusal
 from workers.scheduling.plan import SamplingParams

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workers.layers.experts import experts_one_by_one, grouped_experts
+from workers.ops.experts.grouped import experts_one_by_one, grouped_experts
 from workers.ops.experts.route import Routing, route
 
 pytestmark = pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 router_gemm      a router's logits in float32
 route            chooses experts per row: torch; route_triton: one launch
+grouped          the sum of experts in torch, the reference
 fused            the interface of the fused experts; fused_triton chooses the kernels by number of rows
 weights          layout of the weights, and tile sizes
 few_rows_triton  up to 16 rows, in two launches (kernels: few_row_products_triton)

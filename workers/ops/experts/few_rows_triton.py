@@ -40,7 +40,7 @@ def few_row_experts(
     tiles: from `few_row_tiles` for at least as many rows.
     out: [rows, size] of a 16- or 32-bit dtype, contiguous.
 
-    Reference: `workers.layers.experts.experts_one_by_one`.
+    Reference: `workers.ops.experts.grouped.experts_one_by_one`.
     """
     if routed.chosen.shape[0] == 0:
         return out

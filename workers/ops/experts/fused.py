@@ -1,7 +1,7 @@
 """Fused experts: kernels that read only the weights of used experts.
 
 `choose_experts` chooses once per layer, where `fuses` is true. The reference, used elsewhere, is
-`workers.layers.experts.grouped_experts`.
+`workers.ops.experts.grouped.grouped_experts`.
 """
 
 from abc import ABC, abstractmethod

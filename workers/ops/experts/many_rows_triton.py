@@ -134,7 +134,7 @@ def many_row_experts(
     Scratch: rows * slots results in out's dtype, or as many columns of them as fit in 256 MB; as many inner
         activations, and those of the unused rows of blocks.
 
-    Reference: `workers.layers.experts.experts_one_by_one`.
+    Reference: `workers.ops.experts.grouped.experts_one_by_one`.
     """
     rows, slots = routed.chosen.shape
     if rows == 0:

@@ -1,0 +1,47 @@
+"""The weighted sum of each row's experts in torch: the reference, used where the fused kernels do not fit."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.ops.activation import silu_mul
+from workers.span import Span
+
+
+def numbered_here(chosen: Tensor, held: Span) -> Tensor:
+    """Map the model's expert indexes to this rank's. Experts of other ranks become `held.size`."""
+    is_here = (chosen >= held.first) & (chosen < held.end)
+    return torch.where(is_here, chosen - held.first, held.size)
+
+
+def grouped_experts(
+    x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, partly: bool = False
+) -> Tensor:
+    """Return the weighted sum of experts: rows sorted by expert, two grouped products.
+
+    gate_up, down: [experts, 2 * width, size] and [experts, size, width].
+    partly: `chosen` may hold indexes after the last expert, which add nothing.
+    In bfloat16 on compute capability 9.0 the host does not wait for the device. Elsewhere torch 2.13 multiplies expert
+    by expert and reads the row counts on the host.
+    """
+    num_rows, k = chosen.shape
+    experts, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(gate_up.shape[0], device=x.device)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    hidden = silu_mul(F.grouped_mm(x.index_select(0, order // k), gate_up.transpose(1, 2), offs=ends))
+    outputs = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+    by_row = torch.empty_like(outputs).index_copy_(0, order, outputs).view(num_rows, k, -1)
+    if partly:  # rows without an expert were never written
+        by_row = by_row.masked_fill((chosen == gate_up.shape[0]).unsqueeze(-1), 0.0)
+    return (by_row.float() * weight.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def experts_one_by_one(x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """`grouped_experts` for weights of any size: every row through every expert."""
+    out = x.new_zeros(x.shape, dtype=torch.float32)
+    for expert in range(gate_up.shape[0]):
+        mine = chosen == expert
+        part = F.linear(silu_mul(F.linear(x, gate_up[expert])), down[expert]).float()
+        share = torch.where(mine, weight, 0.0).sum(-1, keepdim=True)
+        out += torch.where(mine.any(-1, keepdim=True), part * share, 0.0)
+    return out.to(x.dtype)
