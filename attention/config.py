@@ -22,6 +22,11 @@ class CacheConfig:
         auto: what is left of `memory_share`.
     memory_share: share of the memory free at the start that a rank may take in all; at most 0.95.
     prefix_cache: keep pages of finished requests for prompts with the same beginning.
+    state_snapshots: saved states of recurrent layers per rank, of models that have such layers (Qwen3.5, Qwen3-Next): a
+        prompt that begins like an earlier one resumes at one. auto: by the memory that pages leave; 0: every prompt is
+        computed whole.
+    state_interval: tokens of an answer between saved states, a multiple of `page_size`; the next turn of a conversation
+        computes up to so many tokens again.
     """
 
     page_size: int = 16
@@ -29,6 +34,8 @@ class CacheConfig:
     memory_gb: float | Literal["auto"] = "auto"
     memory_share: float = 0.9
     prefix_cache: bool = True
+    state_snapshots: int | Literal["auto"] = "auto"
+    state_interval: int = 256
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
@@ -41,6 +48,12 @@ class CacheConfig:
             raise ValueError(
                 f"memory_share={self.memory_share}: must be above 0 and at most {MAX_MEMORY_SHARE}, as memory gets "
                 "fragmented and drivers take some; leave it out for 0.9"
+            )
+        if self.state_snapshots != "auto" and self.state_snapshots < 0:
+            raise ValueError(f"state_snapshots={self.state_snapshots}: must be at least 0; or auto")
+        if self.state_interval < 1 or self.state_interval % self.page_size:
+            raise ValueError(
+                f"state_interval={self.state_interval}: must be a multiple of page_size={self.page_size}; try 256"
             )
 
 

@@ -99,6 +99,47 @@ class KvModel:
         return np.stack((target, draft), axis=1)
 
 
+class StateModel:
+    """What recurrent layers would keep: of each slot and each snapshot row the tokens that its state has seen, in the
+    order in which steps write them. A slot's state is behind its committed length: a round folds what earlier ones have
+    accepted, whether or not the request has ended since.
+
+    targets: by slot, the position and row of `StepPlan.saved_states` that a round writes.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._rows: dict[int, tuple[int, ...]] = dict.fromkeys(range(num_slots), (_JUNK,))
+        self.targets: dict[int, tuple[int, int]] = {}
+
+    def enter(self, slot: int, row: int, tokens: list[int]) -> None:
+        """A request enters `slot` with `tokens` that need not be computed."""
+        self.targets.pop(slot, None)
+        if row >= 0:
+            self._rows[slot] = self._rows[row]
+            assert self._rows[slot] == tuple(tokens), "a snapshot holds the state of other tokens"
+        else:
+            assert not tokens, "a request resumes without a state"
+
+    def chunk(self, slot: int, start: int, tokens: list[int], saved: tuple[int, int] | None) -> None:
+        """Prompt tokens run from position `start` on."""
+        before = self._rows[slot] if start else ()
+        assert len(before) == start and _JUNK not in before, "a chunk begins at another state"
+        self._rows[slot] = before + tuple(tokens)
+        if saved is not None:
+            position, row = saved
+            assert start < position <= start + len(tokens), "a chunk does not pass the position that it saves"
+            self._rows[row] = self._rows[slot][:position]
+
+    def round(self, slot: int, tokens: list[int]) -> None:
+        """A round of `slot` begins, with `tokens` committed."""
+        before = self._rows[slot]
+        assert before == tuple(tokens[: len(before)]), "a slot's state has seen another request's tokens"
+        self._rows[slot] = tuple(tokens)
+        position, row = self.targets.get(slot, (-1, -1))
+        if len(before) <= position <= len(tokens):
+            self._rows[row] = tuple(tokens[:position])
+
+
 def _prompt_logprobs(chunk: Chunk) -> PromptLogprobs:
     """Token t has log-probability -t."""
     tokens = np.append(unpack_i32(chunk.tokens)[1:], chunk.next_token)[: chunk.num_logprobs]
@@ -133,6 +174,7 @@ class ScriptedExecutor:
         kv: KvModel | None = None,
         prompts: dict[int, list[int]] | None = None,
         delay_s: float = 0.0,
+        states: StateModel | None = None,
     ) -> None:
         self.shapes = shapes
         self.costs: CostTable | None = None
@@ -140,6 +182,7 @@ class ScriptedExecutor:
         self.capture_steps: list[int] = []
         self.slots = [_Slot() for _ in range(num_slots)]
         self.kv = kv
+        self.states = states
         self.prompts = prompts if prompts is not None else {}
         self.delay_s = delay_s
         self.num_steps = 0
@@ -174,9 +217,16 @@ class ScriptedExecutor:
         used = round_slots + chunk_slots
         assert len(set(used)) == len(used), "a slot runs twice in a step"
         last = [chunk for chunk in plan.chunks if chunk.next_token == -1]
+        saved = {slot: (p, row) for slot, p, row in unpack_i32(plan.saved_states).reshape(-1, 3).tolist()}
+        assert 3 * len(saved) == len(unpack_i32(plan.saved_states)), "a slot saves two states"
+        assert self.states is not None or not saved
+        if self.states is not None:
+            self.states.targets |= {slot: each for slot, each in saved.items() if slot not in chunk_slots}
+            for slot in round_slots:
+                self.states.round(slot, self.slots[slot].tokens[: self.slots[slot].seq_len])
         entries += [self._round(self.slots[slot], shape, plan.max_kv_len) for slot in round_slots]
         for chunk in plan.chunks:
-            self._chunk(chunk, plan.max_kv_len)
+            self._chunk(chunk, plan.max_kv_len, saved.get(chunk.slot))
         for chunk in last:
             entries.append(self._first_token(self.slots[chunk.slot]))
         drafting = plan.drafting or bytes(len(entries))
@@ -220,12 +270,14 @@ class ScriptedExecutor:
             replayed = [scripted_token(slot.seed, p) for p in range(len(known), init.num_cached + 1)]
             slot.tokens = (known + replayed)[: init.num_cached]
             self._check_cached(slot, known + replayed)
+            if self.states is not None:
+                self.states.enter(init.slot, init.state_row, slot.tokens)
 
     def _check_cached(self, slot: _Slot, tokens: list[int]) -> None:
         if self.kv is not None and slot.seq_len:
             self.kv.check(slot.table, tokens[: slot.seq_len + 1], slot.seq_len)
 
-    def _chunk(self, chunk: Chunk, max_kv_len: int) -> None:
+    def _chunk(self, chunk: Chunk, max_kv_len: int, saved: tuple[int, int] | None) -> None:
         slot = self.slots[chunk.slot]
         tokens = unpack_i32(chunk.tokens).tolist()
         assert chunk.start == slot.seq_len, f"chunk at {chunk.start}, slot has {slot.seq_len} tokens"
@@ -234,7 +286,14 @@ class ScriptedExecutor:
         if self.kv is not None:
             slot.tokens += tokens
             following = [chunk.next_token] if chunk.next_token >= 0 else [scripted_token(slot.seed, end)]
-            self.kv.write(slot.table, slot.tokens + following, chunk.start, end)
+            kept_from = max(chunk.kept_from, chunk.start)
+            self.kv.check(slot.table, slot.tokens + following, min(kept_from, end))
+            if kept_from < end:
+                self.kv.write(slot.table, slot.tokens + following, kept_from, end)
+        if self.states is not None:
+            self.states.chunk(chunk.slot, chunk.start, tokens, saved)
+        else:
+            assert not chunk.kept_from, "KV is kept from a later position, without a state to compute"
         slot.seq_len = end
 
     def _first_token(self, slot: _Slot) -> tuple[list[int], int, int]:

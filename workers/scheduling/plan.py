@@ -100,12 +100,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     """A request enters a slot. Sent in the plan with its first prompt chunk.
 
-    num_cached: KV tokens from the prefix cache; the first chunk starts there.
+    num_cached: tokens that need not be computed; the first chunk starts there.
     prompt_len: length of the prompt. Chunks of a resumed request also replay its earlier output.
     max_len: position after its last permitted token, prompt_len + max_tokens.
     prompt: int32 tokens, only if sampling needs counts.
     output: int32 tokens so far, only for counts or a grammar.
     number: the request's number, the same each time it enters a slot.
+    state_row: row of the state after `num_cached` tokens, which is copied to the slot before anything else of the plan
+        runs, in a model with recurrent layers; -1: none, the request starts at position 0.
     """
 
     slot: int
@@ -116,6 +118,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     prompt: bytes = b""
     output: bytes = b""
     number: int = -1
+    state_row: int = -1
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -126,6 +129,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
         first output token.
     logprobs: -1 none; k: the result has log-probabilities of the prompt tokens that follow one of these, with the k
         most likely. There is at least one such token.
+    kept_from: the first position whose KV is written. Earlier tokens run for the state of recurrent layers alone.
     """
 
     slot: int
@@ -133,6 +137,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     next_token: int
     logprobs: int = -1
+    kept_from: int = 0
 
     @property
     def num_logprobs(self) -> int:
@@ -166,6 +171,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     ended: int32, numbers of requests with grammars that have ended since the last plan, in whatever state. From
         `GrammarQueue`. -> `SlotGrammars`
     mask_wait_ms: how long this step may wait for the masks of its requests. -> `SlotGrammars`
+    saved_states: int32 triples (slot, position, row), at most one per slot. The state of recurrent layers after exactly
+        `position` tokens is written to that row, by the slot's chunk in this plan, or else by its first round that
+        begins at or after the position. From `StateSaves`. -> `PlanBatches`
     capture: instead of a step, all ranks capture the same graph. Sent while nothing is in flight; its result has no
         entries. From `CapturePacing`. -> `GraphedDecoding`
     """
@@ -185,6 +193,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     ended: bytes = b""
     mask_wait_ms: float = 1000.0
     cleared_pages: bytes = b""
+    saved_states: bytes = b""
 
 
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):

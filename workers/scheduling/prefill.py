@@ -16,6 +16,7 @@ from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_time import Prediction
 
 MAX_PASSED = 64  # waiting requests without a compiled grammar that each step looks past
+MAX_ASKED = 8  # waiting requests whose common prefixes with running ones each step of a hybrid model looks for
 MASK_WAIT_MS = 250.0  # where no costs are known
 _ORDER = attrgetter("order")
 
@@ -95,6 +96,11 @@ class PrefillPlanner:
                     self._plan_chunk(sequence, budget, builder, drafted)
             else:
                 break
+        if self._slot_pages.saves is not None:
+            # a state at the end of a common prefix must be planned before the prompt that computes it has passed it
+            for sequence in islice(queues.waiting, MAX_ASKED):
+                if sequence.number not in builder.held:
+                    self.shared.must_wait(sequence, builder)
         self.shared.ended(builder)
         return budget
 
@@ -135,6 +141,9 @@ class PrefillPlanner:
         start, total = sequence.computed, len(sequence.tokens)
         draft_tokens = drafted.draft_tokens if sequence.request.sampling.speculative else 0
         room = budget.room(total - start, start)
+        saves = self._slot_pages.saves
+        if saves is not None:
+            room = saves.chunk_tokens(sequence.slot, start, room)
         count = self._fit_chunk(sequence, room, draft_tokens, builder) if room else 0
         if count == 0:
             return 0
@@ -144,7 +153,10 @@ class PrefillPlanner:
         next_token = -1 if is_last else int(sequence.tokens[end])
         asks = sequence.request.wants_prompt_logprobs and count > is_last
         logprobs = sequence.request.sampling.prompt_logprobs if asks else -1
-        builder.chunks.append(Chunk(sequence.slot, start, pack_i32(sequence.tokens[start:end]), next_token, logprobs))
+        tokens, kept_from = pack_i32(sequence.tokens[start:end]), sequence.kept if start < sequence.kept else 0
+        builder.chunks.append(Chunk(sequence.slot, start, tokens, next_token, logprobs, kept_from))
+        if saves is not None:
+            saves.plan_chunk(sequence.slot, start, end)
         if asks:
             builder.asking.append(sequence)
         builder.max_kv_len = max(builder.max_kv_len, end + (draft_tokens if is_last else 0))
@@ -191,16 +203,15 @@ class PrefillPlanner:
         total = len(sequence.tokens)
         held_before = allocator.num_held
         match = Match([], 0) if cache is None else cache.match(sequence.tokens, request.sampling.cache_salt)
-        cached = match.pages
-        need = slot_pages.pages_for(total + self._max_kv_tokens) - len(cached)
+        need = slot_pages.pages_for(total + self._max_kv_tokens) - len(match.pages)
         if self._queues.active and need + (allocator.num_held - held_before) > room:
-            allocator.release(cached)
+            allocator.release(match.pages)
             sequence.pages_missing = (insertions, need)
             return False
-        if budget.room(1, len(cached) * slot_pages.page_size) == 0:
-            allocator.release(cached)
+        if budget.room(1, match.num_saved) == 0:
+            allocator.release(match.pages)
             return False
-        builder.inits.append(self._queues.admit(sequence, cached))
+        builder.inits.append(self._queues.admit(sequence, match))
         if not sequence.was_admitted:
             sequence.was_admitted = True
             request.cached_tokens = min(sequence.computed, len(request.prompt))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from attention.kv_cache.prefix_cache import Match
 from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.plan import SlotInit, pack_i32
 from workers.scheduling.request import FinishReason, Request, RequestState
@@ -74,17 +75,17 @@ class RequestQueues:
             sequence.deadline_s = deadline_s(sequence)
         self.waiting.reorder()
 
-    def admit(self, sequence: Sequence, cached_pages: list[int]) -> SlotInit:
-        """Give the head of the queue a slot and its cached pages."""
+    def admit(self, sequence: Sequence, match: Match) -> SlotInit:
+        """Give the head of the queue a slot and its cached prefix."""
         request = sequence.request
         self.waiting.remove(sequence)
         self.grammars.admitted(sequence)
         sequence.slot = self.slot_pages.take_slot(
-            sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, cached_pages
+            sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, match
         )
         self.slot_pages.rare_sampling[sequence.slot] = request.sampling.is_rare
         self.slot_pages.cache_salt[sequence.slot] = request.sampling.cache_salt
-        sequence.computed = len(cached_pages) * self.slot_pages.page_size
+        sequence.computed, sequence.kept = match.num_saved, len(match.pages) * self.slot_pages.page_size
         request.state = RequestState.PREFILL
         self.active[sequence.number] = self.prefilling[sequence.number] = sequence
         self.by_slot[sequence.slot] = sequence
@@ -98,6 +99,7 @@ class RequestQueues:
             prompt=pack_i32(sequence.prompt) if counts else b"",
             output=pack_i32(request.output) if counts or grammar is not None else b"",
             number=sequence.number,
+            state_row=match.row,
         )
 
     def start_decoding(self, sequence: Sequence) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from attention.config import CacheConfig
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
+from attention.kv_cache.snapshots import Snapshots
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.engine_layout import EngineLayout
 from workers.scheduling.admission import Admission
@@ -54,11 +55,14 @@ class Scheduler:
         epoch: int = 0,
         choose_shape: Callable[[RoundShapes], int] | None = None,
         graph_capture: GraphCapture = GraphCapture(),  # noqa: B008 - frozen
+        num_snapshots: int | None = None,
     ) -> None:
         """num_pages: pages of each rank's pool, without page 0.
         lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`).
         choose_shape: replaces `ShapeChoice`; called once per step for the index of the shape.
         graph_capture: limits captures while requests run.
+        num_snapshots: rows of saved states in each rank's state pool, after those of the slots; None without recurrent
+            layers.
         """
         self._config = config
         self.cache = cache
@@ -66,8 +70,12 @@ class Scheduler:
         self._shapes = shapes
         self.shape_choice = ShapeChoice(shapes, config.num_slots)
         self.allocator = PageAllocator(num_pages)
-        self.prefix_cache = PrefixCache(self.allocator, cache.page_size, lookahead) if cache.prefix_cache else None
-        self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.num_slots, cache.page_size)
+        first_row = config.num_slots + 1
+        snapshots = Snapshots(range(first_row, first_row + num_snapshots)) if num_snapshots is not None else None
+        of_pages = (self.allocator, cache.page_size, lookahead, snapshots)
+        self.prefix_cache = PrefixCache(*of_pages) if cache.prefix_cache else None
+        interval = cache.state_interval
+        self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.num_slots, cache.page_size, interval)
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self._grammars = GrammarQueue()
         self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars)
@@ -93,6 +101,7 @@ class Scheduler:
             layout.shapes,
             layout.lookahead,
             graph_capture=layout.graph_capture,
+            num_snapshots=layout.num_snapshots if layout.bytes_per_snapshot else None,
         )
 
     def use_costs(self, costs: CostTable) -> None:
@@ -222,6 +231,7 @@ class Scheduler:
             rounds = self.rounds.load(slots, shape)
         if len(slots) == 0 and not builder.chunks:
             return None
+        saved_states = slot_pages.save_states(slots, self._shapes.max_new_tokens)
         in_flight = self._launch(builder, shape, slots, budget.planned(rounds))
         drafting = slot_pages.speculative[in_flight.slots]
         next_shape = shape if drafting.any() else 0
@@ -242,6 +252,7 @@ class Scheduler:
             ended=pack_i32(self._grammars.take_ended()),
             mask_wait_ms=self._prefill.mask_wait_ms(in_flight.expected),
             cleared_pages=slot_pages.take_cleared(),
+            saved_states=saved_states,
         )
         self._next_step += 1
         return plan

@@ -17,6 +17,7 @@ class Sequence:
     deadline_s: its priority among prompts (`workers.scheduling.prefill`).
     num_cached: tokens cached when it came; 0 without costs.
     computed: tokens in planned chunks.
+    kept: tokens whose KV was cached at its last admission; those that are computed again write none.
     probation: steps with tokens that it must complete before other suspects run; 0 unless a step with it hung or
         crashed.
     not_before: the last step planned before its preemption; it is admitted again after that one's result.
@@ -31,6 +32,7 @@ class Sequence:
         "slot",
         "num_cached",
         "computed",
+        "kept",
         "not_before",
         "probation",
         "pages_missing",
@@ -50,7 +52,7 @@ class Sequence:
         self.tokens = self.prompt  # prompt and output at its last admission
         self.slot = -1
         self.num_cached = 0
-        self.computed = 0
+        self.computed = self.kept = 0
         self.not_before = -1
         self.probation = 0
         self.pages_missing = (-1, 0)  # (insertions into the cache, pages it needed) when it last did not fit

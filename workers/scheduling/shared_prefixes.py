@@ -52,17 +52,22 @@ class SharedPrefixes:
         cache = self._slot_pages.cache
         if cache is None or sequence.request.wants_prompt_logprobs:
             return False
-        size = cache.page_size
-        cached = cache.num_cached(sequence.tokens, sequence.request.sampling.cache_salt) // size
+        size, saves = cache.page_size, self._slot_pages.saves
+        salt = sequence.request.sampling.cache_salt
+        cached = cache.num_cached(sequence.tokens, salt) // size
         for other in self._others(sequence, cached, builder):
             common = min((_common(other, sequence) - cache.lookahead) // size, (len(sequence.tokens) - 1) // size)
             before = other.computed - builder.num_planned.get(other.slot, 0)
             now, after = (min(common, tokens // size) for tokens in (before, other.computed))
+            if saves is not None:  # pages without a state at their end save nothing
+                is_worth = saves.is_worth_waiting((common - cached) * size)
+                if not is_worth or not saves.want(other.slot, common * size, before, other.computed):
+                    continue
             if after > max(cached, now):
                 return True
             if now > cached:
                 self._slot_pages.share(other.slot, other.tokens, now)
-                cached = now
+                cached = now if saves is None else cache.num_cached(sequence.tokens, salt) // size
         return False
 
     def _others(self, sequence: Sequence, page: int, builder: PlanBuilder) -> list[Sequence]:

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from attention.kv_cache.page_allocator import PageAllocator
-from attention.kv_cache.prefix_cache import PrefixCache
+from attention.kv_cache.prefix_cache import Match, PrefixCache
 from workers.config import RoundShape
 from workers.scheduling.plan import pack_i32
+from workers.scheduling.state_saves import StateSaves
 
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int64]
@@ -35,12 +36,23 @@ class SlotPages:
     drafted: index of the shape that the last plan drafted; 0: none.
     user: number of the slot's request; results for another user are late.
     num_changes: grows whenever a slot is taken, starts to decode, or is freed.
+    saves: saved states of recurrent layers; None without such layers, or without a prefix cache.
 
     Pages may be freed early: ranks execute plans in order, and a page gets a new owner only in a later plan. Steps in
         flight write to it before that. Cached pages lie below the committed length, where no step writes again.
     """
 
-    def __init__(self, allocator: PageAllocator, cache: PrefixCache | None, num_slots: int, page_size: int) -> None:
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        cache: PrefixCache | None,
+        num_slots: int,
+        page_size: int,
+        state_interval: int = 0,
+    ) -> None:
+        """state_interval: of `StateSaves`; read where the cache has snapshots."""
+        has_states = cache is not None and cache.snapshots is not None
+        self.saves = StateSaves(cache, num_slots, state_interval) if cache is not None and has_states else None
         self.allocator = allocator
         self.cache = cache
         self.page_size = page_size
@@ -76,14 +88,16 @@ class SlotPages:
         self.allocator.reset()
         if self.cache is not None:
             self.cache.reset()
+        if self.saves is not None:
+            self.saves.reset()
 
     @property
     def num_free_slots(self) -> int:
         """Free slots."""
         return len(self._free_slots)
 
-    def take_slot(self, user: int, num_tokens: int, max_len: int, speculative: bool, cached_pages: list[int]) -> int:
-        """Give request number `user` a slot whose table starts with `cached_pages`, which the caller holds until
+    def take_slot(self, user: int, num_tokens: int, max_len: int, speculative: bool, match: Match) -> int:
+        """Give request number `user` a slot whose table starts with the pages of `match`, which the caller holds until
         now."""
         slot = heapq.heappop(self._free_slots)
         self.num_changes += 1
@@ -91,9 +105,11 @@ class SlotPages:
         self.num_tokens[slot] = num_tokens
         self.max_len[slot] = max_len
         self.speculative[slot] = speculative
-        self.committed[slot] = len(cached_pages) * self.page_size
-        self._extend(slot, cached_pages)
-        self.num_pages[slot] = len(cached_pages)
+        self.committed[slot] = match.num_saved
+        self._extend(slot, match.pages)
+        self.num_pages[slot] = len(match.pages)
+        if self.saves is not None:
+            self.saves.enter(slot, match, num_tokens)
         return slot
 
     def start_decoding(self, slot: int) -> None:
@@ -195,12 +211,18 @@ class SlotPages:
                 self.allocator.release((table[index],))
                 table[index] = page
                 self._updates[slot, index] = page
+        if self.saves is not None:
+            self.saves.inserted(slot, tokens, len(kept), self.cache_salt[slot])
 
     def release(self, slot: int, tokens: npt.NDArray[np.int32], num_committed: int) -> None:
-        """Free the slot and its pages. Pages that are full below `num_committed` go to the prefix cache."""
+        """Free the slot and its pages. Pages that are full below `num_committed` go to the prefix cache, and so do the
+        states at their ends."""
         table = self.pages[slot]
         if self.cache is not None:
-            self.cache.insert(tokens, table[: num_committed >> self._shift], self.cache_salt[slot])
+            kept = self.cache.insert(tokens, table[: num_committed >> self._shift], self.cache_salt[slot])
+            if self.saves is not None:
+                max_length = int(self.committed[slot] + self.max_pending[slot])
+                self.saves.leave(slot, tokens, len(kept), max_length, self.cache_salt[slot])
         self.allocator.release(table)
         self._clear(slot)
         # Its table is not read any more. It is emptied when the slot gets a new user, perhaps in the same plan.
@@ -217,6 +239,14 @@ class SlotPages:
         if slot >= 0:
             self._spoilt.update(self.pages[slot])
         self._cleared.append(DUMMY_PAGE)  # the request's drafts may have been written there
+
+    def save_states(self, slots: Slots, margin: int) -> bytes:
+        """The states that the plan saves, as `StepPlan.saved_states`, which has rounds of `slots` that are not counted
+        here yet. margin: of `StateSaves.plan_rounds`."""
+        if self.saves is None:
+            return b""
+        self.saves.plan_rounds(slots, self.committed[slots] + self.max_pending[slots], margin)
+        return self.saves.take()
 
     def take_cleared(self) -> bytes:
         """Return the pages that the next plan zeroes, as `StepPlan.cleared_pages`."""
@@ -235,6 +265,8 @@ class SlotPages:
         assert [len(pages) for pages in self.pages] == self.num_pages.tolist(), "page counts differ from the page lists"
         assert sorted(self._free_slots) == np.flatnonzero(self.user < 0).tolist(), "free slots differ"
         assert (self.max_pending >= 0).all() and (self.min_pending >= 0).all(), "more results than plans"
+        if self.cache is not None and self.saves is not None:
+            self.cache.check_snapshots(self.saves.rows())
 
     def _make_room(self, need: int) -> int:
         """Evict until `need` pages are free. Return the number of missing pages; evict nothing if it would not

@@ -159,6 +159,8 @@ class StepResults:
         assert num_rounds == 0 or emitted_by_round.max() <= step.max_new_tokens, "more tokens than the round has"
         slot_pages.num_tokens[slots] += emitted
         slot_pages.min_pending[slots] -= 1
+        if slot_pages.saves is not None:
+            slot_pages.saves.folded[rounds] = slot_pages.committed[rounds]
         slot_pages.committed[rounds] += emitted_by_round  # a prompt's KV was counted when its chunks were planned
         slot_pages.max_pending[rounds] -= step.max_new_tokens
         self._stats.inter_token_s.observe_all(now - slot_pages.last_token_s[rounds])

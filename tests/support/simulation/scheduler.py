@@ -5,7 +5,7 @@ from collections import deque
 from typing import Literal
 
 from attention.config import CacheConfig
-from tests.support.scripted import KvModel, ScriptedExecutor, scripted_output
+from tests.support.scripted import KvModel, ScriptedExecutor, StateModel, scripted_output
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import SamplingParams, StepPlan, unpack_i32
@@ -42,7 +42,10 @@ class Simulation:
         max_in_flight: int = 2,
         costs: CostTable | None = None,
         itl_target_ms: float | Literal["auto"] = "auto",
+        num_snapshots: int | None = None,
+        state_interval: int = 0,
     ) -> None:
+        """num_snapshots: of a model with recurrent layers."""
         self.shapes = RoundShapes((PLAIN, TREE), default=1) if speculative else RoundShapes()
         self.clock = Clock()
         self.page_size, self.lookahead, self.num_pages = page_size, lookahead, num_pages
@@ -51,13 +54,15 @@ class Simulation:
         self.width = -(-(max_model_len - 1 + self.shapes.max_kv_tokens) // page_size)
         self.scheduler = Scheduler(
             SchedulerConfig(max_running, max_step_tokens, max_waiting, itl_target_ms),
-            CacheConfig(page_size=page_size, prefix_cache=prefix_cache),
+            CacheConfig(page_size=page_size, prefix_cache=prefix_cache, state_interval=state_interval or page_size * 4),
             num_pages,
             max_model_len,
             self.clock,
             self.shapes,
             lookahead,
+            num_snapshots=num_snapshots,
         )
+        self.has_states = num_snapshots is not None
         if costs is not None:
             self.scheduler.use_costs(costs)
         self.prompts: dict[int, list[int]] = {}
@@ -70,7 +75,8 @@ class Simulation:
     def new_worker_group(self, epoch: int) -> None:
         """A fresh rank with empty memory."""
         kv = KvModel(self.num_pages, self.page_size, self.lookahead)
-        self.executor = ScriptedExecutor(self.shapes, self.max_running, self.width, kv, self.prompts)
+        states = StateModel(self.max_running) if self.has_states else None
+        self.executor = ScriptedExecutor(self.shapes, self.max_running, self.width, kv, self.prompts, states=states)
         self.backlog: deque[StepPlan] = deque()  # the rank takes two at most
         if epoch:
             self.scheduler.requeue_all(epoch)

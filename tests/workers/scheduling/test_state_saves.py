@@ -1,0 +1,142 @@
+"""States of recurrent layers that the scheduler saves and resumes at. The scripted rank fails if a request resumes at a
+state of other tokens, if a state is read before it is written, or if KV that others share is written again."""
+
+import random
+
+import pytest
+
+from tests.support.simulation.scheduler import Simulation, random_prompt
+from workers.scheduling.request import FinishReason, Request
+
+POOLS = {1: 110, 4: 30, 16: 12}
+
+
+def simulation(**changes):
+    return Simulation(**{"num_pages": 200, "max_step_tokens": 64, "num_snapshots": 12, "state_interval": 16} | changes)
+
+
+def computed(sim):
+    return sum(len(chunk.tokens) // 4 for plan in sim.plans for chunk in plan.chunks)
+
+
+def ask(sim, prompt, max_tokens=3, **sampling):
+    """A request by itself, and how many of its tokens were computed."""
+    before = computed(sim)
+    request = sim.submit(prompt, max_tokens=max_tokens, **sampling)
+    sim.finish()
+    sim.check_output(request)
+    return request, computed(sim) - before
+
+
+def test_the_same_prompt_resumes_at_its_last_page_border():
+    sim = simulation()
+    prompt = list(range(30))
+    assert [ask(sim, prompt)[1] for _ in range(3)] == [30, 2, 2]
+    assert ask(sim, prompt)[0].cached_tokens == 28
+    sim.run()
+
+
+def test_a_fork_is_saved_by_the_second_prompt_and_used_by_the_third():
+    sim = simulation()
+    prefix = list(range(100, 141))
+    costs = [ask(sim, [*prefix, *range(base, base + 20)])[1] for base in (200, 300, 400)]
+    assert costs == [61, 61, 21]
+    cache = sim.scheduler.prefix_cache
+    assert (cache.num_hit_tokens, cache.num_recomputed_tokens) == (40, 40)
+    sim.run()
+
+
+def test_prompts_that_come_together_compute_their_common_prefix_once():
+    sim = simulation(max_step_tokens=20, max_running=8)
+    prefix = list(range(100, 141))
+    requests = [sim.submit([*prefix, *range(base, base + 12)]) for base in (200, 300, 400, 500)]
+    sim.finish()
+    assert computed(sim) == 41 + 12 + 3 * 13
+    assert [request.cached_tokens for request in requests] == [0, 40, 40, 40]
+    sim.run()
+
+
+def test_the_next_turn_resumes_near_the_answers_end():
+    sim = simulation(num_pages=300, max_model_len=300)
+    request, _ = ask(sim, list(range(30)), max_tokens=90)
+    turn = [*request.prompt, *request.output, 7, 7, 7]
+    _, cost = ask(sim, turn)
+    assert cost <= len(turn) - 96, "states of the answer stand at multiples of 16, the last one at 96 or 112"
+    sim.run()
+
+
+def test_a_chunk_that_passes_a_fork_and_the_end_is_cut_at_the_fork():
+    sim = simulation(max_step_tokens=200, max_model_len=200)
+    ask(sim, [*range(100, 141), *range(200, 220)])
+    first = len(sim.plans)
+    ask(sim, [*range(100, 141), *range(300, 360)])
+    assert [len(chunk.tokens) // 4 for plan in sim.plans[first:] for chunk in plan.chunks] == [40, 61]
+    assert all(chunk.kept_from == (40 if chunk.start == 0 else 0) for p in sim.plans[first:] for chunk in p.chunks)
+
+
+def test_without_rows_every_prompt_is_computed_whole():
+    sim = simulation(num_snapshots=0)
+    assert [ask(sim, list(range(30)))[1] for _ in range(2)] == [30, 30]
+    sim.run()
+
+
+def test_a_failed_request_leaves_no_state():
+    sim = simulation()
+    request = sim.submit(list(range(30)), max_tokens=40)
+    for _ in range(8):
+        sim.step()
+    sequence = sim.scheduler.queues.find(request.request_id)
+    slot_pages = sim.scheduler.slot_pages
+    slot_pages.spoil(sequence.slot, sequence.known_tokens(), b"")
+    sim.scheduler.queues.finish(sequence, FinishReason.ERROR, 0, 0.0)
+    assert sim.scheduler.prefix_cache.snapshots.num_saved == 0
+    sim.scheduler.queues.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "seed, page_size, lookahead",
+    [
+        *[(0, 1, 1), (1, 4, 0), (2, 4, 1), (3, 16, 1)],
+        *[pytest.param(s, p, a, marks=pytest.mark.slow) for s in range(4, 12) for p in sorted(POOLS) for a in (0, 1)],
+    ],
+)
+def test_states_are_right_whatever_happens(seed, page_size, lookahead):
+    """Random prompts, aborts, preemptions, crashes, few rows; conversations that go on from what was answered."""
+    rng = random.Random(f"states-{seed}-{page_size}-{lookahead}")
+    sim = Simulation(
+        page_size=page_size,
+        num_pages=POOLS[page_size],
+        max_running=rng.choice([1, 3, 8]),
+        max_step_tokens=rng.choice([3, 7, 32, 200]),
+        max_waiting=None,
+        lookahead=lookahead,
+        speculative=rng.random() < 0.8,
+        max_in_flight=rng.choice([1, 2, 2, 3]),
+        num_snapshots=rng.choice([1, 3, 10]),
+        state_interval=page_size * rng.choice([1, 2, 8]),
+    )
+    requests: list[Request] = []
+    aborted: set[str] = set()
+    while len(requests) < 50:
+        if rng.random() < 0.3:
+            ended = [each for each in requests if each.request_id in sim.finished and len(each.prompt) < 60]
+            if ended and rng.random() < 0.5:
+                former = rng.choice(ended[-4:])
+                prompt = [*former.prompt, *former.output[: rng.randint(0, 40)], *random_prompt(rng, 9)][:60]
+            else:
+                prompt = random_prompt(rng, 60)
+            requests.append(sim.submit(prompt, max_tokens=rng.randint(1, 38), speculative=rng.random() < 0.7))
+        if rng.random() < 0.03 and requests:
+            victim = rng.choice(requests)
+            if sim.scheduler.abort(victim.request_id) is not None:
+                aborted.add(victim.request_id)
+            sim.scheduler.queues.check_integrity()
+        if rng.random() < 0.01:
+            sim.new_worker_group(sim.scheduler.epoch + 1)
+        sim.step()
+    sim.run()
+    for request in requests:
+        if request.request_id not in aborted:
+            sim.check_output(request)
+    snapshots = sim.scheduler.prefix_cache.snapshots
+    assert snapshots.num_lent == snapshots.num_saved == 0, "the cache is empty, and no request runs"

@@ -1,0 +1,197 @@
+"""Which states of running requests are saved, at which positions and in which rows. Owned by `SlotPages`, only where a
+model has recurrent layers; the scheduler's other parts ask it while they build a plan.
+
+A prompt's state is saved
+- at the last page border before its end, where the same prompt resumes;
+- at a fork: where the text of another prompt has left it, so that the next one resumes there;
+- at the ends of chunks, every `PROMPT_INTERVALS` intervals, if its rows are worth it.
+An answer's state is saved once an interval, each time into the same row. So the next turn of a conversation resumes
+near the answer's end.
+
+Nothing is read from the device. A prompt's state is written by its chunk's step. An answer's is written by the first
+round that begins at or after its position, because rounds fold what earlier ones have accepted. Lengths on the host are
+one step old. So a position is chosen beyond everything that the steps in flight can reach, and when the request leaves
+its slot the row is kept only if it is certain which state it holds.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from attention.kv_cache.prefix_cache import Match, PrefixCache
+from workers.scheduling.plan import pack_i32
+
+Int64s = npt.NDArray[np.int64]
+PROMPT_INTERVALS = 8  # between states at the ends of a long prompt's chunks
+FORK_INTERVALS = 0.25  # that a fork must save, since a prompt's chunk is cut there
+ANSWER_SHARE = 0.5  # of the rows, which answers may have while they are written
+
+
+@dataclass
+class _SlotSaves:
+    """Of one request.
+
+    wanted: positions of its prompt whose state is to be saved, ascending.
+    last: the newest position that has a state, in the tree or planned.
+    planned: positions and rows of states whose steps are planned, not in the tree yet.
+    row: for its answer; -1 while it has none.
+    """
+
+    wanted: list[int]
+    last: int
+    planned: dict[int, int]
+    row: int = -1
+
+
+class StateSaves:
+    """interval: tokens between saved states of an answer, a multiple of the page size.
+
+    target: by slot, the position that the row of the answer is to hold next; 0 while there is none.
+    folded: by slot, the length at which the newest round began whose result is known: the state has seen so much.
+    saved: by slot, the position of the state that the row surely holds; 0 for none.
+    """
+
+    def __init__(self, cache: PrefixCache, num_slots: int, interval: int) -> None:
+        assert cache.snapshots is not None and interval % cache.page_size == 0
+        self._cache = cache
+        self._snapshots = cache.snapshots
+        self.interval = interval
+        self._size = cache.page_size
+        self._max_answers = int(ANSWER_SHARE * len(self._snapshots.rows))
+        self._slots: dict[int, _SlotSaves] = {}
+        self.target = np.zeros(num_slots, np.int64)
+        self.folded = np.zeros(num_slots, np.int64)
+        self.saved = np.zeros(num_slots, np.int64)
+        self._declined = np.zeros(num_slots, np.int64)  # the last target that got no row
+        self._this_plan: dict[int, tuple[int, int]] = {}  # by slot, position and row of the plan being built
+
+    def reset(self) -> None:
+        """The ranks' memory is gone, and all requests have left their slots."""
+        self._slots.clear()
+        self._this_plan.clear()
+        for numbers in (self.target, self.folded, self.saved, self._declined):
+            numbers[:] = 0
+
+    def enter(self, slot: int, match: Match, num_tokens: int) -> None:
+        """A request of `num_tokens` prompt tokens has a slot; match: what the cache had."""
+        matched, last = len(match.pages) * self._size, (num_tokens - 1) // self._size * self._size
+        wanted = [last] if last > match.num_saved else []
+        if match.is_fork and matched < last and self.is_worth_waiting(matched - match.num_saved):
+            wanted.insert(0, matched)
+        self._slots[slot] = _SlotSaves(wanted, match.num_saved, {})
+
+    def is_worth_waiting(self, num_tokens: int) -> bool:
+        """Whether a state at a fork, which saves so many tokens, is worth another step of a prompt."""
+        return num_tokens >= max(1, int(FORK_INTERVALS * self.interval))
+
+    def chunk_tokens(self, slot: int, start: int, count: int) -> int:
+        """How many of the next `count` prompt tokens from `start` on a chunk may have: a chunk saves one state, and one
+        that would pass two wanted positions ends at the first."""
+        passed = [position for position in self._slots[slot].wanted if start < position <= start + count]
+        return passed[0] - start if len(passed) > 1 else count
+
+    def plan_chunk(self, slot: int, start: int, end: int) -> None:
+        """The plan has the slot's prompt tokens start .. end - 1: save a state, if there is a reason and a row."""
+        saves = self._slots[slot]
+        position = next((wanted for wanted in saves.wanted if start < wanted <= end), 0)
+        border = end // self._size * self._size
+        if not position and border > start and border - saves.last >= PROMPT_INTERVALS * self.interval:
+            position = border
+        if position:
+            self._save(slot, position)
+            saves.wanted = [wanted for wanted in saves.wanted if wanted > end]
+
+    def want(self, slot: int, position: int, start: int, end: int) -> bool:
+        """Another request resumes at `position` of this one's prompt, the end of a page; whether a state is or will be
+        there. start, end: its tokens in the plan being built, equal if it has none there."""
+        saves = self._slots[slot]
+        if position in saves.planned or position in saves.wanted:
+            return True
+        if position <= start:
+            return False
+        if position > end:
+            saves.wanted = sorted({*saves.wanted, position})
+            return True
+        planned = self._this_plan.pop(slot, None)
+        if planned is None:
+            return self._save(slot, position)
+        del saves.planned[planned[0]]  # one state a chunk: the one that is waited for
+        self._put(slot, position, planned[1])
+        return True
+
+    def plan_rounds(self, slots: Int64s, lengths: Int64s, margin: int) -> None:
+        """The plan has a round of `slots`, the state of which has seen at most `lengths` tokens when it ends. margin:
+        tokens before a position at which it is planned, at least as many as a round emits."""
+        following = (lengths // self.interval + 1) * self.interval
+        is_due = (following - lengths <= margin) & (self.target[slots] != following)
+        is_due &= (self.target[slots] <= self.folded[slots]) & (self._declined[slots] != following)
+        for index in np.flatnonzero(is_due).tolist():
+            slot, position = int(slots[index]), int(following[index])
+            saves = self._slots[slot]
+            if saves.row < 0:
+                saves.row = self._lend_for_answer(position - saves.last)
+            if saves.row < 0:
+                self._declined[slot] = position
+                continue
+            self.saved[slot], self.target[slot] = self.target[slot], position
+            self._this_plan[slot] = (position, saves.row)
+
+    def take(self) -> bytes:
+        """The states that the plan saves, as `StepPlan.saved_states`. The plan is built."""
+        self._snapshots.plan_ended()
+        if not self._this_plan:
+            return b""
+        packed = pack_i32([n for slot, (position, row) in self._this_plan.items() for n in (slot, position, row)])
+        self._this_plan.clear()
+        return packed
+
+    def inserted(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int, salt: bytes) -> None:
+        """The tree has the first `num_pages` pages of the slot's `tokens`: keep the states at their ends that plans
+        before the one being built write."""
+        planned, new = self._slots[slot].planned, self._this_plan.get(slot)
+        for position in [p for p in planned if p <= num_pages * self._size and (new is None or new[0] != p)]:
+            self._cache.attach(tokens, position, planned.pop(position), salt)
+
+    def leave(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int, max_length: int, salt: bytes) -> None:
+        """A request leaves its slot. num_pages: of its `tokens`, which the tree has; 0: nothing of it may be kept.
+        max_length: tokens that the steps in flight may have committed at most."""
+        self.inserted(slot, tokens, num_pages, salt)
+        saves = self._slots.pop(slot)
+        self._this_plan.pop(slot, None)
+        for row in saves.planned.values():
+            self._snapshots.give_back(row)
+        if saves.row >= 0:
+            held = 0  # a round in flight may have written over what was there
+            if self.target[slot] <= self.folded[slot]:
+                held = int(self.target[slot])
+            elif max_length < self.target[slot]:
+                held = int(self.saved[slot])
+            if 0 < held <= num_pages * self._size:
+                self._cache.attach(tokens, held, saves.row, salt)
+            else:
+                self._snapshots.give_back(saves.row)
+        for numbers in (self.target, self.folded, self.saved, self._declined):
+            numbers[slot] = 0
+
+    def rows(self) -> list[int]:
+        """Those that requests have."""
+        return [row for each in self._slots.values() for row in (*each.planned.values(), each.row) if row >= 0]
+
+    def _save(self, slot: int, position: int) -> bool:
+        """Save a prompt's state in the plan being built; whether there was a row for it."""
+        row = self._cache.lend_row(position - self._slots[slot].last)
+        if row is not None:
+            self._put(slot, position, row)
+        return row is not None
+
+    def _put(self, slot: int, position: int, row: int) -> None:
+        saves = self._slots[slot]
+        saves.planned[position] = row
+        saves.last = position
+        self._this_plan[slot] = (position, row)
+
+    def _lend_for_answer(self, num_tokens: int) -> int:
+        num_answers = sum(saves.row >= 0 for saves in self._slots.values())
+        row = self._cache.lend_row(num_tokens) if num_answers < self._max_answers else None
+        return -1 if row is None else row
