@@ -1,4 +1,5 @@
-# make serve | test | check | test-slow | test-faults | test-hostile | test-gpu | bench | bench-gpu | load | wheel | docs.
+# make serve | test | check | test-rooms | test-clusters | test-slow | test-faults | test-hostile | test-gpu | bench | bench-gpu |
+# load | wheel | docs.
 # Needs python3 (3.11 or later) and make, nothing else.
 
 PYTHON ?= python3
@@ -8,16 +9,24 @@ CONFIG ?= deploy/eagle.yaml
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: serve test check test-slow test-faults test-hostile test-gpu bench bench-gpu load wheel docs clean
+.PHONY: serve test check test-rooms test-clusters test-slow test-faults test-hostile test-gpu bench bench-gpu load wheel docs clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
 
-# Two workers of one core each. Clusters and servers come after them, one after the other: the time they take is watched.
 # Both parts run, whatever the first one finds.
 test: check
-	$(BIN)/python -m pytest -m "not slow and not ray" -n 2 --dist worksteal; others=$$?; \
-	$(BIN)/python -m pytest -m "ray and not slow" && exit $$others
+	$(MAKE) -k -j1 test-rooms test-clusters
+
+# Two workers of one core each. ROOM="FOLDER FOLDER": these alone.
+ROOM ?= tests
+test-rooms: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not slow and not ray" -n 2 --dist worksteal $(ROOM)
+
+# Clusters and servers, one after the other: the time they take is watched. Only files with such tests are collected,
+# since importing all the others takes longer than some of these tests.
+test-clusters: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "ray and not slow" $$(grep -rl --include='test_*.py' 'mark\.ray' tests)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

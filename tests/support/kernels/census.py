@@ -48,7 +48,7 @@ NUMPY = {
     torch.float64: np.float64,
 }
 LAYERS = 8  # of which a head captures three
-LATENT_LAYERS = 4  # the last has experts
+LATENT_LAYERS = 2  # the last has experts
 STEPS = 40
 MAX_RUNNING = 64
 MANY_PAGES = 1 << 20
@@ -218,7 +218,8 @@ class Rank:
         for module in (loading, weights):
             module.fill_dummy = lambda *_: None  # type: ignore[attr-defined]
         if model in deepseek_rank.CONFIGS:
-            deepseek_rank.CONFIGS[model]["num_hidden_layers"] = LATENT_LAYERS
+            config = deepseek_rank.CONFIGS[model]
+            config |= {"num_hidden_layers": LATENT_LAYERS, "first_k_dense_replace": LATENT_LAYERS - 1}
         else:
             bench.MODELS[model] = dataclasses.replace(bench.MODELS[model], layers=LAYERS)
         if deterministic:  # it is off where there is no GPU
