@@ -60,7 +60,8 @@ def _plainly(arguments: tuple[Any, ...], result: Any) -> Any:
 def _products(count: int, heads: int, k: int, n: int, rotated: int, dtype: torch.dtype, fp8: bool) -> Arguments:
     def arguments(device: torch.device) -> tuple[Any, ...]:
         x = rows(count, heads, k + rotated, dtype=dtype, device=device)
-        weight = rows(heads, n, k, dtype=dtype, device=device).transpose(1, 2)
+        both = rows(heads, k + n, n if rotated else k, dtype=dtype, device=device)  # keys, then values
+        weight = both[:, :k] if rotated else both[:, k:].transpose(1, 2)
         out = Fp8Rows.empty(count, heads * n, True, True, device) if fp8 else x.new_zeros(count, heads, n + rotated)
         return x, weight, out, _angles(count, rotated, device) if rotated else None, count == 21
 

@@ -1,6 +1,6 @@
-"""A deterministic engine under Triton's interpreter (TRITON_INTERPRET=1), which `tests/attention/
-test_triton_interpreter.py` starts in a process of its own: the target's products and attention are those of a GPU, in
-float16, and what is row-wise is torch's."""
+"""A deterministic engine under Triton's interpreter (TRITON_INTERPRET=1), which
+`tests/ops/test_triton_interpreter.py` starts in a process of its own: the target's products and attention are those of
+a GPU, in float16, and what is row-wise is torch's."""
 
 import dataclasses
 from pathlib import Path

@@ -57,11 +57,11 @@ def check_decode(
     [
         (1, 1, 1, 1),
         (4, 3, 2, 5),
-        (16, 4, 4, 4),
-        (64, 8, 8, 8),
         (16, 4, 3, 63),
-        (4, 8, 5, 9),
-        (64, 1, 7, 20),
+        (64, 8, 8, 8),
+        pytest.param(16, 4, 4, 4, marks=pytest.mark.slow),
+        pytest.param(4, 8, 5, 9, marks=pytest.mark.slow),
+        pytest.param(64, 1, 7, 20, marks=pytest.mark.slow),
     ],
 )
 def test_small_ragged_batches(page_size: int, group: int, rows: int, suffix_len: int) -> None:
@@ -99,9 +99,16 @@ def test_more_rows_than_a_program_takes() -> None:
     check_decode(Mode.VERIFY, 21, 21, [5, 100], 4, 1, 16, 16, torch.float32)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("longest", [300, 1400])
-def test_both_ways_to_merge(apart: bool, longest: int) -> None:
+@pytest.mark.parametrize(
+    ("longest", "apart"),
+    [
+        (300, True),
+        (1400, False),
+        pytest.param(300, False, marks=pytest.mark.slow),
+        pytest.param(1400, True, marks=pytest.mark.slow),
+    ],
+)
+def test_both_ways_to_merge(longest: int, apart: bool) -> None:
     torch.manual_seed(longest)
     pool = random_pool(330, 16, 2, 16, torch.float32)
     batch = random_decode(Mode.VERIFY, 3, 3, [longest, 100, 1500], 16, 320)

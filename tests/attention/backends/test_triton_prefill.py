@@ -100,7 +100,7 @@ CHUNKS = [
     ([0, 5, 33, 0], [7, 1, 20, 30]),
     ([64, 0, 64, 32], [100, 64, 0, 33]),  # equal positions: the earlier chunk comes first
     (list(range(0, 40 * 16, 16)), [n % 23 for n in range(40)]),  # more chunks than are looked at together
-    ([4096, 0], [3000, 5]),
+    pytest.param([4096, 0], [3000, 5], marks=pytest.mark.slow),
 ]
 
 

@@ -90,7 +90,7 @@ def test_rows_of_chains_see_what_they_should(
     assert torch.equal(lengths.long(), expected)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="tests/attention/ops/test_triton_interpreter.py runs it")
+@pytest.mark.skipif(not INTERPRETED, reason="tests/ops/test_triton_interpreter.py runs it")
 @pytest.mark.parametrize("shape", [GEN, SMALL], ids=["gen", "small"])
 @pytest.mark.parametrize("work", TREES, ids=lambda work: work.name)
 def test_trees_are_their_prefix_and_their_masked_columns(

@@ -30,13 +30,11 @@ from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import ForwardContext, make_context  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import finish_weights  # noqa: E402
-from workers.ops.fp8.rows import Fp8Rows, dequantized_rows  # noqa: E402
+from workers.ops.fp8.rows import Fp8Rows  # noqa: E402
 from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
 from workers.ops.latent import head_products_triton as head_kernels  # noqa: E402
 from workers.ops.latent import normed_latents_triton as layer_kernels  # noqa: E402
 from workers.ops.latent.expand_latents_triton import expand_latents  # noqa: E402
-from workers.ops.latent.head_products import head_products  # noqa: E402
-from workers.ops.latent.latent_values_triton import fits_values, latent_values  # noqa: E402
 from workers.ops.latent.normed_latents import normed_latents  # noqa: E402
 from workers.ops.rotary import Angles  # noqa: E402
 
@@ -260,22 +258,6 @@ def test_norms_rotation_and_write_equal_their_reference(q_size: int, has_norm: b
 
 
 @pytest.mark.parametrize("rows", [1, 21, 70])
-@pytest.mark.parametrize("turned", [True, False])
-def test_products_by_heads_equal_their_reference(rows: int, turned: bool) -> None:
-    torch.manual_seed(5)
-    dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    both = torch.randn((3, 24 + 40, 160), device=DEVICE).to(dtype)  # an up-projection: keys, then values
-    weight = both[:, :24] if turned else both[:, 24:].transpose(1, 2)
-    k, n, rotated = *weight.shape[1:], 16 if turned else 0
-    x = torch.randn((rows, 3, k + rotated), device=DEVICE).to(dtype)
-    angles = random_angles(rows, 16) if turned else None
-    ours, theirs = torch.zeros((2, rows, 3, n + rotated), dtype=dtype, device=DEVICE).unbind(0)
-    head_kernels.head_products(x, weight, ours, angles)
-    head_products.reference(x, weight, theirs, angles)
-    close(ours, theirs, dtype)
-
-
-@pytest.mark.parametrize("rows", [1, 21, 70])
 def test_values_in_fp8_are_those_that_rounding_after_them_gives(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same tiles, to the bit; scales of a group side by side too, as many rows have them."""
     torch.manual_seed(7)
@@ -292,22 +274,6 @@ def test_values_in_fp8_are_those_that_rounding_after_them_gives(rows: int, monke
     for out in outs:
         assert torch.equal(out.values.view(torch.uint8), expected.values.view(torch.uint8))
         assert torch.equal(out.scales, expected.scales)
-
-
-@pytest.mark.parametrize("rows", [1, 5, 16])
-def test_values_of_few_rows_are_rounded_products(rows: int) -> None:
-    torch.manual_seed(8)
-    heads, key_dim, latent = (3, 32, 64) if INTERPRETED else (16, 128, 512)
-    both = torch.randn((heads * (key_dim + 128), latent), device=DEVICE).to(torch.bfloat16) * 0.1
-    x = torch.randn((rows, heads, latent), device=DEVICE).to(torch.bfloat16)
-    assert fits_values(rows, both) and not fits_values(17, both)
-    out = latent_values(x, both, key_dim)
-    weight = both.view(heads, key_dim + 128, latent)[:, key_dim:].transpose(1, 2)
-    plain = torch.empty((rows, heads, 128), dtype=torch.float32, device=DEVICE)
-    head_products.reference(x.float(), weight.float(), plain)
-    expected = quantize_rows(plain.to(torch.bfloat16).flatten(1), True)
-    torch.testing.assert_close(out.scales, expected.scales, rtol=1e-2, atol=0.0)
-    assert (dequantized_rows(out) - dequantized_rows(expected)).norm() < 0.03 * dequantized_rows(expected).norm()
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
 """The product of few rows against torch's: on a GPU, or under Triton's interpreter (TRITON_INTERPRET=1), which
-`tests/attention/ops/test_triton_interpreter.py` starts in a process of its own."""
+`tests/ops/test_triton_interpreter.py` starts in a process of its own."""
 
 import pytest
 import torch

@@ -26,17 +26,19 @@ SLOW_FILES = (
     "tests/workers/sampling/test_sampling_kernels.py",
     "tests/workers/kernels/test_skinny_gemm.py",
 )
-# Each row is a process. The longest first, so that pytest's workers end together.
+# Each row is a process, and both take about as long.
 FILES = {
-    "operations": ("tests/ops/test_implementations.py",),
-    "latent rows": ("tests/attention/ops/test_latent_kernels.py",),
-    "heads": ("tests/attention/backends/test_triton_backend.py",),
-    "others": (
-        "tests/attention/backends/test_triton_prefill.py",
-        "tests/speculative/test_round_kernels.py",
+    "operations": (
+        "tests/ops/test_implementations.py",
         "tests/attention/backends/test_flashinfer_plan.py",
         "tests/attention/backends/test_trtllm_latent.py",
         "tests/attention/ops/test_pdl_gpu.py",
+    ),
+    "attention": (
+        "tests/attention/ops/test_latent_kernels.py",
+        "tests/attention/backends/test_triton_backend.py",
+        "tests/attention/backends/test_triton_prefill.py",
+        "tests/speculative/test_round_kernels.py",
     ),
 }
 
@@ -55,6 +57,12 @@ def interpreted(files: Sequence[str], which: str = "not gpu") -> subprocess.Comp
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
 def test_small_cases_are_right_on_a_cpu(files: Sequence[str]) -> None:
     check(interpreted(files, "not gpu and not slow"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_their_slow_cases_are_right_on_a_cpu(files: Sequence[str]) -> None:
+    check(interpreted(files, "not gpu and slow"))
 
 
 @pytest.mark.slow
