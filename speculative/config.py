@@ -16,7 +16,7 @@ class SpeculativeConfig:
 
     path: folder of the draft, or its name on the hub; empty with `method: mtp`: the target's.
     method: `eagle3` for EAGLE-3 and EAGLE-3.1 heads, `speculators` files too; `eagle` for EAGLE and EAGLE-2 heads;
-        `mtp` for the module of a DeepSeek-V3.
+        `mtp` for the module of a DeepSeek-V3, Qwen3-Next or Qwen3.5 and later.
     num_steps: depth of the draft tree.
     top_k: children per expanded node; 1 drafts a chain.
     num_draft_tokens: nodes verified per round, the root included; num_steps + 1 for a chain.

@@ -3,6 +3,7 @@
 method             `DraftMethod` and `DraftModel`, the interface
 registry           the methods that exist, and the method of a checkpoint
 eagle, eagle3, mtp the methods
+mtp_deepseek, mtp_qwen  modules of these families
 drafter            the steps that draft a tree of one shape, and the draft's runner
 guidance           drafting under grammars
 eagle3_config      the config.json of published EAGLE-3 heads, and which of its values are refused

@@ -7,10 +7,16 @@ from speculative.drafts.config import draft_architecture
 from speculative.drafts.eagle import Eagle
 from speculative.drafts.eagle3 import Eagle3
 from speculative.drafts.method import DraftMethod
-from speculative.drafts.mtp import Mtp
+from speculative.drafts.mtp_deepseek import DeepseekMtp
+from speculative.drafts.mtp_qwen import QwenMtp
 from workers.models.config import ModelConfig, read_config_json
 
-METHODS: dict[str, type[DraftMethod]] = {method.name: method for method in (Eagle, Eagle3, Mtp)}
+# By name; of several, the one that recognises the checkpoint.
+METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
+    "eagle": (Eagle,),
+    "eagle3": (Eagle3,),
+    "mtp": (DeepseekMtp, QwenMtp),
+}
 
 
 def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig) -> DraftMethod:
@@ -21,18 +27,18 @@ def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig
     """
     if name not in METHODS:
         raise ValueError(f"speculative.method={name}: does not exist; choose one of {', '.join(METHODS)}")
-    method = METHODS[name]
-    path = method.folder(draft_path, target_path)
+    path = METHODS[name][0].folder(draft_path, target_path)
     raw = read_config_json(path)
-    if not method.recognises(raw):
-        raise ValueError(_other_method(name, path, raw))
-    return method.read(path, raw, target)
+    for method in METHODS[name]:
+        if method.recognises(raw):
+            return method.read(path, raw, target)
+    raise ValueError(_other_method(name, path, raw))
 
 
 def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:
     """Run as what it is not, a draft would load or nearly so, and then accept nothing and say nothing."""
     draft, architecture = f"speculative.method={name}: draft {path}", draft_architecture(raw)
-    right = [other.name for other in METHODS.values() if other.recognises(raw)]
+    right = [other for other, methods in METHODS.items() if any(method.recognises(raw) for method in methods)]
     if not right and "speculators_model_type" in raw:
         architecture = f"{architecture}, speculators_model_type {raw['speculators_model_type']}"
     if not right:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.drafts.mtp import ARCHITECTURES, Mtp
+from speculative.drafts.mtp_deepseek import ARCHITECTURES, DeepseekMtp
 from speculative.training import TrainingError
 from speculative.training.deepseek_layers import (
     DeepseekLayer,
@@ -122,7 +122,7 @@ class DeepseekTarget(nn.Module):
         self.layers = nn.ModuleList([DeepseekLayer(config, layer) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_eps)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
-        self.mtp = MtpHead(Mtp.read(source, raw, config))
+        self.mtp = MtpHead(DeepseekMtp.read(source, raw, config))
         self.mtp.use_head(self.lm_head)
         self.register_buffer("frequencies", frequencies(config.rope, config.rotated_dim), persistent=False)
 
@@ -227,13 +227,13 @@ def train_deepseek(
 def read_module(folder: Path) -> MtpHead:
     """The module of a checkpoint, in float32 on the CPU. Raises `TrainingError` if it has none that can be trained."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not Mtp.recognises(raw):
+    if not DeepseekMtp.recognises(raw):
         raise TrainingError(
             f"target={folder}: architectures={raw.get('architectures')} has no module for multi-token prediction; only "
             f"{', '.join(ARCHITECTURES)} has; train a head with --method eagle3"
         )
     try:
-        method = Mtp.read(str(folder), raw, read_config(raw, f"target {folder}"))
+        method = DeepseekMtp.read(str(folder), raw, read_config(raw, f"target {folder}"))
         prefix = f"model.layers.{method.layer}."
         tensors = {name: tensor for name, tensor, _ in checkpoint_tensors(folder) if name.startswith(prefix)}
     except ValueError as error:

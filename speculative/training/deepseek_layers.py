@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attention.rotation import rotate_pairs
-from speculative.drafts.mtp import Mtp
+from speculative.drafts.mtp_deepseek import DeepseekMtp
 from speculative.training.draft import TrainedDraft
 from speculative.training.eagle3 import BranchCache, GatedMLP, RMSNorm, branch_attention, linear, shift_left
 from workers.layers.latent_attention import LATENT_EPS
@@ -191,7 +191,7 @@ class MtpHead(TrainedDraft):
 
     frequencies: Tensor
 
-    def __init__(self, method: Mtp) -> None:
+    def __init__(self, method: DeepseekMtp) -> None:
         super().__init__()
         self.method = method
         model = method.model

@@ -107,19 +107,62 @@ def add_mtp(target: Path, seed: int = 1, copying: bool = False) -> torch.nn.Modu
     theirs = f"model.layers.{index}"
     for name, tensor in module.state_dict().items():
         ours = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
-        if "mlp.experts." in name:
-            parts = {"down_proj": tensor}
-            if "gate_up_proj" in name:
-                parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True))
-            for part, stacked in parts.items():
-                for expert, matrix in enumerate(stacked):
-                    tensors[f"{theirs}.mlp.experts.{expert}.{part}.weight"] = matrix
-        else:
-            tensors[f"{theirs}.{ours}"] = tensor
+        tensors |= _split_experts(f"{theirs}.{ours}", tensor)
     tensors[f"{theirs}.embed_tokens.weight"] = tensors[f"{theirs}.shared_head.head.weight"] = torch.zeros(3, 3)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     save_file(tensors, str(path), metadata={"format": "pt"})
     return module
+
+
+def add_qwen_mtp(target: Path, seed: int = 1, copying: bool = False, stacked: bool = False) -> torch.nn.Module:
+    """`add_mtp` for a Qwen3-Next or Qwen3.5. stacked: a module's experts are in one tensor, as Qwen3.5 publishes them;
+    else a tensor each."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_layers import MtpLayer
+
+    config = AutoConfig.from_pretrained(target, attn_implementation="eager")
+    text = AutoModelForCausalLM.from_config(config)
+    layer_class, norm_class = type(text.model.layers[0]), type(text.model.norm)
+    config.layer_types = [*config.layer_types, "full_attention"]
+    torch.manual_seed(seed)
+    module = MtpLayer(config, layer_class, norm_class, config.num_hidden_layers).eval().requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        # norms are saved less one
+        torch.nn.init.uniform_(parameter, -0.5, 0.5) if "norm" in name else torch.nn.init.normal_(parameter, 0.0, 0.2)
+    path = target / "model.safetensors"
+    tensors = load_file(str(path))
+    if copying:
+        eye = torch.eye(config.hidden_size)
+        module.enorm.weight.zero_()
+        module.eh_proj.weight.copy_(torch.cat((eye, 0.01 * eye), dim=1))
+        module.post_norm.weight.copy_(tensors["model.norm.weight"])
+        for name, parameter in module.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter *= 0.02
+    names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+    for name, tensor in module.state_dict().items():
+        first, _, rest = name.partition(".")
+        whole = f"mtp.layers.0.{rest}" if first == "mtp_block" else f"mtp.{names[first]}.{rest}"
+        tensors |= {whole: tensor} if stacked else _split_experts(whole, tensor)
+    save_file({n: t.clone() for n, t in tensors.items()}, str(path), metadata={"format": "pt"})
+    settings = json.loads((target / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    (target / "config.json").write_text(json.dumps(settings))
+    return module
+
+
+def _split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensor by its name, or where it holds all experts' matrices, each by its own."""
+    layer, experts, part = name.partition(".mlp.experts.")
+    if not experts:
+        return {name: tensor}
+    parts = {part: tensor}
+    if part == "gate_up_proj":
+        parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True))
+    return {
+        f"{layer}.mlp.experts.{expert}.{part}.weight": matrix
+        for part, stacked in parts.items()
+        for expert, matrix in enumerate(stacked)
+    }
 
 
 def make_eagle3(folder: Path, target: Path, seed: int = 1, **overrides: Any) -> Path:

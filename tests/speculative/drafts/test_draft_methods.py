@@ -69,7 +69,7 @@ def test_a_method_of_another_family_drafts_through_the_same_rounds(
 ) -> None:
     """Greedy answers in float32 are those without a draft, and drafts are accepted: of a module that guesses, one in 96
     would be."""
-    monkeypatch.setitem(METHODS, "nextn", NextN)
+    monkeypatch.setitem(METHODS, "nextn", (NextN,))
     plain = Pair(target_with_nextn, pair.eagle, pair.eagle3, pair.prompts)
 
     def answers(speculative: SpeculativeConfig | None) -> list[Request]:
@@ -94,7 +94,7 @@ def test_the_example_refuses_a_draft_of_another_target(target_with_nextn: Path, 
 def test_a_method_may_find_its_checkpoint_with_the_target(
     target_with_nextn: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(METHODS, "nextn", NextN)
+    monkeypatch.setitem(METHODS, "nextn", (NextN,))
     spec = spec_of(target_with_nextn)
     draft = read_draft("nextn", "", spec.worker.model.path, read_target_config(spec.worker.model, 1))
     assert draft.path == f"{target_with_nextn}/nextn"

@@ -14,7 +14,7 @@ from attention.metadata import Mode, PrefillBatch
 from speculative.build import plan_engine, plan_weights
 from speculative.config import SpeculativeConfig
 from speculative.drafts.loading import load_draft
-from speculative.drafts.mtp import Mtp
+from speculative.drafts.mtp_deepseek import DeepseekMtp
 from speculative.drafts.registry import read_draft
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
@@ -32,9 +32,9 @@ CPU = torch.device("cpu")
 V3 = {"architecture": "DeepseekV3"}
 
 
-def read(target: Path) -> Mtp:
+def read(target: Path) -> DeepseekMtp:
     draft = read_draft("mtp", "", str(target), read_target_config(ModelSource(path=str(target)), 1))
-    assert isinstance(draft, Mtp)
+    assert isinstance(draft, DeepseekMtp)
     return draft
 
 
