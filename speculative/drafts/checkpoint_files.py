@@ -1,4 +1,5 @@
-"""Tensors of a draft's checkpoint, which unlike a target's may be a pickle: SafeAILab publishes `pytorch_model.bin`."""
+"""Reads the tensors of a draft's checkpoint. Unlike a target's it may be a pickle: SafeAILab publishes
+`pytorch_model.bin`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +15,17 @@ _CPU = torch.device("cpu")
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Whether the folder has weights of any form, or an index of them."""
+    """Whether the folder has weights in any format, or an index of them."""
     folder = Path(folder)
     return (folder / INDEX).exists() or (folder / _PICKLE).exists() or any(folder.glob("*.safetensors"))
 
 
 def draft_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[CheckpointTensor]:
-    """Every tensor, from safetensors files or else from `pytorch_model.bin`, of which nothing but tensors is unpickled.
-    device: as of `checkpoint_tensors`. Raises ValueError, naming the file, if there is neither or one is damaged."""
+    """Yield every tensor, from safetensors files or else from `pytorch_model.bin`, where only tensors are unpickled.
+
+    device: as in `checkpoint_tensors`.
+    Raises ValueError, naming the file, if there is neither or one is damaged.
+    """
     if not _has_pickle_alone(folder):
         yield from checkpoint_tensors(folder, device)
         return
@@ -31,7 +35,7 @@ def draft_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[C
 
 
 def tensor_names(folder: str | Path) -> list[str]:
-    """Of every tensor of the checkpoint; empty if it has no weights, as with dummy ones."""
+    """Return the names of all tensors; empty without weights, as with dummy ones."""
     if _has_pickle_alone(folder):
         return list(_unpickled(folder))
     if not any(Path(folder).glob("*.safetensors")):
@@ -52,9 +56,9 @@ def _unpickled(folder: str | Path) -> dict[str, Tensor]:
     try:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files of torch before 1.6 are no archives and cannot be mapped
+        except RuntimeError:  # files from before torch 1.6 are no archives and cannot be mapped
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # an unpickler raises whatever damaged bytes lead it to
+    except Exception as error:  # damaged bytes make an unpickler raise anything
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: cannot be read ({reason}): it is cut off or damaged; download it again") from None
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):

@@ -1,4 +1,4 @@
-"""What the config.json of EAGLE's and EAGLE-3's checkpoints have in common, and whether a draft fits its target."""
+"""Checks config.json of EAGLE and EAGLE-3 drafts against their target."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +9,12 @@ from workers.models.llama import LlamaConfig, read_config
 
 
 def draft_architecture(raw: Mapping[str, Any]) -> str:
-    """A Llama's where the checkpoint does not say, as some published EAGLE heads do not."""
+    """Return the architecture; Llama's if the checkpoint does not say, as some EAGLE heads do not."""
     return architecture_of(dict(raw), "LlamaForCausalLM")
 
 
 def read_layer(path: str, raw: Mapping[str, Any]) -> LlamaConfig:
-    """Of a draft's one layer. Raises ValueError if there are more."""
+    """Return the configuration of a draft's only layer. Raises ValueError if there are more."""
     model = read_config({"num_hidden_layers": 1, **raw}, f"draft {path}")
     if model.num_layers != 1:
         raise ValueError(f"draft {path}: num_hidden_layers={model.num_layers}; only heads of one layer are supported")
@@ -22,8 +22,11 @@ def read_layer(path: str, raw: Mapping[str, Any]) -> LlamaConfig:
 
 
 def check_target(path: str, model: ModelConfig, made_for: int, target: ModelConfig) -> None:
-    """Raise ValueError that names draft, target and remedy if the draft is another target's. model: of the draft's
-    layers. made_for: hidden_size of the target that the draft was trained for."""
+    """Raise ValueError, naming draft, target and remedy, if the draft is for another target.
+
+    model: of the draft's layers.
+    made_for: hidden_size of the target that the draft was trained for.
+    """
     source = f"draft {path}"
     if made_for != target.hidden_size:
         raise ValueError(
@@ -39,7 +42,7 @@ def check_target(path: str, model: ModelConfig, made_for: int, target: ModelConf
 
 
 def check_width(path: str, model: ModelConfig, target: ModelConfig, why: str) -> None:
-    """Raise ValueError if the draft's layers are not as wide as the target's. why: they must be."""
+    """Raise ValueError if the draft's layers are not as wide as the target's. why: the reason for this rule."""
     if model.hidden_size != target.hidden_size:
         raise ValueError(
             f"draft {path}: has hidden_size={model.hidden_size} of its own, the target has {target.hidden_size}; "

@@ -1,8 +1,8 @@
-"""The draft's own steps: from the recurrent state after the newest token to a tree of guesses.
+"""Drafts a tree of one shape, from the draft's recurrent state after the newest token.
 
-The first step reads what draft-extend left; pass s after it writes its KV at columns (s - 1) * top_k onwards of the
-suffix, and nothing of that outlives the round. A random request's scores carry the target's own noise
-(`workers.sampling.sampler`) and its filters, so that the draft proposes what the target would draw.
+The first step reads the result of draft-extend. Step s after it writes its KV to columns (s - 1) * top_k onwards of the
+suffix, which is discarded after the round. For random requests, scores carry the target's noise
+(`workers.sampling.sampler`) and filters, so that the draft proposes what the target would draw.
 """
 
 from dataclasses import dataclass, replace
@@ -28,11 +28,11 @@ BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 
 @dataclass(frozen=True)
 class DraftRunner(ModelRunner[DraftModel]):
-    """The draft with its own pool; page ids are the target's, so that pages before a window are kept as long as the
+    """The draft with its own KV pool. Page ids are the target's, so pages before a window are kept as long as the
     target needs them.
 
-    window: tokens that each of its rows sees at most, None for all. Rotary embedding knows differences of positions
-        alone, so the draft is as at the beginning of a text, and its KV lies as it would without.
+    window: maximum tokens that a row sees; None for all. RoPE depends on differences of positions only, so the draft
+        works as at the start of a text, with the same KV.
     """
 
     window: int | None = None
@@ -44,8 +44,8 @@ class DraftRunner(ModelRunner[DraftModel]):
         chunks: PrefillBatch | None = None,
         attending: Attending | None = None,
     ) -> ForwardContext:
-        """As every runner's; of a draft of several layers only the last is `attending`'s, since the KV of the others'
-        successors is made of their output."""
+        """As in `ModelRunner`. Only the last draft layer attends for `attending` alone; earlier layers compute every
+        row, because later layers' KV is computed from their output."""
         if self.window is not None:
             decode, chunks = self._windowed(decode), self._windowed(chunks)
             if attending is not None:
@@ -62,13 +62,13 @@ class DraftRunner(ModelRunner[DraftModel]):
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Requests that get new trees; a row that drafts nothing has the padding slot, whose KV is the dummy page.
+    """Requests that get new trees. A row that drafts nothing has the padding slot, whose KV goes to the dummy page.
 
     slots: [B] int64.
-    hidden: [B, H], the recurrent state after the newest token.
+    hidden: [B, H] recurrent state after the newest token.
     page_table: [B, max_pages] int32.
-    max_kv_len: host-side bound of the positions that they touch.
-    guidance: what their grammars say; None if none has one.
+    max_kv_len: host-side bound of the positions that are read or written.
+    guidance: grammars of the batch; None without any.
     """
 
     slots: Tensor
@@ -80,7 +80,7 @@ class DraftBatch:
 
 
 class Drafter:
-    """Drafts trees of one shape for the slots it is given, into `trees`."""
+    """Drafts trees of one shape for given slots, into `trees`."""
 
     def __init__(
         self, shape: TreeShape, trees: TreeTable, runner: DraftRunner, slots: SlotTable, sampler: Sampler
@@ -96,13 +96,13 @@ class Drafter:
         self._token_ids = runner.model.to_target(own.clamp_max(shard.vocab_size - 1))
         # step s of a chain sees the s suffix columns up to its own: [num_steps, 1, 1]
         self._chain_masks = causal_mask(1, shape.num_steps, slots.device).view(-1, 1, 1)
-        # [num_steps - 1, 1, top_k]: step s's rows stand s - 1 after the committed length
+        # [num_steps - 1, 1, top_k]: positions of step s's rows: s - 1 after the committed length
         levels = torch.arange(shape.num_steps - 1, device=slots.device)
         self._level_positions = levels.view(-1, 1, 1).expand(-1, 1, shape.top_k).contiguous()
         self._depths = torch.tensor(shape.candidate_depths, device=slots.device)
 
     def draft(self, batch: DraftBatch) -> None:
-        """New trees for requests whose newest token is committed."""
+        """Draft trees for requests whose newest token is committed."""
         if self._shape.is_chain:
             self._draft_chain(batch)
         else:
@@ -126,7 +126,7 @@ class Drafter:
     def _draft_tree(self, batch: DraftBatch) -> None:
         length, k, state = self._slots.seq_len[batch.slots], self._shape.top_k, batch.hidden
         candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._shape.num_steps)
-        # [num_steps - 1, B * k]: a level's nodes stand side by side in the text, one behind the other in the tail
+        # [num_steps - 1, B * k]: a level's nodes share a position, and have consecutive suffix columns
         positions = (length.long().unsqueeze(1) + self._level_positions).flatten(1)
         level: Level | None = None
         for step in self._steps:
@@ -143,8 +143,8 @@ class Drafter:
         self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
 
     def _scores(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Tensor:
-        """[B * rows, shard size] logits of tokens at `depth`, under the masks of grammars as far as they are known, and
-        where requests are random with the target's noise and under their filters."""
+        """Return [B * rows, shard size] logits of tokens at `depth`, with grammar masks as far as known; for random
+        requests with the target's noise and filters."""
         logits = self._runner.model.logits(hidden)
         if batch.guidance is not None:
             batch.guidance.mask(logits, self._token_ids)
@@ -156,7 +156,7 @@ class Drafter:
         return self._sampler.perturb(logits, where, self._token_ids, batch.needs.filtered, group)
 
     def _best(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Children:
-        """The top_k tokens after hidden [B * rows, H], at `depth` of the trees."""
+        """Return the top_k tokens after hidden [B * rows, H], at `depth` of the trees."""
         head = self._runner.model
         scores = self._scores(hidden, batch, length, depth, rows)
         found = Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)

@@ -1,5 +1,5 @@
-"""EAGLE and EAGLE-2 heads (arXiv 2401.15077, 2406.16858): the target's final hidden state and the next token's
-embedding through one projection and one decoder layer; embedding and vocabulary head are the target's."""
+"""EAGLE and EAGLE-2 heads (arXiv 2401.15077, 2406.16858): one projection and one decoder layer over the target's final
+hidden state and the next token's embedding. Embedding and vocabulary head are the target's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 
 @dataclass(frozen=True)
 class Eagle(DraftMethod):
-    """projection_bias: whether its projection has a bias, as published ones do."""
+    """projection_bias: whether the projection has a bias, as in published heads."""
 
     name: ClassVar[str] = "eagle"
     model: LlamaConfig
@@ -35,7 +35,7 @@ class Eagle(DraftMethod):
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Its config.json is that of a decoder of one layer, which says nothing of EAGLE."""
+        """Whether config.json is that of a decoder with one layer; it does not mention EAGLE."""
         architecture = draft_architecture(raw)
         if "speculators_model_type" in raw:
             return False
@@ -65,7 +65,7 @@ class Eagle(DraftMethod):
 
 
 class EagleModel(DraftModel):
-    """Its recurrent state takes the place of the target's hidden state in the next step."""
+    """The recurrent state replaces the target's hidden state in the next step."""
 
     reads_last_layer: ClassVar[bool] = True
 

@@ -1,6 +1,5 @@
-"""EAGLE-3 heads (arXiv 2503.01840) and those of EAGLE-3.1 (2605.09992): captured layers of the target, a vocabulary of
-their own, and a recurrent state from before the final norm. `eagle3_config.HeadFlags` are the ways in which published
-ones differ."""
+"""EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1 (2605.09992) heads: they read captured layers of the target and have their
+own vocabulary. The recurrent state is taken before the final norm. `eagle3_config.HeadFlags` lists the variants."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,10 +39,13 @@ from workers.ops.rotary import Angles
 
 @dataclass(frozen=True)
 class Eagle3(DraftMethod):
-    """capture: empty if the head reads the target's final hidden state, of which it has no projection.
-    projection_bias: whether the projection of the captured layers has a bias; published ones have none.
-    target_hidden_size: the width of a captured layer; the head's own is `model.hidden_size`.
-    reads_last_layer: whether it reads what the target's last layer gives of a row, normalised or not."""
+    """An EAGLE-3 head.
+
+    capture: empty if the head reads the target's final hidden state, without a projection.
+    projection_bias: whether the projection of captured layers has a bias; published heads have none.
+    target_hidden_size: width of a captured layer; the head's own is `model.hidden_size`.
+    reads_last_layer: whether it reads the target's last layer, normalised or not.
+    """
 
     name: ClassVar[str] = "eagle3"
     model: LlamaConfig
@@ -60,7 +62,7 @@ class Eagle3(DraftMethod):
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
         layers = layers_config(path, raw)
         layers["num_hidden_layers"] = size_of(layers, "num_hidden_layers", f"draft {path}", 1, most=MAX_LAYERS)
-        # SafeAILab's Vicuna head has its target's num_hidden_layers, but the one layer that its module always has
+        # SafeAILab's Vicuna head states its target's num_hidden_layers, but has one layer
         if layers["num_hidden_layers"] > 1 and count_layers(tensor_names(path)) == 1:
             layers["num_hidden_layers"] = 1
         model = read_config(layers, f"draft {path}")
@@ -100,7 +102,7 @@ class Eagle3(DraftMethod):
 
 
 class Eagle3Layer(DraftLayer):
-    """Its attention reads the normalised embedding beside the normalised feature."""
+    """Attends to the normalised embedding and the normalised feature, side by side."""
 
     def __init__(self, model: LlamaConfig, group: TPGroup) -> None:
         super().__init__(model, group, 2 * model.hidden_size)
@@ -108,7 +110,8 @@ class Eagle3Layer(DraftLayer):
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_eps)
 
     def input(self, ids: Tensor, hidden: Tensor, embedding: VocabEmbedding) -> Tensor:
-        """[rows, 2 * hidden_size]: the norms of the embeddings of ids [rows] int64 and of hidden, side by side."""
+        """Return the norms of the embeddings of ids [rows] int64 and of hidden, side by side: [rows, 2 *
+        hidden_size]."""
         if embedding.shard.group.size == 1:
             norms = self.input_layernorm, self.hidden_norm
             return head_input(ids, embedding.weight, hidden, norms[0].weight, norms[1].weight, norms[0].eps)
@@ -116,7 +119,7 @@ class Eagle3Layer(DraftLayer):
 
 
 class Eagle3Model(DraftModel):
-    """Its recurrent state takes the place of the projected features in the next step."""
+    """The recurrent state replaces the projected features in the next step."""
 
     def __init__(self, method: Eagle3, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)
@@ -139,7 +142,7 @@ class Eagle3Model(DraftModel):
         return self.step(ids, self.project(features), context)
 
     def project(self, features: Tensor) -> Tensor:
-        """[rows, hidden_size] of captured layers [rows, F]."""
+        """Project captured layers [rows, F] to [rows, hidden_size]."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm:
@@ -170,17 +173,17 @@ class Eagle3Model(DraftModel):
 
     @property
     def _last(self) -> DecoderLayer:
-        """Of several layers."""
+        """The last of several layers."""
         return self.layers[str(self.num_layers - 1)]  # type: ignore[return-value]
 
     def _input(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer's attention reads, and the residual stream."""
+        """Return the input of the first layer's attention, and the residual stream."""
         both = self.midlayer.input(ids, hidden, self.embed_tokens)
         return both, both[:, both.shape[1] // 2 :] if self.flags.norm_before_residual else hidden
 
     def _before_last(self, residual: Tensor, angles: Angles, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """From the residual stream after the first layer to that before the last one, of all rows: its norm, which the
-        attention reads, and itself."""
+        """Run the layers between the first and the last on all rows. Return the norm that the last attention reads, and
+        the residual stream."""
         layers: list[DecoderLayer] = list(self.layers.values())  # type: ignore[arg-type]
         normed: Tensor = layers[0].input_layernorm(residual)
         for layer, following in pairwise(layers):
@@ -194,13 +197,13 @@ class Eagle3Model(DraftModel):
 
 
 class LastLayerEagle3Model(Eagle3Model):
-    """One for which what leaves the target's last layer is captured too (NVIDIA's third gpt-oss head)."""
+    """A head that also captures the output of the target's last layer (NVIDIA's third gpt-oss head)."""
 
     reads_last_layer: ClassVar[bool] = True
 
 
 class FinalStateEagle3Model(LastLayerEagle3Model):
-    """One that reads the target's final hidden state in place of projected features (NVIDIA's Llama-4 head)."""
+    """A head that reads the target's final hidden state instead of projected features (NVIDIA's Llama-4 head)."""
 
     def features(self, output: DecoderOutput) -> Tensor:
         return output.hidden

@@ -1,5 +1,5 @@
-"""The published layout of EAGLE-3's checkpoints: what the model that serves one (`speculative.drafts.eagle3`) and
-the model that trains one (`speculative.training.eagle3`) must agree on beside the names of their parameters."""
+"""Layout and weight names of EAGLE-3 checkpoints, shared by serving (`speculative.drafts.eagle3`) and training
+(`speculative.training.eagle3`)."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,31 +13,31 @@ from workers.models.config_fields import ids_of, section_of, size_of
 from workers.models.name_map import NameMap
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-MIN_TARGET_LAYERS = 7  # of fewer, the layers that are captured by default are not three
+MIN_TARGET_LAYERS = 7  # with fewer, the default capture is not three distinct layers
 
 _NUMBERED_LAYER = re.compile(r"(?:layers|midlayer)\.(\d+)\.")
 _ADDITIONAL_LAYER = re.compile(r"additional_layers\.(\d+)\.")
-_AUX_NORMS = ("aux_norm_low.", "aux_norm_mid.", "aux_norm_high.")  # what fc_norm was called before
+_AUX_NORMS = ("aux_norm_low.", "aux_norm_mid.", "aux_norm_high.")  # former names of fc_norm
 
 
 def default_capture(num_layers: int) -> tuple[int, int, int]:
-    """The layers of a target whose input is captured where a checkpoint does not say (EAGLE-3's code)."""
+    """Return the target's layers whose input is captured if the checkpoint does not say (EAGLE-3's code)."""
     return 2, num_layers // 2, num_layers - 3
 
 
 def layer_ids(capture: tuple[int, ...]) -> list[int]:
-    """`eagle_aux_hidden_state_layer_ids` of config.json: ids name layers whose output is meant, which is the input of
-    the next."""
+    """Return `eagle_aux_hidden_state_layer_ids` of config.json: ids name the layer before, whose output is this layer's
+    input."""
     return [layer - 1 for layer in capture]
 
 
 def captured_layers(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers of a target of `num_layers` whose input a draft with this config.json reads; `num_layers` is what
-    leaves the last one. Raises ValueError.
+    """Return the target's layers whose input a draft reads; `num_layers` stands for the last layer's output. Raises
+    ValueError.
 
-    Checkpoints name layers in two ways: by those whose output is meant, and (all of `speculators`, some others) by
-    those whose input is. The first layer's output is the lowest that anyone reads, so that ids that begin with 1 are
-    of outputs, and others of inputs (SGLang tells them apart so since its pull request 25454).
+    Checkpoints name layers by output or, like `speculators` and some others, by input. No draft reads a lower layer
+    than the first one's output, so ids that start with 1 name outputs, others inputs (as SGLang decides since pull
+    request 25454).
     """
     source, key = f"draft {path}", "eagle_aux_hidden_state_layer_ids"
     given = ids_of(section_of(raw, "eagle_config", source), key, source) or ids_of(raw, key, source)
@@ -57,9 +57,12 @@ def captured_layers(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple
 
 
 def weight_names(num_layers: int) -> NameMap:
-    """What checkpoints call the tensors: the first layer `midlayer` (SafeAILab, SpecForge), `layers.0` (speculators,
-    vLLM, newer SGLang) or `midlayer.0` (TensorRT-LLM), the others likewise or `additional_layers` (older SGLang), and
-    the norm before their attention `input_layernorm` or `hidden_norm`."""
+    """Map checkpoint names to parameters.
+
+    The first layer is `midlayer` (SafeAILab, SpecForge), `layers.0` (speculators, vLLM, newer SGLang) or `midlayer.0`
+    (TensorRT-LLM). Others are named likewise, or `additional_layers` (older SGLang). The norm before their attention is
+    `input_layernorm` or `hidden_norm`.
+    """
     rules = layer_names("midlayer") | deeper_layer_names() | {"input_norm": "input_norm", "fc_norm.{i}": "fc_norm.{i}"}
     aliases = [("model.", ""), ("layers.0.", "midlayer."), ("midlayer.0.", "midlayer.")]
     for i in range(1, num_layers):
@@ -70,7 +73,7 @@ def weight_names(num_layers: int) -> NameMap:
 
 
 def count_layers(names: Iterable[str]) -> int:
-    """Layers that tensors of these names belong to; 0 if there are none."""
+    """Return the number of layers with tensors of these names."""
     names = [name.removeprefix("model.") for name in names]
     first = {0} if any(name.startswith(("midlayer.", "layers.")) for name in names) else set()
     numbered = {int(match[1]) for match in map(_NUMBERED_LAYER.match, names) if match}
@@ -79,10 +82,10 @@ def count_layers(names: Iterable[str]) -> int:
 
 
 def target_ids(offsets: Tensor) -> Tensor:
-    """[draft vocabulary] int64: the target's id of each of a draft's, from its `d2t`."""
+    """Return the target's token id of each draft id, [draft vocabulary] int64, from `d2t`."""
     return torch.arange(offsets.shape[0], device=offsets.device) + offsets.long()
 
 
 def offsets(ids: Tensor) -> Tensor:
-    """`d2t` of what `target_ids` returns."""
+    """Return `d2t` for the result of `target_ids`."""
     return ids - torch.arange(ids.shape[0], device=ids.device)

@@ -1,6 +1,8 @@
-"""What the config.json of a published EAGLE-3 head says, in the spellings that are in use: the flat one of SafeAILab
-and SpecForge, NVIDIA's with more in `eagle_config`, and that of RedHat's `speculators`, which nests the layers' keys in
-`transformer_layer_config`. Read by `speculative.drafts.eagle3` alone; what would be ignored is refused here."""
+"""Reads config.json of published EAGLE-3 heads, and refuses what would be ignored.
+
+Three formats: the flat one of SafeAILab and SpecForge; NVIDIA's, with more keys in `eagle_config`; and that of RedHat's
+`speculators`, with the layers' keys in `transformer_layer_config`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,13 +47,12 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class HeadFlags:
-    """How a head differs from the paper's.
+    """Differences from the paper's head.
 
-    norm_before_residual: the residual stream begins with the normalised feature, not with the feature (speculators).
-    norm_before_fc: one norm over all captured layers, side by side, before their projection (gpt-oss heads).
+    norm_before_residual: the residual stream starts with the normalised feature (speculators).
+    norm_before_fc: one norm over all captured layers side by side, before their projection (gpt-oss heads).
     fc_norm: one norm per captured layer before the projection (EAGLE-3.1, arXiv 2605.09992).
-    norm_output: the recurrent state is what left the final norm, which the vocabulary head then reads as it is
-        (EAGLE-3.1).
+    norm_output: the recurrent state is the output of the final norm, which the vocabulary head reads (EAGLE-3.1).
     """
 
     norm_before_residual: bool = False
@@ -72,8 +73,10 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
 
 
 def layers_config(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the head's layers, as a model of that family has it. Raises ValueError that names key and remedy
-    for layers of another family, and for what would be ignored."""
+    """Return config.json of the head's layers, in the format of their model family.
+
+    Raises ValueError, naming key and remedy, for another family, or for a key that would be ignored.
+    """
     source = f"draft {path}"
     _refuse_unknown(source, raw)
     _refuse_unknown(source, section_of(raw, "eagle_config", source), "eagle_config.", strict=True)
@@ -95,8 +98,8 @@ def layers_config(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:
-    """`eagle_config` is asked before the keys beside it, as NVIDIA's heads have it. Raises ValueError for a flag that
-    is neither true nor false."""
+    """Read the flags; `eagle_config` has priority, as in NVIDIA's heads. Raises ValueError for a flag that is not a
+    boolean."""
     given = {**raw, **section_of(raw, "eagle_config", f"draft {path}")}
 
     def flag(name: str, *others: str, default: bool = False) -> bool:
@@ -107,7 +110,7 @@ def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:
         return any(value for _, value in values) if values else default
 
     return HeadFlags(
-        # speculators files that do not say were trained with it, and are so served by vLLM
+        # speculators heads without the key were trained with it; vLLM serves them so
         norm_before_residual=flag("norm_before_residual", default=is_speculators(raw)),
         norm_before_fc=flag("norm_before_fc"),
         fc_norm=flag("fc_norm", "use_aux_norm"),
@@ -116,13 +119,13 @@ def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:
 
 
 def reads_captured_layers(raw: Mapping[str, Any]) -> bool:
-    """Whether the head reads layers of the target, as EAGLE-3's do, or its final hidden state alone."""
+    """Whether the head reads captured layers, or only the target's final hidden state."""
     given = {**raw, **(raw.get("eagle_config") or {})}
     return given.get("use_aux_hidden_state") is not False
 
 
 def _flat_architecture(raw: Mapping[str, Any]) -> str:
-    """Of the layers: a head for Qwen3 has Llama's layers unless its architecture says otherwise."""
+    """Architecture of the layers: a head for Qwen3 has Llama's layers unless it says otherwise."""
     architecture = draft_architecture(raw)
     has_qk_norm = "qwen3" in architecture.lower() and "qwen3vl" not in architecture.lower()
     return "Qwen3ForCausalLM" if has_qk_norm else "LlamaForCausalLM"
@@ -148,8 +151,8 @@ def _refuse_windows(source: str, layers: Mapping[str, Any]) -> None:
 
 
 def _refuse_unknown(source: str, given: Mapping[str, Any], prefix: str = "", strict: bool = False) -> None:
-    """Flags, objects and lists that nobody here knows may change the module; numbers and strings are bookkeeping
-    wherever we met them, but in `eagle_config` (strict) no key is."""
+    """Refuse unknown flags, objects and lists, which may change the module. Unknown numbers and strings were
+    bookkeeping in all published heads, but in `eagle_config` (strict) they are refused, too."""
     for key, value in given.items():
         if key in _ONLY:
             only = _ONLY[key]

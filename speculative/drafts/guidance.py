@@ -1,6 +1,5 @@
-"""Drafting under grammars: where the drafts of a step stand in their requests' guides
-(`workers.structured_output.guide_table`). Used by `speculative.drafts.drafter`, in steps in which a request has a
-grammar."""
+"""Drafts under grammars: tracks each request's state in its draft guide (`workers.structured_output.guide_table`). Used
+by `speculative.drafts.drafter` if a request has a grammar."""
 
 from torch import Tensor
 
@@ -8,14 +7,14 @@ from speculative.ops import guides
 from speculative.tree.nodes import Children, Level
 from workers.structured_output.mask_table import MaskTable
 
-UNLIKELY = -1024.0  # added to the log-probability of a token that is not worth proposing
+UNLIKELY = -1024.0  # added to the log-probability of tokens that are not worth proposing
 
 
 class Guidance:
-    """masks: of the step, on the device.
-    slots: [B] int64, whose trees are drafted.
-    nodes: [B] int64, the node of each one's verified tree after which its newest token was chosen.
-    bonus: [B] int64, that token.
+    """masks: masks and guides of the step, on the device.
+    slots: [B] int64 slots whose trees are drafted.
+    nodes: [B] int64 node of each verified tree after which the newest token was chosen.
+    bonus: [B] int64 that token.
     """
 
     def __init__(self, masks: MaskTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> None:
@@ -24,19 +23,22 @@ class Guidance:
         self._states = guides.begin(self._guides, slots, nodes, bonus)
 
     def mask(self, logits: Tensor, ids: Tensor) -> None:
-        """Set tokens that may not come to minus infinity, in place: logits [B * R, n] of tokens ids [n] int64, R rows
-        of each request."""
+        """Set forbidden tokens to minus infinity, in place.
+
+        logits: [B * R, n], R rows per request.
+        ids: [n] int64 token ids of the columns.
+        """
         guides.mask(logits, self._guides, self._words, self._slots, self._states, ids)
 
     def follow(self, tokens: Tensor) -> Tensor:
-        """Return tokens [B] int64, drafted as chains, or the forced ones in their place; go on after them."""
+        """Return drafted tokens [B] int64 of chains, or the forced tokens instead, and advance."""
         tokens, self._states = guides.follow_chain(self._guides, self._slots, self._states, tokens)
         return tokens
 
     def children(self, found: Children) -> Children:
-        """Return proposals in which a forced token is the first of its row, and certain."""
+        """Make a forced token the first proposal of its row, with probability 1."""
         return guides.children(self._guides, self._slots, self._states, found, UNLIKELY)
 
     def grown(self, level: Level) -> None:
-        """Go on after a level of trees."""
+        """Advance by one level of trees."""
         self._states = guides.follow_level(self._guides, self._slots, self._states, level)

@@ -1,5 +1,4 @@
-"""What EAGLE's and EAGLE-3's models are made of: a decoder layer without the norm that others have before their
-attention."""
+"""Layers of EAGLE and EAGLE-3 models: a decoder layer without a norm before its attention."""
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,8 @@ IGNORED_WEIGHTS = ("t2d", "*rotary_emb*")
 
 
 def layer_names(layer: str) -> dict[str, str]:
-    """The rules of a `NameMap` for a `DraftLayer` that both sides call `layer`, and for what EAGLE's and EAGLE-3's
-    models have beside it."""
+    """Return `NameMap` rules for a `DraftLayer` named `layer`, and for the other tensors of EAGLE and EAGLE-3
+    models."""
     return {name: name for name in ("embed_tokens", "lm_head", "fc", "norm")} | {
         f"{layer}.self_attn.qkv": f"{layer}.self_attn.{{part}}",
         f"{layer}.mlp.gate_up": f"{layer}.mlp.{{part}}",
@@ -25,7 +24,7 @@ def layer_names(layer: str) -> dict[str, str]:
 
 
 def deeper_layer_names() -> dict[str, str]:
-    """The same for the decoder layers after the first, which both sides call layers.1 and so on."""
+    """Return `NameMap` rules for later layers, named layers.1 and so on."""
     return {
         "layers.{layer}.self_attn.qkv": "layers.{layer}.self_attn.{part}",
         "layers.{layer}.mlp.gate_up": "layers.{layer}.mlp.{part}",
@@ -35,13 +34,13 @@ def deeper_layer_names() -> dict[str, str]:
 
 
 def joined_input(embedding: Tensor, feature: Tensor) -> Tensor:
-    """[.., 2 * hidden]: what the attention of an EAGLE-3 head reads, of the normalised embedding of the next token and
-    the normalised feature, both [.., hidden]. Also in training."""
+    """Join the normalised embedding of the next token and the normalised feature, [.., hidden] each, to [.., 2 *
+    hidden]. Also used in training."""
     return torch.cat((embedding, feature), dim=-1)
 
 
 class DraftLayer(nn.Module):
-    """A Llama block without a norm before its attention. input_size: what attention reads."""
+    """A Llama block without a norm before its attention. input_size: width of the attention's input."""
 
     def __init__(self, model: LlamaConfig, group: TPGroup, input_size: int) -> None:
         super().__init__()
@@ -51,8 +50,12 @@ class DraftLayer(nn.Module):
         self.mlp = make_mlp(model, group)
 
     def forward(self, x: Tensor, residual: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """[n, hidden] of the rows that attend: residual, what attention makes of x [rows, input_size], and what the MLP
-        makes of both. On a GPU `residual` is changed in place."""
+        """Return the residual stream after attention and MLP, [n, hidden] for the rows that attend. On a GPU `residual`
+        changes in place.
+
+        x: [rows, input_size].
+        residual: [rows, hidden].
+        """
         attended = self.self_attn.partial(x, angles, context)
         residual = context.attending_rows(residual).contiguous()
         normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)

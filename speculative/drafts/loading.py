@@ -1,4 +1,4 @@
-"""From a published draft checkpoint to a `DraftModel` on this rank."""
+"""Loads a published draft checkpoint as a `DraftModel` on this rank."""
 
 import logging
 from collections.abc import Set
@@ -34,10 +34,13 @@ def load_draft(
     device: torch.device,
     max_position: int,
 ) -> DraftModel:
-    """This rank's part of the draft. Embedding and vocabulary head that its checkpoint lacks are the target's: the same
-    modules where both are cut alike, copies from the target's checkpoint otherwise. source: of the target.
+    """Load this rank's part of the draft.
 
-    Raises ValueError naming what the checkpoint lacks, or holds and the model does not know, or is not finite.
+    An embedding or vocabulary head that the checkpoint lacks is the target's: the same module if both are cut alike,
+    else a copy from the target's checkpoint.
+
+    source: of the target.
+    Raises ValueError naming missing, unknown or non-finite tensors.
     """
     model = fill_draft(method, source, target, group, device, max_position)
     finish_weights(model)
@@ -52,8 +55,8 @@ def fill_draft(
     device: torch.device,
     max_position: int,
 ) -> DraftModel:
-    """`load_draft` without the packing. device: "meta" checks headers only, as `fill_target` does; `target` is then a
-    model on it too, and cut alike."""
+    """`load_draft` without packing. device: "meta" checks headers only, as in `fill_target`; `target` is then on it,
+    too, and cut alike."""
     dtype = next(target.parameters()).dtype
     names = method.weight_names
     model = allocate(lambda: method.build(group, max_position, device), names, method.model.quant, dtype, device)
@@ -91,7 +94,7 @@ def _dummy_target_ids(method: DraftMethod, device: torch.device) -> Tensor | Non
 def _share_with_target(
     model: DraftModel, tensors: Set[str], method: DraftMethod, source: ModelSource, target: Decoder
 ) -> frozenset[str]:
-    """Fill what the draft takes from the target; returns the names that its own checkpoint need not have."""
+    """Fill what the draft takes from the target. Return the names that the draft's checkpoint may lack."""
     if method.head_rows is not None and "lm_head.weight" not in tensors:
         assert model.target_ids is not None, "its ids are read with the checkpoint"
         rows = gathered_rows(target.lm_head, model.target_ids, f"draft {method.path}")
@@ -127,7 +130,7 @@ def _share_with_target(
     named = ((names.canonical(name), tensor) for name, tensor, _ in checkpoint_tensors(source.path))
     found = {wanted[name]: tensor for name, tensor in named if name in wanted}
     for name in lacking:
-        full = found.get(name, found.get("embed_tokens"))  # a tied target has no lm_head of its own
+        full = found.get(name, found.get("embed_tokens"))  # a tied target has no lm_head
         if full is None:
             raise ValueError(f"model {source.path}: has no {name} for the draft to share")
         module = model.embed_tokens if name == "embed_tokens" else model.lm_head

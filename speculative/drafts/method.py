@@ -1,7 +1,7 @@
-"""What a way to draft consists of. The round and the drafter know a draft by these two classes alone; verification,
-acceptance, commit and the growth of trees are the same for every method.
+"""The interface of draft methods. Rounds and drafter use these two classes only; verification, acceptance, commit and
+tree growth are the same for all methods.
 
-`DraftMethod`: what a checkpoint says of itself; a plain value, made before anything is loaded.
+`DraftMethod`: a checkpoint's description; a plain value, read before anything is loaded.
 `DraftModel`: the module that drafts on one rank.
 
 What another family would fill in (`docs/add-a-draft-method.md` has a whole example):
@@ -31,18 +31,15 @@ from workers.models.name_map import NameMap
 
 @dataclass(frozen=True)
 class DraftMethod(ABC):
-    """One draft of this method, read from its config.json and checked against its target.
+    """A draft of this method, read from its config.json and checked against its target.
 
-    name: as `speculative.method` has it.
-    lookahead: tokens after a position that the draft's KV there depends on; 1 where a row holds the next token's
-    embedding.
+    name: value of `speculative.method`.
+    lookahead: tokens after a position that its draft KV depends on; 1 if a row holds the next token's embedding.
     path: folder of its weights.
-    model: of its layers; what its KV pool and its attention backends are made for.
-    vocab_size: of its own vocabulary, the target's if it has none.
-    capture: layers of the target whose input it reads; empty if it reads the final hidden state.
-    shares_vocabulary: whether its checkpoint has neither an embedding nor a vocabulary head that it would use.
-    trims_head: whether it may have some rows of the target's vocabulary head only (`speculative.drafts.trimmed_head`).
-    head_rows: how many, which is then its `vocab_size`; None: it has the target's head.
+    model: configuration of its layers, for its KV pool and attention backends.
+    vocab_size: of its own vocabulary; the target's if it has none.
+    capture: layers of the target whose input it reads; empty: it reads the final hidden state.
+    shares_vocabulary: whether it uses neither an embedding nor a vocabulary head of its own.
     """
 
     name: ClassVar[str]
@@ -62,7 +59,7 @@ class DraftMethod(ABC):
 
     @classmethod
     def folder(cls, draft_path: str, target_path: str) -> str:
-        """Where the checkpoint is, of the configured folders."""
+        """Return the checkpoint's folder, from the configured folders."""
         return draft_path
 
     @classmethod
@@ -73,31 +70,34 @@ class DraftMethod(ABC):
     @classmethod
     @abstractmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
-        """From the config.json in folder `path`. Raises ValueError naming draft, target and remedy if they do not fit
-        or the draft has what would be ignored."""
+        """Read config.json in folder `path`. Raises ValueError, naming draft, target and remedy, if they do not fit, or
+        if something would be ignored."""
 
     @abstractmethod
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "DraftModel":
-        """The model, its weights not yet loaded. max_position: more than any position in a step. device: of what it
-        computes by itself, as a rotary table is."""
+        """Build the model without weights.
+
+        max_position: above every position of a step.
+        device: for computed tensors, such as the RoPE table.
+        """
 
     @property
     @abstractmethod
     def weight_names(self) -> NameMap:
-        """What the checkpoint calls the model's tensors. One that comes with its target ignores the target's."""
+        """Map checkpoint names to parameters. A draft inside its target's checkpoint ignores the target's tensors."""
 
 
 class DraftModel(nn.Module, ABC):
     """A draft on one rank.
 
-    Row i of a pass pairs the feature of position i with the embedding of token i + 1, sits at position i, and predicts
-    token i + 2.
+    Row i of a pass has position i, the feature of position i and the embedding of token i + 1, and predicts token i +
+    2.
 
-    group: the ranks that share it.
-    num_layers: of its own; where they are several, all but the last compute every row of `extend`.
-    embed_tokens: over the target's vocabulary; `loading` makes it the target's if the checkpoint has none.
-    lm_head: over the draft's; the same.
-    target_ids: [draft vocabulary] int64, the target's id of each of its ids; None if they are equal.
+    group: its ranks.
+    num_layers: its own layers; with several, all but the last compute every row of `extend`.
+    embed_tokens: over the target's vocabulary; `loading` shares the target's if the checkpoint has none.
+    lm_head: over the draft's vocabulary; likewise.
+    target_ids: [draft vocabulary] int64 target id of each draft id; None if equal.
     reads_last_layer: whether its features are the target's final hidden states, which are then computed for every row.
     """
 
@@ -117,26 +117,32 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def features(self, output: DecoderOutput) -> Tensor:
-        """[rows, F]: what of the target's output it reads."""
+        """Return [rows, F]: the target's output that it reads."""
 
     def extend(self, ids: Tensor, features: Tensor, context: ForwardContext) -> Tensor:
-        """Bring its KV up to the committed tokens: of every row, from the next tokens ids [rows] int64 and the target's
-        features [rows, F]. Returns the recurrent state [n, hidden] of the rows that attend."""
+        """Extend its KV to the committed tokens. Return the recurrent state [n, hidden] of the rows that attend.
+
+        ids: [rows] int64 next tokens.
+        features: [rows, F] of the target.
+        """
         return self.step(ids, features, context)
 
     @abstractmethod
     def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
-        """`extend` where nothing is drafted next: the KV alone, so that no row attends in the last layer."""
+        """`extend` if nothing is drafted next: writes KV only, so no row attends in the last layer."""
 
     @abstractmethod
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """One draft step: the recurrent state [n, hidden] of the rows that attend, from drafted tokens ids [rows] int64
-        (the target's) and the states [rows, hidden] that they were drafted from, which it may change in place."""
+        """Run one draft step. Return the recurrent state [n, hidden] of the rows that attend.
+
+        ids: [rows] int64 drafted tokens, target ids.
+        hidden: [rows, hidden] states that they were drafted from; may change in place.
+        """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, shard size] over the draft's vocabulary, of recurrent states [rows, hidden]."""
+        """Return [rows, shard size] logits over the draft's vocabulary, of recurrent states [rows, hidden]."""
 
     def to_target(self, ids: Tensor) -> Tensor:
-        """The target's token ids of draft ids, any shape."""
+        """Map draft ids of any shape to target ids."""
         return ids if self.target_ids is None else self.target_ids[ids]

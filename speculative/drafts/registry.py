@@ -1,4 +1,4 @@
-"""The draft methods that exist, and the draft that a configuration names. Asked by `speculative.build`."""
+"""All draft methods, and the draft that a configuration names. Used by `speculative.build`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,10 +20,11 @@ METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
 
 
 def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig) -> DraftMethod:
-    """The draft of method `name`, checked against its target. target_path: folder of the target's checkpoint.
+    """Read the draft of method `name`, and check it against its target.
 
-    Raises ValueError that lists the methods if there is none of this name, and that names draft, target and remedy if
-    the checkpoint is of another method or does not fit.
+    target_path: folder of the target's checkpoint.
+    Raises ValueError that lists the methods for an unknown name, or names draft, target and remedy if the checkpoint is
+    of another method or does not fit.
     """
     if name not in METHODS:
         raise ValueError(f"speculative.method={name}: does not exist; choose one of {', '.join(METHODS)}")
@@ -36,7 +37,8 @@ def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig
 
 
 def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:
-    """Run as what it is not, a draft would load or nearly so, and then accept nothing and say nothing."""
+    """Return the error for a draft of another method: it would load, or almost, and then accept nothing without a
+    message."""
     draft, architecture = f"speculative.method={name}: draft {path}", draft_architecture(raw)
     right = [other for other, methods in METHODS.items() if any(method.recognises(raw) for method in methods)]
     if not right and "speculators_model_type" in raw:

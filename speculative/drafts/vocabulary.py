@@ -1,4 +1,4 @@
-"""Which of the target's tokens a draft's vocabulary has, in the forms that checkpoints publish."""
+"""Maps a draft's vocabulary to the target's, in the formats that checkpoints publish."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,13 @@ from speculative.drafts.method import DraftMethod
 
 
 def take_target_ids(tensors: dict[str, Tensor], method: DraftMethod) -> Tensor | None:
-    """[draft vocabulary] int64: the target's id of each of a draft's, None if they are equal; removes `d2t` and `t2d`
-    from `tensors`.
+    """Return the target id of each draft id, [draft vocabulary] int64; None if equal. Removes `d2t` and `t2d` from
+    `tensors`.
 
-    d2t: [draft vocabulary] integers, what to add to a draft's id; some checkpoints have the target's ids themselves,
-        which is told by t2d.
-    t2d: [target vocabulary] bool, whether the draft has a token. It does not say in which order, so that it cannot
-        stand in for a d2t that is missing.
-    Raises ValueError if the vocabularies differ and nothing says how, or if what says it is of another target.
+    d2t: [draft vocabulary] integers to add to draft ids; in some checkpoints the target ids themselves, which t2d
+        reveals.
+    t2d: [target vocabulary] bool, whether the draft has a token. It has no order, so it cannot replace a missing d2t.
+    Raises ValueError if the vocabularies differ without a map, or if the map is of another target.
     """
     source, vocab_size, target_size = f"draft {method.path}", method.vocab_size, method.model.vocab_size
     given, members = tensors.pop("d2t", None), _members(tensors.pop("t2d", None), vocab_size)
@@ -45,8 +44,8 @@ def take_target_ids(tensors: dict[str, Tensor], method: DraftMethod) -> Tensor |
 
 
 def _members(mask: Tensor | None, vocab_size: int) -> Tensor | None:
-    """[draft vocabulary] int64, ascending: the target's ids that t2d names; None if it names not so many, as that of a
-    head whose vocabulary is the target's, which is left all false."""
+    """Return the target ids that t2d names, ascending, [draft vocabulary] int64. None if their number is wrong: a head
+    with the target's vocabulary leaves t2d all false."""
     if mask is None or mask.dtype != torch.bool:
         return None
     ids = mask.nonzero().flatten()

@@ -1,4 +1,5 @@
-"""Operations that models, sampling and slots are written with: one module each, its contract and reference on top,
-its kernels in siblings named after the library that they are written in. `attention.ops.operation` says what an
-operation is; `python -m workers.ops` prints which implementation runs where.
+"""Operations of models, sampling and slots: one module each, with contract and reference on top. Kernels are in
+siblings named after their library.
+
+`attention.ops.operation` defines what an operation is. `python -m workers.ops` prints which implementation runs where.
 """

@@ -12,7 +12,7 @@ ROOMS = ("attention.ops", "workers.ops", "speculative.ops")
 
 
 def import_operations() -> None:
-    """Imports every module of the rooms of operations that defines some; kernels' modules stay unimported."""
+    """Import every module that defines operations, but no kernels."""
     for room in ROOMS:
         try:
             package = import_module(room)

@@ -1,4 +1,4 @@
-"""`Angles`: the rotary angles of a pass's rows, as kernels read them."""
+"""`Angles`: RoPE angles of a pass's rows, as kernels read them."""
 
 from dataclasses import dataclass
 

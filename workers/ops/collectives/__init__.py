@@ -1,4 +1,4 @@
-"""Collectives between the GPUs of one node, over memory that each can reach.
+"""Collectives between the GPUs of one node, over peer memory.
 
-one_shot_all_reduce  the sum of a few rows, with the residual add and RMSNorm that follow it
+one_shot_all_reduce  all-reduce of a few rows, with residual addition and RMSNorm
 """

@@ -1,4 +1,4 @@
-"""The sum of a few rows over the GPUs of one node, with the residual add and RMSNorm that follow it, in one launch."""
+"""All-reduce of a few rows over the GPUs of one node, with residual addition and RMSNorm, in one launch."""
 
 from collections.abc import Sequence
 
@@ -20,20 +20,22 @@ def one_shot_all_reduce(
     out: Tensor,
     norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
-    """out = the sum of x over the ranks, the same bits on every rank; with norm = (residual, weight, eps), residual +=
-    that sum, and out = its RMSNorm. Blocks the stream until every rank has made the same call.
+    """Write the sum of x over the ranks to out, with the same bits on every rank.
+
+    With norm = (residual, weight, eps): add that sum to residual, and write its RMSNorm to out. Blocks the stream until
+    every rank has made the same call.
 
     x, out, residual  [rows, width], bfloat16 or float16, contiguous; out may be x; residual is written
     weight            [width] of that type
     inbox             [2, capacity, ranks, width / 2] int64, this rank's; zero before the first call
-    inboxes           [ranks] int64, the addresses of all ranks' inboxes as this device sees them
+    inboxes           [ranks] int64, addresses of all ranks' inboxes on this device
     epochs            [capacity] int32, written; zero before the first call
-    capacity          at most the GPU's multiprocessors, each of which holds one program
+    capacity          at most the GPU's number of multiprocessors; each holds one program
     """
     ONE_SHOT.function(x, inbox, inboxes, epochs, rank, out, norm)
 
 
 def reference(parts: Sequence[Tensor], norm: tuple[Tensor, Tensor, float] | None = None) -> Tensor:
-    """`out`, from every rank's x; writes the residual."""
+    """Return `out` from all ranks' x; writes the residual."""
     total = torch.stack([part.float() for part in parts]).sum(0).to(parts[0].dtype)
     return total if norm is None else add_rms_norm.reference(total, *norm)

@@ -1,21 +1,23 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""One launch for an all-reduce of a few rows, with the residual add and RMSNorm that follow it. One program per row.
+"""All-reduce of a few rows with residual addition and RMSNorm, in one launch. One program per row.
 
-Every rank writes its row into an inbox on each rank, and sums what lands in its own. A word that is written carries two
-half-precision numbers and, in its upper half, the number of the call: the reader waits for the words themselves, so
-there are neither flags nor fences nor barriers, one way over NVLink is all that is waited for, and twice the bytes
-travel (the idea of NCCL's LL protocol: 8-byte writes arrive whole).
+Every rank writes its row to an inbox on each rank, and sums what arrives in its own. Each 64-bit word has two
+half-precision numbers and, in its upper half, the number of the call. The reader waits for the words themselves, so
+there are no flags, fences or barriers: the latency is one way over NVLink, at twice the bytes (the idea of NCCL's LL
+protocol: 8-byte writes arrive whole).
 
-Why nothing is read too early or overwritten too soon, given that all calls are on one stream and in the same order on
-every rank, and that an inbox is used with one width only:
-- A program counts its own calls, alike on every rank, from 1. Call e uses half e % 2 of the inbox, so a word there is
-  from call e - 2, or zero as before the first call, until the peer's word of call e replaces it.
-- A rank writes words of call e after its own call e - 1 ended, which had seen every peer's words of call e - 1, which
-  each peer wrote after its call e - 2 had ended. So nobody still reads the half that is written.
-- A program writes before it waits, and all programs of a launch fit on the GPU together (the caller sees to it), so
-  none waits for one that cannot start. Launched early, it waits before it writes, and then all kernels in front have
-  ended (see `attention.ops.pdl`).
-A rank that never comes leaves the others spinning, as with NCCL; whoever watches the worker group ends them.
+Why nothing is read too early or overwritten too soon. All calls are on one stream, in the same order on every rank, and
+an inbox is used with one width:
+- A program counts its calls from 1, alike on every rank. Call e uses half e % 2 of the inbox. A word there is from call
+  e - 2, or zero, until the peer's word of call e replaces it.
+- A rank writes words of call e after its call e - 1 ended. That one had seen every peer's words of call e - 1, which
+  each peer wrote after its call e - 2 had ended. So no rank still reads the half that is written.
+- A program writes before it waits, and all programs of a launch fit on the GPU together (the caller ensures it), so
+  none
+  waits for one that cannot start. Launched early, it waits for all earlier kernels before it writes
+  (`attention.ops.pdl`).
+
+A rank that never calls leaves the others spinning, as with NCCL. The watch over the worker group ends them.
 """
 
 import torch
@@ -26,7 +28,7 @@ from torch import Tensor
 from attention.ops.pdl import pdl_wait
 
 
-@triton.jit(do_not_specialize=["rank"])  # one kernel on all ranks: the same operations in the same order
+@triton.jit(do_not_specialize=["rank"])  # one kernel for all ranks: the same operations in the same order
 def _one_shot_all_reduce(
     x_ptr,
     residual_ptr,
@@ -59,7 +61,7 @@ def _one_shot_all_reduce(
     stamp = epoch.to(tl.int64) << 32
     words = stamp | (x.to(tl.int64) & 0xFFFFFFFF)
     first = ((epoch & 1) * capacity + row) * WORLD * row_stride
-    for step in tl.static_range(1, WORLD + 1):  # each rank starts with its neighbour, and ends with itself
+    for step in tl.static_range(1, WORLD + 1):  # starts with the next rank, ends with itself
         inbox = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
         address = tl.load(inboxes_ptr + (rank + step + 1) % WORLD)
         tl.store(inbox + first + rank * row_stride + column, words, mask=inside)
@@ -79,7 +81,7 @@ def _one_shot_all_reduce(
     even = tl.sum(_low(arrived, HALF), 0).to(HALF)  # in rank order, the same on every rank
     odd = tl.sum(_high(arrived, HALF), 0).to(HALF)
     if NORM:
-        # rounded where separate kernels would round, so that both make the same residual stream
+        # rounded as separate kernels would round, for the same residual stream
         even = (even.to(tl.float32) + _low(residual, HALF)).to(HALF)
         odd = (odd.to(tl.float32) + _high(residual, HALF)).to(HALF)
         tl.store(residual_ptr + row * row_stride + column, _pack(even, odd), mask=inside)
@@ -92,7 +94,7 @@ def _one_shot_all_reduce(
 
 @triton.jit
 def _low(pair, HALF: tl.constexpr):
-    """The first of the two numbers in a 32-bit word, as float32."""
+    """Return the first of the two numbers in a 32-bit word, as float32."""
     return pair.to(tl.int16).to(HALF, bitcast=True).to(tl.float32)
 
 

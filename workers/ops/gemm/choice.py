@@ -1,8 +1,8 @@
-"""y = x W^T + b for weights of 16 or 32 bits: which GEMM runs. Chosen once for each layer, since some pack the weight.
+"""y = x W^T + b for weights of 16 or 32 bits: chooses the GEMM. Once per layer, because some GEMMs pack the weight.
 
-On a CPU, oneDNN multiplies few rows by a weight in its own blocked layout 1.6 times faster than MKL does by a plain
-one (float32, 1792 x 512, 4 rows: 0.54 against 0.88 ms on one core of a Xeon at 2.1 GHz, torch 2.13), so weights are
-packed once after loading. These operators are what torch.compile uses for frozen weights on a CPU.
+On a CPU, oneDNN with its own blocked layout multiplies few rows 1.6 times faster than MKL (float32, 1792 x 512, 4 rows:
+0.54 against 0.88 ms on one core of a Xeon at 2.1 GHz, torch 2.13). So weights are packed once after loading, by the
+operators that torch.compile uses for frozen weights.
 """
 
 from collections.abc import Callable
@@ -17,30 +17,30 @@ from attention.ops.operation import Implementation
 from workers.ops.activation import silu_mul
 from workers.ops.gemm.workspace import GEMMOptions
 
-_ROWS_HINT = 4  # the row count oneDNN chooses its layout for: a round's
+_ROWS_HINT = 4  # rows that oneDNN optimises its layout for: a round's
 
 
 @dataclass(frozen=True)
 class TorchGEMM:
-    """torch's own; what every other is equal to. weight: [out, in]."""
+    """torch's GEMM, the reference of the others. weight: [out, in]."""
 
     weight: Tensor
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        """[rows, out] for x [rows, in]; in the memory `out` if it is given."""
+        """Return [rows, out] for x [rows, in], in `out` if given."""
         if out is None:
             return F.linear(x, self.weight, bias)
         transposed = self.weight.t()
         return torch.mm(x, transposed, out=out) if bias is None else torch.addmm(bias, x, transposed, out=out)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
-        """[rows, out / 2], silu of the first half of the outputs times the second, for x [rows, in]."""
+        """Return silu(first half of the outputs) * second half, [rows, out / 2], for x [rows, in]."""
         return silu_mul(self.multiply(x, None, None))
 
 
 @dataclass(frozen=True)
 class BlockedGEMM(TorchGEMM):
-    """oneDNN's, by a copy of the weight in its layout."""
+    """oneDNN's GEMM, with a copy of the weight in its layout."""
 
     workspace: None = None
 
@@ -49,14 +49,14 @@ class BlockedGEMM(TorchGEMM):
         object.__setattr__(self, "weight", packed)
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        if out is not None:  # only a test of GPU paths gives one on a CPU
+        if out is not None:  # only tests of GPU paths pass one on a CPU
             return out.copy_(self.multiply(x, bias, None))
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
         return y
 
 
 def _wants(deterministic: bool) -> Callable[[Tensor, GEMMOptions], bool]:
-    """Kernels of ours need a workspace, and inputs that are a multiple of 128."""
+    """The Triton kernels need a workspace, and inputs that are a multiple of 128."""
     return lambda weight, options: (
         options.workspace is not None and options.deterministic == deterministic and weight.shape[1] % 128 == 0
     )
@@ -81,7 +81,7 @@ GEMMS = (
 
 
 def choose_gemm(weight: Tensor, options: GEMMOptions) -> TorchGEMM:
-    """How to multiply by a final weight [out, in], which stays where it is."""
+    """Choose how to multiply by a final weight [out, in], which must stay in place."""
     here = Capability.of(weight.device)
     for each in GEMMS:
         if each.needs(here) and each.serves is not None and each.serves(weight, options):

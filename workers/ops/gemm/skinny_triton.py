@@ -1,17 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, where reading the weights is most of the work.
-Chosen by `workers.ops.gemm.choice`.
+"""y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, where reading W takes most of the time. Chosen by
+`workers.ops.gemm.choice`.
 
-Between two products of a library memory rests: the next one starts its reads when the kernel before it has ended, and
-waits a microsecond for the first of them. Here a program is launched while the kernels before still run (see
-`attention.ops.pdl`). For the fewest rows it brings the first columns of its rows of W into shared memory at
-once, since weights depend on nothing; then it waits for x. Both come through tensor maps, whose copies need no
-registers, so that a multiprocessor's whole shared memory can be on its way.
+Between two library products memory is idle: the next one starts its reads when the kernel before has ended. These
+programs are launched while earlier kernels run (`attention.ops.pdl`). For the fewest rows they load the first columns
+of W to shared memory at once, then wait for x. Tensor maps need no registers, so that a multiprocessor's whole shared
+memory can be in flight.
 
-The tile is W's, [BLOCK_N, BLOCK_K] times x^T of at least 16 rows, so that the matrix unit's 64 rows are W's. K is cut
-into splits that together fill the device; the program that finishes a tile last adds its splits in their order, so that
-equal inputs give equal bits. A row's result depends on the other rows only by which of the table's sizes they fill;
-`fixed_rows` computes any number of rows by one size, so that it depends on none.
+W's tile [BLOCK_N, BLOCK_K] is the tensor core's first operand, whose 64 rows it fills; x^T of at least 16 rows is the
+second. K is split until programs fill the device. The program that finishes a tile last adds its splits in order, so
+equal inputs give equal bits. A row's result depends on the other rows only through the tile size that the table
+chooses; `fixed_rows` always uses one size.
 """
 
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ def _skinny_gemm(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if GATED:
         acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # what lies outside x and W is read as zeros
+    # tensor maps read zeros outside x and W
     for start in range(first + AHEAD, first + SPAN, BLOCK_K):
         weights = w_desc.load([tile * BLOCK_N, start])
         inputs = x_desc.load([first_row, start])
@@ -94,7 +93,7 @@ def _skinny_gemm(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        # each rounded where the product alone and `silu_mul` round
+        # rounded as the plain product and `silu_mul` round
         acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         acc = (acc / (1.0 + tl.exp(-acc))).to(out_ptr.dtype.element_ty).to(tl.float32)
         acc *= acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -117,7 +116,7 @@ def _multiply(
     assert out.dtype in (x.dtype, torch.float32) and (out[0] if apart else out).is_contiguous()
     assert not apart or (out.shape[0] == tiles.splits and bias is None and not gated)
     if rows == 0:
-        return  # a step that ends no prompt has no logits, and a tensor map no empty side
+        return  # no prompt ends in this step; tensor maps cannot be empty
     inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
     weights = TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k])
     _skinny_gemm[(triton.cdiv(n, tiles.block_n), tiles.splits, triton.cdiv(rows, tiles.block_m))](
@@ -154,10 +153,14 @@ def skinny_gemm(
     tiles: SkinnyGemmTiles,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[rows, N] x W^T + b in x's dtype, for x [rows, K], last stride 1, and W [N, K] contiguous, both of a 16-bit type;
-    x and its rows must start at multiples of 16 bytes. workspace: made for this shape. tiles: of `skinny_gemm_tiles`
-    for this shape and at least as many rows. out: contiguous, to write to instead of new memory; may be float32. Or
-    [splits, rows, N], of any number of rows, for what each split has: for who reads it to add up; there is no bias.
+    """Return x W^T + b: [rows, N] in x's dtype.
+
+    x: [rows, K] of a 16-bit dtype, last stride 1; it and its rows start at multiples of 16 bytes.
+    weight: [N, K], contiguous, same dtype.
+    workspace: for this shape.
+    tiles: from `skinny_gemm_tiles` for this shape and at least as many rows.
+    out: contiguous memory for the result, may be float32; or [splits, rows, N] for the partial sums of any number of
+        rows, without bias.
 
     Reference: `torch.nn.functional.linear`.
     """
@@ -168,7 +171,9 @@ def skinny_gemm(
 
 
 def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: SkinnyGemmTiles) -> Tensor:
-    """[rows, N] silu(x G^T) * (x U^T) for x as in `skinny_gemm` and W [2 N, K], G above U. tiles: of `gated_tiles`.
+    """Return silu(x G^T) * (x U^T): [rows, N], for x as in `skinny_gemm` and W [2 N, K], G above U.
+
+    tiles: from `gated_tiles`.
 
     Reference: `workers.ops.activation.silu_mul` of `torch.nn.functional.linear`.
     """
@@ -180,8 +185,11 @@ def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: Sk
 def fixed_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None
 ) -> Tensor:
-    """The same for any number of rows, FIXED_ROWS in a launch and always in the tiles of so many: a row's bits are a
-    function of that row. W is read once for each launch, so that many rows take longer than a library's product."""
+    """Compute any number of rows, FIXED_ROWS per launch and always with the same tiles: a row's bits depend on that row
+    alone.
+
+    W is read once per launch, so many rows take longer than in a library product.
+    """
     tiles = skinny_gemm_tiles(FIXED_ROWS, *weight.shape)
     assert tiles is not None
     if out is None:
@@ -204,7 +212,7 @@ class FixedRowsGEMM(TorchGEMM):
 
 @dataclass(frozen=True)
 class SkinnyGEMM(TorchGEMM):
-    """As many rows as there are tiles for; torch's product beyond them."""
+    """Rows that the table has tiles for; more rows go to torch."""
 
     workspace: Workspace
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Sums that several programs share: each writes its part, and the one that comes last adds them in their order, so that
-equal inputs give equal bits."""
+"""Sums shared by several programs (split K). Each stores its part; the last one adds all parts in order, so equal
+inputs give equal bits."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def comes_last(ticket_ptr, SPLITS: tl.constexpr):
-    """Whether this is the last of SPLITS programs that have written their parts. ticket_ptr: one int32, zero before and
-    after. The barrier puts every thread's stores before the one thread's release."""
+    """Whether this is the last of SPLITS programs to store its part. The barrier orders all threads' stores before the
+    release.
+
+    ticket_ptr: one int32, zero before and after.
+    """
     tl.debug_barrier()
     is_last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
@@ -19,8 +22,7 @@ def comes_last(ticket_ptr, SPLITS: tl.constexpr):
 
 @triton.jit
 def sum_of_splits(cells, there, step, SPLITS: tl.constexpr):
-    """cells: of the first part, from which the others are `step` apart. there: a mask, or None. L1 is not coherent:
-    what other programs wrote is read from L2."""
+    """Sum the parts at `cells`, `step` apart. Reads from L2, because L1 is not coherent. there: a mask, or None."""
     other = None if there is None else 0.0
     acc = tl.load(cells, mask=there, other=other, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):

@@ -1,26 +1,26 @@
-"""How products of few rows and weights of 16 bits are cut into programs."""
+"""Tile sizes for products of few rows with 16-bit weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from workers.ops.blocks import cdiv, next_power_of_2
 
-MAX_ROWS = 128  # beyond them the library's products are faster, see tests/bench/RESULTS.md
-MAX_GATED_ROWS = 256  # of a gated product, which saves a kernel
-FIXED_ROWS = 64  # in a launch of `fixed_rows`
+MAX_ROWS = 128  # the library is faster beyond, see tests/bench/RESULTS.md
+MAX_GATED_ROWS = 256  # gated products save a kernel, so the limit is higher
+FIXED_ROWS = 64  # per launch of `fixed_rows`
 MULTIPROCESSORS = 132  # of an H200
-SHARED_BYTES = 227 << 10  # memory of one, for all programs on it
+SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
 
 
 @dataclass(frozen=True)
 class SkinnyGemmTiles:
-    """How up to block_m rows are multiplied.
+    """Tiles for up to `block_m` rows.
 
-    block_n: rows of W of a program; of a gated product rows of gates, and as many that they gate.
-    block_k: columns of a step.
-    splits: programs that share the columns of a tile.
-    ahead: whether the first step's columns of W are read before the wait.
+    block_n: rows of W per program; for a gated product that many gate rows and up rows.
+    block_k: columns per step.
+    splits: programs that share a sum (split K).
+    ahead: whether the first step of W is read before the wait.
     stages, warps: Triton's.
     """
 
@@ -33,7 +33,7 @@ class SkinnyGemmTiles:
     warps: int
 
     def span(self, k: int) -> int:
-        """Columns of a program."""
+        """Columns per program."""
         return k // self.splits
 
     @property
@@ -42,31 +42,31 @@ class SkinnyGemmTiles:
 
 
 def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
-    """The table, measured on an H200 (tests/bench/RESULTS.md), for a weight [n, k]; None if it does not fit."""
+    """Return tiles for a weight [n, k], measured on an H200 (tests/bench/RESULTS.md); None if it does not fit."""
     if rows > MAX_ROWS or k % 128:
         return None
     block_m = max(16, next_power_of_2(rows))
     tiles = cdiv(n, 64)
     if tiles > MULTIPROCESSORS:
-        # A long W hides the wait for its first columns by itself.
+        # With a long W the wait for the first columns does not matter.
         if block_m == 128:
             stages = 3 if cdiv(n, 128) > MULTIPROCESSORS else 5  # two programs to a multiprocessor, or one
             return SkinnyGemmTiles(block_m, 128, 64, 1, False, stages, warps=4)
         return SkinnyGemmTiles(block_m, 128, 128, 1, False, stages=4, warps=8 if block_m == 64 else 4)
-    # A program to a multiprocessor, with all of its shared memory.
+    # One program per multiprocessor, with all of its shared memory.
     block_k = 256 if block_m <= 32 and k % 256 == 0 else 128
     splits = 1
     while 2 * splits * tiles <= MULTIPROCESSORS and k % (2 * splits * block_k) == 0 and splits < MAX_SPLITS:
         splits *= 2
     if block_m == 128 and splits * tiles < 0.9 * MULTIPROCESSORS:
-        return None  # here multiplying counts, and each multiprocessor that has nothing to do
+        return None  # limited by tensor cores: idle multiprocessors would cost time
     ahead = block_m == 16 and k // splits > block_k
     return SkinnyGemmTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
 
 
 def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
-    """The same for the gates and what they gate in one weight [n, k], up to MAX_GATED_ROWS: a program has 64 rows of
-    each; None where it would have fewer, since the matrix unit takes so many."""
+    """Return tiles for a gated product with weight [n, k] and up to MAX_GATED_ROWS rows; None if it does not fit. A
+    program has 64 gate rows and 64 up rows, because the tensor core takes 64."""
     tiles = skinny_gemm_tiles(min(rows, MAX_ROWS), n, k)
     if rows > MAX_GATED_ROWS or tiles is None or tiles.block_n < 128:
         return None
@@ -76,7 +76,7 @@ def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
 
 
 def workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Cells and tickets for weights of these shapes [N, K]."""
+    """Return cells and tickets for weights of these shapes [N, K]."""
     cells = num_tiles = 0
     for n, k in shapes:
         for tiles in (skinny_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):

@@ -1,4 +1,4 @@
-"""`GEMMOptions`: what the products of one model share, and may do, on a device."""
+"""`GEMMOptions`: scratch memory and options shared by the products of a model on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ from workers.ops.gemm.tiles import workspace_size
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch of products whose programs share a sum; serves any number of products that run one after another on one
-    stream.
+    """Scratch memory for split sums. Serves any number of products that run one after another on a stream.
 
     part: float32 partial sums.
     tickets: int32, zero between launches.
@@ -38,7 +37,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class GEMMOptions:
-    """workspace: shared by all layers of a model that runs in a 16-bit type on a GPU, else None.
+    """workspace: shared by all layers of a 16-bit model on a GPU, else None.
     deterministic: a row's result must not depend on the rows beside it (needs the workspace).
     fp8: the device multiplies FP8 (needs the workspace).
     """
@@ -55,8 +54,11 @@ class GEMMOptions:
         device: torch.device,
         deterministic: bool,
     ) -> "GEMMOptions":
-        """For the layers of one model, which run one after another on one stream. shapes: of their weights [N, K].
-        others: cells and tickets that other operations need of the same workspace."""
+        """For the layers of a model, which run one after another on one stream.
+
+        shapes: [N, K] of their weights.
+        others: cells and tickets that other operations need of the workspace.
+        """
         here = Capability.of(device)
         if not here.is_gpu or dtype.itemsize != 2:
             return GEMMOptions()

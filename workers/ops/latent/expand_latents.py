@@ -1,4 +1,4 @@
-"""Keys and values by heads of cached latent rows, for chunks that attend in expanded form (`attention.expansion`)."""
+"""Expands cached latent rows to keys and values per head, for prompt chunks (`attention.expansion`)."""
 
 from torch import Tensor
 from torch.nn.functional import linear
@@ -8,12 +8,13 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 @operation(Implementation("triton", "workers.ops.latent.expand_latents_triton:expand_latents", on_gpu))
 def expand_latents(rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Latent rows times `weight`, and their rotated parts.
+    """Return latent rows times `weight`, and their rotated parts.
 
     rows    [pages, page_size, latent + rotated], contiguous; rotated a power of two, latent a multiple of 16
     tokens  [T] int64, token indices into all pages
-    ends    [chunks + 1] int32: where each chunk's tokens begin, and where the last one's end; rows of the result beyond
-            that are undefined
+    ends    [chunks + 1] int32: start of each chunk's tokens, and the end of the last; later rows of the result are
+            undefined
+
     weight  [N, latent], contiguous, of rows' type
     ->      [T, N]; [T, rotated]
     """

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of `workers.ops.latent.expand_latents`.
 
-Only the device need know how many tokens the chunks look at: as many programs as it has room for share the tiles of
-those, so that a captured step with room for many takes the time of its own chunks.
+Only the device knows the number of tokens. As many programs as fit on the device share the tiles, so a captured step
+with room for many tokens takes only the time of its own.
 """
 
 import torch
@@ -39,7 +39,8 @@ def _expand_latents(
         first_n = tile % tiles_n * BLOCK_N
         m = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
         live = (m < num_tokens)[:, None]
-        token = tl.load(token_ptr + m, mask=m < num_tokens, other=0)  # of the dummy page
+        token = tl.load(token_ptr + m, mask=m < num_tokens, other=0)  # in the dummy page
+
         row = rows_ptr + token[:, None] * (LATENT + ROTATED)
         place = m.to(tl.int64)[:, None]
         if first_n == 0:

@@ -1,4 +1,4 @@
-"""Products of each head's rows by its own matrix, of multi-head latent attention: absorbed keys, and values."""
+"""Multiplies each head's rows by that head's matrix: absorbed keys, and values, of multi-head latent attention."""
 
 import torch
 from torch import Tensor
@@ -17,10 +17,11 @@ def head_products(
 
     x       [rows, heads, k + rotated], last stride 1
     weight  [heads, k, n], of any strides
-    out     [rows, heads, n + rotated], last stride 1, written; or Fp8Rows [rows, heads * n] with scales of groups, for
-            n = 128 and nothing rotated: then the bits are those of `quantize_rows` of the heads' results side by side
-    angles  of the rows, where there is a rotated part
-    fixed   a row's result must not depend on how many there are
+    out     [rows, heads, n + rotated], last stride 1, written; or, for n = 128 without a rotated part, Fp8Rows
+            [rows, heads * n] with scales of groups, equal to the bit to `quantize_rows` of the result
+    angles  of the rows, if there is a rotated part
+    fixed   a row's result must not depend on the number of rows
+
     """
     k, n = weight.shape[1:]
     products = torch.bmm(x[..., :k].transpose(0, 1), weight).transpose(0, 1)

@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
-"""The kernel of `workers.ops.latent.head_products`: with the rotation of q in programs of its own, and results in FP8
-where the product after it reads that."""
+"""The kernel of `workers.ops.latent.head_products`. Some programs rotate q; results may be FP8."""
 
 from typing import NamedTuple
 
@@ -15,10 +14,10 @@ from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.fp8.rows_triton import scale_of, to_fp8
 from workers.ops.rotary import Angles
 
-FEW_ROWS = 16  # of a product, which are then multiplied by more and narrower tiles
-BATCH_ROWS = 512  # those of batches that verify: up to them tiles of 64 rows, which are more programs
-MAX_BYTES_AHEAD = 128 << 10  # of a weight, in registers and then in shared memory
-FIXED_ROWS = 64  # whose tiles are taken for any number of rows where tiles must not depend on it
+FEW_ROWS = 16  # up to here tiles are narrower and more numerous
+BATCH_ROWS = 512  # up to here (verified batches) tiles have 64 rows, for more programs
+MAX_BYTES_AHEAD = 128 << 10  # of a weight read before the wait, in registers and then in shared memory
+FIXED_ROWS = 64  # tiles of this number of rows are used for any number, if results must not depend on it
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -89,7 +88,7 @@ def _head_products(
                     x, w = x.to(tl.float32), w.to(tl.float32)
                 y = tl.dot(x, w, y, input_precision="ieee")
         if scales_ptr is not None:
-            # a program's columns are the group that is rounded together
+            # a program's columns share a scale
             tl.static_assert(BLOCK_N == OUT and OUT == 128)
             y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
             scale = scale_of(y, 1)
@@ -98,7 +97,7 @@ def _head_products(
             tl.store(out_row + n[None, :], to_fp8(y / scale[:, None], UPCAST), mask=live)
         else:
             tl.store(out_row + n[None, :], y.to(kept), mask=live & (n < OUT)[None, :])
-    elif ROTATED > 0:  # a program of its own, beside the products
+    elif ROTATED > 0:  # separate programs, beside the products
         if PDL:
             tl.extra.cuda.gdc_wait()
         column, pair = tl.arange(0, ROTATED)[None, :], tl.arange(0, ROTATED // 2)[None, :]
@@ -109,8 +108,8 @@ def _head_products(
 
 
 class ProductBlocks(NamedTuple):
-    """Of a program: rows, columns, inner dimensions of a step (a power of two), whether all of the weight is read
-    before the wait, and Triton's warps and stages."""
+    """Tile sizes: rows, columns, inner dimensions per step (a power of two), whether the whole weight is read before
+    the wait, and Triton's warps and stages."""
 
     m: int
     n: int
@@ -121,9 +120,8 @@ class ProductBlocks(NamedTuple):
 
 
 def product_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
-    """Few rows: 16 kB of a weight a program, so that the heads of one of eight ranks, 16 of 128, fill an H200. Of
-    batches: tiles of a head's whole inner side, read before the wait. Many: tiles that read neither side more often
-    than the matrix unit has time for."""
+    """Return tile sizes. Few rows: 16 kB of a weight per program, so that 16 heads fill an H200. Batches: a head's
+    whole inner side, read before the wait. Many rows: tiles large enough to be limited by the tensor core."""
     whole = triton.next_power_of_2(in_features)
     if itemsize == 4:
         return ProductBlocks(16, 16, min(64, whole), whole <= 64, 4)
@@ -135,8 +133,8 @@ def product_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
 
 
 def rounded_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
-    """Where a program has GROUP columns, to round them together. Few rows: all of a head's matrix, which it reads while
-    attention still runs, 128 kB of 512 latent dimensions."""
+    """Return tile sizes with GROUP columns per program, which share a scale. Few rows: a head's whole matrix (128 kB),
+    read while attention still runs."""
     ahead = rows <= 4 * FEW_ROWS and in_features * GROUP * itemsize <= MAX_BYTES_AHEAD
     if ahead or itemsize == 4:
         return ProductBlocks(FEW_ROWS, GROUP, min(128, triton.next_power_of_2(in_features)), ahead, 16)
@@ -195,7 +193,7 @@ def head_products(
 
 
 def rounded_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool, fixed: bool) -> Fp8Rows:
-    """`workers.ops.latent.latent_values.latent_values`, of any number of rows."""
+    """`workers.ops.latent.latent_values.latent_values` for any number of rows."""
     rows, heads, latent = x.shape
     out = Fp8Rows.empty(rows, heads * GROUP, True, rows_together, x.device)
     head_products(x, weight.view(heads, -1, latent)[:, key_dim:].transpose(1, 2), out, fixed=fixed)

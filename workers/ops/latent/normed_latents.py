@@ -1,7 +1,7 @@
-"""Between the first projections of multi-head latent attention and its products by heads: the norms of both latents,
-the rotary embedding of keys, and the write of latent rows.
+"""Norms of both latents, RoPE of keys and the write of latent rows: between the projections of multi-head latent
+attention and its products per head.
 
-Rotary embedding rotates neighbouring dimensions, as in DeepSeek's checkpoints (`attention.rotation.rotate_pairs`).
+RoPE rotates adjacent dimensions, as in DeepSeek's checkpoints (`attention.rotation.rotate_pairs`).
 """
 
 import torch
@@ -27,17 +27,18 @@ def normed_latents(
     wanted: Fp8Inputs | None = None,
     fence: bool = True,
 ) -> Tensor | Fp8Rows:
-    """Write the latent rows of a pass: the latent part normed, the rest rotated. Return q's part of `both`, normed if
-    it has a norm.
+    """Write the latent rows of a pass, latent part normed and the rest rotated. Return q's part of `both`, normed if it
+    has a norm.
 
-    both          [rows, q + latent + rotated], last stride 1; or, if q has a norm, float32 [parts, rows, q + latent +
-                  rotated], contiguous, whose sum is that (`LinearMethod.multiply_apart`)
-    q_weight      [q]; None if q is no latent
+    both          [rows, q + latent + rotated], last stride 1; or, if q has a norm, its partial sums, float32 [parts,
+                  rows, q + latent + rotated], contiguous (`LinearMethod.multiply_apart`)
+    q_weight      [q]; None if q has no norm
     row_weight    [latent]
     angles        of the rows
     kv            written
     slot_mapping  [rows] int64 token indices; rows that share one (padding) leave any one of their values
-    wanted        the form of FP8 in which q is returned; None for the model's type
+    wanted        FP8 format of the returned q; None: the model's dtype
+
     fence         see `Prepared.plan`; without one, the product after this reads its weight earlier
     ->            [rows, q]
     """

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `workers.ops.latent.normed_latents`: one launch, a program for each row and latent."""
+"""The kernel of `workers.ops.latent.normed_latents`: one launch, one program per row and latent."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from workers.ops.rotary import Angles
 
 @triton.jit
 def _load(pointers, there, part_step, PARTS: tl.constexpr, KEPT: tl.constexpr):
-    """The sum of all parts as the product would have rounded it, to KEPT; float32."""
+    """Return the sum of all parts, float32, rounded to KEPT as the product would have rounded it."""
     return sum_of_splits(pointers, there, part_step, PARTS).to(KEPT).to(tl.float32)
 
 
@@ -61,7 +61,7 @@ def _normed_latents(
         if not FENCE:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if FENCE:  # for the kernels that the trigger starts, see `attention.ops.pdl`
+        if FENCE:  # before the trigger, for the kernels that it starts: see `attention.ops.pdl`
             tl.extra.cuda.gdc_launch_dependents()
     both = both_ptr + row * both_row_stride
     kept = pool_ptr.dtype.element_ty
@@ -138,7 +138,7 @@ def normed_latents(
         BY_GROUP=wanted is not None and wanted.by_group,
         FENCE=fence,
         INTERPRETED=INTERPRETED,
-        # parts are so many numbers more, and each warp's reads follow each other
+        # partial sums are more numbers, and each warp reads one after another
         num_warps=16 if parts.shape[0] > 1 else num_warps(max(block_q, block_latent)),
         **pdl_wait(both.device),
     )

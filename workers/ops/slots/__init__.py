@@ -1,4 +1,4 @@
-"""Operations over the slot table.
+"""Operations on the slot table.
 
-commit  what a round changes in a slot
+commit  appends tokens to slots
 """

@@ -1,4 +1,4 @@
-"""Append a round's tokens to its requests' slots, and say which requests are finished."""
+"""Appends a round's tokens to its requests' slots, and decides which requests are finished."""
 
 from dataclasses import dataclass
 
@@ -41,15 +41,18 @@ class CommitTables:
     )
 )
 def commit(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) -> tuple[Tensor, Tensor]:
-    """Append tokens to slots. Cuts at the first stop token (which stays) and at the length limit, marks slots finished,
-    changes nothing in those that already were, and counts the tokens of requests that shape logits. A last token below
-    0 stands for logits that are not finite: it is not appended, and the request finishes with FINISH_NOT_FINITE.
+    """Append tokens to slots, and return how many each got and why it finished.
+
+    Tokens after the first stop token and beyond the length limit are dropped. Finished slots do not change. Tokens of
+    requests that shape logits are counted. A negative last token means that logits were not finite: it is dropped, and
+    the request finishes with FINISH_NOT_FINITE.
 
     slots   [B] int64; all padding rows name the padding slot, which is always finished
     tokens  [B, M] int64, contiguous, written: those below 0 become 0
     counts  [B] int64, 1 to M: how many of them are valid
     tables  written
-    ->      [B] int64 tokens that were committed; [B] int64 reason to finish (FINISH_*), or 0
+    ->      [B] int64 committed tokens; [B] int64 finish reason (FINISH_*), or 0
+
     """
     length = tables.seq_len[slots].long()
     column = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `workers.ops.slots.commit`: one launch instead of about thirty. The kernel that accepts drafts
-(`speculative.ops.acceptance_triton`) shares its parts."""
+"""The kernel of `workers.ops.slots.commit`: one launch instead of about thirty. Acceptance
+(`speculative.ops.acceptance_triton`) uses its parts."""
 
 from typing import Any
 
@@ -31,8 +31,10 @@ def settle(
     LENGTH: tl.constexpr,
     NOT_FINITE: tl.constexpr,
 ):
-    """Commit `count` tokens up to the first stop token (its index, beyond count if there is none), of which `last` is
-    the last, below 0 if there is none. Returns how many were committed and why the request finished, if it did."""
+    """Commit `count` tokens up to the first stop token. Return the number committed and the finish reason.
+
+    stop: index of the first stop token, beyond `count` if there is none. last: the last token; negative without one.
+    """
     max_len = tl.load(max_len_ptr + slot * max_len_stride)
     was_finished = tl.load(finished_ptr + slot * finished_stride).to(tl.int1)
     stopped = first_stop < count
@@ -43,7 +45,7 @@ def settle(
     count = tl.where(broken, count - 1, count)
     finish = tl.where(broken, NOT_FINITE, finish)
     finish = tl.where(was_finished, 0, finish)
-    # Padding rows share a slot that is finished for ever: all of them store what is there already.
+    # All padding rows use the padding slot, which is always finished: they store the values already there.
     tl.store(seq_len_ptr + slot, (length + count).to(tl.int32))
     tl.store(bonus_ptr + slot * bonus_stride, tl.maximum(last, 0), mask=was_finished == 0)
     tl.store(finished_ptr + slot * finished_stride, (was_finished | (finish > 0)).to(tl.int8))
@@ -52,14 +54,14 @@ def settle(
 
 @triton.jit
 def count_output(slot, token, valid, output_count_ptr, vocab_size, shapes_ptr, shapes_stride):
-    """Count a token as output of a slot whose request shapes logits; others cost a load."""
+    """Count a token as output if the slot's request shapes logits; others cost one load."""
     counts = valid & (tl.load(shapes_ptr + slot * shapes_stride) != 0)
-    # a round may emit a token twice, and which thread a scalar store comes from is the compiler's choice
+    # a round may emit a token twice, and the compiler chooses which thread does a scalar store
     tl.atomic_add(output_count_ptr + slot * vocab_size + token, 1, mask=counts, sem="relaxed")
 
 
 def counting_arguments(output_counts: Tensor, shapes_logits: Tensor) -> tuple[Any, ...]:
-    """What `count_output` takes of output_counts [S, vocab] int32 and shapes_logits [S] bool, in its order."""
+    """Return the arguments of `count_output` for output_counts [S, vocab] int32 and shapes_logits [S] bool."""
     shapes = shapes_logits.view(torch.int8)
     return output_counts, output_counts.shape[1], shapes, shapes.stride(0)
 
@@ -117,7 +119,7 @@ def _commit_one(
 
 
 def commit_one(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) -> tuple[Tensor, Tensor]:
-    """`workers.ops.slots.commit.commit` of one token for each request, whose count is 1 then."""
+    """`workers.ops.slots.commit.commit` for one token per request."""
     assert tokens.is_contiguous() and tokens.numel() == slots.shape[0] and tables.stop_ids.is_contiguous()
     counts, finish = torch.empty((2, slots.shape[0]), dtype=torch.int64, device=slots.device).unbind(0)
     flags = tables.finished.view(torch.int8)

@@ -1,5 +1,5 @@
-"""Operations over the logits of a vocabulary shard.
+"""Operations on the logits of a vocabulary shard.
 
 largest           the largest logit of each row, and its column
-topk_log_softmax  the best few, with their log-probabilities
+topk_log_softmax  the k best log-probabilities of each row
 """

@@ -5,16 +5,15 @@ from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 
-NOT_FINITE = -(1 << 40)  # stands for the column of a row whose largest logit is NaN or plus infinity
+NOT_FINITE = -(1 << 40)  # column of a row whose largest logit is NaN or plus infinity
 
 
 @operation(Implementation("triton", "workers.ops.vocabulary.largest_triton:largest", on_gpu))
 def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
-    """Each row's largest logit and its column, the smallest among equals.
+    """Return each row's largest logit and its column, the smallest among equals.
 
     logits   [rows, size], any floating type, last stride 1
-    checked  rows with a NaN or plus infinity give NOT_FINITE for the column, and a value that no finite one exceeds;
-             otherwise their column is any of the row
+    checked  rows with NaN or plus infinity get column NOT_FINITE and a value above all finite ones; else any column
     ->       [rows] float32; [rows] int64
     """
     value, column = logits.max(-1)
@@ -22,5 +21,5 @@ def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def finite_choice(value: Tensor, column: Tensor) -> Tensor:
-    """column [rows] int64, NOT_FINITE where value [rows] is NaN or plus infinity."""
+    """Return column [rows] int64, with NOT_FINITE where value [rows] is NaN or plus infinity."""
     return torch.where(value < float("inf"), column, NOT_FINITE)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `workers.ops.vocabulary.largest`: rows are split over the device. torch's argmax takes 36 us for a row of
-128,256."""
+"""Kernels of `workers.ops.vocabulary.largest`: rows are split over the device. torch's argmax takes 36 us for one row
+of 128,256."""
 
 import torch
 import triton
@@ -20,7 +20,7 @@ def _partial(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.constexpr)
     # so that the largest, which is found among numbers alone, tells of it
     x = tl.where(x == x, x, float("inf"))
     best = tl.max(x, 0)
-    # the smallest index among equals, as torch on a CPU has it
+    # the smallest index among equals, as in torch on a CPU
     index = tl.min(tl.where(x == best, column, size), 0)
     place = row * tl.num_programs(1) + part
     tl.store(value_ptr + place, best)
@@ -41,9 +41,11 @@ def _combine(value_ptr, index_ptr, best_ptr, out_ptr, parts, size, BROKEN: tl.co
 
 
 def combine(values: Tensor, indices: Tensor, size: int, broken: int) -> tuple[Tensor, Tensor]:
-    """The largest of values [rows, parts] float32, and of indices [rows, parts] int32 the smallest at which it is,
-    [rows] int64; 0 where no index is below `size`. broken: where below 0, the index of rows whose largest is plus
-    infinity."""
+    """Return the largest of values [rows, parts] float32, and the smallest of indices [rows, parts] int32 where it
+    occurs, [rows] int64; 0 if no index is below `size`.
+
+    broken: if negative, the index of rows whose largest value is plus infinity.
+    """
     rows, parts = values.shape
     best = torch.empty(rows, dtype=torch.float32, device=values.device)
     out = torch.empty(rows, dtype=torch.int64, device=values.device)

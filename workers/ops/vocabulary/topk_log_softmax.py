@@ -5,7 +5,7 @@ from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 
-MAX_K = 16  # of the kernel, which finds them one after another
+MAX_K = 16  # of the kernel, which finds them one by one
 
 
 @operation(
@@ -18,13 +18,14 @@ MAX_K = 16  # of the kernel, which finds them one after another
     )
 )
 def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest log-probabilities, best first, their columns, and logsumexp.
+    """Return the k largest log-probabilities, best first, their columns, and logsumexp.
 
     logits  [rows, size], any floating type, last stride 1, size >= k
     ->      [rows, k] float32; [rows, k] int64; [rows] float32
 
-    A row of minus infinity alone (a shard that is all padding) stays minus infinity in all of them, never NaN. The
-    kernel puts the smallest of equal columns first, so that equal inputs give equal trees on every rank.
+    A row of minus infinity (a shard that is all padding) gives minus infinity, never NaN. The kernel puts the smallest
+    of equal columns first, so that equal inputs give equal trees on all ranks.
+
     """
     norm = torch.logsumexp(logits.float(), -1)
     value, column = logits.float().topk(k, -1)

@@ -24,12 +24,12 @@ def _partial(x_ptr, value_ptr, index_ptr, top_ptr, total_ptr, size, row_stride, 
     tl.store(top_ptr + place, top)
     tl.store(total_ptr + place, tl.sum(tl.exp(x - origin), 0))
     for i in tl.static_range(K):
-        best = tl.max(x, 0)  # of numbers alone
+        best = tl.max(x, 0)  # ignores NaN
         # the smallest id among equals, so that equal inputs give equal trees
         index = tl.min(tl.where(x == best, column, size), 0)
         tl.store(value_ptr + place * K + i, best)
         tl.store(index_ptr + place * K + i, index)
-        # no number, since minus infinity is what masked tokens are, among which it would be found again
+        # NaN, not minus infinity: masked tokens are minus infinity, so it would be found again
         x = tl.where(column == index, float("nan"), x)
 
 
@@ -54,7 +54,7 @@ def _combine(
     totals = tl.load(total_ptr + row * parts + part, mask=part < parts, other=0.0)
     top = tl.max(tops, 0)
     origin = tl.where(top == float("-inf"), 0.0, top)
-    # the largest counts 1, so that this bound is for a row of minus infinity alone
+    # the largest counts 1, so only rows of minus infinity reach this bound
     norm = top + tl.log(tl.maximum(tl.sum(totals * tl.exp(tops - origin), 0), 1.0))
     tl.store(norm_ptr + row, norm)
     origin = tl.where(norm == float("-inf"), 0.0, norm)
@@ -77,7 +77,8 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     parts, device = triton.cdiv(size, BLOCK), logits.device
     values = torch.empty((rows, parts, k), dtype=torch.float32, device=device)
     indices = torch.empty((rows, parts, k), dtype=torch.int32, device=device)
-    # Both begin at multiples of 16 bytes, whatever the number of rows, since Triton compiles others another time.
+    # Both start at multiples of 16 bytes: Triton compiles another kernel for other alignments.
+
     count = triton.cdiv(rows * parts, ALIGNED) * ALIGNED
     tops, totals = torch.empty((2, count), dtype=torch.float32, device=device).unbind(0)
     best = torch.empty((rows, k), dtype=torch.float32, device=device)
