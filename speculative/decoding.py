@@ -132,6 +132,7 @@ class SpeculativeDecoding(CuttableStrategy):
         sampled = self._chosen(logits[: batch.num_requests * shape.width], batch, rows)
         synthetic = self._synthetic_acceptance_length if shape.width > 1 else None
         done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots, shape.depth, synthetic)
+        self._target.commit(batch.slots, done.accepted.path, done.commit.counts)
         features = passed.round_features
         # a chain's path is its nodes in their order; rows after the last accepted are unused
         if shape.width > 1 and not shape.is_chain:

@@ -239,7 +239,8 @@ def make_eagle(folder: Path, target: Path, seed: int = 1, copying: bool = False)
     if copying:
         # stands in for the target's final norm, which EAGLE's head lacks
         weights = load_file(str(target / "model.safetensors"))
-        factor = weights["model.norm.weight"] / weights["model.embed_tokens.weight"].std()
+        norm = weights["model.norm.weight"] + ("linear_num_key_heads" in config)  # hybrids' norms are 1 + w
+        factor = norm / weights["model.embed_tokens.weight"].std()
         tensors["fc.weight"] = torch.cat((factor.diag(), torch.zeros(hidden, hidden)), dim=1)
         tensors["fc.bias"].zero_()
         for name in ("self_attn.o_proj", "mlp.down_proj"):
