@@ -16,7 +16,7 @@ template_process imports the compiler once, and forks both kinds of processes
 mask_host        follows the grammars of a rank's requests, and fills their masks within limits
 mask_jobs        masks being filled, and their limits
 shared_table     the masks and guides of a step, in memory shared with the rank
-guest            where one request stands in its grammar
+guest            where the requests of a rank stand in their grammars
 draft_guide      one tree's masks, and the guide of the drafts after it
 token_texts      what tokens spell, and how a demanded text is written in tokens
 matcher          the compiler's matcher, whose tries can be taken back in one call

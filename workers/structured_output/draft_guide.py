@@ -58,26 +58,28 @@ class StepClosedError(Exception):
 
 @dataclass
 class MaskRows:
-    """The masks of a tree.
+    """The masks of a tree, before they are the step's.
 
-    array: [masks, w] int32 of the whole step, which is read here and written by `write` alone.
-    write: puts a mask [w] int32, or one number for all of it, in a row of `array`. Raises StepClosedError.
-    first: that of the root; those of the other nodes follow.
-    end: of those in use; up to `limit` may be used for places behind the tree.
+    words: [rows, w] int32, of this walk alone: the masks of the tree's nodes, then those of places behind the tree.
+    array: the same memory.
+    first: of the step's masks that of the root; the others follow.
+    end: rows in use; up to `limit` may be.
     scratch: [1, w] int32, of this walk alone.
+    check: raises StepClosedError.
     """
 
+    words: Tensor
     array: npt.NDArray[np.int32]
-    write: Callable[[int, npt.NDArray[np.int32] | int], None]
     first: int
     end: int
     limit: int
     scratch: Tensor
+    check: Callable[[], None] = lambda: None
 
     def fill(self, matcher: "Matcher", row: int) -> None:
         """The mask where the matcher stands."""
-        matcher.fill(self.scratch)
-        self.write(row, self.scratch[0].numpy())
+        self.check()
+        matcher.fill(self.words, row)
 
 
 class _Demanded(NamedTuple):
@@ -93,11 +95,13 @@ class _Demanded(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a node of the tree stands: `offset` bytes into a demanded text, or in an open state."""
+    """Where a node of the tree stands: `offset` bytes into a demanded text, or in an open state, whose mask is in
+    `row`."""
 
     state: int
     demanded: _Demanded | None = None
     offset: int = 0
+    row: int = NOWHERE
 
 
 @dataclass
@@ -120,20 +124,21 @@ class TreeWalk:
     any_whitespace: bool = False
     ended: int | None = None
     is_demanded: dict[int, bool] = field(default_factory=dict)
+    _other: int = NOWHERE  # row of the mask that was compared with last
+    _other_mask: bytes = b""
 
     def run(self, tokens: Sequence[int], children: Sequence[Sequence[int]]) -> None:
         """tokens: of the nodes. children: of each node."""
         self._visit(0, tokens, children, None)
 
     def _visit(self, node: int, tokens: Sequence[int], children: Sequence[Sequence[int]], above: _Place | None) -> None:
-        row = self.rows.first + node
         if self.matcher.is_terminated():
-            self.rows.write(row, -1)
+            self.rows.array[node] = -1
             return
-        self.rows.fill(self.matcher, row)
+        self.rows.fill(self.matcher, node)
         place = None
         if node < self.num_guided:
-            place = self._place(row, tokens[node], above)
+            place = self._place(node, tokens[node], above)
             self.guide.set_node(node, place.state)
             self.is_demanded[node] = place.demanded is not None
             if node == 0 and self.ended is not None and place.demanded is not None:
@@ -144,7 +149,7 @@ class TreeWalk:
                 self.matcher.rollback(1)
 
     def _place(self, row: int, token: int, above: _Place | None) -> _Place:
-        """Of the node after a token, whose mask is filled."""
+        """Of the node after a token. row: its mask."""
         if above is not None and above.demanded is not None:
             demanded, text = above.demanded, self.texts[token]
             offset = above.offset + len(text)
@@ -152,12 +157,15 @@ class TreeWalk:
                 state = demanded.at(offset)
                 if state != NOWHERE:
                     return _Place(state, demanded, offset)
-        array = self.rows.array
-        if above is not None and above.demanded is None and above.state != NOWHERE:
-            row_above = self.guide.row(above.state)
-            if row_above != NOWHERE and np.array_equal(array[row], array[row_above]):
-                return above
+        elif above is not None and above.row != NOWHERE and self._masks_are_equal(row, above.row):
+            return above
         return self._here(row, 0)
+
+    def _masks_are_equal(self, row: int, other: int) -> bool:
+        if other != self._other:
+            self._other, self._other_mask = other, self.rows.array[other].tobytes()
+        mask: bytes = self.rows.array[row].tobytes()
+        return mask == self._other_mask  # several times as quick as numpy's comparison
 
     def _here(self, row: int, level: int) -> _Place:
         """Where the matcher stands. row: the mask, if it is filled."""
@@ -167,7 +175,8 @@ class TreeWalk:
         few = self._few(row) if row != NOWHERE else None
         if self.matcher.is_completed() and (row == NOWHERE or few is not None and set(few) <= set(self.stop_token_ids)):
             return _Place(self.guide.add_state(forced=self.stop_token_ids[0]))
-        return _Place(self._open(row, few, level))
+        state = self._open(row, few, level)
+        return _Place(state, row=NOWHERE if state == NOWHERE else row)
 
     def _text(self) -> bytes:
         """What must come; where whitespace may stand in it, as this grammar's answers have it."""
@@ -221,7 +230,8 @@ class TreeWalk:
 
     def _open(self, row: int, few: list[int] | None, level: int) -> int:
         """The state of a place where several tokens may come. few: all of them, if they are."""
-        state = self.guide.add_state(row=row, stays=few is None)
+        mask = NOWHERE if row == NOWHERE else self.rows.first + row
+        state = self.guide.add_state(row=mask, stays=few is None)
         if state == NOWHERE or level >= _MAX_LEVEL:
             return state
         for token in self.endings if few is None else few:
@@ -244,11 +254,10 @@ class TreeWalk:
     def _few(self, row: int) -> list[int] | None:
         """The tokens that a mask allows, if they are few."""
         words = self.rows.array[row]
-        places = np.flatnonzero(words)
-        if len(places) > FEW_TOKENS:
+        if np.count_nonzero(words) > FEW_TOKENS:
             return None
         tokens = list[int]()
-        for place in places.tolist():
+        for place in np.flatnonzero(words).tolist():
             word = int(words[place]) & 0xFFFFFFFF
             while word:
                 lowest = word & -word

@@ -1,6 +1,7 @@
-"""One request's place in its grammar, in the process that fills masks. Used by `workers.structured_output.mask_host`,
-by one thread at a time."""
+"""Where the requests of a rank stand in their grammars, in the process that fills masks. Used by
+`workers.structured_output.mask_host`; each request by one thread at a time."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,14 +11,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.scheduling.plan import Failure
+from workers.scheduling.plan import Failure, unpack_i32
 from workers.structured_output.draft_guide import MaskRows, TreeWalk
-from workers.structured_output.grammar_cache import KeptGrammar
+from workers.structured_output.faults import InvalidGrammarError
+from workers.structured_output.grammar_cache import GrammarCache, KeptGrammar
 from workers.structured_output.guide_table import GuideBlock
+from workers.structured_output.mask_messages import Advanced, Entered
 from workers.structured_output.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from workers.structured_output.matcher import Matcher
+
+logger = logging.getLogger(__name__)
 
 
 class GrammarLostError(Exception):
@@ -150,15 +155,14 @@ class Guest:
         does, and StepClosedError."""
         self.verified, self.is_demanded = ROOT, {}
         if self.root is not None and count == 1:
-            rows.write(rows.first, self.root)
+            rows.array[0] = self.root
             return False
         matcher = self.stand()
         if matcher.is_terminated():
-            for row in range(rows.first, rows.end):
-                rows.write(row, -1)
+            rows.array[:count] = -1
             return False
         if guide is None:
-            rows.fill(matcher, rows.first)
+            rows.fill(matcher, 0)
         else:
             guide.clear()
             tree = Tree.of(self.drafted[:count], self.parents[:count]) if count > 1 and self.drafted else ROOT
@@ -176,9 +180,64 @@ class Guest:
             )
             walk.run(tree.tokens, tree.children)
             self.verified, self.is_demanded = tree, walk.is_demanded
-        if not rows.array[rows.first].any():
+        if not rows.array[0].any():
             raise GrammarLostError(NO_TOKEN)
         return guide is not None
+
+
+class Guests:
+    """A rank's requests by their number, brought up to date by its orders."""
+
+    def __init__(self, cache: GrammarCache) -> None:
+        self._cache = cache
+        self._by_number: dict[int, Guest] = {}
+
+    def find(self, number: int) -> Guest | None:
+        """The request, unless it has ended."""
+        return self._by_number.get(number)
+
+    def drop(self, number: int) -> None:
+        """A request has ended."""
+        self._by_number.pop(number, None)
+
+    def follow(self, entered: Sequence[Entered], advanced: Sequence[Advanced]) -> int:
+        """Take in requests that have a slot from now on, and what a step emitted. Returns how many accepted drafts
+        stood within texts that grammars demanded."""
+        for enters in entered:
+            output = unpack_i32(enters.output).tolist()
+            guest = self._by_number.get(enters.guest)
+            if guest is None or guest.num_known > len(output):
+                self._by_number[enters.guest] = Guest(self._cache.of(enters.grammar), enters.forgives, output)
+            else:
+                guest.advanced(output[guest.num_known :], [], [])
+        num_forced = 0
+        for advances in advanced:
+            guest = self._by_number.get(advances.guest)
+            if guest is None:
+                continue
+            guest.advanced(advances.tokens, advances.drafted, advances.parents)
+            if advances.tokens and guest.kept.compiled.done() and guest.failure is None:
+                num_forced += self._learn(guest, advances.tokens)
+        return num_forced
+
+    def _learn(self, guest: Guest, tokens: list[int]) -> int:
+        try:
+            return guest.learn(tokens, self._cache.texts)
+        except Exception:
+            logger.exception("nothing was learnt of a grammar")
+            return 0
+
+
+def failure_of(error: Exception) -> Failure:
+    """Why a request whose masks raised this cannot go on."""
+    if isinstance(error, GrammarLostError):
+        return error.failure
+    if isinstance(error, InvalidGrammarError):
+        return Failure(f"the grammar cannot be compiled: {error}", True)
+    if isinstance(error, MemoryError):
+        return Failure("the grammar takes too much memory", True)
+    logger.error("a request's masks failed", exc_info=error)
+    return Failure(f"its grammar failed: {type(error).__name__}: {error}")
 
 
 def scratch_of(num_words: int) -> Tensor:

@@ -77,10 +77,6 @@ class GuideBlock:
         """States that can be added."""
         return MAX_STATES - self.num_states
 
-    def row(self, state: int) -> int:
-        """The mask of a state."""
-        return int(self._rows[state])
-
     def set_node(self, node: int, state: int) -> None:
         self._nodes[node] = state
 

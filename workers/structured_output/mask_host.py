@@ -19,15 +19,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from workers.scheduling.plan import Failure, unpack_i32
+from workers.scheduling.plan import Failure
 from workers.structured_output.draft_guide import MaskRows, StepClosedError
-from workers.structured_output.faults import InvalidGrammarError
 from workers.structured_output.framing import receive, send
 from workers.structured_output.grammar_cache import GrammarCache
-from workers.structured_output.guest import GrammarLostError, Guest, scratch_of
+from workers.structured_output.guest import Guest, Guests, failure_of, scratch_of
 from workers.structured_output.mask_jobs import MASK_LIMIT_S, Job, Step
 from workers.structured_output.mask_messages import LATE, Begin, Fill, Filled, Hurry, Notice, Order
 from workers.structured_output.mask_table import NUM_SPARE, TableShape
@@ -60,7 +57,7 @@ class MaskHost:
         self._control = control
         self._table = table
         self._cache = GrammarCache(vocabulary)
-        self._guests: dict[int, Guest] = {}
+        self._guests = Guests(self._cache)
         self._lock = threading.Lock()  # of all that follows
         self._leader = object()
         self._step: Step | None = None
@@ -112,37 +109,16 @@ class MaskHost:
             kept.compiled.add_done_callback(lambda _, number=number: self._notify(Notice(prepared=[number])))  # type: ignore[misc]
         with self._lock:
             for number in order.dropped:
-                self._guests.pop(number, None)
+                self._guests.drop(number)
                 if number in self._jobs:
                     self._jobs[number].is_wanted = False
-        for entered in order.entered:
-            output = unpack_i32(entered.output).tolist()
-            guest = self._guests.get(entered.guest)
-            if guest is None or guest.num_known > len(output):
-                self._guests[entered.guest] = Guest(self._cache.of(entered.grammar), entered.forgives, output)
-            else:
-                guest.advanced(output[guest.num_known :], [], [])
-        num_forced = 0
-        for advanced in order.advanced:
-            guest = self._guests.get(advanced.guest)
-            if guest is None:
-                continue
-            guest.advanced(advanced.tokens, advanced.drafted, advanced.parents)
-            if advanced.tokens and guest.kept.compiled.done() and guest.failure is None:
-                num_forced += self._learn(guest, advanced.tokens)
+        num_forced = self._guests.follow(order.entered, order.advanced)
         if not order.fills:
             return None
         step = Step(order, deque(range(len(order.fills))), [LATE] * len(order.fills), began_s, num_forced=num_forced)
         with self._lock:
             self._step = step
         return step
-
-    def _learn(self, guest: Guest, tokens: list[int]) -> int:
-        try:
-            return guest.learn(tokens, self._cache.texts)
-        except Exception:
-            logger.exception("nothing was learnt of a grammar")
-            return 0
 
     def _work(self, step: Step, me: object, desk: Desk) -> bool:
         """Fill what is left of a step, and answer; False if another thread leads meanwhile."""
@@ -175,7 +151,7 @@ class MaskHost:
         while step.todo:
             place = step.todo.popleft()
             fill = step.order.fills[place]
-            guest = self._guests.get(fill.guest)
+            guest = self._guests.find(fill.guest)
             if guest is None or fill.guest in self._jobs:
                 continue
             if guest.failure is not None:
@@ -195,25 +171,24 @@ class MaskHost:
         guest, table = job.guest, self._table
         guide = desk.guide if fill.guide >= 0 else None
         first, was_known = step.num_rows, guest.root is not None
-        end = first + fill.count
 
-        def write(row: int, mask: npt.NDArray[np.int32] | int) -> None:
-            with self._lock:
-                if not job.is_current:
-                    raise StepClosedError
-                table.masks[row] = mask
+        def check() -> None:
+            if not job.is_current:
+                raise StepClosedError
 
-        rows = MaskRows(table.masks, write, first, end, end + (NUM_SPARE if guide else 0), desk.scratch)
+        limit = fill.count + (NUM_SPARE if guide else 0)
+        rows = MaskRows(desk.words, desk.masks, first, fill.count, limit, desk.scratch, check)
         try:
             guest.kept.compiled.result()
             is_guided = guest.fill(rows, fill.count, guide, fill.num_guided, self._cache.texts)
         except StepClosedError:
             return None
         except Exception as error:  # whatever it is, it is this request's alone
-            return _failure(error)
+            return failure_of(error)
         with self._lock:
             if job.is_current:
-                step.rows[job.place], step.num_rows = first, rows.end
+                step.rows[job.place], step.num_rows = first, first + rows.end
+                table.masks[first : step.num_rows] = desk.masks[: rows.end]
                 if is_guided and guide is not None:
                     table.set_guide(fill.guide, guide)
                 guest.is_slow = job.is_slow() or (was_known and guest.is_slow)
@@ -247,7 +222,7 @@ class MaskHost:
         try:
             guest.settle(scratch_of(self._table.num_words))
         except Exception as error:
-            failure = _failure(error)
+            failure = failure_of(error)
         with self._lock:
             guest.is_slow = job.is_slow()
             if guest.failure is None:
@@ -283,8 +258,8 @@ class MaskHost:
             if hurry.closes:
                 for place in step.todo:
                     number = step.order.fills[place].guest
-                    if number in self._guests and number not in self._jobs:
-                        self._settle_beside(self._guests[number], number)
+                    if (guest := self._guests.find(number)) is not None and number not in self._jobs:
+                        self._settle_beside(guest, number)
                 step.todo.clear()
                 self._answer(step)
 
@@ -300,17 +275,6 @@ class MaskHost:
             self._is_doomed |= any(share > limits[job.is_wanted] for job, share in used.items())
         for job in over:
             self._notify(Notice(failures={job.number: failure}))
-
-
-def _failure(error: Exception) -> Failure:
-    if isinstance(error, GrammarLostError):
-        return error.failure
-    if isinstance(error, InvalidGrammarError):
-        return Failure(f"the grammar cannot be compiled: {error}", True)
-    if isinstance(error, MemoryError):
-        return Failure("the grammar takes too much memory", True)
-    logger.error("a request's masks failed", exc_info=error)
-    return Failure(f"its grammar failed: {type(error).__name__}: {error}")
 
 
 def run_host(files: list[int], vocabulary: "Vocabulary") -> None:

@@ -44,9 +44,9 @@ class Matcher:
         if self._num_tried:
             self.rollback(self._num_tried)
 
-    def fill(self, words: Tensor) -> None:
-        """The tokens that may come next as bits. words: [1, w] int32, written."""
-        self._matcher.fill_next_token_bitmask(words, 0)
+    def fill(self, words: Tensor, row: int = 0) -> None:
+        """The tokens that may come next as bits. words: [n, w] int32, of which a row is written."""
+        self._matcher.fill_next_token_bitmask(words, row)
 
     def jump(self) -> bytes:
         """The longest text that must come, byte by byte; it may begin or end inside a character. xgrammar 0.2.8 returns

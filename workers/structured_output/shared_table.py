@@ -20,6 +20,7 @@ class SharedTable:
         _, guides, words = shape.parts(torch.from_numpy(np.frombuffer(memory, np.int32, shape.size)))
         self.masks: npt.NDArray[np.int32] = words.numpy()
         self.num_words = self.masks.shape[1]
+        self.num_rows = self.masks.shape[0] // shape.num_slots  # of one request
         self._blocks = None if guides is None else guides.blocks.numpy()
         self._running = np.frombuffer(memory, np.int64, MAX_RUNNING, shape.running_offset)
         self._free = list(range(MAX_RUNNING))
@@ -49,9 +50,16 @@ class SharedTable:
 
 
 class Desk:
-    """One leader's: its thread, and what it writes on before that is the step's, a mask and a guide."""
+    """One leader's: its thread, and what it writes on before that is the step's.
+
+    words: [nodes of a tree and places behind it, w] int32, the masks of one request. masks: the same memory.
+    scratch: [1, w] int32.
+    guide: None in an engine without drafts.
+    """
 
     def __init__(self, table: SharedTable) -> None:
         self.thread = Thread()
+        self.words = torch.zeros((table.num_rows, table.num_words), dtype=torch.int32)
+        self.masks: npt.NDArray[np.int32] = self.words.numpy()
         self.scratch = scratch_of(table.num_words)
         self.guide = table.new_guide()

@@ -1,5 +1,6 @@
 """What a guide proposes: walked on the host along texts as the embedded pair's tokenizer writes them, and otherwise."""
 
+import random
 from typing import Any
 
 import pytest
@@ -59,9 +60,8 @@ class Walked:
         block = GuideBlock(self.guides.blocks[0].numpy())
         block.clear()
         count = len(tree.tokens)
-        array = self.masks.host_words.numpy()
-        scratch = torch.zeros_like(self.masks.words[:1])
-        rows = MaskRows(array, array.__setitem__, 0, count, count + NUM_SPARE, scratch)
+        words, scratch = self.masks.host_words, torch.zeros_like(self.masks.words[:1])
+        rows = MaskRows(words, words.numpy(), 0, count, count + NUM_SPARE, scratch)
         self.walk = TreeWalk(
             matcher, self.texts, endings or Endings(), eos_token_ids(), rows, block, num_guided, any_whitespace, ended
         )
@@ -216,3 +216,24 @@ def test_demanded_bytes_may_begin_and_end_inside_a_character(texts: list[str]) -
             num_ways = len({other[offset] for other in all_raw if other.startswith(raw[:offset])})
             if num_ways == 1 == len({rest[:1] for rest in going_on}):
                 assert spelt, "there is one way to go on"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_node_has_the_mask_of_its_path(seed: int) -> None:
+    """Of random trees, some of whose nodes the grammar forbids: those and what is below them have none."""
+    drawn = random.Random(seed)
+    before, usual = '{"name": "Bo', ids('", "age": 12345}')
+    tokens = [0, *(drawn.choice([*usual, *letters('ab"')]) for _ in range(WIDTH - 1))]
+    parents = [-1, *(drawn.randrange(node) for node in range(1, WIDTH))]
+    walked = Walked(PERSON, before, Tree.of(tokens, parents))
+    for node in range(WIDTH):
+        path = [node]
+        while path[-1]:
+            path.append(parents[path[-1]])
+        matcher = Matcher(COMPILER.compile(grammar_of(PERSON, False)))
+        assert matcher.accept_string(before.encode())
+        if all(matcher.accept_token(tokens[each]) for each in path[-2::-1]):
+            expected = torch.full_like(walked.masks.words[:1], -1)
+            if not matcher.is_terminated():
+                matcher.fill(expected)
+            assert torch.equal(walked.masks.words[node], expected[0]), node
