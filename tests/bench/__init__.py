@@ -1,6 +1,6 @@
 """Benchmarks: `python -m tests.bench` lists them, `python -m tests.bench NAME [options]` runs one.
 
-round, sampling, grammar, adaptive   engines with dummy weights, without HTTP; deepseek_rank: DeepSeek-V3 for them
+round, sampling, grammar, adaptive   engines with dummy weights, without HTTP; models: deepseek_rank, hybrid_models
 adaptive_pair, embedded              the embedded pair, without HTTP
 trace, profile_round                 what torch's profiler sees of a round
 open_loop, replicas                  load over HTTP, sent by `deploy.bench`

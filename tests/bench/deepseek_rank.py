@@ -3,8 +3,6 @@ same in small; and as many of its layers, whole, as two GPUs of 141 GB hold. Of 
 vocabulary are an eighth; latent rows, the router and what is of hidden size are whole. With dummy weights the router
 has no bias to prefer experts by."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 DSV3_RANK: dict[str, Any] = {
@@ -83,12 +81,6 @@ WHOLE_LAYERS = DSV3_RANK | {
     "vocab_size": 129280,
 }
 CONFIGS = {"dsv3-rank": DSV3_RANK, "dsv3-layers": WHOLE_LAYERS, "dsv3-tiny": TINY_RANK}
-
-
-def write_config(folder: Path, name: str) -> None:
-    """config.json of the target under `folder`, which has its draft in it; the weights are dummies."""
-    (folder / "target").mkdir(parents=True)
-    (folder / "target" / "config.json").write_text(json.dumps(CONFIGS[name]))
 
 
 def floor_bytes(name: str, rows: int, tokens: float, passes: int, draft_rows: int, ranks: int = 1) -> float:

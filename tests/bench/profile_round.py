@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from speculative.local import local_engine
-from tests.bench import deepseek_rank
+from tests.bench import configured
 from tests.bench.round import MODELS, SHAPES, Setting, engine_spec, hardware, write_checkpoints
 from tests.bench.trace import by_kernel, figures, profile, start, submit
 from workers.scheduling.plan import SamplingParams
@@ -19,7 +19,7 @@ from workers.scheduling.plan import SamplingParams
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted({*MODELS, *deepseek_rank.CONFIGS}), default="llama-3.1-8b")
+    parser.add_argument("--model", choices=sorted({*MODELS, *configured.CONFIGS}), default="llama-3.1-8b")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="chain")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=30)

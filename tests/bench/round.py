@@ -10,7 +10,7 @@ profiler counts in steady rounds (graph launches, copies to the host, idle share
 must read over the rate at which this GPU copies its own memory, measured first. Markdown tables, then one JSON line.
 Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU. `--model dsv3-rank`: one rank's share of
 DeepSeek-V3 at eight ranks, which its own module drafts for, and dsv3-layers, for `--tensor-parallel 2`
-(`tests.bench.deepseek_rank`).
+(`tests.bench.deepseek_rank`); `--model qwen3.5-27b`, qwen3.5-35b-a3b: hybrids (`tests.bench.hybrid_models`).
 """
 
 import argparse
@@ -30,7 +30,7 @@ from deploy.bench.table import table
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from tests.bench import deepseek_rank
+from tests.bench import configured
 from tests.bench.kernels.gpu_time import copy_bytes_per_s, hardware
 from tests.bench.machine import commit
 from tests.bench.trace import figures, profile, start
@@ -65,9 +65,9 @@ def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_paralle
     once per pass, and the KV of half-grown answers. Embeddings and activations are left out."""
     tokens = batch * (setting.prompt_tokens + setting.output_tokens / 2)
     tree = SHAPES[shape]
-    if name in deepseek_rank.CONFIGS:
+    if name in configured.CONFIGS:
         steps, top_k, width = tree or (0, 1, 1)
-        read = deepseek_rank.floor_bytes(name, batch * width, tokens, steps, batch * top_k, tensor_parallel)
+        read = configured.floor_bytes(name, batch, width, tokens, steps, batch * top_k, tensor_parallel)
         return read / copy_rate * 1e3
     size = MODELS[name]
     attention = size.hidden * (size.heads + 2 * size.kv_heads) * size.head_dim
@@ -83,15 +83,17 @@ def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_paralle
 def write_checkpoints(folder: Path, name: str) -> None:
     """config.json of a target and an EAGLE-3 head of these dimensions, or of a target with its own module for drafting;
     the weights are dummies."""
-    if name in deepseek_rank.CONFIGS:
-        deepseek_rank.write_config(folder, name)
+    if name in configured.CONFIGS:
+        configured.write_config(folder, name)
         return
     write_config(folder, MODELS[name], max_position=8192)
 
 
 def quantize_config(path: Path) -> None:
-    """The config.json at `path` says that linear weights are FP8 with scales of 128 x 128 blocks."""
+    """The config.json at `path` says that linear weights are FP8 with scales of 128 x 128 blocks, but for a hybrid's
+    gates."""
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    quantization |= {"modules_to_not_convert": ["in_proj_a", "in_proj_b"]}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
 
 
@@ -225,7 +227,7 @@ def print_tables(results: dict[str, dict[str, dict[str, float]]], batches: list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128], deepseek_rank.CONFIGS)
+    add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128], configured.CONFIGS)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument(
         "--quantization", choices=("none", "fp8"), default="none", help="of the target; floors are bf16's"

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deploy.config.files import find_config, located
-from tests.bench import deepseek_rank
+from tests.bench import configured, deepseek_rank
 from tests.bench.round import MODELS, SHAPES, write_checkpoints
 
 ACCEPTANCE_LENGTH = 3.0  # synthetic, of dummy weights
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="eagle", help="Serve config file, or one of Aerie's (default: eagle)")
     parser.add_argument("--gpu", action="store_true", help="dummy weights of --model on a GPU in place of --config")
     parser.add_argument(
-        "--model", choices=sorted({*MODELS, *deepseek_rank.CONFIGS}), default="llama-3.1-8b", help="with --gpu"
+        "--model", choices=sorted({*MODELS, *configured.CONFIGS}), default="llama-3.1-8b", help="with --gpu"
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="chain", help="with --gpu (plain: no speculation)")
     parser.add_argument("--max-running", type=int, default=128, help="with --gpu")
@@ -59,7 +59,7 @@ def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     del args["speculative"]
     tree = SHAPES[arguments.shape]
     if tree is not None:
-        has_own = arguments.model in deepseek_rank.CONFIGS
+        has_own = arguments.model in configured.CONFIGS
         args["speculative"] = {
             **({"method": "mtp"} if has_own else {"path": str(folder / "draft")}),
             **dict(zip(("num_steps", "top_k", "num_draft_tokens"), tree, strict=True)),
@@ -77,7 +77,7 @@ def prompt_ids(arguments: argparse.Namespace) -> range:
 
 
 def _vocab(model: str) -> int:
-    return int(deepseek_rank.CONFIGS[model]["vocab_size"]) if model in deepseek_rank.CONFIGS else MODELS[model].vocab
+    return int(configured.CONFIGS[model]["vocab_size"]) if model in configured.CONFIGS else MODELS[model].vocab
 
 
 def label(arguments: argparse.Namespace) -> str:

@@ -1,0 +1,25 @@
+"""The models of `tests.bench` that are given by a config.json and drafted for by a module of their own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.bench import deepseek_rank, hybrid_models
+
+CONFIGS: dict[str, dict[str, Any]] = {**deepseek_rank.CONFIGS, **hybrid_models.CONFIGS}
+
+
+def write_config(folder: Path, name: str) -> None:
+    """config.json of the target under `folder`, which has its draft in it; the weights are dummies."""
+    (folder / "target").mkdir(parents=True)
+    (folder / "target" / "config.json").write_text(json.dumps(CONFIGS[name]))
+
+
+def floor_bytes(
+    name: str, requests: int, width: int, tokens: float, passes: int, draft_rows: int, ranks: int = 1
+) -> float:
+    """Bytes that a round of `requests` with `width` rows each must move: see the model's module."""
+    rows = requests * width
+    if name in hybrid_models.CONFIGS:
+        return hybrid_models.floor_bytes(name, rows, tokens, passes, draft_rows, ranks, requests)
+    return deepseek_rank.floor_bytes(name, rows, tokens, passes, draft_rows, ranks)
