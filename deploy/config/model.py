@@ -13,6 +13,7 @@ from cluster.config import ConfigError
 from deploy.config import vllm_options
 from deploy.config.files import find_config, key_digest, packaged_names
 from deploy.config.hub import model_folder
+from deploy.config.own_draft import own_draft
 from deploy.config.vllm_values import QUANTIZATION, Changes, OptionError
 
 
@@ -35,7 +36,10 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     args = model_args(given, arguments.draft, arguments.revision)
     if arguments.tensor_parallel is not None:
         args["parallel"] = {"tensor_parallel": arguments.tensor_parallel}
-    args = use_options(args, _vllm_keys(arguments, print))
+    keys = _vllm_keys(arguments, print)
+    if not any(_chooses_draft(key) for key in [*keys, *(text.partition("=")[0] for text in arguments.set)]):
+        args = _with_own_draft(args)
+    args = use_options(args, keys)
     for assignment in arguments.set:
         _assign(args, assignment)
     content = {
@@ -75,6 +79,19 @@ def use_options(args: dict[str, Any], keys: Changes) -> dict[str, Any]:
         else:
             _set(args, key, value, f"{key}={value}")
     return args
+
+
+def _chooses_draft(key: str) -> bool:
+    return key in ("speculative", "speculative.method", "speculative.path", "speculative.num_steps")
+
+
+def _with_own_draft(args: dict[str, Any]) -> dict[str, Any]:
+    """`args` with the draft that comes with the model, unless they name one."""
+    draft = None if "speculative" in args else own_draft(Path(args["model"]["path"]))
+    if draft is None:
+        return args
+    print("speculative: the model's own MTP module drafts (--set speculative=null: no draft)")
+    return {**args, "speculative": draft}
 
 
 def _vllm_keys(arguments: argparse.Namespace, report: Callable[[str], None] = lambda note: None) -> Changes:

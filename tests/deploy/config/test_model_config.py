@@ -1,14 +1,19 @@
 """`aerie plan MODEL` and `serve MODEL`: the file that options amount to."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from deploy.cli import main
 from deploy.config import model as model_config
-from tests.support import MODELS
+from deploy.config.own_draft import own_draft
+from tests.support import MODELS, ROOT
 
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 
@@ -62,3 +67,66 @@ def test_heads_are_told_apart(tmp_path: Path) -> None:
     assert model_config._head_method(tmp_path) == "eagle3"
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     assert model_config._head_method(tmp_path) == "eagle"
+
+
+TREE = {"method": "mtp", "num_steps": 4, "top_k": 4, "num_draft_tokens": 8}
+CHAIN = {"method": "mtp", "num_steps": 3, "top_k": 1, "num_draft_tokens": 4}
+DENSE = "Qwen3_5ForConditionalGeneration"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "section"),
+    [
+        (DENSE, {"text_config": {"mtp_num_hidden_layers": 1}}, TREE),
+        ("Qwen3_5MoeForCausalLM", {"mtp_num_hidden_layers": 1, "num_experts": 256}, CHAIN),
+        ("Qwen3NextForCausalLM", {"num_experts": 512}, CHAIN),
+        ("DeepseekV3ForCausalLM", {"num_nextn_predict_layers": 1, "n_routed_experts": 256}, CHAIN),
+        ("DeepseekV3ForCausalLM", {"num_nextn_predict_layers": 0}, None),
+        (DENSE, {"text_config": {"mtp_num_hidden_layers": 0}}, None),
+        (DENSE, {"text_config": {}}, None),
+        ("LlamaForCausalLM", {"num_nextn_predict_layers": 1}, None),
+        (DENSE, {"text_config": 3, "mtp_num_hidden_layers": 1}, None),
+    ],
+)
+def test_a_models_own_module_drafts(
+    tmp_path: Path, architecture: str, config: dict[str, Any], section: dict[str, Any] | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+    assert own_draft(tmp_path) == section
+
+
+@pytest.mark.parametrize(
+    ("names", "found"), [(["mtp.fc.weight", "model.norm.weight"], True), (["model.norm.weight"], False)]
+)
+@pytest.mark.parametrize("index", [True, False])
+def test_a_module_that_a_copy_left_out_does_not(tmp_path: Path, names: list[str], found: bool, index: bool) -> None:
+    raw = {"architectures": ["Qwen3_5ForCausalLM"], "mtp_num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file({name: torch.zeros(1) for name in names}, str(tmp_path / "model.safetensors"))
+    if index:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "x")}))
+    assert (own_draft(tmp_path) is not None) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "speculative"),
+    [
+        ([], CHAIN),
+        (["--set", "speculative=null"], None),
+        (["--set", "speculative.adaptive=false"], CHAIN | {"adaptive": False}),
+        (["--draft", DRAFT], {"method": "eagle3", "path": DRAFT}),
+        (
+            ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}'],
+            {"method": "mtp", "num_steps": 1, "num_draft_tokens": 2},
+        ),
+    ],
+)
+def test_options_go_before_a_models_own_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], speculative: dict[str, Any] | None
+) -> None:
+    monkeypatch.setattr("deploy.plan.print_plan", lambda path, nodes: 0)
+    saved = tmp_path / "my.yaml"
+    tiny = str(ROOT / "tests" / "models" / "deepseek_tiny")
+    assert main(["plan", tiny, *options, "--save", str(saved), "--nodes", "0"]) == 0
+    (application,) = yaml.safe_load(saved.read_text())["applications"]
+    assert application["args"]["speculative"] == speculative

@@ -11,7 +11,7 @@ import pytest
 from deploy.cli import main
 from tests.speculative.drafts.test_published_heads import flat, layer
 from tests.support import MODELS, ROOT
-from tests.workers.models.test_published_configs import FP8, QWEN3_30B, V3
+from tests.workers.models.test_published_configs import FP8, QWEN3_30B, QWEN35_27B, QWEN35_35B, V3
 
 QWEN3_HEAD = flat(layer(2048, 12288, 32, 4, 151936)) | {"architectures": ["LlamaForCausalLMEagle3"]}
 
@@ -73,6 +73,38 @@ def test_qwen3_30b_in_fp8_fits_a_gpu_of_48_gb(tmp_path: Path, capsys: pytest.Cap
     assert line.startswith(f"weights     {target / 1e9:.2f} GB of the target and ") and target < 0.8 * 48e9
     assert f"KV takes {(48 + 1) * 2 * 4 * 128 * 2} bytes per token of each" in line
     assert "16 tokens per page, prefix cache on" in line_of(printed, "KV cache")
+
+
+def test_qwen3_6_27b_runs_64_requests_on_141_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Attention with a gate beside q, gated delta layers, and what a request keeps of them; the module's own head."""
+    hidden, keys, values = 5120, 16 * 128, 48 * 128
+    mlp = 3 * hidden * 17408
+    full = hidden * (2 * 24 + 2 * 4) * 256 + 24 * 256 * hidden + mlp
+    delta = hidden * (2 * keys + 2 * values + 2 * 48) + 4 * (2 * keys + values) + values * hidden + mlp
+    target = 2 * (16 * full + 48 * delta + 2 * 248320 * hidden)
+    draft = 2 * (full + 2 * hidden * hidden + 65536 * hidden)
+    printed = planned("qwen3.6-27b", tmp_path, {"Qwen3.6-27B": QWEN35_27B}, capsys)
+    line = line_of(printed, "weights")
+    assert line.startswith(
+        f"weights     {target / 1e9:.2f} GB of the target and {draft / 1e9:.2f} GB of the draft (its "
+    )
+    assert "vocabulary head 65536 rows, 0.67 GB)" in line and f"KV takes {17 * 2 * 4 * 256 * 2} bytes per token" in line
+    state = 48 * (48 * 128 * 128 * 4 + 3 * (2 * keys + values) * 2)
+    assert f"a snapshot of them takes {state / 1e6:.2f} MB" in line_of(printed, "states")
+    slot = float(line_of(printed, "slots").partition(" MB")[0].rpartition(" ")[2])
+    assert target + draft + 64 * (slot * 1e6 + 8192 * 69632) < 0.8 * 141e9
+    assert "tree of top 4, depth 4, 8 nodes verified" in line_of(printed, "draft")
+
+
+def test_qwen3_6_35b_a3b_in_fp8_fits_a_gpu_of_48_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = [f"model.language_model.layers.{i}" for i in range(40)]
+    kept = [f"{layer}.linear_attn.{part}" for layer in layers for part in ("conv1d", "in_proj_a", "in_proj_b")]
+    kept += ["lm_head", "mtp.fc", *(f"{layer}.mlp.shared_expert_gate" for layer in layers)]
+    quantised = QWEN35_35B | {"quantization_config": FP8 | {"modules_to_not_convert": kept}}
+    printed = planned("qwen3.6-35b-a3b", tmp_path, {"Qwen3.6-35B-A3B": quantised}, capsys)
+    target, draft = (float(part.rpartition(" ")[2]) for part in line_of(printed, "weights").split(" GB of the ")[:2])
+    assert 35 < target < 36.5 and draft < 1.3
+    assert "chain, depth 3, 4 nodes verified" in line_of(printed, "draft")
 
 
 def test_small_pages_of_latent_rows_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
