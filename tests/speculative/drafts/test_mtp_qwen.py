@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from attention.backends.torch_backend import TorchBackend
+from attention.config import CacheConfig
 from attention.kv_cache.pool import KVPool
 from attention.metadata import Mode, PrefillBatch
 from speculative.build import plan_engine
@@ -15,6 +17,7 @@ from speculative.config import SpeculativeConfig
 from speculative.drafts.loading import load_draft
 from speculative.drafts.mtp_qwen import QwenMtp
 from speculative.drafts.registry import read_draft
+from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited
 from tests.support.tiny_models import HIDDEN, VOCAB, add_qwen_mtp, make_target
@@ -23,6 +26,8 @@ from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.layers.forward_context import make_context
 from workers.models.loading import load_target, read_target_config
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
@@ -93,6 +98,77 @@ def test_its_states_are_those_of_a_literal_module(tmp_path: Path, architecture: 
     after = draft.step(ids[12:], ours[-1:], context)
     torch.testing.assert_close(after, expected(torch.cat((features, ours[-1:])))[-1:], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(draft.logits(after), whole.lm_head(after))
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pair: Pair) -> Pair:
+    """A hybrid whose module is right about half the time."""
+    target = make_target(tmp_path_factory.mktemp("mtp") / "t", calm=0.002, architecture=request.param)
+    add_qwen_mtp(target, copying=True)
+    return Pair(target, pair.eagle, pair.eagle3, pair.prompts[:6])
+
+
+GREEDY = SamplingParams(16, 0.0)
+SAMPLED = (
+    SamplingParams(16, 1.0, seed=5),
+    SamplingParams(16, 0.7, top_k=8, top_p=0.9, seed=1 << 63),
+    SamplingParams(16, 0.9, presence_penalty=0.6, frequency_penalty=0.3, repetition_penalty=1.2, seed=3),
+)
+FEW_PAGES = CacheConfig(page_size=4, num_pages=30)  # requests that decode together must give way to each other
+
+
+def answers(
+    served: Pair, speculative: SpeculativeConfig | None, ranks: int = 1, cache: CacheConfig | None = None
+) -> list[Request]:
+    """Of every prompt, greedy and sampled; what is drawn depends on seed and place alone."""
+    spec = served.spec(speculative, *([] if cache is None else [cache]), tensor_parallel=ranks)
+    sampling = [setting for i in range(len(served.prompts)) for setting in (GREEDY, SAMPLED[i % len(SAMPLED)])]
+    with local_engine(spec) as engine:
+        return engine.generate([prompt for prompt in served.prompts for _ in range(2)], sampling, 4)
+
+
+@pytest.fixture(scope="module")
+def plain(served: Pair) -> list[list[int]]:
+    return [request.output for request in answers(served, None)]
+
+
+CHAIN, TREE = (3, 1, 4), (4, 3, 10)
+CASES: dict[str, tuple[tuple[int, int, int], int, CacheConfig | None, dict[str, Any]]] = {
+    "chain": (CHAIN, 1, None, {}),
+    "tree, pages of 1": (TREE, 1, CacheConfig(page_size=1, num_pages=1600), {}),
+    "tree, few pages": (TREE, 1, FEW_PAGES, {}),
+    "tree, 2 ranks, trimmed head": (TREE, 2, None, {"draft_vocab_size": 48}),
+    "chain, 2 ranks, draft whole": (CHAIN, 2, None, {"draft_tp": 1}),
+    "fixed tree": (TREE, 1, None, {"adaptive": False}),
+}
+# Of three families that share their rounds, each in some cases; all crosses are slow.
+QUICK = {
+    ("Qwen3_5", "chain"),
+    ("Qwen3_5", "tree, few pages"),
+    ("Qwen3_5Moe", "tree, 2 ranks, trimmed head"),
+    ("Qwen3Next", "tree, pages of 1"),
+}
+
+
+@pytest.mark.parametrize(
+    ("served", "case"),
+    [
+        pytest.param(family, case, marks=() if (family, case) in QUICK else pytest.mark.slow)
+        for family in ARCHITECTURES
+        for case in CASES
+    ],
+    indirect=["served"],
+)
+def test_it_changes_no_token(served: Pair, plain: list[list[int]], case: str) -> None:
+    """Greedy and sampled. In float32, where passes of different widths differ by 1e-5 in a logit; a machine's run is
+    deterministic."""
+    shape, ranks, cache, settings = CASES[case]
+    drafted = answers(served, SpeculativeConfig("", "mtp", *shape, **settings), ranks, cache)
+    assert [request.output for request in drafted] == plain
+    assert (sum(request.num_preemptions for request in drafted) > 0) == (cache is FEW_PAGES)
+    greedy = torch.tensor([request.acceptance_histogram for request in drafted[::2]]).sum(0).tolist()
+    accepted = sum(k * rounds for k, rounds in enumerate(greedy)) / sum(greedy)
+    assert accepted > 0.5, f"rounds by accepted drafts: {greedy}"
 
 
 def test_its_weights_may_be_fp8(tmp_path: Path) -> None:
