@@ -1,56 +1,25 @@
 """Which architectures can be a target, and which file knows them. Adding one: docs/add-a-model.md."""
 
-from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 from workers.models.family import ModelFamily
 
 Family = ModelFamily[Any]  # of its own configuration
 
-
-def _llama() -> Family:
-    from workers.models.llama import FAMILY
-
-    return FAMILY
-
-
-def _qwen3_moe() -> Family:
-    from workers.models.qwen3_moe import FAMILY
-
-    return FAMILY
-
-
-def _qwen3_next() -> Family:
-    from workers.models.qwen3_next import FAMILY
-
-    return FAMILY
-
-
-def _qwen3_5() -> Family:
-    from workers.models.qwen3_5 import FAMILY
-
-    return FAMILY
-
-
-def _deepseek() -> Family:
-    from workers.models.deepseek import FAMILY
-
-    return FAMILY
-
-
-# By config.json's "architectures"; a row imports its file when it is asked for.
-ARCHITECTURES: dict[str, Callable[[], Family]] = {
-    "LlamaForCausalLM": _llama,
-    "Qwen2ForCausalLM": _llama,
-    "Qwen3ForCausalLM": _llama,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
-    "Qwen3NextForCausalLM": _qwen3_next,
-    "Qwen3_5ForConditionalGeneration": _qwen3_5,
-    "Qwen3_5MoeForConditionalGeneration": _qwen3_5,
-    "Qwen3_5ForCausalLM": _qwen3_5,
-    "Qwen3_5MoeForCausalLM": _qwen3_5,
-    "DeepseekV2ForCausalLM": _deepseek,
-    "DeepseekV3ForCausalLM": _deepseek,
+# By config.json's "architectures": the module of this folder that has its FAMILY, imported when it is asked for.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "llama",
+    "Qwen3ForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5",
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
 }
 
 
@@ -61,4 +30,4 @@ def family_of(architecture: str, source: str) -> Family:
             f"{source}: architecture {architecture or 'none'} is not supported as a target; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[architecture]()
+    return cast(Family, import_module(f"workers.models.{ARCHITECTURES[architecture]}").FAMILY)

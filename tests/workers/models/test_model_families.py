@@ -1,6 +1,7 @@
 """The registry of architectures: what it has, and what it says of others."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,8 @@ def test_every_row_of_the_registry_leads_to_a_family() -> None:
 def test_the_family_of_the_page_answers_as_transformers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/add-a-model.md."""
     page = page_code("add-a-model.md")
-    monkeypatch.setitem(ARCHITECTURES, "MistralForCausalLM", lambda: page.FAMILY)
+    monkeypatch.setitem(sys.modules, "workers.models.mistral", page)
+    monkeypatch.setitem(ARCHITECTURES, "MistralForCausalLM", "mistral")
     target = make_target(tmp_path / "t", architecture="Mistral", num_hidden_layers=2, sliding_window=None)
     assert by_us(target) == by_transformers(target)
     config = json.loads((target / "config.json").read_text())
