@@ -28,6 +28,7 @@ from tests.support import ROOT
 SCHEDULING = tuple(
     f"tests/workers/scheduling/test_{name}.py"
     for name in (
+        "slot_pages",
         "scheduler",
         "scheduler_flush",
         "latency_budget",
@@ -37,7 +38,7 @@ SCHEDULING = tuple(
         "scheduler_simulation",
     )
 )
-PAGES = ("tests/attention/kv_cache", *SCHEDULING[:1], *SCHEDULING[-1:])
+PAGES = ("tests/attention/kv_cache", *SCHEDULING[:2], *SCHEDULING[-1:])
 WIRE = ("tests/cluster/transport", "tests/cluster/coordinator/test_coordinator.py")
 TARGETS = {
     "workers/scheduling/scheduler.py": SCHEDULING,
