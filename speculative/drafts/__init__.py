@@ -3,6 +3,8 @@
 method             `DraftMethod` and `DraftModel`, the interface
 registry           all methods, and the method of a checkpoint
 eagle, eagle3, mtp the methods
+mtp_deepseek, mtp_qwen  MTP modules of these families
+trimmed_head       the target's vocabulary head with the most frequent tokens only
 mtp_deepseek, mtp_qwen  modules of these families
 drafter            the steps that draft a tree of one shape, and the draft's runner
 guidance           drafting under grammars

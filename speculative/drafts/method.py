@@ -40,6 +40,8 @@ class DraftMethod(ABC):
     vocab_size: of its own vocabulary; the target's if it has none.
     capture: layers of the target whose input it reads; empty: it reads the final hidden state.
     shares_vocabulary: whether it uses neither an embedding nor a vocabulary head of its own.
+    trims_head: whether it may use some rows only of the target's vocabulary head (`speculative.drafts.trimmed_head`).
+    head_rows: number of those rows, then also its `vocab_size`; None: it uses the target's whole head.
     """
 
     name: ClassVar[str]

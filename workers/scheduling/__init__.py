@@ -14,6 +14,7 @@ In the order of one step:
    shared_prefixes  prompts that wait for the pages of one that is being computed
    request_queues   moves between the queue and the slots
    slot_pages       slots, their page tables, and the pages that steps in flight may write
+   state_saves      when states of recurrent layers are saved, and where
    capture_pacing   when another CUDA graph is captured while the engine serves
 3. Time decides how much a plan holds.
    cost_table       milliseconds of steps, as the start measured them
