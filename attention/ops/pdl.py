@@ -30,6 +30,9 @@ The rule:
     normed_latents (later)  triggers   the norms' weights             constant; of layers for whose attend_latent that
                                                                       of an earlier one is the fence: `Prepared.plan`
     head_products           triggers   W                              constant
+    delta_round             triggers   tables and counts of slots,    kernels before the pass; the embedding, launched
+                                       masks, prefix lengths          normally, is the fence
+                                       the gates' weights             constant
     merge_rows              triggers   counts of the plan             split_kv's planner; attend_decode is the fence
     rms_norm, add_rms_norm  triggers   the norm's weight              constant
     silu_mul                triggers   nothing

@@ -28,7 +28,7 @@ def _kept(heads: DeltaHeads, width: int, counts: list[int], dtype: torch.dtype, 
     generator = torch.Generator().manual_seed(width)
     for tensor in (kept.state, kept.conv, kept.pending, kept.committed):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    kept.state *= 0.3
+    kept.state.mul_(0.3)
     for slot, count in enumerate(counts):
         kept.committed[:, slot, count:] = torch.nan
     for tensor in (kept.state, kept.conv):
@@ -50,7 +50,7 @@ def _round(heads: DeltaHeads, batch: tuple[int, ...], width: int, dtype: torch.d
         rng = random.Random(width)
         masks = [RandomTree.draw(rng, width, min(width, 20)).masks for _ in batch]
         lengths = torch.tensor([counts[slot] + 7 + slot if slot < SLOTS else 0 for slot in batch], dtype=torch.int32)
-        at = torch.tensor([9, 8, -1, 12, -1], dtype=torch.int32)  # slot 0 after 2 of 5 rows, slot 1 before, slot 3 late
+        at = torch.tensor([9, 8, -1, 99, -1], dtype=torch.int32)  # after 2 of 5 rows; before the first; later
         entries = torch.tensor([SNAPSHOT, SNAPSHOT - 1, 0, 0, 0])
         tables = RoundTables(
             torch.tensor(batch).to(device),
@@ -99,6 +99,8 @@ def _name(heads: DeltaHeads, dtype: torch.dtype) -> str:
     return f"{heads.key_heads}-{heads.value_heads}-{heads.key_dim}x{heads.value_dim}-{str(dtype)[6:]}"
 
 
+# The last norm enlarges the rounding of outputs that almost cancel; a bfloat16 convolution may round the other way.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-4}
 BATCHES = ((0,), (2, 0, SLOTS, 3, 1, SLOTS))
 RAGGED = ((0, 5, 5), (9, 0, 0), (3, 70, 2)), ((0, 130, 65),), ((64, 64, 64),), ((0, 1, 0), (1, 1, 1))
 LONG = (4096, 900, 512), (0, 0, 0), (0, 400, 0)
@@ -106,7 +108,7 @@ LONG = (4096, 900, 512), (0, 0, 0), (0, 400, 0)
 CASES = (
     *(
         Case(delta_rule_rounds, f"{len(batch)}x{width}-{_name(heads, dtype)}",
-             _round(heads, batch, width, dtype), (2, 4), slow=slow)
+             _round(heads, batch, width, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
         for heads, dtype, batch, width, slow in (
             *((SMALL, dtype, batch, width, False) for dtype in TYPES for batch in BATCHES for width in (1, 4)),
             *((heads, torch.float32, BATCHES[1], 8, False) for heads in GROUPS[1:]),
@@ -116,7 +118,7 @@ CASES = (
     ),
     *(
         Case(delta_rule_chunks, f"{len(chunks)}-{sum(n for _, n, _ in chunks)}-{_name(heads, dtype)}",
-             _chunks(heads, chunks, 3, dtype), (2, 4), slow=slow)
+             _chunks(heads, chunks, 3, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
         for heads, dtype, chunks, slow in (
             *((SMALL, torch.float32, chunks, False) for chunks in RAGGED),
             *((heads, torch.bfloat16, RAGGED[0], False) for heads in GROUPS[1:]),

@@ -35,7 +35,7 @@ def random_weights(heads: DeltaHeads, dtype: torch.dtype, device: torch.device, 
     full = torch.float64 if dtype is torch.float64 else torch.float32
     a_log = torch.rand(heads.value_heads, generator=generator) * 4 - 3
     dt_bias = torch.randn(heads.value_heads, generator=generator)
-    conv = torch.randn((heads.channels, 4), generator=generator) * 0.5
+    conv = torch.randn((4, heads.channels), generator=generator) * 0.5
     norm = 1 + 0.2 * torch.randn(heads.value_dim, generator=generator)
     return DeltaWeights(
         conv.to(dtype).to(device),
@@ -79,7 +79,7 @@ class Literal:
         """What there is after one more token, and the token's output [Hv * dv]. row: of one row."""
         heads, weights = self.heads, self.weights
         taps = torch.cat((self.history, row.qkv.double().cpu()))
-        channels = F.silu((taps * weights.conv.T).sum(0))
+        channels = F.silu((taps * weights.conv).sum(0))
         if row.qkv.dtype is not torch.float64:
             channels = channels.to(row.qkv.dtype).double()
         q, k, v = channels.split((heads.key_heads * heads.key_dim,) * 2 + (heads.value_heads * heads.value_dim,))

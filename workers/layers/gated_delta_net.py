@@ -69,7 +69,7 @@ class GatedDeltaNet(AttentionLayer):
 
 
 class DeltaCore(WeightedModule):
-    """The recurrence's own weights, as `DeltaWeights` has them: conv [C, 4], a_log and dt_bias [Hv] float32, and norm
+    """The recurrence's own weights, as `DeltaWeights` has them: conv [4, C], a_log and dt_bias [Hv] float32, and norm
     [dv]."""
 
     def __init__(self, keys: Span, values: Span, heads: Span, value_dim: int, eps: float) -> None:
@@ -80,7 +80,7 @@ class DeltaCore(WeightedModule):
         def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
-        self.conv = parameter(2 * keys.size + values.size, TAPS)
+        self.conv = parameter(TAPS, 2 * keys.size + values.size)
         self.a_log, self.dt_bias = (parameter(heads.size, dtype=torch.float32) for _ in range(2))
         self.norm = parameter(value_dim)
         self._eps = eps
@@ -101,7 +101,7 @@ class DeltaCore(WeightedModule):
             check_shape(full, (sum(span.total for span in self._channels), 1, TAPS))
             whole = torch.split(full.squeeze(1), [span.total for span in self._channels])
             mine = [each[span.first : span.end] for each, span in zip(whole, self._channels, strict=True)]
-            self.conv.data.copy_(torch.cat(mine))
+            self.conv.data.copy_(torch.cat(mine).t())
         elif key.part == _NORM:
             check_shape(full, self.norm.shape)
             self.norm.data.copy_(full)

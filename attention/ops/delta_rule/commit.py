@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from attention.ops.delta_rule.tables import HISTORY, DeltaState
-from attention.ops.operation import operation
+from attention.ops.operation import Implementation, on_gpu, operation
 
 
-@operation()
+@operation(Implementation("triton", "attention.ops.delta_rule.commit_triton:commit_rows", on_gpu))
 def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
     """Make the accepted path of a round the committed rows of its slots, in all layers; once after the round's pass.
 
@@ -24,5 +24,7 @@ def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -
     seen = torch.cat((kept.conv[:, slots], kept.committed[:, slots, :, : heads.channels]), 2)
     newest = kept.count[slots].long().unsqueeze(1) + torch.arange(HISTORY, device=slots.device)
     kept.conv[:, slots] = seen[:, torch.arange(len(slots), device=slots.device).unsqueeze(1), newest]
-    kept.committed[:, slots, :depth] = kept.pending[:, slots.unsqueeze(1), path]
+    moves = (torch.arange(depth, device=slots.device) < counts.unsqueeze(1)).unsqueeze(-1)
+    moved = torch.where(moves, kept.pending[:, slots.unsqueeze(1), path], kept.committed[:, slots, :depth])
+    kept.committed[:, slots, :depth] = moved
     kept.count[slots] = counts.int()

@@ -18,7 +18,7 @@ def convolved(taps: Tensor, weights: DeltaWeights, full: torch.dtype) -> Tensor:
 
     taps  [..., 4, C], each token's channels after those of the three tokens before it
     """
-    out = (taps.to(full) * weights.conv.to(full).t()).sum(-2)
+    out = (taps.to(full) * weights.conv.to(full)).sum(-2)
     return F.silu(out).to(taps.dtype)
 
 

@@ -4,11 +4,26 @@ import torch
 from torch import Tensor
 
 from attention.ops.delta_rule.formulas import advanced, block, convolved, gated_norm, gates, heads_of
-from attention.ops.delta_rule.tables import HISTORY, TAPS, DeltaRows, DeltaWeights, LayerState, RoundTables
-from attention.ops.operation import operation
+from attention.ops.delta_rule.tables import (
+    HISTORY,
+    KERNEL_LIMITS,
+    TAPS,
+    DeltaRows,
+    DeltaWeights,
+    LayerState,
+    RoundTables,
+    fits_kernels,
+)
+from attention.ops.operation import Implementation, on_gpu, operation
 
 
-@operation()
+def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) -> bool:
+    return fits_kernels(kept)
+
+
+@operation(
+    Implementation("triton", "attention.ops.delta_rule.rounds_triton:delta_rule_rounds", on_gpu, _fits, KERNEL_LIMITS)
+)
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:

@@ -116,6 +116,15 @@ class DeltaState:
         return LayerState(self.heads, state, conv, pending, committed, self.count)
 
 
+KERNEL_LIMITS = "dk and dv powers of 2 from 16 to 128; rows not float64"
+
+
+def fits_kernels(kept: LayerState) -> bool:
+    """Whether the kernels take a layer of these sizes."""
+    dims = (kept.heads.key_dim, kept.heads.value_dim)
+    return all(dim in (16, 32, 64, 128) for dim in dims) and kept.state.dtype is torch.float32
+
+
 def state_shapes(heads: DeltaHeads, rows: int, path: int) -> dict[str, tuple[int, ...]]:
     """Shapes of `DeltaState`'s tensors, for one layer and entry."""
     return {
@@ -130,7 +139,7 @@ def state_shapes(heads: DeltaHeads, rows: int, path: int) -> dict[str, tuple[int
 class DeltaWeights:
     """A layer's weights on one rank.
 
-    conv:    [C, 4] of the model's type, contiguous; the last tap is the token's own.
+    conv:    [4, C] of the model's type, contiguous; the last tap is the token's own.
     a_log:   [Hv] float32.
     dt_bias: [Hv] float32.
     norm:    [dv] of the model's type or float32.

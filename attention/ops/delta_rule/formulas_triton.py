@@ -1,0 +1,122 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""What the kernels of the gated delta rule share: `attention.ops.delta_rule.formulas` in Triton, in float32."""
+
+import triton
+import triton.language as tl
+
+from attention.ops import interpreter_triton
+
+PRECISION = tl.constexpr("tf32x3")  # of products of float32: about its own
+INTERPRETED = tl.constexpr(interpreter_triton.INTERPRETED)
+NORM_EPS = tl.constexpr(1e-6)  # of the l2 norms of q and k
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gate(z, SIGMOID: tl.constexpr):
+    return sigmoid(z) if SIGMOID else silu(z)
+
+
+@triton.jit
+def log_decay(a, a_log, dt_bias):
+    """g = -exp(a_log) * softplus(a + dt_bias). log1p is a series where 1 + y would lose y: slow decays add up over
+    thousands of tokens."""
+    x = a + dt_bias
+    y = tl.exp(tl.minimum(x, 20.0))
+    s = y / (2.0 + y)
+    t = s * s
+    series = 2.0 * s * (1.0 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9)))))
+    softplus = tl.where(x > 20.0, x, tl.where(y < 0.25, series, tl.log(1.0 + y)))
+    return -tl.exp(a_log) * softplus
+
+
+@triton.jit
+def norm_factors(x):
+    """[n] float32, one over the l2 norms of rows [n, d]."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + NORM_EPS)
+
+
+@triton.jit
+def settled(x):
+    """x, computed once and here. Without it the compiler (3.6) computes products' operands anew in the layout of each
+    product, where every warp has all of their rows: registers spill."""
+    if not INTERPRETED:
+        if x.dtype == tl.bfloat16:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+        else:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+    return x
+
+
+@triton.jit
+def prefetch(pointers):
+    """Start to bring the 128 bytes at each of `pointers` into the L2 cache. Takes no registers."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def dot(x, y):
+    """x @ y to float32, of any type. The interpreter (3.6) multiplies bfloat16 as raw bits, so it gets float32."""
+    if INTERPRETED:
+        x, y = x.to(tl.float32), y.to(tl.float32)
+    return tl.dot(x, y, input_precision=PRECISION)
+
+
+@triton.jit
+def product_with_rows(k, q, y):
+    """k @ y and q @ y of float32 y. Where k and q are bfloat16, y is the sum of three numbers of that type, and all
+    products are exact in float32."""
+    if k.dtype == tl.bfloat16:
+        high = y.to(tl.bfloat16)
+        y -= high.to(tl.float32)
+        middle = y.to(tl.bfloat16)
+        low = (y - middle.to(tl.float32)).to(tl.bfloat16)
+        k = settled(k)
+        of_k = dot(k, high) + dot(k, middle) + dot(k, low)
+        q = settled(q)
+        of_q = dot(q, high) + dot(q, middle)
+    else:
+        of_k, of_q = dot(k, y), dot(q, y)
+    return of_k, of_q
+
+
+@triton.jit
+def product_with_columns(keys, y):
+    """keys @ y of float32 y, as exact as `product_with_rows`."""
+    if keys.dtype == tl.bfloat16:
+        part = y.to(tl.bfloat16)
+        y -= part.to(tl.float32)
+        product = dot(keys, part)
+        part = y.to(tl.bfloat16)
+        y -= part.to(tl.float32)
+        product += dot(keys, part)
+        product += dot(keys, y.to(tl.bfloat16))
+    else:
+        product = dot(keys, y)
+    return product
+
+
+@triton.jit
+def inverse_of_unit_triangle(system, ROWS: tl.constexpr, USED: tl.constexpr):
+    """(I + system)^-1 of a strictly lower triangle [ROWS, ROWS] whose rows from USED on are zeros: first of blocks of
+    two rows, then of two such blocks beside each other. As stable as substitution, in fewer steps."""
+    r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+    inverse = tl.where(r == c, 1.0, tl.where(r // 2 == c // 2, -system, 0.0))
+    for level in tl.static_range(1, 7):
+        if (1 << level) < USED:
+            beside = ((r >> (level + 1)) == (c >> (level + 1))) & ((r >> level) != (c >> level))
+            inverse -= dot(dot(inverse, tl.where(beside, system, 0.0)), inverse)
+    return inverse

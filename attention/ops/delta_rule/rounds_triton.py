@@ -1,0 +1,213 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The kernel of `delta_rule_rounds`: one launch a layer. A program has one value head of one request, whose state it
+reads once and writes once. Programs write nothing that others read.
+
+A program's tile has the slot's committed rows, then its new rows. A committed row sees those before it; a new row sees
+all of them, its ancestors and itself. One UT transform over the tile gives the outputs of the new rows and what the
+committed rows add to the state. Its products are as exact as float32 has them, so the state is that of the recurrence.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.ops.delta_rule.formulas_triton import (
+    dot,
+    gate,
+    inverse_of_unit_triangle,
+    log_decay,
+    norm_factors,
+    prefetch,
+    product_with_columns,
+    product_with_rows,
+    settled,
+    sigmoid,
+    silu,
+)
+from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
+from attention.ops.pdl import pdl_wait
+
+
+@triton.jit
+def _place(token, conv_ptr, committed_ptr, rows_ptr, stride, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr):
+    """Where the channels of tokens stand: three before the tile, PATH committed ones, and the new rows."""
+    before = conv_ptr + token * C
+    committed = committed_ptr + (token - 3) * R
+    new = rows_ptr + (token - 3 - PATH) * stride
+    return tl.where(token < 3, before, tl.where(token < 3 + PATH, committed, new))
+
+
+@triton.jit
+def _convolved(
+    column, own, oldest, older, newest, live, writes, weight_ptr, pending_ptr, C: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Channels [n, d] of the tile after the convolution, of the rows' type. own to newest: where each row's own
+    channels and those of its three nearest ancestors stand. writes: which rows' own channels go to pending_ptr."""
+    raw = tl.load(own[:, None] + column[None, :], mask=live[:, None], other=0.0)
+    tl.store(pending_ptr[:, None] + column[None, :], raw, mask=writes[:, None])
+    taps = weight_ptr + column
+    x = raw.to(tl.float32) * tl.load(taps + 3 * C).to(tl.float32)[None, :]
+    raw = tl.load(newest[:, None] + column[None, :], mask=live[:, None], other=0.0)
+    x += raw.to(tl.float32) * tl.load(taps + 2 * C).to(tl.float32)[None, :]
+    raw = tl.load(older[:, None] + column[None, :], mask=live[:, None], other=0.0)
+    x += raw.to(tl.float32) * tl.load(taps + C).to(tl.float32)[None, :]
+    raw = tl.load(oldest[:, None] + column[None, :], mask=live[:, None], other=0.0)
+    x += raw.to(tl.float32) * tl.load(taps).to(tl.float32)[None, :]
+    return settled(silu(x)).to(raw.dtype)
+
+
+@triton.jit
+def _keep_history(target_ptr, first, column, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
+    """Some channels of the three tokens from `first` on become a snapshot's history."""
+    for i in tl.static_range(3):
+        source = _place(first + i, conv_ptr, committed_ptr, committed_ptr, 0, C, R, 64)
+        tl.store(target_ptr + i * C + column, tl.load(source + column))
+
+
+@triton.jit(do_not_specialize=["mask_stride"])
+def _delta_round(
+    qkv_ptr, z_ptr, b_ptr, a_ptr, out_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr,
+    state_ptr, conv_ptr, pending_ptr, committed_ptr, count_ptr,
+    slots_ptr, prefix_ptr, mask_ptr, at_ptr, entry_ptr, mask_stride,
+    qkv_stride, z_stride, b_stride, a_stride, out_stride, scale_eps,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr,
+    HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, R: tl.constexpr, SIGMOID: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    KEYS: tl.constexpr = HK * DK
+    C: tl.constexpr = 2 * KEYS + HV * DV
+    h, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots_ptr + request)
+    count = tl.load(count_ptr + slot)
+    d, e = tl.arange(0, DK), tl.arange(0, PART)
+    of_part = (h * DK + d)[:, None] * DV + e[None, :]
+    own_state_ptr = state_ptr + slot * (HV * DK * DV)
+    prefetch(own_state_ptr + h * (DK * DV) + tl.arange(0, DK * DV // 32) * 32)
+
+    # 1. Who sees whom.
+    r, c = tl.arange(0, ROWS), tl.arange(0, ROWS)[None, :]
+    is_new = (r >= PATH) & (r < PATH + WIDTH)
+    live = is_new | (r < count)
+    mask = tl.load(mask_ptr + request * mask_stride + r - PATH, mask=is_new, other=0)
+    among_new = (c >= PATH) & (((mask[:, None] >> tl.maximum(c - PATH, 0)) & 1) == 1)
+    sees = live[:, None] & ((c <= r[:, None]) & (c < count) | among_new)
+    above = sees & (c < r[:, None])
+    newest = tl.max(tl.where(above, c, -1), 1)
+    older = tl.max(tl.where(above & (c < newest[:, None]), c, -1), 1)
+    oldest = tl.max(tl.where(above & (c < older[:, None]), c, -1), 1)
+    missing = (newest < 0).to(tl.int32) + (older < 0).to(tl.int32) + (oldest < 0).to(tl.int32)
+    newest = tl.where(newest < 0, 2, 3 + newest)
+    older = tl.where(older < 0, 4 - missing, 3 + older)
+    oldest = tl.where(oldest < 0, 3 - missing, 3 + oldest)
+    passed = tl.load(at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
+    due = (passed >= 0) & (passed <= count)
+    entry = tl.load(entry_ptr + slot)
+    a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_bias_ptr + h).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    # 2. The tile's rows, and what they are to one another.
+    conv_ptr_of_slot, committed_ptr = conv_ptr + slot * (3 * C), committed_ptr + slot * (PATH * R)
+    rows_ptr = qkv_ptr + request * WIDTH * qkv_stride
+    own = _place(3 + r, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    newest = _place(newest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    older = _place(older, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    oldest = _place(oldest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    row = request * WIDTH + r - PATH
+    pending = pending_ptr + slot * (PENDING * R) + (r - PATH) * R
+    committed_gate = committed_ptr + r * R + C + h
+    b = tl.load(tl.where(is_new, b_ptr + row * b_stride + h, committed_gate), mask=live, other=0.0)
+    a = tl.load(tl.where(is_new, a_ptr + row * a_stride + h, committed_gate + HV), mask=live, other=0.0)
+    tl.store(pending + C + h, b, mask=is_new)
+    tl.store(pending + C + HV + h, a, mask=is_new)
+    g, beta = log_decay(a.to(tl.float32), a_log, dt_bias), sigmoid(b.to(tl.float32))
+    key_head = h // (HV // HK)
+    leads = is_new & (h == key_head * (HV // HK))  # one value head of a key head writes its channels
+    q = _convolved(key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
+    k = _convolved(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
+    k_scale = norm_factors(k)
+    decay = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
+    between = tl.exp(tl.where(sees, decay[:, None] - decay[None, :], -float("inf"))) * k_scale[None, :]
+    keys = tl.trans(k)
+    system = tl.where(above, dot(k, keys) * between * (beta * k_scale)[:, None], 0.0)
+    scores = dot(q, keys) * between
+    inverse = inverse_of_unit_triangle(system, ROWS, PATH + WIDTH)
+    of_state = tl.exp(decay)[:, None]
+    all_decay = tl.sum(tl.where(r < count, g, 0.0), 0)
+    adds = tl.where(r < count, tl.exp(all_decay - decay) * k_scale, 0.0)[:, None]
+
+    # 3. The state, some of its columns at a time.
+    PARTS: tl.constexpr = DV // PART
+    o = tl.zeros((ROWS, PARTS, PART), tl.float32)
+    for part in range(PARTS):
+        v_column = 2 * KEYS + h * DV + part * PART + e
+        v = _convolved(v_column, own, oldest, older, newest, live, is_new, weight_ptr, pending, C, R)
+        state = tl.load(own_state_ptr + of_part + part * PART)
+        of_k, of_q = product_with_rows(k, q, state)
+        wanted = beta[:, None] * (v.to(tl.float32) - of_state * k_scale[:, None] * of_k)
+        added = dot(inverse, wanted)
+        of_q = of_state * of_q + dot(scores, added)
+        o = tl.where(tl.arange(0, PARTS)[None, :, None] == part, of_q[:, None, :], o)
+        if due:
+            until = tl.sum(tl.where(r < passed, g, 0.0), 0)
+            some = tl.where(r < passed, tl.exp(until - decay) * k_scale, 0.0)[:, None]
+            kept = tl.exp(until) * state + product_with_columns(keys, some * added)
+            tl.store(state_ptr + entry * (HV * DK * DV) + of_part + part * PART, kept)
+            _keep_history(conv_ptr + entry * (3 * C), passed, v_column, conv_ptr_of_slot, committed_ptr, C, R)
+        if count > 0:
+            state = tl.exp(all_decay) * state + product_with_columns(keys, adds * added)
+            tl.store(own_state_ptr + of_part + part * PART, state)
+    if due & (h == key_head * (HV // HK)):
+        for i in tl.static_range(2):
+            column = i * KEYS + key_head * DK + d
+            _keep_history(conv_ptr + entry * (3 * C), passed, column, conv_ptr_of_slot, committed_ptr, C, R)
+
+    # 4. The gated norm.
+    o = tl.reshape(o, (ROWS, DV)) * norm_factors(q)[:, None] * DK**-0.5
+    f = h * DV + tl.arange(0, DV)
+    z = tl.load(z_ptr + row[:, None] * z_stride + f[None, :], mask=is_new[:, None], other=0.0)
+    norm = tl.load(norm_ptr + tl.arange(0, DV)).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / DV + scale_eps)[:, None] * norm[None, :] * gate(z.to(tl.float32), SIGMOID)
+    place = out_ptr + row[:, None] * out_stride + f[None, :]
+    tl.store(place, o.to(out_ptr.dtype.element_ty), mask=is_new[:, None])
+
+
+def round_rows(width: int, path: int) -> int:
+    """Rows of a program's tile."""
+    return max(16, int(triton.next_power_of_2(path + width)))
+
+
+def round_part(rows: int, value_dim: int) -> int:
+    """Columns of the state that a program works on at a time."""
+    return min(value_dim, 64 if rows <= 32 else 32)
+
+
+def round_warps(rows: int, value_dim: int) -> int:
+    """Warps of a program."""
+    return 8 if value_dim >= 64 else 4
+
+
+def delta_rule_rounds(
+    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
+) -> None:
+    """`attention.ops.delta_rule.rounds.delta_rule_rounds`."""
+    heads, (batch, width) = kept.heads, tables.mask.shape
+    assert tables.mask.stride(1) == 1 and tables.slots.is_contiguous() and tables.prefix_len.is_contiguous()
+    assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
+    assert weights.conv.is_contiguous() and width <= kept.pending.shape[1]
+    assert all(each.is_contiguous() for each in (kept.state, kept.conv, kept.pending, kept.committed))
+    path = kept.committed.shape[1]
+    tile = round_rows(width, path)
+    _delta_round[(heads.value_heads, batch)](
+        rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
+        kept.state, kept.conv, kept.pending, kept.committed, kept.count,
+        tables.slots, tables.prefix_len, tables.mask, tables.snapshot_at, tables.snapshot_entry, tables.mask.stride(0),
+        rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0), out.stride(0), weights.eps,
+        WIDTH=width, ROWS=tile, PENDING=kept.pending.shape[1], PATH=path, HK=heads.key_heads,
+        HV=heads.value_heads, DK=heads.key_dim, DV=heads.value_dim, PART=round_part(tile, heads.value_dim),
+        R=heads.row_size, SIGMOID=weights.sigmoid, num_warps=round_warps(tile, heads.value_dim),
+        num_stages=1,
+        **pdl_wait(out.device),
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""The kernels of the gated delta rule compiled for Hopper, at the sizes of Qwen3.5-27B: no spills, and shared memory
+that lets two programs onto a multiprocessor."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
+
+from attention.ops.delta_rule import commit_triton, rounds_triton  # noqa: E402
+from attention.ops.delta_rule.tables import DeltaHeads  # noqa: E402
+from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+HEADS = DeltaHeads(16, 48, 128, 128)
+ROWS = ("qkv_ptr", "z_ptr", "b_ptr", "a_ptr", "out_ptr", "weight_ptr", "norm_ptr", "conv_ptr", "pending_ptr")
+POINTERS = (
+    dict.fromkeys((*ROWS, "committed_ptr", "q_ptr", "k_ptr", "v_ptr"), "bf16")
+    | dict.fromkeys(("a_log_ptr", "dt_bias_ptr", "state_ptr"), "fp32")
+    | dict.fromkeys(("slots_ptr", "mask_ptr", "entry_ptr", "path_ptr"), "i64")
+)
+
+
+def round_constants(width: int, path: int) -> dict[str, Any]:
+    tile = rounds_triton.round_rows(width, path)
+    sizes = {"HK": HEADS.key_heads, "HV": HEADS.value_heads, "DK": HEADS.key_dim, "DV": HEADS.value_dim}
+    sizes |= {"WIDTH": width, "ROWS": tile, "PENDING": width, "PATH": path, "R": HEADS.row_size}
+    return sizes | {"PART": rounds_triton.round_part(tile, HEADS.value_dim), "SIGMOID": False, "PDL": True}
+
+
+DELTA_ROUND = (rounds_triton._delta_round, POINTERS, round_constants(4, 4))
+
+
+@pytest.mark.parametrize("width,path", [(1, 1), (4, 4), pytest.param(8, 5, marks=pytest.mark.slow)])
+def test_rounds_fit_hopper(width: int, path: int, tmp_path: Path) -> None:
+    constants = round_constants(width, path)
+    warps = rounds_triton.round_warps(constants["ROWS"], HEADS.value_dim)
+    spills, shared, ptx = compiled(rounds_triton._delta_round, tmp_path, POINTERS, constants, warps, 1)
+    assert spills <= 8
+    assert 2 * shared <= SHARED_PER_SM
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # the state's
+
+
+def test_the_commit_fits_hopper(tmp_path: Path) -> None:
+    constants = {"DEPTH": 5, "DEPTH_PADDED": 8, "PENDING": 8, "PATH": 5, "C": HEADS.channels, "R": HEADS.row_size}
+    constants["BLOCK"] = commit_triton.BLOCK
+    assert compiled(commit_triton._commit_rows, tmp_path, POINTERS, constants, 4, 1)[0] == 0
+    assert compiled(commit_triton._set_counts, tmp_path, POINTERS, {"BLOCK": 128}, 4, 1)[0] == 0
