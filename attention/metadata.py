@@ -116,6 +116,8 @@ class PrefillBatch:
         layers alone: their KV is in shared pages already, and they write to page 0. None: all rows keep theirs.
     slots: [C] int64, whose states recurrent layers read and write, any for a chunk without rows; None for models
         without.
+    saved_at: [C] int32, the position after which a chunk's state is saved, -1 for none; None for no chunk.
+    saved_row: [C] int64, the row of the state pool that it is saved to.
     """
 
     qo_indptr: Tensor
@@ -127,6 +129,8 @@ class PrefillBatch:
     seen_limit: int | None = None
     kept_from: Tensor | None = None
     slots: Tensor | None = None
+    saved_at: Tensor | None = None
+    saved_row: Tensor | None = None
 
     @staticmethod
     def from_lists(

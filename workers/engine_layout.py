@@ -15,6 +15,11 @@ from attention.recurrent.sizes import StateSizes
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.memory_use import MemoryUse
 
+# Of the memory for pages and saved states, what states get by themselves: one of Qwen3.6-27B's takes as much as 2,300
+# tokens of KV, so a fifth holds one for each 9,000 tokens.
+SNAPSHOT_SHARE = 0.2
+MAX_SNAPSHOTS = 1024  # the scheduler looks through all of them when none is free
+
 
 @dataclass(frozen=True)
 class EngineLayout:
@@ -30,7 +35,7 @@ class EngineLayout:
     bytes_per_slot: of a slot's row in all tables, on each rank, its recurrent states included.
     bytes_per_state: of a slot's recurrent states alone; 0 for models without recurrent layers.
     bytes_per_snapshot: of a copy of these states, on each rank.
-    num_snapshots: copies that a rank has memory for.
+    num_snapshots: copies that a rank has memory for; known with the pages.
     keeps_latent_rows: whether layers of the target do.
     known_pages: KV pages of a rank that is built; before that the configured number, if there is one.
     memory: where the memory of the rank went that this is the layout of; None before it is built.
@@ -64,6 +69,11 @@ class EngineLayout:
         return table_bytes(self.bytes_per_slot, self.scheduler.num_slots)
 
     @property
+    def saved_bytes(self) -> int:
+        """Memory of saved states on each rank."""
+        return self.bytes_per_snapshot * self.num_snapshots
+
+    @property
     def mask_width(self) -> int:
         """Rows of a request in a step, each of which a grammar may mask."""
         return max(shape.width for shape in self.shapes.shapes)
@@ -81,10 +91,26 @@ class EngineLayout:
         """With so many KV pages."""
         return replace(self, known_pages=num_pages)
 
+    def with_snapshots(self, kv_bytes: int) -> "EngineLayout":
+        """With as many saved states as `cache.state_snapshots` asks for. kv_bytes: of pages and saved states
+        together."""
+        if not self.bytes_per_snapshot or not self.cache.prefix_cache:
+            return self
+        asked = self.cache.state_snapshots
+        fitting = max(0, int(SNAPSHOT_SHARE * kv_bytes)) // self.bytes_per_snapshot
+        return replace(self, num_snapshots=min(MAX_SNAPSHOTS, fitting) if asked == "auto" else asked)
+
 
 def table_bytes(bytes_per_slot: int, num_slots: int) -> int:
     """Of the tables of so many slots, and the padding slot."""
     return bytes_per_slot * (num_slots + 1)
+
+
+def kv_bytes_asked(cache: CacheConfig, per_page: int, slot_bytes: int) -> int | None:
+    """Bytes of pages and saved states together that a configuration asks for; None: what is left."""
+    if cache.num_pages is not None:
+        return int(cache.num_pages * per_page / (1 - SNAPSHOT_SHARE))
+    return None if cache.memory_gb == "auto" else int(cache.memory_gb * 1e9) - slot_bytes
 
 
 def pages_asked(cache: CacheConfig, per_page: int, slot_bytes: int) -> int | None:

@@ -24,7 +24,7 @@ class MemoryUse:
     workspaces: what communication, libraries and kernels hold beside.
     activations: of the largest step that runs without a graph.
     graphs: what captures took, or if more are to follow at least what is kept for all of them.
-    kv: of all pages.
+    kv: of all pages and saved states.
     left: free once the rank was ready, its activations and what is kept for graphs not counted as free.
     """
 

@@ -34,8 +34,10 @@ class StateBatch:
             rounds = RoundTables(decode.slots, decode.prefix_len, decode.mask, pool.snapshot_at, pool.snapshot_entry)
         if chunks is not None:
             assert chunks.slots is not None, "recurrent layers need the slots of chunks"
-            nowhere = torch.full_like(chunks.starts, -1)
-            of_chunks = ChunkTables(chunks.slots, chunks.qo_indptr, chunks.starts, nowhere, chunks.slots)
+            saved_at, saved_row = chunks.saved_at, chunks.saved_row
+            if saved_at is None or saved_row is None:
+                saved_at, saved_row = torch.full_like(chunks.starts, -1), chunks.slots
+            of_chunks = ChunkTables(chunks.slots, chunks.qo_indptr, chunks.starts, saved_at, saved_row)
         return StateBatch(pool, 0 if decode is None else decode.num_rows, rounds, of_chunks)
 
     def recur(self, layer: int, rows: DeltaRows, weights: DeltaWeights) -> Tensor:

@@ -71,6 +71,11 @@ class StatePool:
             state.count.index_fill_(0, slots, 0)
         self.snapshot_at.index_fill_(0, slots, -1)
 
+    def save(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """Rounds of slots [n] int64 copy the state after positions [n] int32 to rows [n] int64, each once it passes."""
+        self.snapshot_at.index_copy_(0, slots, positions)
+        self.snapshot_entry.index_copy_(0, slots, rows)
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the states of entries source [n] int64 to entries target [n] int64, in all layers."""
         for state in self.states:

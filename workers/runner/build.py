@@ -234,7 +234,16 @@ def graphed_strategy(
     """The strategy with graphs, none of them captured yet. with_chunks: of steps with prompt tokens too."""
     buckets = bucket_sizes(layout.scheduler.num_slots)
     tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
-    return GraphedDecoding(strategy, slots, buckets, layout.max_position, recorder, tokens, layout.keeps_latent_rows)
+    return GraphedDecoding(
+        strategy,
+        slots,
+        buckets,
+        layout.max_position,
+        recorder,
+        tokens,
+        layout.keeps_latent_rows,
+        bool(layout.bytes_per_state),
+    )
 
 
 def first_graphs(

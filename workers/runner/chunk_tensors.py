@@ -17,21 +17,25 @@ def in_order(plan: StepPlan) -> list[Chunk]:
     return sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
 
 
-def chunk_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-    """What `prompt_chunks` needs of the plan on the device."""
+def chunk_columns(plan: StepPlan, has_states: bool = False) -> dict[str, npt.NDArray[Any]]:
+    """What `prompt_chunks` needs of the plan on the device. has_states: as there."""
     chunks = in_order(plan)
     ids = [unpack_i32(chunk.tokens) for chunk in chunks]
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     counts = np.array([len(tokens) for tokens in ids], np.int32)
     num_finals = sum(chunk.next_token < 0 for chunk in chunks)
-    return _target_columns(chunks, ids) | {
-        "chunk ids": np.concatenate(ids).astype(np.int64),
-        "chunk next ids": np.array([chunk.next_token for chunk in chunks], np.int64),
-        "chunk slots": np.array([chunk.slot for chunk in chunks], np.int64),
-        "chunk starts": starts,
-        "chunk indptr": np.concatenate(([0], counts)).cumsum().astype(np.int32),
-        "final lengths": (starts + counts - 1)[:num_finals],
-    }
+    return (
+        _target_columns(chunks, ids)
+        | (_state_columns(plan, chunks) if has_states else {})
+        | {
+            "chunk ids": np.concatenate(ids).astype(np.int64),
+            "chunk next ids": np.array([chunk.next_token for chunk in chunks], np.int64),
+            "chunk slots": np.array([chunk.slot for chunk in chunks], np.int64),
+            "chunk starts": starts,
+            "chunk indptr": np.concatenate(([0], counts)).cumsum().astype(np.int32),
+            "final lengths": (starts + counts - 1)[:num_finals],
+        }
+    )
 
 
 def prompt_chunks(
@@ -49,13 +53,27 @@ def prompt_chunks(
             page_table=page_table[slots],
             num_rows=sum(counts),
             lists=ChunkLists(tuple(chunk.start for chunk in chunks), counts),
+            kept_from=columns["chunk kept from"] if has_states else None,
             slots=slots if has_states else None,
+            saved_at=columns["chunk saved at"] if has_states else None,
+            saved_row=columns["chunk saved rows"] if has_states else None,
         ),
         ids=columns["chunk ids"],
         next_ids=columns["chunk next ids"],
         final_slots=slots[: final_lengths.shape[0]],
         final_lengths=final_lengths,
     )
+
+
+def _state_columns(plan: StepPlan, chunks: list[Chunk]) -> dict[str, npt.NDArray[Any]]:
+    """Where the chunks' KV is kept from, and which states they save."""
+    saved = {slot: (position, row) for slot, position, row in unpack_i32(plan.saved_states).reshape(-1, 3).tolist()}
+    at, rows = zip(*(saved.get(chunk.slot, (-1, 0)) for chunk in chunks), strict=True)
+    return {
+        "chunk kept from": np.array([chunk.kept_from for chunk in chunks], np.int32),
+        "chunk saved at": np.array(at, np.int32),
+        "chunk saved rows": np.array(rows, np.int64),
+    }
 
 
 def _target_columns(chunks: list[Chunk], ids: list[npt.NDArray[np.int32]]) -> dict[str, npt.NDArray[Any]]:

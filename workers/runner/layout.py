@@ -18,7 +18,7 @@ from attention.registry import Choice
 from workers.config import AUTO_SLOTS, RoundShapes, WorkerConfig
 from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import TPGroup
-from workers.engine_layout import EngineLayout, pages_asked, table_bytes
+from workers.engine_layout import EngineLayout, kv_bytes_asked, pages_asked, table_bytes
 from workers.models.config import ModelConfig
 from workers.runner.backends import Backends
 from workers.runner.decoding import Autoregressive, CuttableStrategy
@@ -160,7 +160,7 @@ def plan_engine(
     shapes = replace(speculation.shapes, eager=not device.captures_graphs or not worker.cuda_graphs)
     max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)  # two rounds in flight past it
     scheduler, cache = worker.scheduler, worker.cache
-    if recurrent:  # a hit needs the states after the cached tokens too
+    if recurrent and cache.state_snapshots == 0:  # nothing could resume at cached pages
         cache = replace(cache, prefix_cache=False)
     layout = EngineLayout(
         shapes=shapes,
@@ -178,7 +178,10 @@ def plan_engine(
     slot_row = SlotTable(0, _max_pages(layout), target.vocab_size, torch.device("meta"))  # the padding slot's alone
     per_slot = slot_row.num_bytes + mask_bytes(layout.mask_width, target.vocab_size) + per_state
     least_slots = AUTO_SLOTS["cpu"][0] if scheduler.max_running == "auto" else scheduler.num_slots
-    pages = pages_asked(cache, layout.bytes_per_page, table_bytes(per_slot, least_slots))
+    tables = table_bytes(per_slot, least_slots)
+    kv_bytes = kv_bytes_asked(cache, layout.bytes_per_page, tables)
+    saved = 0 if kv_bytes is None else layout.with_snapshots(kv_bytes).saved_bytes
+    pages = pages_asked(cache, layout.bytes_per_page, tables + saved)
     known = None if scheduler.max_running == "auto" and cache.num_pages is None else pages
     layout = replace(layout, bytes_per_slot=per_slot, bytes_per_state=per_state, known_pages=known)
     return EnginePlan(target, dtype, speculation, layout)

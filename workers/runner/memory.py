@@ -16,7 +16,7 @@ import torch
 from attention.capability import Capability
 from workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
 from workers.distributed.tp_group import TPGroup
-from workers.engine_layout import EngineLayout, pages_asked
+from workers.engine_layout import EngineLayout, kv_bytes_asked, pages_asked
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, DeviceMemoryError, MemoryUse
 from workers.runner.device_memory import DeviceMemory
 from workers.runner.graphs.warm_up import largest_steps, run
@@ -94,6 +94,7 @@ class RankMemory:
         else:
             kv_bytes = self._for_kv(int(self.capture_limits(group).limit_gb * 1e9))
         tokens = min(TYPICAL_TOKENS, layout.max_model_len)
+        kv_bytes -= layout.with_snapshots(kv_bytes).saved_bytes
         each = layout.bytes_per_page * tokens // cache.page_size + layout.bytes_per_slot
         return layout.with_slots(self._least(slots_for(kv_bytes, each, self.device.type), group))
 
@@ -105,10 +106,15 @@ class RankMemory:
         if num_graphs:
             graphs = num_graphs * GRAPH_BYTES + peaks.rounds + int(self.capture_limits(group).limit_gb * 1e9)
         self._for_graphs = graphs
-        fitting = self._least(self._room(activations + graphs) // layout.bytes_per_page - 1, group)
-        asked = pages_asked(cache, layout.bytes_per_page, layout.slot_bytes)
+        kv_bytes = kv_bytes_asked(cache, layout.bytes_per_page, layout.slot_bytes)
+        if kv_bytes is None:
+            kv_bytes = self._for_kv(activations + graphs)
+        layout = layout.with_snapshots(self._least(kv_bytes, group))
+        saved = layout.saved_bytes
+        fitting = self._least((self._room(activations + graphs) - saved) // layout.bytes_per_page - 1, group)
+        asked = pages_asked(cache, layout.bytes_per_page, layout.slot_bytes + saved)
         if asked is None:
-            pages = self._least(self._for_kv(activations + graphs) // layout.bytes_per_page - 1, group)
+            pages = self._least((self._for_kv(activations + graphs) - saved) // layout.bytes_per_page - 1, group)
             if pages < 2:
                 words = self._left_words(fitting, layout, activations, graphs)
                 raise ValueError(f"cache.memory_gb=auto: of KV pages {words}")
@@ -131,7 +137,7 @@ class RankMemory:
         free = self._memory.free()
         after_kv = max(0, self.used() - self._in_use)
         for_graphs = max(after_kv, self._for_graphs) if graphs.num_waiting else after_kv
-        kv = (layout.num_pages + 1) * layout.bytes_per_page
+        kv = (layout.num_pages + 1) * layout.bytes_per_page + layout.saved_bytes
         beside = self._in_use - self._weights - layout.slot_bytes - kv
         return MemoryUse(
             total=self._memory.total(),
@@ -167,7 +173,9 @@ class RankMemory:
             f"{max(0, pages)} ({room_gb:.3f} GB, with the tables of scheduler.max_running "
             f"{room_gb + layout.slot_bytes / 1e9:.3f}) fit into cache.memory_share={cache.memory_share:g} of the "
             f"{self._free_at_start / 1e9:.2f} GB that were free at the start, beside {self.used() / 1e9:.2f} in use, "
-            f"{activations / 1e9:.2f} for the largest step and {graphs / 1e9:.2f} for graphs; give less, or raise "
+            f"{activations / 1e9:.2f} for the largest step and {graphs / 1e9:.2f} for graphs"
+            + (f" and {layout.saved_bytes / 1e9:.2f} for cache.state_snapshots" if layout.saved_bytes else "")
+            + "; give less, or raise "
             "parallel.tensor_parallel or cache.memory_share, or lower scheduler.max_running, scheduler.max_step_tokens "
             "or graph_capture.limit_gb"
         )

@@ -64,7 +64,8 @@ class PlanBatches:
             **entering,
             **self._round_slots.columns(rounds),
             **self._draft_slots.columns(drafts),
-            **(chunk_columns(plan) if plan.chunks else {}),
+            **(chunk_columns(plan, self._states is not None) if plan.chunks else {}),
+            **(_state_columns(plan) if self._states is not None else {}),
         }
         if plan.cleared_pages:
             columns["cleared pages"] = unpack_i32(plan.cleared_pages).astype(np.int64)
@@ -73,8 +74,8 @@ class PlanBatches:
             for pool in self._pools:
                 pool.clear(sent["cleared pages"])
         table.enter(plan, sent)
-        if self._states is not None and plan.inits:
-            self._states.enter(sent["init slots"])
+        if self._states is not None:
+            _enter_states(self._states, sent)
         if self._grammars is not None:
             self._grammars.enter(plan)
         return StepBatch(
@@ -105,6 +106,33 @@ class PlanBatches:
             inits.append(init)
         plan = msgspec.structs.replace(plan, inits=tuple(inits))
         return plan, self._slots.columns(plan)
+
+
+def _state_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
+    """What `_enter_states` needs of the plan, beside its new slots: snapshots that requests resume at, and states that
+    rounds save."""
+    columns: dict[str, npt.NDArray[Any]] = {}
+    resumed = [(init.state_row, init.slot) for init in plan.inits if init.state_row >= 0]
+    if resumed:
+        columns["resumed rows"], columns["resumed slots"] = np.array(resumed, np.int64).T.copy()
+    if plan.saved_states:
+        saved = unpack_i32(plan.saved_states).reshape(-1, 3)
+        saved = saved[~np.isin(saved[:, 0], [chunk.slot for chunk in plan.chunks])]
+        if len(saved):
+            slots, positions, rows = saved.T
+            columns |= {"saving slots": slots.astype(np.int64), "saved positions": positions.copy()}
+            columns["saved rows"] = rows.astype(np.int64)
+    return columns
+
+
+def _enter_states(states: StatePool, columns: Mapping[str, Tensor]) -> None:
+    """Before the plan's pass: a row that is read here may be written by that."""
+    if "init slots" in columns:
+        states.enter(columns["init slots"])
+    if "resumed slots" in columns:
+        states.copy(columns["resumed rows"], columns["resumed slots"])
+    if "saving slots" in columns:
+        states.save(columns["saving slots"], columns["saved positions"], columns["saved rows"])
 
 
 class _SlotIds:

@@ -66,6 +66,7 @@ class GraphedDecoding:
     buckets: numbers of requests in a round.
     tokens: numbers of prompt tokens in a step; empty: steps with prompt chunks are not captured.
     expands: as in `GraphKeys`.
+    has_states: whether the model has recurrent layers.
     max_kv_len: maximum KV length of a request, with the writes of its rounds in flight.
     report: the captures of the start.
     """
@@ -79,12 +80,13 @@ class GraphedDecoding:
         recorder: Recorder,
         tokens: Sequence[int] = (),
         expands: bool = False,
+        has_states: bool = False,
     ) -> None:
         self._inner = inner
         self._slots = slots
         self._keys = GraphKeys(inner.shapes, buckets, tokens, expands)
         self._recorder = recorder
-        self._step_capture = StepCapture(inner, slots, max_kv_len, recorder)
+        self._step_capture = StepCapture(inner, slots, max_kv_len, recorder, has_states)
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._stand_ins: dict[GraphKey, GraphKey | None] = {}  # the larger graph for a missing one; None: run eagerly
         self._queue = CaptureQueue((), (), GraphCapture())

@@ -32,9 +32,9 @@ class SlotInput:
 
 class ChunkInput:
     """Up to `MAX_CHUNKS` prompt chunks, `num_rows` rows in all. Any of them may end its prompt. seen_limit: see
-    `PrefillBatch`."""
+    `PrefillBatch`. has_states: of recurrent layers."""
 
-    def __init__(self, num_rows: int, seen_limit: int | None, slots: SlotTable) -> None:
+    def __init__(self, num_rows: int, seen_limit: int | None, slots: SlotTable, has_states: bool = False) -> None:
         device, count = slots.device, MAX_CHUNKS
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -46,7 +46,10 @@ class ChunkInput:
         self._page_table = zeros(torch.int32, count, slots.page_table.shape[1])
         self._ids = zeros(torch.int64, num_rows)
         self._next_ids = zeros(torch.int64, count)
-        self._state_slots = SlotInput(count, slots.padding_slot, device)
+        self._state_slots = SlotInput(count, slots.padding_slot, device) if has_states else None
+        self._kept_from, self._saved_at, self._saved_row = (
+            zeros(dtype, count) if has_states else None for dtype in (torch.int32, torch.int32, torch.int64)
+        )
         self._final_slots = SlotInput(count, slots.padding_slot, device)
         self._final_lengths = zeros(torch.int32, count)
 
@@ -60,7 +63,10 @@ class ChunkInput:
             self._num_rows,
             lists=None,
             seen_limit=self._seen_limit,
-            slots=self._state_slots.tensor,
+            kept_from=self._kept_from,
+            slots=None if self._state_slots is None else self._state_slots.tensor,
+            saved_at=self._saved_at,
+            saved_row=self._saved_row,
         )
         return PromptChunks(
             batch=batch,
@@ -83,19 +89,31 @@ class ChunkInput:
         self._ids[: batch.num_rows] = given.ids
         self._next_ids[:count] = given.next_ids
         self._final_slots.fill(given.final_slots)
-        if batch.slots is not None:
-            self._state_slots.fill(batch.slots)
+        if self._state_slots is not None:
+            self._fill_states(self._state_slots, batch)
         self._final_lengths[:num_finals] = given.final_lengths
         self._final_lengths[num_finals:] = 0
 
+    def _fill_states(self, slots: SlotInput, batch: PrefillBatch) -> None:
+        assert batch.slots is not None, "chunks without the slots of their states"
+        slots.fill(batch.slots)
+        inputs = (self._kept_from, 0), (self._saved_at, -1), (self._saved_row, 0)
+        for (own, padding), given in zip(inputs, (batch.kept_from, batch.saved_at, batch.saved_row), strict=True):
+            assert own is not None
+            own.fill_(padding)
+            if given is not None:
+                own[: batch.num_chunks] = given
+
 
 class StepInput:
-    """Inputs of a step: `num_requests` rounds, and prompt chunks of `num_rows` rows in all (0: none). seen_limit: as in
-    `ChunkInput`."""
+    """Inputs of a step: `num_requests` rounds, and prompt chunks of `num_rows` rows in all (0: none). seen_limit,
+    has_states: as in `ChunkInput`."""
 
-    def __init__(self, num_requests: int, num_rows: int, seen_limit: int | None, slots: SlotTable) -> None:
+    def __init__(
+        self, num_requests: int, num_rows: int, seen_limit: int | None, slots: SlotTable, has_states: bool = False
+    ) -> None:
         self._num_requests = num_requests
-        self._chunks = ChunkInput(num_rows, seen_limit, slots) if num_rows else None
+        self._chunks = ChunkInput(num_rows, seen_limit, slots, has_states) if num_rows else None
         self._padding_slot = slots.padding_slot
         self._slots = SlotInput(num_requests, slots.padding_slot, slots.device)
         entries = num_requests + (MAX_CHUNKS if num_rows else 0)

@@ -70,13 +70,22 @@ class CapturedStep:
 
 
 class StepCapture:
-    """Captures steps of one strategy. max_kv_len: maximum KV length of a request."""
+    """Captures steps of one strategy. max_kv_len: maximum KV length of a request. has_states: whether the model has
+    recurrent layers."""
 
-    def __init__(self, inner: CuttableStrategy, slots: SlotTable, max_kv_len: int, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        inner: CuttableStrategy,
+        slots: SlotTable,
+        max_kv_len: int,
+        recorder: Recorder,
+        has_states: bool = False,
+    ) -> None:
         self._inner = inner
         self._slots = slots
         self._max_kv_len = max_kv_len
         self._recorder = recorder
+        self._has_states = has_states
         self._kinds_run: set[GraphKey] = set()
         self._shared: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # earlier graphs still write here
@@ -116,7 +125,7 @@ class StepCapture:
 
     def _padding(self, key: GraphKey) -> tuple[StepInput, Callable[[], StepBatch]]:
         """Return the inputs of a step, and a function that builds a batch of maximum size over them for each run."""
-        given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots)
+        given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots, self._has_states)
         return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
 
     def _run(self, step: Callable[[], object], group: TPGroup) -> None:
