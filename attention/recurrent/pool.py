@@ -76,6 +76,13 @@ class StatePool:
         self.snapshot_at.index_copy_(0, slots, positions)
         self.snapshot_entry.index_copy_(0, slots, rows)
 
+    def pretend(self, num_slots: int) -> None:
+        """Let the first slots have a row each to replay, and no other: for steps that are measured. Without a request
+        their next round's commit takes it back."""
+        for state in self.states:
+            state.count.zero_()
+            state.count[:num_slots] = 1
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the states of entries source [n] int64 to entries target [n] int64, in all layers."""
         for state in self.states:

@@ -34,18 +34,22 @@ class GatedDeltaNet(AttentionLayer):
     """layer: its number in the state pool.
     heads: of the model; as an attribute of this rank.
     eps: of the output's norm.
+    merged: multiply by all input projections at once; not where the checkpoint quantises some of them.
     """
 
-    def __init__(self, layer: int, group: TPGroup, hidden_size: int, heads: DeltaHeads, eps: float) -> None:
+    def __init__(
+        self, layer: int, group: TPGroup, hidden_size: int, heads: DeltaHeads, eps: float, merged: bool
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.heads = heads_of_rank(heads, group.size)
         keys = rank_span(heads.key_heads, group, "linear_num_key_heads")
         values = rank_span(heads.value_heads, group, "linear_num_value_heads")
         key_rows, value_rows = keys.times(heads.key_dim), values.times(heads.value_dim)
-        rows = (key_rows, key_rows, value_rows, value_rows)
-        self.in_proj = ColumnParallelLinear(hidden_size, dict(zip(IN_PROJ, rows, strict=True)))
-        self.gates = ColumnParallelLinear(hidden_size, dict.fromkeys(GATES, values))
+        rows = dict(zip(IN_PROJ, (key_rows, key_rows, value_rows, value_rows), strict=True))
+        gates = dict.fromkeys(GATES, values)
+        self.in_proj = ColumnParallelLinear(hidden_size, rows | gates if merged else rows)
+        self.gates = None if merged else ColumnParallelLinear(hidden_size, gates)
         self.core = DeltaCore(key_rows, value_rows, values, heads.value_dim, eps)
         self.out_proj = RowParallelLinear(
             heads.value_heads * heads.value_dim, hidden_size, group, "linear_num_value_heads"
@@ -57,12 +61,15 @@ class GatedDeltaNet(AttentionLayer):
         return None if wanted is None else Fp8Inputs(wanted.by_group, wanted.many, plain=True)  # the gates' are plain
 
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
-        plain = x if isinstance(x, Tensor) else x.plain
-        assert plain is not None, "asked for with the rows in FP8"
-        qkvz, gates = self.in_proj(x), self.gates(plain)
-        channels, value_heads = self.heads.channels, self.heads.value_heads
-        rows = DeltaRows(qkvz[:, :channels], qkvz[:, channels:], gates[:, :value_heads], gates[:, value_heads:])
-        return self.out_proj.partial(context.recur(self.layer, rows, self.core.weights))
+        heads, projected = self.heads, self.in_proj(x)
+        sizes = [heads.channels, heads.value_heads * heads.value_dim, heads.value_heads, heads.value_heads]
+        if self.gates is None:
+            qkv, z, b, a = torch.split(projected, sizes, dim=1)
+        else:
+            plain = x if isinstance(x, Tensor) else x.plain
+            assert plain is not None, "asked for with the rows in FP8"
+            (qkv, z), (b, a) = torch.split(projected, sizes[:2], dim=1), self.gates(plain).chunk(2, dim=1)
+        return self.out_proj.partial(context.recur(self.layer, DeltaRows(qkv, z, b, a), self.core.weights))
 
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
         raise AssertionError("drafts have no recurrent layers")

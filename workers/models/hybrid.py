@@ -24,6 +24,7 @@ from workers.models.decoder import Decoder
 from workers.models.llama import LlamaConfig, make_mlp
 from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, num_experts_of
 from workers.ops.experts.route import Routing
+from workers.quantization.quant_method import Unquantized
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -194,7 +195,8 @@ def make_attention(config: HybridConfig, layer: int, group: TPGroup) -> Attentio
 def make_layer(config: HybridConfig, layer: int, group: TPGroup) -> DecoderLayer:
     attention: AttentionLayer
     if layer in config.recurrent:
-        attention = GatedDeltaNet(layer, group, config.hidden_size, config.heads, config.rms_eps)
+        merged = isinstance(config.quant, Unquantized)
+        attention = GatedDeltaNet(layer, group, config.hidden_size, config.heads, config.rms_eps, merged)
     else:
         attention = make_attention(config, layer, group)
     mlp: FeedForward

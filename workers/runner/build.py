@@ -131,7 +131,9 @@ def build_rank(
         phases.done("largest steps again")
     if worker.measure_costs:
         tokens = () if graphed is None else graphed.token_buckets
-        built.costs = probe_costs(graphed or strategy, parts.slots, group, parts.layout, worker.cache.page_size, tokens)
+        built.costs = probe_costs(
+            graphed or strategy, parts.slots, group, parts.layout, worker.cache.page_size, tokens, parts.states
+        )
         phases.done("costs measured")
     if graphed is not None:
         report_compilations(True)

@@ -45,6 +45,8 @@ def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> st
             )
     if dtype.itemsize != 2:
         return f"dtype={str(dtype).removeprefix('torch.')}: the GEMMs need a 16-bit type; set dtype: bfloat16"
+    if target.state_groups(worker.tensor_parallel, dtype):
+        return "recurrent layers: rows of a tree and of a prompt round otherwise than rows alone; serve another model"
     if worker.tensor_parallel > MAX_RANKS:
         return (
             f"tensor_parallel={worker.tensor_parallel}: sums over more than {MAX_RANKS} ranks are ordered by their "

@@ -183,6 +183,9 @@ def _bare(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
+_MEDIA = ("image", "video", "audio")  # within the types of parts, of any API
+
+
 def validation_fault(error: ValidationError) -> ApiError:
     """The first fault."""
     fault = error.errors(include_url=False, include_input=False)[0]
@@ -200,7 +203,11 @@ def _unknown_type(param: str, tag: str, expected: str) -> ApiError:
     known = expected.translate(str.maketrans("", "", "<>'"))
     if tag in ("<>", "<None>"):
         return invalid(param, f"{param} must be an object whose type is one of: {known}")
-    return unsupported(f"{param}.type", f"type {tag[1:-1][:40]!r} is not known here; these are: {known}")
+    kind = tag[1:-1][:40]
+    if any(medium in kind for medium in _MEDIA):
+        reason = f"type {kind!r}: models read text only here, also those that could see images; these are: {known}"
+        return unsupported(f"{param}.type", reason)
+    return unsupported(f"{param}.type", f"type {kind!r} is not known here; these are: {known}")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from attention.capability import Capability
 from attention.metadata import PrefillBatch
+from attention.recurrent.pool import StatePool
 from workers.distributed.tp_group import TPGroup
 from workers.engine_layout import EngineLayout
 from workers.runner.batch import PromptChunks, StepBatch
@@ -74,6 +75,7 @@ class CostProbe:
     layout: EngineLayout
     page_size: int
     timer: Timer
+    states: StatePool | None = None
 
     @torch.inference_mode()
     def measure(self, groups: Sequence[PointGroup], limit_s: float) -> dict[Point, float]:
@@ -116,6 +118,8 @@ class CostProbe:
         slots.page_table.zero_()
         slots.seq_len.zero_()
         slots.bonus.zero_()
+        if self.states is not None:
+            self.states.pretend(num_requests)
         if num_requests:
             assert num_requests * -(-context // self.page_size) <= num_pages, "pages that the pool does not have"
             pages = -(-(context + self.layout.shapes.max_kv_tokens) // self.page_size)
@@ -183,10 +187,11 @@ def probe_costs(
     layout: EngineLayout,
     page_size: int,
     token_buckets: Sequence[int],
+    states: StatePool | None = None,
 ) -> CostTable:
     """What steps of this engine cost; the same table on every rank. Takes about `LIMIT_S` seconds of steps; on a device
     so slow that what must be measured takes longer, that long. See `CostProbe.measure`."""
     device = slots.device
     extent = probe_extent(layout, page_size, token_buckets, device)
-    probe = CostProbe(strategy, slots, group, layout, page_size, Timer(device))
+    probe = CostProbe(strategy, slots, group, layout, page_size, Timer(device), states)
     return table_of(probe.measure(wanted(extent), LIMIT_S[device.type]), extent)

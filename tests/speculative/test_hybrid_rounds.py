@@ -11,11 +11,14 @@ from torch import Tensor
 from attention.config import CacheConfig
 from attention.ops.delta_rule.formulas import advanced, convolved, gates, heads_of
 from attention.ops.delta_rule.tables import TAPS, LayerState
+from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
+from tests.speculative import test_backends as backends_tests
 from tests.speculative.conftest import EOS, Pair
 from tests.speculative.test_decoding import accepted_share, run
+from tests.speculative.test_graphs_while_serving import answers, with_recordings
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
-from workers.config import SchedulerConfig
+from workers.config import GraphCapture, SchedulerConfig
 from workers.layers.gated_delta_net import GatedDeltaNet
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
@@ -31,7 +34,8 @@ def make_pair(folder: object, architecture: str) -> Pair:
     lengths = torch.randint(3, 60, (10,), generator=generator).tolist()
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     eagle = make_eagle(folder / "eagle", target, copying=True)  # type: ignore[operator]
-    return Pair(target, eagle, make_eagle3(folder / "eagle3", target), prompts)  # type: ignore[operator]
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}}
+    return Pair(target, eagle, make_eagle3(folder / "eagle3", target, **layers), prompts)  # type: ignore[operator]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +83,30 @@ def test_preempted_requests_lose_nothing(hybrid: Pair, plain: list[list[int]]) -
     requests = run(hybrid, hybrid.tree(), cache=CacheConfig(4, num_pages=36))
     assert [r.output for r in requests] == plain
     assert sum(r.num_preemptions for r in requests) > 0
+
+
+def test_a_head_may_read_layers_of_either_kind(hybrid: Pair, plain: list[list[int]]) -> None:
+    requests = run(hybrid, SpeculativeConfig(str(hybrid.eagle3), "eagle3", 3, 4, 12))
+    assert [r.output for r in requests] == plain
+
+
+def test_recorded_steps_answer_as_others(hybrid: Pair) -> None:
+    """Rounds and prompts are padded to the sizes of recordings: padding changes no state."""
+    spec = hybrid.spec(hybrid.tree())
+    with local_engine(spec) as engine:
+        expected = answers(engine, hybrid.prompts)
+    with local_engine(spec) as engine:
+        recorder, _ = with_recordings(engine, GraphCapture(limit_s=1e9))
+        assert answers(engine, hybrid.prompts) == expected
+        assert recorder.num_replays > 20
+
+
+@pytest.mark.parametrize("kind", ["plain", "tree"])
+def test_a_round_reads_nothing_on_the_host(hybrid: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device; the operations' references, which may read, are left out."""
+    monkeypatch.setattr("attention.recurrent.batch.delta_rule_rounds", lambda *given: None)
+    monkeypatch.setattr("attention.recurrent.pool.commit_rows", lambda *given: None)
+    backends_tests.test_a_round_reads_nothing_on_the_host(hybrid, kind, True)
 
 
 @pytest.mark.parametrize(
