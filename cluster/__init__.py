@@ -9,7 +9,8 @@ From the bottom up; each imports only what stands above it (tests/cluster/test_r
     coordinator  the scheduler's loop: requests in, plans to the ranks, tokens out; no Ray
     parallel     the configuration of engines: how many, of how many workers, where
     config       the configuration of one application, as its user wrote it
-    plan         the same with everything resolved, by who reads it
+    placement    where an engine's processes go: bundles, strategy, the order of ranks; no Ray
+    plan         the configuration with everything resolved, by who reads it
     start_log    what a start is waiting for, a line for each step of each process
     assembly     the parts of one engine, made from its plan
     checkpoints  the configuration checked against the checkpoints it names

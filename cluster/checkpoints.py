@@ -1,7 +1,6 @@
 """The configuration checked against the checkpoints it names, before anything is started. Used by `deploy`, which
 imports it when it checks: this module imports torch."""
 
-import dataclasses
 from typing import Literal
 
 from attention.capability import Capability
@@ -16,17 +15,18 @@ from workers.runner.layout import EnginePlan
 
 def engine_layout(config: AerieConfig, device: Literal["cpu", "cuda"]) -> tuple[EngineLayout, build.WeightBytes | None]:
     """The layout of an engine on such a device, which this machine need not have, and on GPUs, which are taken to
-    multiply FP8, what the weights take. config: what `with_checkpoints` gave."""
+    multiply FP8, what the weights take."""
 
     spec, here = engine_spec(config), Capability(device)
     engine = build.plan_engine(spec, here)
     return engine.layout, None if here.shares_host_memory else build.plan_weights(spec, engine, multiplies_fp8=True)
 
 
-def with_checkpoints(config: AerieConfig, need_weights: bool = True) -> AerieConfig:
-    """The configuration with what only the checkpoints know: model.max_model_len. Reads config.json of target and
-    draft, the headers of their weight files and the tokenizer, and matches them; raises ConfigError. Takes the seconds
-    of importing torch. need_weights: whether a folder without any weight files is refused, see `lacking_weights`."""
+def check_checkpoints(config: AerieConfig, need_weights: bool = True) -> int:
+    """Match the configuration with config.json of target and draft, the headers of their weight files and the
+    tokenizer. Return what only they know, for `cluster.plan.resolve`: the longest request, in tokens.
+
+    need_weights: whether a folder without any weight files is refused, see `lacking_weights`. Raises ConfigError."""
 
     try:
         engine = _engine(config)
@@ -35,8 +35,7 @@ def with_checkpoints(config: AerieConfig, need_weights: bool = True) -> AerieCon
             build.check_weights(engine_spec(config), engine)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    model = dataclasses.replace(config.model, max_model_len=engine.layout.max_model_len)
-    return config.model_copy(update={"model": model})
+    return engine.layout.max_model_len
 
 
 def check_device(

@@ -154,8 +154,9 @@ def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:
     return _with_paths(config, base)
 
 
-def read_args(path: Path) -> Mapping[str, Any]:
-    """The `args` of the first Aerie application in a Serve config file. Raises ConfigError."""
+def read_content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Serve config file: all of it, and in it the first Aerie application, whose `args` are a mapping. Raises
+    ConfigError."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -167,11 +168,17 @@ def read_args(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: has no list `applications`; `aerie config eagle` prints one to start from")
     for application in applications:
         if isinstance(application, dict) and application.get("import_path") == "deploy.app:build":
-            args = application.get("args") or {}
-            if not isinstance(args, dict):
+            application["args"] = application.get("args") or {}
+            if not isinstance(application["args"], dict):
                 raise ConfigError(f"{path}: `args` must be a mapping")
-            return args
+            return content, application
     raise ConfigError(f"{path}: no application has import_path deploy.app:build")
+
+
+def read_args(path: Path) -> dict[str, Any]:
+    """The `args` of the first Aerie application in a Serve config file. Raises ConfigError."""
+    args: dict[str, Any] = read_content(path)[1]["args"]
+    return args
 
 
 def set_process_environment(threads: int) -> None:

@@ -1,18 +1,16 @@
 """The two deployments of an application, bound: how many, where, and with which of Serve's limits."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from cluster.config import AerieConfig
 from cluster.ingress.deployment import Ingress
 from cluster.parallel import ReplicasConfig
-from cluster.plan import resolve
+from cluster.placement import ENGINE_CPUS
+from cluster.plan import Plan
 from cluster.replica.engine import Engine
-from cluster.replica.placement import ENGINE_CPUS, NodeResources, place
 from cluster.replica.scaling import desired_replicas
 
 INGRESS_CPUS = 0.1
@@ -25,20 +23,15 @@ HEALTH_TIMEOUT_S = 4.0
 LOAD_PERIOD_S = 2.0  # of what replicas say of their load, and twice as long a mean of it counts
 
 
-def application(
-    config: AerieConfig, nodes: Sequence[NodeResources], engine_class: type[Engine] = Engine
-) -> Application:
-    """The application for a cluster of `nodes`. Raises ConfigError."""
-    placement = place(config, nodes)
-    one_node = len(nodes) == 1 and not config.parallel.autoscaling
-    plan = resolve(config, placement.device, sum(node.cpus for node in nodes), one_node)
-    drain_s = config.engine.drain_timeout_s
+def application(plan: Plan, engine_class: type[Engine] = Engine) -> Application:
+    """The application that Serve runs."""
+    drain_s = plan.replica.engine.drain_timeout_s
     engine = serve.deployment(
         engine_class,
         name="Engine",
-        **_replicas(config.parallel.replicas),
-        placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
-        placement_group_strategy=placement.strategy,
+        **_replicas(plan.num_engines),
+        placement_group_bundles=[dict(bundle) for bundle in plan.placement.bundles],
+        placement_group_strategy=plan.placement.strategy,
         ray_actor_options={"num_cpus": ENGINE_CPUS},
         graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.2,

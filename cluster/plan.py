@@ -4,20 +4,26 @@ Sizes that checkpoints and the device's memory decide follow in `workers.engine_
 answers when the ingress has read the chat template. `resolve` alone reads `engine.spare_workers` and
 `ingress.num_replicas`, which may be "auto".
 
-resolve          computes it once, from the configuration as written (`cluster.config.AerieConfig`), the device and the
-                 cluster; called by `cluster.deployments`, and by `deploy.checks` for ranks that start before Serve
+resolve          computes it once, from the configuration as written (`cluster.config.AerieConfig`), the checkpoints and
+                 the cluster; called by `aerie serve`, and by `deploy.app` where Serve reads the configuration itself
+resolve_rank     its part that needs no cluster, for ranks that start before Ray
 RankPlan         read by `cluster.assembly.RankBuilder` and the processes around it
 ReplicaPlan      read by an engine's replica, coordinator and supervisor
 IngressPlan      read by `cluster.ingress.deployment`
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from attention.config import DraftAttention
 from cluster.config import AerieConfig, EngineConfig, IngressConfig
 from cluster.http.tracing import TracingConfig
+from cluster.parallel import ReplicasConfig
+from cluster.placement import NodeResources, Placement, place
 from speculative.config import SpeculativeConfig
 from workers.config import WorkerConfig
 
@@ -84,33 +90,61 @@ class IngressPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """An application. num_ingresses: replicas of the ingress."""
+    """An application.
+
+    placement: of each engine's processes.
+    num_engines: their number, or the bounds and times of autoscaling.
+    num_ingresses: replicas of the ingress.
+    """
 
     replica: ReplicaPlan
     ingress: IngressPlan
+    placement: Placement
+    num_engines: int | ReplicasConfig
     num_ingresses: int
 
+    def to_args(self) -> dict[str, Any]:
+        """As `args` of a Serve application, plain values that YAML can hold."""
+        args: dict[str, Any] = msgspec.to_builtins(self)
+        return args
 
-def resolve(config: AerieConfig, device: Literal["cpu", "cuda"], num_cpus: float, one_node: bool) -> Plan:
-    """The plan of a configuration that was checked (`cluster.checkpoints.with_checkpoints`).
+    @staticmethod
+    def from_args(args: Mapping[str, Any]) -> "Plan":
+        """What `to_args` was called on."""
+        return msgspec.convert(args, Plan)
 
-    device: see `cluster.replica.placement.Placement`. num_cpus: of the cluster."""
-    worker, engine, wanted = config.worker, config.engine, config.ingress.num_replicas
-    rank = RankPlan(
-        dataclasses.replace(worker, model=dataclasses.replace(worker.model, device=device)),
+
+def resolve_rank(config: AerieConfig, max_model_len: int, device: Literal["cpu", "cuda"]) -> RankPlan:
+    """The plan of an engine's ranks. max_model_len: as for `resolve`. device: see `cluster.placement.choose_device`."""
+    worker = config.worker
+    model = dataclasses.replace(worker.model, device=device, max_model_len=max_model_len)
+    return RankPlan(
+        dataclasses.replace(worker, model=model),
         config.speculative,
         config.draft_attention,
-        engine.threads_per_worker,
+        config.engine.threads_per_worker,
         config.log_format,
     )
+
+
+def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources]) -> Plan:
+    """The plan of an application on a cluster of `nodes`.
+
+    max_model_len: what the checkpoints were found to allow (`cluster.checkpoints.check_checkpoints`).
+
+    Raises ConfigError if the engines do not fit."""
+    engine, wanted = config.engine, config.ingress.num_replicas
+    placement = place(config, nodes)
+    device, one_node = placement.device, len(nodes) == 1 and not config.parallel.autoscaling
     spares = device == "cuda" if engine.spare_workers == "auto" else engine.spare_workers
     ingress = dataclasses.replace(
         config.ingress,
         served_model_name=config.served_model_name,
-        max_model_len=config.ingress.max_model_len or config.model.max_model_len or 0,
+        max_model_len=config.ingress.max_model_len or max_model_len,
     )
+    num_cpus = sum(node.cpus for node in nodes)
     return Plan(
-        ReplicaPlan(rank, engine, spares, one_node),
+        ReplicaPlan(resolve_rank(config, max_model_len, device), engine, spares, one_node),
         IngressPlan(
             ingress,
             config.model.path,
@@ -120,5 +154,7 @@ def resolve(config: AerieConfig, device: Literal["cpu", "cuda"], num_cpus: float
             config.log_format,
             one_node,
         ),
+        placement,
+        config.parallel.replicas,
         (2 if num_cpus >= CORES_FOR_TWO else 1) if wanted == "auto" else wanted,
     )

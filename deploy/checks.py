@@ -13,8 +13,8 @@ from typing import Any
 
 from cluster.config import AerieConfig, ConfigError, parse, read_args, set_process_environment
 from cluster.logs import print_line
-from cluster.plan import resolve
-from cluster.replica.placement import NodeResources, place
+from cluster.placement import NodeResources, choose_device, place
+from cluster.plan import Plan, resolve, resolve_rank
 from cluster.replica.plan_report import plan_lines
 from cluster.start_log import StartLog
 from deploy.config.files import PACKAGED
@@ -22,15 +22,24 @@ from deploy.config.hub import with_downloads
 
 
 def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool = True) -> AerieConfig:
-    """The configuration, its checkpoints read and matched too (`cluster.checkpoints.with_checkpoints`), after they are
+    """The configuration, its checkpoints read and matched too (`cluster.checkpoints.check_checkpoints`), after they are
     downloaded where they are named by their names on the hub. base: where relative paths start. Raises ConfigError."""
-    from cluster.checkpoints import with_checkpoints
+    from cluster.checkpoints import check_checkpoints
 
-    return with_checkpoints(_parsed(args, base), need_weights)
+    config = parse(with_downloads(args, base), base)
+    check_checkpoints(config, need_weights)
+    return config
 
 
-def _parsed(args: Mapping[str, Any], base: Path) -> AerieConfig:
-    return parse(with_downloads(args, base), base)
+def planned(args: Mapping[str, Any], nodes: Sequence[NodeResources], base: Path = PACKAGED) -> Plan:
+    """The plan of an application on a cluster of `nodes`, everything checked. base: as for `checked`. Raises
+    ConfigError."""
+    from cluster.checkpoints import check_checkpoints
+
+    config = parse(with_downloads(args, base), base)
+    max_model_len = check_checkpoints(config)
+    check_devices(config, nodes)
+    return resolve(config, max_model_len, nodes)
 
 
 def checked_file(path: Path, need_weights: bool = True) -> AerieConfig:
@@ -48,6 +57,22 @@ def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[Node
     return [NodeResources(f"node{n}", f"node{n}", cpus, gpus, capability) for n in range(count)]
 
 
+def cluster_nodes() -> list[NodeResources]:
+    """What the nodes of the Ray cluster that are alive have in all."""
+    import ray
+
+    return [
+        NodeResources(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
 def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
     """Print what `path` would start on `nodes`; without nodes, only check what needs none. A folder that holds no
     weights yet is planned by its config.json. Raises ConfigError."""
@@ -62,19 +87,22 @@ def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
 
 
 def check_and_begin(
-    path: Path, gpus: "Callable[[], LocalGpus] | None", ranks: str, tell: Callable[[dict[str, object]], None]
+    path: str,
+    config: AerieConfig,
+    gpus: "Callable[[], LocalGpus] | None",
+    ranks: str,
+    tell: Callable[[int], None],
 ) -> None:
-    """`print_plan` for `aerie serve`, on this machine. gpus: of this machine; None: the nodes are not known yet.
-    ranks: a folder for the sockets of an engine's ranks, which are begun as soon as the configuration is found right;
-    "": none are. tell: called before the plan is printed, which takes seconds on GPUs, with what only the checkpoints
-    know (`deploy.config.files.use_checked`). Raises ConfigError, if at all, before that."""
-    from cluster.checkpoints import with_checkpoints
+    """`print_plan` for `aerie serve`, on this machine. path: of `config`. gpus: of this machine; None: the nodes are
+    not known yet. ranks: a folder for the sockets of an engine's ranks, which are begun as soon as the configuration is
+    found right; "": none are. tell: called before the plan is printed, which takes seconds on GPUs, with what
+    `check_checkpoints` found. Raises ConfigError, if at all, before that."""
+    from cluster.checkpoints import check_checkpoints
 
     log = StartLog("check")
     log.done("torch imported")
-    config = _parsed(read_args(path), path.resolve().parent)
     set_process_environment(config.engine.threads_per_worker)
-    config = with_checkpoints(config)
+    max_model_len = check_checkpoints(config)
     nodes = []
     if gpus is not None:
         here = gpus()
@@ -82,9 +110,9 @@ def check_and_begin(
     check_devices(config, nodes)
     log.done("checkpoints read")
     if nodes and ranks:
-        _begin_ranks(config, nodes, Path(ranks))
+        _begin_ranks(config, max_model_len, nodes, Path(ranks))
         log.done("ranks begun")
-    tell({"max_model_len": config.model.max_model_len})
+    tell(max_model_len)
     _print_plan(path, config, nodes, print_line)
 
 
@@ -109,8 +137,9 @@ def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
             raise error from None
 
 
-def _print_plan(path: Path, config: AerieConfig, nodes: Sequence[NodeResources], report: Callable[[str], None]) -> None:
-    """config: of `path`, checked."""
+def _print_plan(
+    path: str | Path, config: AerieConfig, nodes: Sequence[NodeResources], report: Callable[[str], None]
+) -> None:
     from cluster.checkpoints import engine_layout
 
     if not nodes:
@@ -121,13 +150,12 @@ def _print_plan(path: Path, config: AerieConfig, nodes: Sequence[NodeResources],
         report(line)
 
 
-def _begin_ranks(config: AerieConfig, nodes: Sequence[NodeResources], folder: Path) -> None:
+def _begin_ranks(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources], folder: Path) -> None:
     """Begin the ranks of one engine. Where they cannot be, their actors build them."""
     from cluster.replica.rank_process import begin_ranks
 
-    plan = resolve(config, place(config, nodes).device, sum(node.cpus for node in nodes), one_node=True)
     try:
-        begin_ranks(plan.replica.rank, folder)
+        begin_ranks(resolve_rank(config, max_model_len, choose_device(config, nodes)), folder)
     except (OSError, RuntimeError) as error:
         print_line(f"ranks are not begun before Ray has started: {error}")
 

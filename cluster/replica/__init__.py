@@ -9,7 +9,6 @@ errors             why ranks could not be started
 refusals           remembers a start that was refused
 rank_process       ranks begun before Ray, and the actor's end of one; no Ray
 worker_loop        a rank's loop: plans in, results and heartbeats out; no Ray
-placement          bundles, strategy and the order of ranks, as plain values; no Ray
 scaling            how many engines the load wants, for Serve's autoscaling; no Ray
 plan_report        what the operator reads before and during a start
 """

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from attention.config import LATENT_PAGE_SIZE
 from cluster.config import AerieConfig
-from cluster.replica.placement import NodeResources, Placement, RankPlace, describe_cluster
+from cluster.placement import NodeResources, Placement, RankPlace, describe_cluster
 from workers.config import AUTO_SLOTS, SchedulerConfig
 from workers.engine_layout import SNAPSHOT_SHARE, EngineLayout
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse

@@ -23,8 +23,8 @@ from cluster.config import (
 )
 from cluster.linux import give_way
 from cluster.logs import use_logs
+from cluster.placement import RankPlace
 from cluster.plan import RankPlan
-from cluster.replica.placement import RankPlace
 from cluster.replica.rank_process import RANK_BUILDER, AdoptedRank, RankFacts, adopt
 from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
 from cluster.start_log import StartLog

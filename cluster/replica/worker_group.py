@@ -17,9 +17,9 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from cluster.placement import WORKER_CPUS, RankPlace, order_ranks
 from cluster.plan import ReplicaPlan
 from cluster.replica.errors import StartRefusedError, WorkerGroupError
-from cluster.replica.placement import WORKER_CPUS, RankPlace, order_ranks
 from cluster.replica.worker_actor import Worker
 from cluster.start_log import StartLog
 from cluster.transport.keys import application_keys
@@ -40,7 +40,7 @@ class WorkerGroupPlan:
     """What every worker group of an engine has in common.
 
     worker: the class of a rank's actor.
-    group: bundle 0 is the engine's and its coordinator's; which hold workers, `cluster.replica.placement` says.
+    group: bundle 0 is the engine's and its coordinator's; which hold workers, `cluster.placement` says.
     transport: of the engine's own process and its coordinator's.
     folder: of this node, for the sockets of ranks beside the coordinator.
     application: whose keys ranks on other nodes use.

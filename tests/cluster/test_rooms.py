@@ -22,12 +22,13 @@ BELOW: dict[str, set[str]] = {
     "parallel": set(),
     "config": {"http", "parallel"},
     "start_log": {"logs"},
-    "plan": {"http", "config"},
+    "placement": {"config"},
+    "plan": {"http", "parallel", "config", "placement"},
     "assembly": {"config", "plan"},
     "checkpoints": {"http", "config", "assembly"},
-    "replica": {"linux", "logs", "transport", "coordinator", "config", "plan", "start_log", "assembly"},
+    "replica": {"linux", "logs", "transport", "coordinator", "config", "placement", "plan", "start_log", "assembly"},
     "ingress": {"linux", "logs", "transport", "http", "plan", "start_log"},
-    "deployments": {"parallel", "config", "plan", "replica", "ingress"},
+    "deployments": {"parallel", "placement", "plan", "replica", "ingress"},
 }
 
 

@@ -14,8 +14,6 @@ import httpx
 import msgspec
 import psutil
 
-from cluster.checkpoints import with_checkpoints
-from cluster.config import parse
 from cluster.transport.messages import EngineStats
 from deploy.serve.environment import FAULT_ENVIRONMENT
 from workers.distributed.ports import free_port
@@ -88,13 +86,12 @@ def serving(port: int, args: dict[str, Any], base: Path, scripted: bool = False)
 
     from cluster.deployments import application
     from cluster.replica.engine import Engine
-    from deploy.app import cluster_nodes
+    from deploy.checks import cluster_nodes, planned
     from tests.e2e.scripted_rank import ScriptedEngine
 
-    config = with_checkpoints(parse(args, base))
-    built = application(config, cluster_nodes(), ScriptedEngine if scripted else Engine)
-    serve.run(built, name="aerie", route_prefix="/")
-    server = Server(port, config.served_model_name)
+    plan = planned(args, cluster_nodes(), base)
+    serve.run(application(plan, ScriptedEngine if scripted else Engine), name="aerie", route_prefix="/")
+    server = Server(port, plan.ingress.config.served_model_name)
     try:
         server.wait_healthy()
         yield server

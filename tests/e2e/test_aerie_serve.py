@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,35 @@ pytestmark = pytest.mark.ray
 # As the installed script does it.
 AERIE = [sys.executable, "-P", "-c", "import sys; from aerie.command import main; sys.exit(main())"]
 READY_LIMIT_S = 120.0  # twice what a laptop may take
+# Notes each time that a process reads the user's file, or calls one of these functions.
+COUNTING = """
+import importlib.machinery, os, sys
+
+def note(what):
+    with open(os.environ["AERIE_TEST_COUNTS"], "a") as file:
+        file.write(what + "\\n")
+
+def read(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("my.yaml") and "/work/" in os.path.abspath(arguments[0]):
+        note("read")
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        counted = {"cluster.config": "parse", "cluster.plan": "resolve"}.get(name)
+        if counted is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            function = getattr(module, counted)
+            setattr(module, counted, lambda *args, **kwargs: note(counted) or function(*args, **kwargs))
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.addaudithook(read)
+sys.meta_path.insert(0, Finder())
+"""
 
 
 @pytest.fixture
@@ -38,7 +68,10 @@ def running(tmp_path: Path, installed: Path) -> Iterator[tuple[subprocess.Popen[
         (work / name).parent.mkdir(exist_ok=True)
         (work / name).write_text(f"raise ImportError('a user\\'s {name}')")
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
-    variables = environment(installed, "") | {
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(COUNTING)
+    variables = environment(installed, "", str(tmp_path / "hook")) | {
+        "AERIE_TEST_COUNTS": str(tmp_path / "counts"),
         "RAY_TMPDIR": folder,
         "XDG_STATE_HOME": str(tmp_path),
         "RAY_AUTH_MODE": "disabled",
@@ -73,6 +106,8 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
             pass
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
+    counts = Counter((log.parent / "counts").read_text().split())
+    assert counts == {"read": 1, "parse": 1, "resolve": 1}, "of the configuration, in all processes of the start"
     body = {"model": "target", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 40, "temperature": 0}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["message"]["content"]

@@ -130,14 +130,11 @@ def test_one_of_two_engines_dies_and_no_request_fails(server: Server, victim: st
 def _update(args: dict[str, Any], folder: Path) -> None:
     from ray import serve
 
-    from cluster.checkpoints import with_checkpoints
-    from cluster.config import parse
     from cluster.deployments import application
-    from deploy.app import cluster_nodes
+    from deploy.checks import cluster_nodes, planned
     from tests.e2e.scripted_rank import ScriptedEngine
 
-    config = with_checkpoints(parse(args, folder))
-    serve.run(application(config, cluster_nodes(), ScriptedEngine), name="aerie", route_prefix="/")
+    serve.run(application(planned(args, cluster_nodes(), folder), ScriptedEngine), name="aerie", route_prefix="/")
 
 
 def test_an_update_replaces_both_engines_and_no_request_fails(server: Server, folder: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cluster.checkpoints import with_checkpoints
+from cluster.checkpoints import check_checkpoints
 from cluster.config import AerieConfig, parse
-from cluster.replica.placement import NodeResources, place
+from cluster.placement import NodeResources, place
 from tests.load.cluster import serve_content
 from tests.load.gpu_matrix import ACROSS, FOUR, GPU_SCENARIOS, INTERMEDIATE_SIZE, PEER, PEER_OWN, REPLICAS_BESIDE_HEAD
 from tests.load.gpus import host_name, node_environment, too_few, visible_gpus, widened
@@ -33,7 +33,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _config(hosts: Hosts, target: Path) -> AerieConfig:
     args = serve_content(hosts, hosts.args)["applications"][0]["args"]
     args["model"]["path"] = str(target)
-    return with_checkpoints(parse(args, Path()))
+    config = parse(args, Path())
+    check_checkpoints(config)
+    return config
 
 
 @pytest.mark.parametrize("scenario", GPU_SCENARIOS, ids=lambda scenario: scenario.name)

@@ -50,11 +50,10 @@ class PacedExecutor(InstantExecutor):
 def build(args: dict[str, Any]) -> object:
     """What Serve calls."""
     from cluster.deployments import application
-    from deploy.app import cluster_nodes
-    from deploy.checks import checked
+    from deploy.checks import cluster_nodes, planned
     from tests.bench.host.instant_engine import InstantEngine
 
-    return application(checked(args), cluster_nodes(), InstantEngine)
+    return application(planned(args, cluster_nodes()), InstantEngine)
 
 
 def main() -> None:

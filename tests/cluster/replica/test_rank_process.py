@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from cluster.config import parse, read_args
-from cluster.plan import RankPlan, resolve
+from cluster.placement import NodeResources
+from cluster.plan import Plan, RankPlan, resolve
 from cluster.replica import rank_process
 from cluster.replica.rank_process import RankLostError, adopt
 from deploy import checks
@@ -35,12 +36,12 @@ class Begun:
 def begun(tmp_path: Path) -> Iterator[Begun]:
     """The embedded pair's two ranks, begun as `aerie serve` begins them."""
     path, process = find_config("eagle"), CheckProcess()
-    process.begin(Task(str(path), True, str(tmp_path)), print)
     config = parse(read_args(path), PACKAGED)
-    found = process.checked()
-    assert found == {"max_model_len": 2048}
-    config = config.model_copy(update={"model": replace(config.model, max_model_len=2048)})
-    yield Begun(process, tmp_path, resolve(config, "cpu", 1.0, one_node=True).replica.rank)
+    process.begin(Task(str(path), config.model_dump_json(), True, str(tmp_path)), print)
+    max_model_len = process.checked()
+    assert max_model_len == 2048
+    plan = resolve(config, max_model_len, [NodeResources("n", "10.0.0.1", 4.0, 0.0)])
+    yield Begun(process, tmp_path, Plan.from_args(plan.to_args()).replica.rank)
     process.close()
 
 
@@ -91,5 +92,6 @@ def test_a_rank_that_outlives_its_actor_prints_no_error() -> None:
 def test_the_server_goes_on_while_the_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(checks, "_print_plan", lambda *plan: seen.append("plan"))
-    checks.check_and_begin(find_config("eagle"), lambda: checks.LocalGpus(0), "", seen.append)
-    assert seen == [{"max_model_len": 2048}, "plan"]
+    config = parse(read_args(find_config("eagle")), PACKAGED)
+    checks.check_and_begin("eagle", config, lambda: checks.LocalGpus(0), "", seen.append)
+    assert seen == [2048, "plan"]

@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from cluster.config import parse
+from cluster.placement import NodeResources
 from cluster.plan import ReplicaPlan, resolve
 from cluster.replica import refusals
 from cluster.replica.errors import StartRefusedError, WorkerGroupError
@@ -46,7 +47,8 @@ async def failed(error: Exception) -> WorkerGroupError:
 
 def plan_of(args: dict[str, Any], base: Path) -> ReplicaPlan:
     """Of an engine on one node's CPUs."""
-    return resolve(parse(args, base), "cpu", 1.0, one_node=True).replica
+    config = parse(args, base)
+    return resolve(config, config.model.max_model_len or 2048, [NodeResources("n", "10.0.0.1", 4.0, 0.0)]).replica
 
 
 def test_a_refusal_is_told_from_what_may_pass() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from attention.config import BACKEND_NAMES, DraftAttention, TargetAttention
-from cluster.checkpoints import check_device, with_checkpoints
+from cluster.checkpoints import check_checkpoints, check_device
 from cluster.config import ConfigError, parse
 from deploy.checks import LocalGpus
 from deploy.cli import main
@@ -81,7 +81,8 @@ def test_a_known_generation_decides(
     monkeypatch.setattr("attention.registry.is_installed", lambda package: True)
     speculative = DRAFT | {"num_steps": 3, "top_k": 4, "num_draft_tokens": 8}
     args = {"model": HEADS, "speculative": speculative, "attention": {"decode": "trtllm"}}
-    config = with_checkpoints(parse(args, MODELS))
+    config = parse(args, MODELS)
+    check_checkpoints(config)
     if works:
         check_device(config, "cuda", capability, here=True)
     else:

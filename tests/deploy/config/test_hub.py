@@ -14,7 +14,7 @@ import yaml
 
 from cluster.config import ConfigError
 from deploy.config import hub as hub_module
-from deploy.config.files import located, starting_point
+from deploy.config.files import starting_point
 from deploy.config.hub import is_hub_name, missing_files, model_folder, with_downloads
 from tests.support import MODELS, ROOT
 from tests.support.fake_hub import COMMIT, REVISION, FakeHub, checkpoint, running_hub
@@ -99,9 +99,6 @@ def test_names_in_a_file_become_folders_and_the_served_name(hub: FakeHub, tmp_pa
     assert (
         with_downloads(args | {"ingress": {"served_model_name": "x"}}, tmp_path)["ingress"]["served_model_name"] == "x"
     )
-    file = tmp_path / "my.yaml"
-    file.write_text(starting_point("eagle"))
-    assert located(file, found)["applications"][0]["args"]["model"]["path"] == folder
 
 
 @pytest.mark.parametrize(

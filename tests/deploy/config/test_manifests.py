@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cluster.config import parse
-from cluster.replica.placement import NodeResources, place
+from cluster.placement import NodeResources, place
 from deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
 from tests.support import ROOT
 

@@ -5,22 +5,20 @@ import threading
 from pathlib import Path
 
 import pytest
-import yaml
 
-from cluster.config import ConfigError
+from cluster.config import ConfigError, parse
 from deploy.config.files import located
 from deploy.serve.check_process import CheckProcess, Task
 from tests.support import ROOT
 
 
 def test_a_refused_checkpoint_is_told_at_once_with_its_reason(tmp_path: Path) -> None:
-    content = located(ROOT / "deploy" / "eagle.yaml")
+    args = located(ROOT / "deploy" / "eagle.yaml")["applications"][0]["args"]
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["StrangeForCausalLM"]}))
-    content["applications"][0]["args"]["model"]["path"] = str(model)
-    path = tmp_path / "serve.yaml"
-    path.write_text(yaml.safe_dump(content))
+    args["model"]["path"] = str(model)
+    config = parse(args, tmp_path).model_dump_json()
     lines: list[str] = []
     told, reasons = threading.Event(), []
 
@@ -30,7 +28,7 @@ def test_a_refused_checkpoint_is_told_at_once_with_its_reason(tmp_path: Path) ->
 
     check = CheckProcess()
     try:
-        check.begin(Task(str(path), True, ""), lines.append)
+        check.begin(Task("serve.yaml", config, True, ""), lines.append)
         check.on_refusal(refuse)
         with pytest.raises(ConfigError, match="StrangeForCausalLM"):
             check.checked()
@@ -42,7 +40,7 @@ def test_a_refused_checkpoint_is_told_at_once_with_its_reason(tmp_path: Path) ->
 
 def test_a_process_of_checks_that_ends_without_an_answer_is_told() -> None:
     check = CheckProcess()
-    check.begin(Task("", True, ""), lambda line: None)
+    check.begin(Task("", "", True, ""), lambda line: None)
     check._process.kill()
     with pytest.raises(ConfigError, match="ended with status -9"):
         check.checked()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.config import AerieConfig, ConfigError, parse
-from cluster.replica.placement import NodeResources, order_ranks, place
+from cluster.placement import NodeResources, order_ranks, place
 
 
 def _config(tmp_path: Path, device: str = "auto", **parallel: Any) -> AerieConfig:
