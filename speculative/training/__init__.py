@@ -6,6 +6,7 @@ that exist.
     rows             JSON and JSONL rows in several forms -> conversations
     samples          conversations -> token sequences (the rows' answers or the target's own), and their batches
     trainer          the optimisation, on transformers' `Trainer`; checkpoints and resume
+    graphed_step     a step's loss and gradients from a CUDA graph
     target           a small Llama, its tokenizer and its training
     draft            a draft's loss against a frozen target, its training and its acceptance
     eagle3           the EAGLE-3 head over whole sequences, unrolled on its own outputs

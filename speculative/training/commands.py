@@ -78,8 +78,7 @@ def run_train_target(arguments: argparse.Namespace) -> int:
 
 
 def run_train_deepseek(arguments: argparse.Namespace) -> int:
-    """Train a small model of DeepSeek-V3's shape with its module and save them; print losses and the use of experts.
-    Returns 0."""
+    """Train a small DeepSeek-V3 with its module and save them; print losses and the experts' shares. Returns 0."""
     options = fit_arguments(arguments)
     train, held = split_rows(arguments)
     shape = SIZES[arguments.size]

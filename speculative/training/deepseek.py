@@ -4,8 +4,7 @@
 then a shared expert and experts in groups behind a sigmoid router whose bias keeps them evenly used. Paper: arXiv
 2412.19437, sections 2.1, 2.2 and 4.2. `aerie train-draft --method mtp` trains a checkpoint's module further.
 
-In a checkpoint the module is one more layer after the target's, with `enorm`, `hnorm`, `eh_proj` and
-`shared_head.norm`. It uses the target's embedding and vocabulary head, so the published copies are left out.
+In a checkpoint the module is one more layer after the target's, without its copies of embedding and vocabulary head.
 """
 
 from __future__ import annotations

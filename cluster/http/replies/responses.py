@@ -1,7 +1,7 @@
 """Replies of /v1/responses: a response of items, and the events in which they grow."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
@@ -59,11 +59,7 @@ class ResponsesReply:
         return b"".join(events)
 
     def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
-        cut_short = finish == "length"
-        events = self._items.close("incomplete" if cut_short else "completed")
-        response = self._response("incomplete" if cut_short else "completed")
-        if cut_short:
-            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        events, response = self._finished(finish)
         self._keep(response, msgspec.json.encode(response))
         return events + self._items.event(f"response.{response.status}", response=response)
 
@@ -83,15 +79,19 @@ class ResponsesReply:
             for i, call in enumerate(calls)
         )
         self.piece_event(0, piece, ReplyDelta(delta.content, delta.reasoning, parts, delta.finish))
-        cut_short = delta.finish == "length"
-        self._items.close("incomplete" if cut_short else "completed")
-        response = self._response("incomplete" if cut_short else "completed")
-        if cut_short:
-            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        _, response = self._finished(delta.finish)
         response.metrics = self._context.metrics()
         document = msgspec.json.encode(response)
         self._keep(response, document)
         return document
+
+    def _finished(self, finish: FinishReason | None) -> tuple[bytes, Response]:
+        """Return the events that close the open item, and the finished response."""
+        status: Literal["completed", "incomplete"] = "incomplete" if finish == "length" else "completed"
+        events, response = self._items.close(status), self._response(status)
+        if finish == "length":
+            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        return events, response
 
     def _logprobs(self, piece: Piece) -> list[TokenLogprob]:
         request = self._context.request
