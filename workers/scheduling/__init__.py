@@ -1,18 +1,15 @@
-"""Which requests run in a step, and on which KV pages. No torch, no transport; the clock is handed in.
+"""Decides which requests run in a step, and on which KV pages. No torch, no transport; the clock is handed in.
 
 In the order of one step:
 
 1. A request comes.
-   admission        refuse what cannot run or finds the queue full; say how long what waits takes
-   request          one request, and what it hears back
-   waiting_queue    requests that wait for a slot, by deadline
-   grammar_queue    requests whose grammar or mask is not ready
+   request          one request, and its output
+   queues           admission, waiting and active requests, and the moves between them
 2. The scheduler makes a plan.
    scheduler        puts the parts below together; takes a plan's result one step later
    rounds           which requests decode, with which tree shape, on which pages
    prefill          which prompt chunks run, and which requests get a slot
    shared_prefixes  prompts that wait for the pages of one that is being computed
-   request_queues   moves between the queue and the slots
    slot_pages       slots, their page tables, and the pages that steps in flight may write
    state_saves      when states of recurrent layers are saved, and where
    capture_pacing   when another CUDA graph is captured while the engine serves
@@ -23,7 +20,7 @@ In the order of one step:
 4. Acceptance and time decide the tree shape.
    shape_choice     the shape that rounds verify and draft
    shape_rates      what each shape is expected to bring and to take
-   shape_probes     steps of other shapes, to learn what the running one does not tell
+   shape_probes     steps of other shapes, to learn about them
    survival         how many drafts of each shape are expected to be accepted
 5. The plan travels, and its result comes back.
    plan             `StepPlan` and `StepResult`

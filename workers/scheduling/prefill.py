@@ -6,10 +6,10 @@ from operator import attrgetter
 
 from attention.kv_cache.prefix_cache import Match, PrefixCache
 from workers.config import RoundShape, RoundShapes
-from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
 from workers.scheduling.plan import Chunk, pack_i32
-from workers.scheduling.request_queues import RequestQueues
+from workers.scheduling.queues.grammar_queue import GrammarQueue
+from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder, Sequence
 from workers.scheduling.shared_prefixes import SharedPrefixes
 from workers.scheduling.stats import SchedulerStats

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from workers.config import RoundShapes
 from workers.scheduling.latency_budget import StepRounds
-from workers.scheduling.request_queues import RequestQueues
+from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder
 from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
 from workers.scheduling.slot_pages import Int64s, Slots

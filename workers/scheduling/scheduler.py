@@ -15,15 +15,15 @@ from attention.kv_cache.prefix_cache import PrefixCache
 from attention.kv_cache.snapshots import Snapshots
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.engine_layout import EngineLayout
-from workers.scheduling.admission import Admission
 from workers.scheduling.capture_pacing import CapturePacing
 from workers.scheduling.cost_table import CostTable
-from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.latency_budget import LatencyBudget, StepRounds
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.prefill import PrefillPlanner
+from workers.scheduling.queues.admission import Admission
+from workers.scheduling.queues.grammar_queue import GrammarQueue
+from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.request import FinishReason, Request, RequestOutput, UnfinishedError
-from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.rounds import RoundPlanner
 from workers.scheduling.sequence import InFlightStep, PlanBuilder
 from workers.scheduling.shape_choice import ShapeChoice

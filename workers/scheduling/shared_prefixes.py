@@ -4,7 +4,7 @@ admission."""
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
-from workers.scheduling.request_queues import RequestQueues
+from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder, Sequence
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShapes
-from workers.scheduling.admission import Admission
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
@@ -17,8 +16,9 @@ from workers.scheduling.plan import (
     StepResult,
     unpack_i32,
 )
+from workers.scheduling.queues.admission import Admission
+from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.request import FinishReason, RequestOutput
-from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import InFlightStep, Sequence
 from workers.scheduling.shape_choice import ShapeChoice
 from workers.scheduling.stats import SchedulerStats

@@ -5,9 +5,9 @@ from cluster.transport.messages import GenerateRequest, Probe
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
 from workers.config import SchedulerConfig
-from workers.scheduling.admission import UNKNOWN_S
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.plan import SamplingParams, pack_i32
+from workers.scheduling.queues.admission import UNKNOWN_S
 
 COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),) * 2, (0,), (16,), ((5.0,),), default=1)
 

@@ -8,14 +8,14 @@ import pytest
 
 from tests.support.simulation.load import H200, Policy, poisson_load, replace_struct, simulate
 from workers.config import PLAIN, RoundShapes, SchedulerConfig
-from workers.scheduling.admission import MAX_RETRY_AFTER_S, UNKNOWN_S, Admission
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.latency_budget import LatencyBudget
 from workers.scheduling.plan import StepResult
+from workers.scheduling.queues.admission import MAX_RETRY_AFTER_S, UNKNOWN_S, Admission
+from workers.scheduling.queues.waiting_queue import QueueLoad
 from workers.scheduling.request import RequestOutput
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.step_time import Step, StepTime
-from workers.scheduling.waiting_queue import QueueLoad
 
 CONFIG = SchedulerConfig(8, 100)
 COSTS = CostTable((RoundCosts((1, 8), (10.0, 10.0), (0.0, 0.0)),), (0,), (1, 100), ((1.0, 100.0),))

@@ -11,9 +11,9 @@ from attention.config import CacheConfig
 from tests.support.simulation.scheduler import Clock, Simulation
 from workers.config import SchedulerConfig
 from workers.scheduling.plan import Grammar, SamplingParams, pack_i32
+from workers.scheduling.queues.waiting_queue import BYTES_PER_TOKEN, REQUEST_BYTES
 from workers.scheduling.request import QueueFullError, Request
 from workers.scheduling.scheduler import Scheduler
-from workers.scheduling.waiting_queue import BYTES_PER_TOKEN, REQUEST_BYTES
 
 
 def _scheduler(**config: Any) -> Scheduler:

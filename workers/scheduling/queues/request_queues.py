@@ -5,13 +5,13 @@ from collections.abc import Callable
 import numpy as np
 
 from attention.kv_cache.prefix_cache import Match
-from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.plan import SlotInit, pack_i32
+from workers.scheduling.queues.grammar_queue import GrammarQueue
+from workers.scheduling.queues.waiting_queue import WaitingQueue
 from workers.scheduling.request import FinishReason, Request, RequestState
 from workers.scheduling.sequence import PlanBuilder, Sequence
 from workers.scheduling.slot_pages import SlotPages
 from workers.scheduling.stats import SchedulerStats
-from workers.scheduling.waiting_queue import WaitingQueue
 
 PROBATION_STEPS = 3  # steps with new tokens
 

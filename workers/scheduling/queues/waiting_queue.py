@@ -1,5 +1,5 @@
 """Requests that wait for a slot, in the order of admission, and what they add up to. Owned by
-`workers.scheduling.request_queues`.
+`workers.scheduling.queues.request_queues`.
 
 A burst may leave ten thousand requests here, and every step and every arrival asks how much waits: totals are kept, so
 that no question costs time by the length of the queue.

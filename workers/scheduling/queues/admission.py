@@ -2,8 +2,8 @@
 
 from workers.config import RoundShapes, SchedulerConfig
 from workers.scheduling.latency_budget import LatencyBudget
+from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.request import QueueFullError, Request, RequestTooLargeError
-from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.step_time import Step
 
 MIN_ENDED = 4  # finished requests needed to know the usual length of answers
