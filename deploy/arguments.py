@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     _add_token_map(commands)
     _add_eval_draft(commands)
     _add_bench(commands)
+    _add_check_cache(commands)
     _add_chat(commands)
     return parser
 
@@ -171,6 +172,40 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="latencies over rates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="figures, an object a line (-: standard output)")
     parser.set_defaults(run="deploy.bench.command:run")
+
+
+def _add_check_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "check-cache",
+        help="check that a server's prefix cache changes no answer",
+        description="Asks A, B, A again, longer conversations and forks of them on /v1/completions, greedy, with the "
+        "cache on and several at a time; then every prompt once more with the cache off, and compares the texts. For "
+        "any OpenAI server. Exit code 1 if an answer differs.",
+    )
+    add_server_options(parser)
+    parser.add_argument("--conversations", type=at_least(1), default=20, help="of 11 requests each (default: 20)")
+    parser.add_argument("--concurrency", type=at_least(1), default=8, help="conversations at once (default: 8)")
+    parser.add_argument(
+        "--words", type=at_least(8), help="of a prompt, half of them shared (default: 600, less for short models)"
+    )
+    parser.add_argument("--max-tokens", type=at_least(1), default=64, help="of an answer (default: 64)")
+    parser.add_argument(
+        "--off",
+        choices=("auto", "salt", "flush"),
+        default="auto",
+        help="how the cache is switched off: a cache_salt per request (Aerie, vLLM), or a flush before each (SGLang)",
+    )
+    parser.add_argument(
+        "--ties",
+        type=at_least(0, float),
+        default=0.0,
+        metavar="NATS",
+        help="differences that begin with a token so near to the likeliest one are counted, but are no failure; for "
+        "servers whose rounding depends on the batch (default: 0, all are)",
+    )
+    parser.add_argument("--show", type=at_least(0), default=5, help="differences to print (default: 5)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(run="deploy.check_cache:run")
 
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -40,7 +40,7 @@ class Server:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         if reply.status_code != 200:
-            raise AnswerError(_message(reply))
+            raise AnswerError(message_of(reply))
         return reply.json()
 
     def model(self, name: str = "") -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Server:
             ) as reply:
                 if reply.status_code != 200:
                     reply.read()
-                    raise AnswerError(_message(reply))
+                    raise AnswerError(message_of(reply))
                 for line in reply.iter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -95,7 +95,7 @@ def given_server(arguments: argparse.Namespace) -> Server:
     return Server(url, arguments.key or os.environ.get(KEY_VARIABLE, ""))
 
 
-def _message(reply: httpx.Response) -> str:
+def message_of(reply: httpx.Response) -> str:
     """What an error says."""
     try:
         message = str(reply.json()["error"]["message"])

@@ -13,6 +13,7 @@ import torch
 
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
+from deploy.cli import main
 from deploy.offline import LLM
 from tests.support import MODELS
 from tests.support.edge_client import MODEL, served
@@ -53,10 +54,13 @@ class OfflineEngine:
         tokens = tuple(request.output)
         for at in range(0, len(tokens), 3):
             finish = str(reasons[-1]) if at + 3 >= len(tokens) else None
-            yield TokenDelta(request_id, tokens[at : at + 3], finish)
+            yield TokenDelta(request_id, tokens[at : at + 3], finish, cached_tokens=request.cached_tokens)
 
     async def stats(self) -> list[EngineStats]:
         return []
+
+    async def health(self) -> tuple[list[EngineStats], str]:
+        return [EngineStats(engine_id="offline", status="ready")], ""
 
     async def flush_cache(self) -> list[FlushOutcome]:
         return []
@@ -107,3 +111,10 @@ async def test_forced_calls_are_whole_and_valid(llm: LLM, temperature: float) ->
         assert item.type == "function_call"
         _check(item.name, item.arguments)
     _check("weather", form.choices[0].message.content or "")
+
+
+async def test_the_cache_of_the_embedded_pair_changes_no_answer(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--words", "60", "--max-tokens", "12", "--conversations", "2", "--concurrency", "1"]
+    async with served(OfflineEngine(llm), llm.tokenizer, max_model_len=1024) as url:  # type: ignore[arg-type]
+        assert await asyncio.to_thread(main, ["check-cache", url, *options]) == 0
+    assert "0 of 22 answers differ" in capsys.readouterr().out
