@@ -18,7 +18,9 @@ import subprocess
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
@@ -26,6 +28,8 @@ from workers.structured_output.faults import VocabularyError
 
 if TYPE_CHECKING:
     from workers.structured_output.compiler import Vocabulary
+
+T = TypeVar("T")
 
 MEMORY_BYTES = 4 << 30  # that a forked process may allocate: torch takes 0.4 GB of it, and 1.5 GB of addresses
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine
@@ -161,9 +165,7 @@ def template() -> Template:
 def main(descriptor: int, parent: int) -> None:
     """Fork what is asked for, until the parent is gone."""
     # The imports come first and the vocabulary with the first work: a fork then has both.
-    import workers.structured_output.mask_host
-    import workers.structured_output.trial  # noqa: F401
-
+    _giving_way(_import)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children are reaped
     own = socket.socket(fileno=descriptor)
     own.settimeout(_PARENT_CHECK_S)
@@ -184,11 +186,25 @@ def main(descriptor: int, parent: int) -> None:
             own.send(msgspec.msgpack.encode(answer))
 
 
+def _import() -> None:
+    import workers.structured_output.mask_host
+    import workers.structured_output.trial  # noqa: F401
+
+
+def _giving_way(call: Callable[[], T]) -> T:
+    """Result of `call`, which takes seconds of a core beside the steps of running requests.
+
+    A thread of its own makes it: Linux counts niceness by thread, and no process may lower its own again, whereas what
+    is forked fills masks that steps wait for. Elsewhere niceness is the whole process's, and is left alone.
+    """
+    first = functools.partial(os.nice, GIVING_WAY) if sys.platform == "linux" else None
+    with ThreadPoolExecutor(1, "giving way", first) as thread:
+        return thread.submit(call).result()
+
+
 def _fork(work: Work, files: list[int], own: socket.socket) -> _Forked:
     """Raises VocabularyError, which is a ValueError, and OSError."""
-    vocabulary = _vocabulary(work.folder, work.vocab_size)
-    if work.end_token_ids:
-        vocabulary.tokens(work.end_token_ids, False)
+    vocabulary = _prepared(work.folder, work.vocab_size, work.end_token_ids)
     own_pid = os.getpid()
     pid = os.fork()
     if pid:
@@ -216,6 +232,17 @@ def _run(work: Work, files: list[int], vocabulary: "Vocabulary") -> None:
         from workers.structured_output.trial import run_trial
 
         run_trial(files, vocabulary)
+
+
+@functools.cache
+def _prepared(folder: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> "Vocabulary":
+    def prepare() -> "Vocabulary":
+        vocabulary = _vocabulary(folder, vocab_size)
+        if end_token_ids:
+            vocabulary.tokens(end_token_ids, False)
+        return vocabulary
+
+    return _giving_way(prepare)
 
 
 @functools.cache
