@@ -1,13 +1,13 @@
-"""Speculation as a `workers.runner.decoding.DecodingStrategy`.
+"""Speculative decoding, as a `workers.runner.decoding.DecodingStrategy`.
 
-tree: the shapes of draft trees, and their nodes as tensors.
-ops: acceptance, growth of trees and other operations of a round.
-decoding: a step, from verification to the next tree.
-step_parts: what its stages hand on, and what it emits.
+decoding: one step, from verification to the next tree.
+step_parts: values passed between its stages, and its output.
+drafts: EAGLE, EAGLE-3 and MTP drafts, their checkpoints, and the steps that draft a tree.
+tree: tree shapes, and nodes as tensors.
 tree_table: the tree of every slot.
-draft_backlog: the draft's KV of plain rounds, written several rounds at a time.
-drafts: EAGLE, EAGLE-3 and MTP drafts, their published checkpoints, and the steps that draft a tree.
-backends: which attention backend serves which mode.
+ops: acceptance, tree growth and other operations of a round.
+draft_backlog: writes the draft's KV of several plain rounds at a time.
+backends: chooses the draft's attention backends.
 build, local: an engine that speculates.
-training: making a draft for a target.
+training: trains a draft for a target.
 """

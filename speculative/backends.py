@@ -1,5 +1,5 @@
-"""Which attention backend serves which mode of the draft, as configured. Used by `speculative.build`; the target's are
-chosen in `workers.runner.backends`."""
+"""Chooses the draft's attention backend per mode. Used by `speculative.build`; `workers.runner.backends` chooses the
+target's."""
 
 from attention.config import DraftAttention
 from attention.metadata import Mode
@@ -8,7 +8,7 @@ from workers.runner.backends import Backends, ModelShape
 
 
 def draft_choices(names: DraftAttention, shape: ModelShape, tree: bool, window: int | None = None) -> list[Choice]:
-    """What a configuration names for the draft. tree: whether drafting branches. window: see `SpeculativeConfig`."""
+    """Return the configured backends of the draft. tree: whether drafting branches. window: see `SpeculativeConfig`."""
     return [
         Choice("draft_attention.prefill", names.prefill, shape.use(Mode.PREFILL, window=window)),
         Choice("draft_attention.extend", names.extend, shape.use(Mode.DRAFT_EXTEND, window=window)),
@@ -17,5 +17,5 @@ def draft_choices(names: DraftAttention, shape: ModelShape, tree: bool, window: 
 
 
 def draft_backends(names: DraftAttention, shape: ModelShape, tree: bool, window: int | None = None) -> Backends:
-    """The backends of `draft_choices`. Raises ValueError as `choose_backends` does."""
+    """Return the backends of `draft_choices`. Raises ValueError as `choose_backends` does."""
     return choose_backends(draft_choices(names, shape, tree, window))

@@ -1,5 +1,5 @@
-"""An engine with a draft or without: that of a target (`workers.runner.build`), and what a draft adds to it.
-`cluster.assembly` calls this; so do benchmarks and tests, so that all run the same engine."""
+"""Builds an engine with or without a draft: the target's (`workers.runner.build`) plus what a draft adds. Used by
+`cluster.assembly`, benchmarks and tests, so that all run the same engine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,10 +49,11 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of weights on each rank of GPUs; of a draft whose checkpoint may lack an embedding or a vocabulary head,
-    with them.
+    """Bytes of weights per GPU rank. A draft's bytes include an embedding or vocabulary head that its checkpoint may
+    lack.
 
-    head_rows: of the draft's vocabulary head where it is trimmed; None: it is not. head: bytes of that.
+    head_rows: rows of the draft's trimmed vocabulary head; None: it is not trimmed.
+    head: bytes of that head.
     """
 
     target: int
@@ -63,11 +64,11 @@ class WeightBytes:
 
 @dataclass(frozen=True)
 class DraftSpeculation:
-    """The `workers.runner.layout.Speculation` of an engine with a draft.
+    """`workers.runner.layout.Speculation` with a draft.
 
-    draft: its checkpoint, read and checked.
+    draft: its checkpoint's description, checked.
     draft_tp: ranks that share it.
-    shapes: of the trees that it may draft, and plain decoding.
+    shapes: the tree shapes that it may draft, and plain decoding.
     """
 
     config: SpeculativeConfig
@@ -128,8 +129,11 @@ class DraftSpeculation:
 
 
 def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> WeightBytes:
-    """What the weights take, by the checkpoints' configurations. engine: what `plan_engine` made of `spec`.
-    multiplies_fp8: whether the GPUs do, as for `weight_bytes`."""
+    """Return the size of the weights, from the checkpoints' configurations.
+
+    engine: `plan_engine(spec)`.
+    multiplies_fp8: whether the GPUs do, as for `weight_bytes`.
+    """
     ranks, target, dtype = spec.worker.tensor_parallel, engine.target, engine.dtype
     group, family = TPGroup(0, ranks), family_of(target.architecture, f"model {spec.worker.model.path}")
     names = family.weight_names(target)
@@ -143,15 +147,18 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
 
 
 def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePlan:
-    """Read and check the checkpoints' configurations; raises ValueError that names value, rule and remedy. device: see
+    """Read and check the checkpoints' configurations. Raises ValueError that names value, rule and remedy. device: see
     `workers.runner.layout.plan_engine`."""
     target = _target_config(spec)
     return plan_of(spec.worker, target, _speculation(spec, target), device)
 
 
 def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
-    """Compare the headers of all weight files with what target and draft want, by a load on the meta device; no weight
-    is read. engine: what `plan_engine` made of `spec`. Raises ValueError naming file, tensor and both shapes."""
+    """Compare the headers of all weight files with what target and draft need; reads no weights. engine:
+    `plan_engine(spec)`.
+
+    Raises ValueError naming file, tensor and both shapes.
+    """
     source, speculation = spec.worker.model, engine.speculation
     if source.load_format == "dummy":
         return
@@ -161,9 +168,13 @@ def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
 
 
 def check_device(spec: EngineSpec, engine: EnginePlan, device: Capability, here: bool) -> None:
-    """Refuse what `build_rank` would on such a device, as far as it can be told without one: backends of attention,
-    `deterministic`, types and capabilities that a model needs. engine: what `plan_engine` made of `spec`, for any
-    device. here: see `attention.registry.check_choices`. Raises ValueError."""
+    """Refuse what `build_rank` would refuse on such a device, as far as possible without one: attention backends,
+    `deterministic`, dtypes and capabilities.
+
+    engine: `plan_engine(spec)`, for any device.
+    here: see `attention.registry.check_choices`.
+    Raises ValueError.
+    """
     worker, target = spec.worker, engine.target
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
     target.check_device(device, dtype, f"model {worker.model.path}")
@@ -182,7 +193,7 @@ def build_worker(
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
 ) -> Worker:
-    """`build_rank` for those who need the rank alone."""
+    """`build_rank`, without the layout."""
     return build_rank(spec, engine, rank, address, report).worker
 
 
@@ -195,7 +206,7 @@ def build_rank(
     compilers: CompileProcesses | None = None,
     advance: PhaseAdvance = lambda phase, done, total, unit: None,
 ) -> BuiltRank:
-    """See `workers.runner.build.build_rank`. engine: what `plan_engine` made of `spec`."""
+    """See `workers.runner.build.build_rank`. engine: `plan_engine(spec)`."""
     return build.build_rank(spec.worker, engine, rank, address, report, compilers, advance)
 
 

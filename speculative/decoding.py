@@ -1,9 +1,9 @@
-"""`SpeculativeDecoding`: one step of an engine that has a draft.
+"""`SpeculativeDecoding`: one step of an engine with a draft.
 
-verify -> accept -> commit -> draft-extend -> draft -> tree build, rotated so that the trees that a step drafts are
-those that the next one verifies. Prompt chunks ride in the same passes of target and draft: each stage below is a half
-for rounds and a half for chunks, and `workers.runner.batch.RowLayout` says which rows are whose. What a draft is made
-of is its `DraftModel`'s matter; verification knows tokens only.
+verify -> accept -> commit -> draft-extend -> draft -> tree build. The trees that a step drafts are verified by the next
+step. Prompt chunks share the passes of target and draft: each stage has a half for rounds and a half for chunks, and
+`workers.runner.batch.RowLayout` says which rows belong to which. A `DraftModel` hides how a draft works; verification
+only sees tokens.
 """
 
 from dataclasses import replace
@@ -33,8 +33,8 @@ from workers.structured_output.mask_table import MaskTable
 
 
 class SpeculativeDecoding(CuttableStrategy):
-    """A `workers.runner.decoding.DecodingStrategy`. Shape 0 decodes plainly and keeps the draft's KV warm, the others
-    are `TreeShape`s.
+    """A `workers.runner.decoding.DecodingStrategy`. Shape 0 decodes without speculation and keeps the draft's KV up to
+    date; the others are `TreeShape`s.
 
     synthetic_acceptance_length: see `SpeculativeConfig`.
     """
@@ -88,7 +88,7 @@ class SpeculativeDecoding(CuttableStrategy):
         return emitted(batch, rounds, finals, drafts, ranking)
 
     def _read_trees(self, batch: StepBatch, shape: RoundShape) -> RoundRows:
-        """The trees that the rounds verify; their masks go into the verifying backend's own buffer, if it has one."""
+        """Return the trees to verify. Their masks go to the verifying backend's own buffer, if it has one."""
         mask_words = None
         if shape.width > 1 and batch.num_requests:
             backend = self._target.backends[Mode.VERIFY]
@@ -96,7 +96,7 @@ class SpeculativeDecoding(CuttableStrategy):
         return self._trees.read(batch.slots, shape, self._slots.seq_len, mask_words)
 
     def _run_target(self, batch: StepBatch, shape: RoundShape, rows: RoundRows, page_table: Tensor) -> TargetPass:
-        """One pass over the rounds' rows and the chunks'."""
+        """Run one pass over the rows of rounds and chunks."""
         chunks, layout = batch.chunks, batch.rows(shape.width)
         verify = positions = None
         if batch.num_requests:
@@ -141,7 +141,7 @@ class SpeculativeDecoding(CuttableStrategy):
         return Rounds(rows.length, page_table, sampled, done, features)
 
     def _chosen(self, logits: Tensor, batch: StepBatch, rows: RoundRows) -> Sampled:
-        """The target's token after every node: [B, W]."""
+        """Return the target's token after every node, [B, W]."""
         tree = rows.tree
         positions = rows.positions.view(tree.tokens.shape)
         if batch.needs.random or batch.needs.shaping:  # else nothing depends on them
@@ -154,7 +154,7 @@ class SpeculativeDecoding(CuttableStrategy):
         return self._sampler.sample(logits, Rows(batch.slots, positions, path, tree.tokens), batch.needs)
 
     def _first_tokens(self, batch: StepBatch, chunks: PromptChunks, logits: Tensor) -> Finals:
-        """Chunks: the token after each prompt that ends."""
+        """Chunks: choose the token after each prompt that ends."""
         begin_finals(self._slots, chunks)
         positions = self._slots.seq_len[chunks.final_slots].long().unsqueeze(1) + 1
         of_finals = logits[logits.shape[0] - chunks.num_finals :]
@@ -165,9 +165,11 @@ class SpeculativeDecoding(CuttableStrategy):
     def _extend(
         self, batch: StepBatch, rounds: Rounds | None, finals: Finals | None, passed: TargetPass
     ) -> Tensor | None:
-        """Bring the draft's KV up to the committed tokens: [B + F, H], its state after the newest token of each entry.
-        KV needs a row's input alone, so that the newest rows alone attend; none does, and there is no state, if nothing
-        is drafted next."""
+        """Extend the draft's KV to the committed tokens. Return its state after each entry's newest token, [B + F, H].
+
+        KV depends on a row's input only, so only the newest rows attend. If nothing is drafted next, none attends and
+        there is no state.
+        """
         chunks, extend = batch.chunks, None
         if self._backlog is not None:
             if rounds is not None and chunks is None and batch.shape == batch.next_shape == 0:
@@ -193,12 +195,12 @@ class SpeculativeDecoding(CuttableStrategy):
         return batch.rows(width=1).with_finals(hidden)
 
     def _causal_rows(self, batch: StepBatch, rounds: Rounds, width: int, length: Tensor) -> DecodeBatch:
-        """Of each request `width` rows of its accepted path, from position length [B] int32 on."""
+        """Return `width` rows of each request's accepted path, from position length [B] int32."""
         mask = self._causal[width].expand(batch.num_requests, width)
         return DecodeBatch(Mode.DRAFT_EXTEND, width, width, length, mask, rounds.page_table, batch.max_kv_len)
 
     def _newest_rows(self, batch: StepBatch, rounds: Rounds | None) -> Attending | None:
-        """The rows of each request's newest token and each chunk's last; None if there are no others."""
+        """Return the rows of each request's newest token and each chunk's last; None if there are no other rows."""
         chunks = batch.chunks
         num_round_rows = rounds.committed.accepted.path.numel() if rounds is not None else 0
         if rounds is not None and chunks is None and num_round_rows == rounds.length.shape[0]:
@@ -211,7 +213,7 @@ class SpeculativeDecoding(CuttableStrategy):
     def _draft_next(
         self, batch: StepBatch, hidden: Tensor | None, rounds: Rounds | None, finals: Finals | None
     ) -> None:
-        """The next trees of the entries that the plan names; of the others the newest token alone."""
+        """Draft trees for the entries that the plan names; the others get their newest token alone."""
         entries = batch.entry_slots
         if entries.shape[0] == 0:
             return
@@ -225,7 +227,7 @@ class SpeculativeDecoding(CuttableStrategy):
             self._drafters[shape].draft(drafting)
 
     def _guidance(self, batch: StepBatch, rounds: Rounds | None, finals: Finals | None) -> Guidance:
-        """What grammars say of the next tokens. The newest was chosen after the last accepted node."""
+        """Return the grammars' state. The newest token was chosen after the last accepted node."""
         accepted = rounds.committed.accepted if rounds else None
         last = accepted.path.gather(1, accepted.num_drafts.unsqueeze(1)).squeeze(1) if accepted else None
         roots = torch.zeros_like(finals.commit.counts) if finals else None
@@ -233,7 +235,7 @@ class SpeculativeDecoding(CuttableStrategy):
 
 
 def _next_ids(chunks: PromptChunks, finals: Finals | None) -> Tensor:
-    """[rows] int64: the token after each chunk row, which the draft pairs with the row's feature."""
+    """Return [rows] int64: the token after each chunk row, which the draft combines with the row's feature."""
     after_chunk = chunks.next_ids
     if finals is not None:
         of_finals, others = after_chunk[: chunks.num_finals], after_chunk[chunks.num_finals :]

@@ -1,11 +1,12 @@
-"""Write the draft's KV of plain rounds several rounds at a time. `speculative.decoding` uses it on CPUs.
+"""Writes the draft's KV of several plain rounds at a time. Used by `speculative.decoding` on CPUs.
 
-A plain round gives the draft one row of each request. The products of so few rows take nearly as long as those of many:
-at batch 8 on a CPU they cost a tenth of the round. So rows wait until there are `MAX_ROUNDS` of each request, or until
-another kind of step follows: then they are written first.
+A plain round has one draft row per request. So few rows take almost as long as many: at batch 8 on a CPU, a tenth of
+the
+round. So rows wait until there are `MAX_ROUNDS` per request, or until another kind of step follows, which they precede.
 
-On GPUs every plain round writes them. That costs 1.2 to 1.7 % of a round (H200, Llama-3.1-8B, batch 1 to 128), and a
-backlog would need a second graph of plain rounds for every batch size, besides one that writes it.
+On GPUs every plain round writes them. That costs 1.2 to 1.7 % of a round (H200, Llama-3.1-8B, batch 1 to 128). A
+backlog
+would need a second graph of plain rounds per batch size, and one that writes it.
 """
 
 import torch
@@ -21,8 +22,8 @@ MAX_ROUNDS = 16
 
 
 class DraftBacklog:
-    """Rounds of the same requests, one after the other. Pages that they write may be another request's only after a
-    step of other requests, before which the backlog is written."""
+    """Rounds of the same requests, one after another. Their pages get a new owner only after a step of other requests,
+    which writes the backlog first."""
 
     def __init__(self, draft: DraftRunner, slots: SlotTable) -> None:
         self._draft = draft
@@ -32,7 +33,7 @@ class DraftBacklog:
         self._max_kv_len = 0
 
     def add(self, slots: Tensor, rounds: Rounds, max_kv_len: int) -> None:
-        """Take a plain round's rows.
+        """Add the rows of a plain round.
 
         slots: [B] int64.
         max_kv_len: see `DecodeBatch`.
@@ -46,7 +47,7 @@ class DraftBacklog:
             self.write()
 
     def write(self) -> None:
-        """Write all rows that wait."""
+        """Write all waiting rows."""
         if self._slots is None:
             return
         rounds, count, num_requests = self._rounds, len(self._rounds), len(self._slots)

@@ -1,4 +1,4 @@
-"""What a step of `speculative.decoding` hands from stage to stage, and what it emits in the end."""
+"""Values passed between the stages of a step of `speculative.decoding`, and its output."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ from workers.slots.slot_table import Commit
 
 @dataclass(frozen=True)
 class TargetPass:
-    """What the target made of a step's rows.
+    """Results of the target's pass.
 
     rows: of the rounds.
     page_table: [B, max_pages] int32, of the rounds.
-    hidden: [n, H] of the rows of rounds, then of the last row of each prompt that ends.
-    round_features, chunk_features: [rows, F] of the rounds' and the chunks' rows, for the draft.
+    hidden: [n, H] of all rows of rounds, then of the last row of each prompt that ends.
+    round_features, chunk_features: [rows, F] features for the draft.
     prompt_hidden: [n, H] of the batch's prompt targets, if any.
     """
 
@@ -37,10 +37,10 @@ class TargetPass:
 class Rounds:
     """The rounds of a step after verification.
 
-    length: [B] int32, the KV committed before it.
+    length: [B] int32 committed KV before it.
     page_table: [B, max_pages] int32.
     sampled: the target's token after every node.
-    features: [B * D, F] of the target on the accepted path, as deep as it can be.
+    features: [B * D, F] of the target on the accepted path, up to its maximum depth.
     """
 
     length: Tensor
@@ -52,7 +52,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Finals:
-    """The first tokens of the prompts that end in a step."""
+    """First tokens of the prompts that end in a step."""
 
     sampled: Sampled
     commit: Commit
@@ -65,7 +65,8 @@ def emitted(
     drafts: Tensor | None,
     ranking: PromptRanking | None,
 ) -> StepTensors:
-    """Of entries that ran a round, then of those whose prompt ended. drafts, ranking: see `StepTensors`."""
+    """Return the output: entries that ran a round, then those whose prompt ended. drafts, ranking: see
+    `StepTensors`."""
     if rounds is None and finals is None:
         empty = batch.slots.new_zeros(0)
         return StepTensors(empty.view(0, 1), empty, empty, empty, None, None, ranking)
@@ -84,7 +85,7 @@ def emitted(
 
 
 def _logprobs(rounds: Rounds | None, finals: Finals | None, columns: int, num_logprobs: int) -> Logprobs | None:
-    """Log-probabilities along the accepted paths, and of first tokens; None if nobody asked."""
+    """Return log-probabilities along the accepted paths, and of first tokens; None if no request asked."""
     logits, tokens = [], []
     if rounds is not None and rounds.sampled.logits is not None:
         path = rounds.committed.accepted.path

@@ -1,15 +1,14 @@
-"""Acceptance: the drafted nodes that the target agrees with, and their commit to the slots.
+"""Acceptance: which drafted nodes the target agrees with, and their commit to the slots.
 
-The target chooses a token after every node of the tree (greedily, or by a draw that depends on the position alone:
-`workers.sampling.sampler`). A node is accepted if it is the token chosen after its parent and its parent is accepted.
-The emitted tokens are therefore those of plain decoding, one by one: for a greedy request the same tokens, for a random
-one the same draws. So the seed alone decides a sampled text, with and without speculation, alone and in a batch, and
-ranks need not exchange what they accepted.
+The target chooses a token after every node of the tree: greedily, or by a draw that depends on the position alone
+(`workers.sampling.sampler`). A node is accepted if its parent is accepted and it equals the token chosen after its
+parent. So the emitted tokens are those of non-speculative decoding: the same greedy tokens, the same draws. The seed
+alone decides a sampled text, with and without speculation, alone and in a batch, and ranks need not exchange what they
+accepted.
 
-That has a price. A draft that adds the target's noise to its own logits draws the target's token less often than
-rejection sampling accepts a drafted one, which is as often as any rule can for a drafted token of that distribution. On
-the embedded pair, chains of three: 2.50 tokens a round instead of 2.58 at temperature 1.0, 2.54 instead of 2.59 at 0.7,
-2.90 instead of 2.93 at 0.7 with top-k 20 and top-p 0.8 (exact expectations).
+Rejection sampling, which is optimal for one drafted token, would accept a little more than a draft that shares the
+target's noise. Tokens per round of the embedded pair, chains of three (exact expectations): 2.50 instead of 2.58 at
+temperature 1.0, 2.54 instead of 2.59 at 0.7, 2.90 instead of 2.93 at 0.7 with top-k 20 and top-p 0.8.
 """
 
 from dataclasses import dataclass, replace
@@ -25,12 +24,12 @@ from workers.slots.slot_table import Commit, SlotTable
 
 @dataclass(frozen=True)
 class Accepted:
-    """Each request's accepted run.
+    """The accepted path of each request.
 
-    path: [B, D + 1] int64, the accepted nodes by depth, 0 after the last.
-    num_drafts: [B] int64, accepted draft tokens.
-    tokens: [B, D + 1] int64, what is emitted: the drafts on the path, then the target's own choice after the last;
-        num_drafts + 1 are valid.
+    path: [B, D + 1] int64 accepted nodes by depth, then 0.
+    num_drafts: [B] int64 accepted draft tokens.
+    tokens: [B, D + 1] int64 emitted tokens: accepted drafts, then the target's choice after the last; num_drafts + 1
+        are valid.
     """
 
     path: Tensor
@@ -40,12 +39,12 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Committed:
-    """An accepted path once it is committed, and where its rows are.
+    """A committed path, and its rows.
 
-    path_rows: [B, D + 1] int64, the path among all [B * W] rows.
-    newest: [B] int64, of the [B * (D + 1)] rows of the paths the one after which the newest token was chosen.
-    newest_position: [B] int32, its KV position.
-    reported: [B] int64, accepted drafts for the statistics, -1 where none were verified.
+    path_rows: [B, D + 1] int64 rows of the path among all [B * W].
+    newest: [B] int64 row of the paths' [B * (D + 1)] after which the newest token was chosen.
+    newest_position: [B] int32 its KV position.
+    reported: [B] int64 accepted drafts for statistics; -1 if none were verified.
     """
 
     accepted: Accepted
@@ -80,7 +79,7 @@ def accept_commit(
 
 
 def has_drafts(tree: Tree) -> Tensor:
-    """[B] bool: whether a tree is more than its root."""
+    """Return [B] bool: whether a tree has nodes beside its root."""
     if tree.tokens.shape[1] == 1:
         return torch.zeros_like(tree.tokens[:, 0], dtype=torch.bool)
     return tree.tokens[:, 1] != NO_TOKEN
@@ -104,8 +103,10 @@ def committed(tree: Tree, accepted: Accepted, commit: Commit, length: Tensor) ->
 
 
 def accept(tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int) -> Accepted:
-    """Compare trees with the target's choices chosen [B, W] int64 after each node; enabled: [B] bool, False accepts
-    no draft. A node is accepted if the bits of all its ancestors are among the nodes that match: no walk."""
+    """Compare trees with the target's choices chosen [B, W] int64. enabled: [B] bool; False accepts no draft.
+
+    A node is accepted if all its ancestors' bits are among the matching nodes: no walk over the tree.
+    """
     width = tree.tokens.shape[1]
     node = torch.arange(width, device=chosen.device)
     matches = tree.tokens == chosen.gather(1, tree.parents)
@@ -118,15 +119,18 @@ def accept(tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int) -> Accep
 def accept_synthetic(
     tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int, length: float, seed: Tensor, position: Tensor
 ) -> Accepted:
-    """Accept so that the mean of 1 + accepted drafts is `length`, whatever the tokens are: floor(length) - 1 drafts
-    for certain and one more with the fractional rest (the minimum-variance schedule of vLLM's
-    `synthetic_acceptance_length`). seed, position: [B] int64 for the draw."""
+    """Accept so that 1 + accepted drafts is `length` in the mean, whatever the tokens are: floor(length) - 1 drafts,
+    and one more with the fractional probability (the minimum-variance schedule of vLLM's
+    `synthetic_acceptance_length`).
+
+    seed, position: [B] int64, for the draw.
+    """
     certain = int(length - 1)
     uniform = torch.exp(-torch.exp(-gumbel_noise(seed, position, torch.full_like(seed, -1))))
     wanted = certain + (uniform < length - 1 - certain).long()
     wanted = torch.where(enabled & has_drafts(tree), wanted, 0)
     node = torch.arange(tree.tokens.shape[1], device=chosen.device)
-    # the first node of the wanted depth, or of the deepest level that this tree has tokens on
+    # the first node of the wanted depth, or of the deepest level with tokens
     depth = torch.minimum(torch.where(tree.tokens != NO_TOKEN, tree.depths, 0), wanted.unsqueeze(1))
     target = (depth * tree.tokens.shape[1] - node).argmax(1, keepdim=True)
     accepted = (tree.masks.gather(1, target) >> node & 1).bool()
@@ -134,7 +138,7 @@ def accept_synthetic(
 
 
 def _along_path(tree: Tree, chosen: Tensor, accepted: Tensor, max_depth: int) -> Accepted:
-    """The accepted nodes [B, W] bool, at most one per depth, in the order of their depth."""
+    """Return the accepted nodes [B, W] bool, at most one per depth, in order of depth."""
     batch, width = accepted.shape
     node = torch.arange(width, device=accepted.device).expand(batch, width)
     path = torch.zeros((batch, max_depth + 2), dtype=torch.int64, device=accepted.device)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `acceptance`: one launch where torch needs about forty-five. One program per request, of one warp."""
+"""The kernel of `acceptance`: one launch instead of about 45. One program of one warp per request."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from workers.slots.slot_table import Commit, SlotTable
 
 @triton.jit
 def _synthetic(token, depth, mask, node, inside, wanted, W: tl.constexpr):
-    """The path to the first node of the wanted depth, or of the deepest level that has tokens."""
+    """Return the path to the first node of the wanted depth, or of the deepest level with tokens."""
     depth = tl.where(token >= 0, depth, 0)
     key = tl.where(inside, tl.minimum(depth, wanted) * W - node, -W)
     chosen_mask = tl.sum(tl.where(node == tl.argmax(key, 0), mask, 0), 0)
@@ -107,7 +107,8 @@ def _accept_commit(
         tl.store(path_ptr + b * COLUMNS + j, index)
         tl.store(row_ptr + b * COLUMNS + j, b * W + index)
         tl.store(out_ptr + b * COLUMNS + j, emitted)
-        # the first stop token is emitted too
+        # the first stop token is emitted, too
+
         valid = (j < count) & (first_stop == COLUMNS) & (was_finished == 0)
         count_output(slot, emitted, valid, output_count_ptr, vocab_size, shapes_ptr, shapes_stride)
         is_stop = tl.max((stops == emitted).to(tl.int32), 0) > 0

@@ -1,8 +1,8 @@
-"""Drafting under grammars: how a request's guide (`workers.structured_output.guide_table`) goes on with drafted tokens,
-and what it does to the draft's scores and proposals.
+"""Drafting under grammars: advances each request's guide (`workers.structured_output.guide_table`) by drafted tokens,
+and applies it to the draft's scores and proposals.
 
-A row whose state is `NOWHERE` is drafted freely; so are all rows of a slot that has no guide, whose states are all
-`NOWHERE`."""
+State `NOWHERE` drafts freely; slots without a guide are always in it.
+"""
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from workers.structured_output.guide_table import NOWHERE, GuideTable
 
 @operation(Implementation("triton", "speculative.ops.guides_triton:begin", on_gpu))
 def begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> Tensor:
-    """The states of requests after the newest token.
+    """Return the states of requests after their newest token.
 
     slots  [B] int64, contiguous
-    nodes  [B] int64, the node of each one's verified tree after which its newest token was chosen
-    bonus  [B] int64, that token
+    nodes  [B] int64 node of each verified tree after which the newest token was chosen
+    bonus  [B] int64 that token
     ->     [B, 1] int32
     """
     guide = guides.index[slots].long()
@@ -29,12 +29,12 @@ def begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> Te
 
 @operation(Implementation("triton", "speculative.ops.guides_triton:follow_chain", on_gpu))
 def follow_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of a chain's next level, forced where a grammar leaves one alone, and the states after them.
+    """Return the tokens of a chain's next level, forced where the grammar allows only one, and the states after them.
 
     slots   [B] int64, contiguous
     states  [B, 1] int32, contiguous
     tokens  [B] int64
-    ->      [B] int64 and [B, 1] int32
+    ->      [B] int64; [B, 1] int32
     """
     chosen = forced_or(guides, slots, states, tokens.unsqueeze(1))
     return chosen.squeeze(1), follow(guides, slots, states, chosen)
@@ -42,7 +42,7 @@ def follow_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tens
 
 @operation(Implementation("triton", "speculative.ops.guides_triton:follow_level", on_gpu))
 def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level) -> Tensor:
-    """The states after the nodes of a tree's level.
+    """Return the states after the nodes of a tree's level.
 
     slots   [B] int64, contiguous
     states  [B, R] int32, contiguous: after the nodes of the level above
@@ -55,13 +55,13 @@ def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level
 
 @operation(Implementation("triton", "speculative.ops.guides_triton:mask", on_gpu))
 def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, states: Tensor, ids: Tensor) -> None:
-    """Set the logits of tokens that may not come to minus infinity, where the states' masks are known.
+    """Set the logits of forbidden tokens to minus infinity, in states whose masks are known.
 
     logits  [B * R, n], last stride 1, written
-    words   [masks, ceil(vocab_size / 32)] int32, contiguous: bit t % 32 of word t // 32 allows token t
+    words   [masks, ceil(vocab_size / 32)] int32, contiguous; bit t % 32 of word t // 32 allows token t
     slots   [B] int64, contiguous
     states  [B, R] int32, contiguous
-    ids     [n] int64, contiguous: the target's id of each column
+    ids     [n] int64, contiguous: target id of each column
     """
     guide = guides.index[slots].long().clamp_min(0)
     rows = guides.rows[guide].gather(1, states.long().clamp_min(0))
@@ -72,20 +72,20 @@ def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, state
 
 @operation(Implementation("triton", "speculative.ops.guides_triton:children", on_gpu))
 def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children, unlikely: float) -> Children:
-    """Proposals in which a forced token is the first of its row, with log-probability 0.
+    """Return proposals in which a forced token is the first of its row, with log-probability 0.
 
     slots     [B] int64, contiguous
     states    [B, R] int32, contiguous
     found     [B * R, k], contiguous
-    unlikely  added, where a token is forced, to the log-probability of others that no edge of the guide leads on from
-    ->        [B * R, k], of the target's ids
+    unlikely  added to the log-probability of tokens beside a forced one that no edge leads on from
+    ->        [B * R, k], target ids
     """
     batch = states.shape[0]
     ids = found.ids if found.target_ids is None else found.target_ids[found.ids]
     forced = _forced(guides, slots, states).view(-1, 1)
     known = _hits(guides, slots, states.repeat_interleave(ids.shape[1], 1), ids.view(batch, -1)).any(2).view(ids.shape)
     scores = torch.where(known, found.log_probabilities, found.log_probabilities + unlikely)
-    # the forced token first, the others in their order, without it, or without the last
+    # the forced token first, then the others in order, without it, or without the last
     others = torch.cat((forced, ids), dim=1)
     scores = torch.cat((torch.zeros_like(forced, dtype=scores.dtype), scores), dim=1)
     again = others == forced
@@ -101,7 +101,7 @@ def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children,
 
 
 def follow(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
-    """[B, R] int32: the states after tokens [B, R] int64 in states [B, R] int32."""
+    """Return the states after tokens [B, R] int64 in states [B, R] int32: [B, R] int32."""
     guide, hits = guides.index[slots].long().clamp_min(0), _hits(guides, slots, states, tokens)
     by_edge = guides.targets[guide].gather(1, hits.int().argmax(2))
     other = guides.other[guide].gather(1, states.long().clamp_min(0))
@@ -109,14 +109,14 @@ def follow(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) ->
 
 
 def _hits(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
-    """[B, R, MAX_EDGES] bool: which edge leads on from states [B, R] with tokens [B, R]."""
+    """Return [B, R, MAX_EDGES] bool: the edges that leave states [B, R] with tokens [B, R]."""
     guide = guides.index[slots].long().clamp_min(0)
     origins, edge_tokens = guides.origins[guide].unsqueeze(1), guides.tokens[guide].unsqueeze(1)
     return (origins == states.unsqueeze(2)) & (edge_tokens == tokens.unsqueeze(2))
 
 
 def forced_or(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
-    """[B, R] int64: tokens [B, R], or those that states [B, R] force."""
+    """Return the tokens that states [B, R] force, else tokens [B, R]: int64."""
     forced = _forced(guides, slots, states)
     return torch.where(forced >= 0, forced, tokens)
 

@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `guides`: one launch for what a level needs. One program per request, but for `mask`: per row and
-columns."""
+"""Kernels of `guides`: one launch per level. One program per request; for `mask`, per row and block of columns."""
 
 import torch
 import triton
@@ -22,7 +21,7 @@ def _guide_of(index_ptr, slot_ptr, request):
 
 @triton.jit
 def _edge(edges_ptr, state, token, EDGES: tl.constexpr):
-    """Where the edge from a state with a token leads, or -2 if there is none."""
+    """Return the target of a state's edge for a token; -2 if there is none."""
     edge = tl.arange(0, EDGES)
     origin = tl.load(edges_ptr + edge)
     by = tl.load(edges_ptr + EDGES + edge)
@@ -32,7 +31,7 @@ def _edge(edges_ptr, state, token, EDGES: tl.constexpr):
 
 @triton.jit
 def _after(states_ptr, edges_ptr, state, token, STATES: tl.constexpr, EDGES: tl.constexpr):
-    """The state after a token."""
+    """Return the state after a token."""
     by_edge = _edge(edges_ptr, state, token, EDGES)
     other = tl.load(states_ptr + STATES + tl.maximum(state, 0))
     return tl.where(state < 0, NOWHERE, tl.where(by_edge == -2, other, by_edge))
@@ -88,8 +87,11 @@ def _launch(
     begin: bool = False,
     force: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B, R], or what is forced in their place, and states [B, R] int32 after them; above: the nodes [B] where
-    guides begin, or the states above, of rows parents [B * R] where they are given."""
+    """Return tokens [B, R], or the forced ones, and the states [B, R] int32 after them.
+
+    above: nodes [B] at which guides begin, or the states above.
+    parents: [B * R] rows of `above`; None: the same rows.
+    """
     rows = tokens.shape[1]
     states = torch.empty(tokens.shape, dtype=torch.int32, device=tokens.device)
     forced = torch.empty_like(tokens) if force else tokens
@@ -215,7 +217,8 @@ def _children(
     states = block_ptr + guide * block_stride + width
     forced = tl.load(states + tl.maximum(state, 0)).to(tl.int64)
     is_forced = (state >= 0) & (forced >= 0)
-    # the forced token first; the others follow, but for itself, or but for the last
+    # the forced token first, then the others, without it, or without the last
+
     place = tl.where(is_forced, 1, 0)
     tl.store(out_id_ptr + row * K, forced, mask=is_forced)
     tl.store(out_score_ptr + row * K, 0.0, mask=is_forced)

@@ -1,4 +1,4 @@
-"""The input of an EAGLE-3 layer (arXiv 2503.01840): both norms, side by side."""
+"""The input of an EAGLE-3 layer (arXiv 2503.01840): the norms of embedding and feature, side by side."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from workers.ops.norm import rms_norm
 def head_input(
     ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """RMSNorm of table[ids] beside the RMSNorm of hidden.
+    """Return RMSNorm(table[ids]) and RMSNorm(hidden), side by side.
+
 
     ids            [rows] int64
     table          [vocabulary, size], the embedding, of the model's type

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `head_input`: one launch where the norms, the embedding and their concatenation need four."""
+"""The kernel of `head_input`: one launch instead of four."""
 
 import torch
 import triton
@@ -29,7 +29,8 @@ def _head_input(
     weight_ptr = table_weight_ptr if second == 0 else hidden_weight_ptr
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if PDL:
-        # only constants have been read: see `attention.ops.pdl`
+        # only constants are read before the wait: see `attention.ops.pdl`
+
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     source = table_ptr + tl.load(id_ptr + row) * size

@@ -1,5 +1,4 @@
-"""Grows a draft tree level by level, and cuts it to the nodes that are verified (EAGLE-2, arXiv 2406.16858, section
-4)."""
+"""Grows a draft tree level by level, and selects the nodes to verify (EAGLE-2, arXiv 2406.16858, section 4)."""
 
 import torch
 from torch import Tensor
@@ -7,19 +6,19 @@ from torch import Tensor
 from attention.ops.operation import Implementation, on_gpu, operation
 from speculative.tree.nodes import Candidates, Children, Level, Tree
 
-MAX_CUT_CANDIDATES = 256  # the kernel compares each candidate with each
+MAX_CUT_CANDIDATES = 256  # the kernel compares all pairs of candidates
 
 
 @operation(Implementation("triton", "speculative.ops.tree_growth_triton:grow", on_gpu))
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
-    """Add the children of a level to the candidates, and choose the k best of them as the next level.
+    """Add the children of a level to the candidates, and return the k best of them as the next level.
 
     candidates  [B, C] per field; columns first to first + parents * k are written
-    above       the level, of k nodes per request, contiguous; None: the root, which is one
-    children    [B * parents, k], contiguous; scores equal to others rank in the order of their columns
+    above       the level, k nodes per request, contiguous; None: the root
+    children    [B * parents, k], contiguous; equal scores rank by column
     first       column of the first child
     first_bit   suffix column of the next level's first node
-    ->          the next level, of k nodes per request, best first
+    ->          the next level, k nodes per request, best first
     """
     rows, k = children.ids.shape
     parents = 1 if above is None else k
@@ -61,7 +60,7 @@ def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates
 
 
 def write_trees(trees: Tree, slots: Tensor, tree: Tree) -> None:
-    """Write trees [B, n] over the first n nodes of those of slots [B] int64, which are distinct or padding."""
+    """Write trees [B, n] over the first n nodes of slots [B] int64, which are distinct or padding."""
     width = tree.tokens.shape[1]
     trees.tokens[slots, :width] = tree.tokens
     trees.parents[slots, :width] = tree.parents
@@ -70,15 +69,15 @@ def write_trees(trees: Tree, slots: Tensor, tree: Tree) -> None:
 
 
 def best_tree(root: Tensor, candidates: Candidates, width: int) -> Tree:
-    """The width - 1 candidates of the highest score, best first, under root [B] (section 4.2). So the first nodes of a
-    tree are what a narrower one of the same candidates would be.
+    """Return the `width - 1` candidates with the highest scores, best first, under root [B] (section 4.2). So the first
+    nodes of a tree are the narrower tree of the same candidates.
 
-    The sort is stable: of equal scores the one drafted first wins, so that a kept node's parent is kept too, before it.
+    The sort is stable: of equal scores the one drafted first wins, so a node's parent is also kept, before it.
     """
     kept = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, : width - 1]
     batch, node = root.shape[0], torch.arange(1, width, device=root.device)
     place = torch.zeros((batch, candidates.scores.shape[1] + 1), dtype=torch.int64, device=root.device)
-    place.scatter_(1, kept + 1, node.expand(batch, -1))  # place[c + 1]: where candidate c went; place[0]: the root
+    place.scatter_(1, kept + 1, node.expand(batch, -1))  # place[c + 1]: index of candidate c; place[0]: the root
     parents = place.gather(1, candidates.parents.gather(1, kept) + 1)
     zero = torch.zeros_like(root).unsqueeze(1)
     parents = torch.cat((zero, parents), dim=1)
@@ -91,7 +90,7 @@ def best_tree(root: Tensor, candidates: Candidates, width: int) -> Tree:
 
 
 def _ancestor_masks(parents: Tensor, max_depth: int) -> Tensor:
-    """[B, W] int64: each node's own bit and its ancestors', by following `parents` max_depth times."""
+    """Return [B, W] int64: bits of each node and its ancestors, following `parents` max_depth times."""
     own = torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device)
     masks = own
     for _ in range(max_depth):

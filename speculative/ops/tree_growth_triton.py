@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `tree_growth`: one launch per level and one for the cut, where torch needs a dozen and fifty. One program
-per request."""
+"""Kernels of `tree_growth`: one launch per level instead of a dozen, and one for the selection instead of fifty. One
+program per request."""
 
 import torch
 import triton
@@ -55,7 +55,7 @@ def _grow(
     left, number = score, child
     for i in tl.static_range(K):
         best = tl.max(left, 0)
-        # what was chosen is -inf like a masked token, and stands after all children
+        # chosen nodes are -inf like masked tokens, and come after all children
         chosen = tl.min(tl.where((left == best) & there, number, CHILDREN), 0)
         chosen = tl.minimum(chosen, PARENTS * K - 1)
         here = child == chosen
@@ -141,7 +141,8 @@ def _cut(
     there = c < num_candidates
     base = b * num_candidates
     score = tl.load(found_score_ptr + base + c, mask=there, other=float("-inf"))
-    # of equal scores the one drafted first wins, so that a kept node's parent is kept too, before it
+    # of equal scores the one drafted first wins, so a node's parent is also kept, before it
+
     before = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (c[None, :] < c[:, None]))
     rank = tl.sum((before & there[None, :]).to(tl.int32), 1)
     place = tl.where((rank < W - 1) & there, rank + 1, 0)  # node 0 is the root

@@ -1,4 +1,4 @@
-"""Reads the trees that a round verifies from the slots, and writes trees that are a root alone."""
+"""Reads the trees that a round verifies from the slots, and resets trees to their root."""
 
 import torch
 from torch import Tensor
@@ -17,15 +17,15 @@ def read_trees(
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """The rows of the trees of some slots: their first `width` nodes, as `speculative.tree.nodes.trimmed` leaves them.
+    """Return the rows of the trees of some slots: their first `width` nodes, as `speculative.tree.nodes.trimmed` does.
 
     trees       [num_slots + 1, W] per field, contiguous, W >= width
     slots       [B] int64
-    max_depth   no deeper node can be accepted
-    as_chain    trees become chains, of the nodes that each follow the one before
+    max_depth   deeper nodes are not accepted
+    as_chain    reduce trees to chains: the nodes that follow one another
     seq_len     [num_slots + 1] int32, committed KV tokens
     mask_words  [B, width, words] uint16, contiguous, words even, written: the low 16 * words bits of each node's mask,
-                lowest first; None: no backend wants them
+                lowest first; None: not needed
     ->          trees of `width` nodes
     """
     tree = trimmed(
@@ -43,7 +43,8 @@ def read_trees(
 
 @operation(Implementation("triton", "speculative.ops.tree_read_triton:write_roots", on_gpu))
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
-    """Make the trees of some slots their newest token and no drafts.
+    """Reset the trees of some slots to their newest token, without drafts.
+
 
     trees  [num_slots + 1, W] per field, contiguous; the tokens of `slots` are written
     slots  [B] int64, contiguous

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `tree_read`: one launch where torch needs ten. One program per request, of one warp."""
+"""Kernels of `tree_read`: one launch instead of ten. One program of one warp per request."""
 
 import torch
 import triton

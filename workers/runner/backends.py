@@ -1,5 +1,5 @@
-"""Which attention backend serves which mode of a model, as configured, and what that means for rounds. Used by
-`workers.runner.build` and by `speculative.build`; what backends can do is in `attention.limits`."""
+"""Chooses a model's attention backend per mode, and derives what that means for rounds. Used by `workers.runner.build`
+and `speculative.build`. `attention.limits` says what backends support."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Backends = dict[Mode, AttentionBackend]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What attention sees of one model on one rank."""
+    """One model on one rank, as attention sees it."""
 
     config: ModelConfig
     tensor_parallel: int
@@ -50,7 +50,7 @@ class ModelShape:
 
 
 def target_choices(names: TargetAttention, shape: ModelShape, verified: Mapping[Mode, bool]) -> list[Choice]:
-    """What a configuration names for the target; verification follows decode. verified:
+    """Return the configured backends of the target; verification uses decode's. verified:
     `workers.runner.layout.Speculation.verified_modes`."""
     choices = [
         Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
@@ -67,8 +67,10 @@ def target_backends(
     verified: Mapping[Mode, bool],
     instead: AttentionBackend | None = None,
 ) -> Backends:
-    """The backends of `target_choices`. instead: serves all modes, of which all name its kind. Raises ValueError as
-    `choose_backends` does."""
+    """Return the backends of `target_choices`. Raises ValueError as `choose_backends` does.
+
+    instead: serves all modes, if all name its kind.
+    """
     chosen = choose_backends(target_choices(names, shape, verified))
     if instead is None:
         return chosen
@@ -77,8 +79,8 @@ def target_backends(
 
 
 def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
-    """The engine's one decision: which backends of a round read lengths on the host, for the log; None if none does,
-    and rounds can be CUDA graphs with nothing copied to the host."""
+    """Return the round's backends that read lengths on the host, for the log. None if none does: then rounds can be
+    CUDA graphs, and nothing is copied to the host."""
     readers = {
         f"{backend.name} in {mode.value}"
         for model in models
@@ -89,6 +91,6 @@ def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
 
 
 def chunks_on_device(*models: Mapping[Mode, AttentionBackend]) -> bool:
-    """Whether steps with prompt chunks can be CUDA graphs: no backend wants to know the chunks on the host."""
+    """Whether steps with prompt chunks can be CUDA graphs: no backend needs the chunks on the host."""
     prefill = [model[Mode.PREFILL] for model in models if Mode.PREFILL in model]
     return all(registry.BACKENDS[backend.name].chunks_on_device for backend in prefill)

@@ -1,5 +1,5 @@
-"""From configuration to one rank that executes plans. A plain target needs nothing else; an engine with a draft hands
-in its `workers.runner.layout.Speculation` (`speculative.build`). Serve, benchmarks and tests build the same."""
+"""Builds one rank from a configuration. An engine with a draft adds its `workers.runner.layout.Speculation`
+(`speculative.build`). Used by Serve, benchmarks and tests alike."""
 
 import logging
 import time
@@ -53,10 +53,7 @@ PhaseAdvance = Callable[[str, float, float, str], None]  # phase, how much is do
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """A rank that is ready for plans.
-
-    layout: with what building it has settled.
-    """
+    """A rank that is ready for plans. layout: with "auto" resolved."""
 
     worker: Worker
     layout: EngineLayout
@@ -69,7 +66,7 @@ def build_worker(
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
 ) -> Worker:
-    """`build_rank` for those who need the rank alone."""
+    """`build_rank`, without the layout."""
     return build_rank(worker, engine, rank, address, report).worker
 
 
@@ -82,9 +79,14 @@ def build_rank(
     compilers: CompileProcesses | None = None,
     advance: PhaseAdvance = lambda phase, done, total, unit: None,
 ) -> BuiltRank:
-    """One rank, ready for plans. address: where the ranks meet ("tcp://host:port"). report: hears each phase and its
-    seconds. advance: hears how far a long phase is. compilers: of kernels, which are ended once those are there; None:
-    threads compile them. Raises ValueError where a checkpoint or backend does not fit, or memory does not suffice."""
+    """Build one rank.
+
+    address: where the ranks meet ("tcp://host:port").
+    report: called with each phase and its seconds.
+    advance: called with the progress of long phases.
+    compilers: compile kernels, and are closed afterwards; None: threads compile.
+    Raises ValueError if a checkpoint or backend does not fit, or if memory does not suffice.
+    """
     device = resolve_device(worker.model.device, rank)
     make_current(device)
     here = Capability.of(device)
@@ -150,8 +152,12 @@ def load_parts(
     done: PhaseDone = lambda phase: None,
     advance: PhaseAdvance = lambda phase, done, total, unit: None,
 ) -> EngineParts:
-    """This rank's shard of the target with its slots, whose number is settled here, and a KV pool that has but one page
-    yet. backends: of the target. done: hears each phase. advance: hears how far loading is."""
+    """Load this rank's shard of the target, with its slots, whose number is decided here, and a KV pool of one page.
+
+    backends: of the target.
+    done: called after each phase.
+    advance: called with the progress of loading.
+    """
     device = memory.device
     with memory.counting_weights(), must_fit("the weights", "raise parallel.tensor_parallel, or take a smaller dtype"):
         model = load_target(
@@ -182,8 +188,12 @@ def load_parts(
 
 
 def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int, done: PhaseDone) -> EngineParts:
-    """The parts with all their KV pages. eager: runs steps without graphs. num_graphs: that are to come for certain.
-    done: hears each phase."""
+    """Return the parts with all their KV pages.
+
+    eager: runs steps without graphs.
+    num_graphs: graphs that are certain to be captured.
+    done: called after each phase.
+    """
     layout = parts.layout
     if layout.memory is None:
         peaks = StepPeaks()
@@ -199,8 +209,7 @@ def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graph
 
 
 def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: str | None, rank: int) -> bool:
-    """Whether rounds become CUDA graphs; a fallback is logged once, by rank 0. host_readers: what `needs_cpu_seq_lens`
-    found."""
+    """Whether rounds become CUDA graphs; rank 0 logs a fallback once. host_readers: result of `needs_cpu_seq_lens`."""
     wanted = device.captures_graphs and worker.cuda_graphs
     if wanted and host_readers is not None and rank == 0:
         logger.warning(
@@ -212,7 +221,7 @@ def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: st
 
 
 def attention_choices(worker: WorkerConfig, engine: EnginePlan, dtype: torch.dtype, device: Capability) -> list[Choice]:
-    """The backends that a configuration names for all models. dtype: that they compute with on `device`."""
+    """Return the configured backends of all models. dtype: their dtype on `device`."""
     shape = ModelShape(engine.target, worker.tensor_parallel, dtype, worker.cache.page_size, device)
     return [
         *target_choices(worker.attention, shape, engine.speculation.verified_modes),
@@ -233,7 +242,7 @@ def _backends_of_target(
 def graphed_strategy(
     strategy: CuttableStrategy, slots: SlotTable, layout: EngineLayout, recorder: Recorder, with_chunks: bool = True
 ) -> GraphedDecoding:
-    """The strategy with graphs, none of them captured yet. with_chunks: of steps with prompt tokens too."""
+    """Return the strategy with graphs, none captured yet. with_chunks: also for steps with prompt tokens."""
     buckets = bucket_sizes(layout.scheduler.num_slots)
     tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
     return GraphedDecoding(
@@ -260,7 +269,7 @@ def first_graphs(
 def _compile_ahead(
     graphed: GraphedDecoding, first: frozenset[GraphKey], group: TPGroup, compilers: CompileProcesses | None
 ) -> str:
-    """Compile kernels on all cores before steps would compile them one after the other; how many."""
+    """Compile kernels on all cores, before steps would compile them one by one. Return how many, as text."""
     report_compilations(False)  # of an engine before this one
     ahead = CompileAhead(processes=compilers)
     try:
@@ -274,7 +283,7 @@ def _compile_ahead(
 
 
 class _Phases:
-    """Reports the seconds since the phase before."""
+    """Reports the seconds since the previous phase."""
 
     def __init__(self, report: PhaseReport) -> None:
         self._report = report

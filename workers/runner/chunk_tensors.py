@@ -1,4 +1,4 @@
-"""The prompt chunks of a plan as tensors. Used by `workers.runner.worker`."""
+"""Converts a plan's prompt chunks to tensors. Used by `workers.runner.worker`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from workers.scheduling.plan import Chunk, StepPlan, unpack_i32
 
 
 def in_order(plan: StepPlan) -> list[Chunk]:
-    """The plan's chunks, those that end their prompt first."""
+    """Return the plan's chunks, those that end their prompt first."""
     return sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
 
 

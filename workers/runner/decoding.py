@@ -1,5 +1,5 @@
-"""`DecodingStrategy`: how a step turns running requests and prompt chunks into tokens; and plain decoding, the
-simplest one. Speculation is another (`speculative.decoding`); the worker does not know which it runs."""
+"""`DecodingStrategy`: turns running requests and prompt chunks into tokens. Here is non-speculative decoding;
+`speculative.decoding` is another strategy. The worker does not know which one it runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +28,15 @@ class DecodingStrategy(Protocol):
         """The shapes that its rounds may verify and draft."""
 
     def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
-        """Run one step; changes slots, KV pools and its own state in place. fill_masks: brings the masks of the step to
-        the device; called while the target's pass runs, before tokens are chosen."""
+        """Run one step. Changes slots, KV pools and its own state in place.
+
+        fill_masks: copies the step's grammar masks to the device; called while the target's pass runs, before tokens
+            are chosen.
+        """
 
 
 class CuttableStrategy(DecodingStrategy, Protocol):
-    """A strategy whose steps can be cut where masks join. To inherit from: `step` is both parts with the masks
+    """A strategy whose steps can be split before grammar masks are needed. `step` runs both parts, and fills masks
     between."""
 
     def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
@@ -43,35 +46,35 @@ class CuttableStrategy(DecodingStrategy, Protocol):
         return self.choose(batch, passed)
 
     def forward(self, batch: StepBatch) -> Any:
-        """A step up to the target's last hidden states. Returns what `choose` needs: a dataclass of tensors, and of
+        """Run a step up to the target's last hidden states. Return what `choose` needs: a dataclass of tensors and of
         such dataclasses."""
 
     def choose(self, batch: StepBatch, passed: Any) -> StepTensors:
-        """The rest of a step: of the same batch, and what `forward` returned."""
+        """Run the rest of a step, with the same batch and the result of `forward`."""
 
 
 def begin_finals(slots: SlotTable, chunks: PromptChunks) -> None:
-    """Prepare slots whose prompt ends in this step: its last token takes the place of a round's root."""
+    """Prepare slots whose prompt ends in this step: its last token becomes the root."""
     if chunks.num_finals:
         slots.seq_len[chunks.final_slots] = chunks.final_lengths
 
 
 def ranking_of(head: LMHead, batch: StepBatch, hidden: Tensor | None) -> PromptRanking | None:
-    """Of the batch's prompt targets, after rows of hidden [n, H]; None where there are none."""
+    """Rank the batch's prompt targets by hidden [n, H]; None without any."""
     targets = batch.prompt_targets
     return None if targets is None or hidden is None else rank_prompt(head, hidden, targets.tokens, targets.num_top)
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What the target's pass left: hidden [rows of rounds + F, H], and of prompt targets [n, H]."""
+    """Results of the target's pass: hidden [rows of rounds + F, H], and [n, H] of prompt targets."""
 
     hidden: Tensor
     prompt_hidden: Tensor | None = None
 
 
 class Autoregressive(CuttableStrategy):
-    """One token per request and step."""
+    """Non-speculative decoding: one token per request and step."""
 
     def __init__(self, target: TargetRunner, slots: SlotTable, sampler: Sampler) -> None:
         self._target = target

@@ -1,16 +1,17 @@
-"""`deterministic: true`: what it promises, and which configurations cannot keep it. Asked by `workers.runner.build`.
+"""`deterministic: true`: what it promises, and which configurations exclude it. Used by `workers.runner.build`.
 
-On a GPU the logits of a token are then a function of the tokens before it alone, to the bit: GEMMs, experts and
-attention of the target compute a row by the same operations in the same order whatever else is in the batch, whether
-the row is part of a prompt, of a plain round or of a tree, and however prompts are cut
-(`workers.ops.gemm.skinny_triton.fixed_rows`, `workers.ops.experts.many_rows_triton`,
-`attention.backends.triton_backend.fixed_span`); norms, rotation, gates and the choice of tokens are row-wise in any
-case. So an answer, greedy or sampled with a seed, is the same with
-speculation and without, alone and beside others, with a prefix from the cache and after a preemption, on GPUs of one
-kind with the same software. The draft is computed as usual: it changes what is accepted, not what is answered.
+On a GPU, the logits of a token then depend only on the tokens before it, to the bit. GEMMs, experts and attention of
+the
+target compute a row with the same operations in the same order, whatever else is in the batch, whether the row is of a
+prompt, a plain round or a tree, and however prompts are chunked (`workers.ops.gemm.skinny_triton.fixed_rows`,
+`workers.ops.experts.many_rows_triton`, `attention.backends.triton_backend.fixed_span`). Norms, RoPE, gates and sampling
+are row-wise anyway. So a greedy or seeded answer is the same with and without speculation, alone and beside others,
+with
+a cached prefix and after a preemption, on GPUs of one kind with the same software. The draft is computed as usual: it
+affects acceptance, not the answer.
 
-It costs speed, most for prompts: their GEMMs read the weights once for every 64 rows. Experts are multiplied in
-blocks of 64 rows, however few they have. On a CPU the option changes nothing and promises nothing.
+It costs speed, most of all for prompts: their GEMMs read the weights once per 64 rows. Experts use blocks of 64 rows,
+however few rows there are. On a CPU the option has no effect and promises nothing.
 """
 
 import torch
@@ -19,14 +20,16 @@ from attention.capability import Capability
 from workers.config import WorkerConfig
 from workers.models.config import ModelConfig
 
-MAX_RANKS = 2  # a + b = b + a; of more, libraries choose the order of a sum by its size
+MAX_RANKS = 2  # a + b = b + a; with more ranks, libraries choose the order of a sum by its size
 GEMM_INPUTS = 128  # see `workers.ops.gemm.skinny_triton.skinny_gemm_tiles`
 
 
 def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype, device: Capability) -> bool:
-    """Whether this engine computes deterministically: it was asked to, and runs on a GPU. dtype: of the weights.
+    """Whether this engine computes deterministically: it was asked to, and runs on a GPU. Raises ValueError with the
+    remedy if it cannot.
 
-    Raises ValueError with the remedy where it cannot."""
+    dtype: of the weights.
+    """
     if not worker.deterministic or not device.runs_kernels:
         return False
     reason = refusal(worker, target, dtype)
@@ -36,7 +39,7 @@ def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torc
 
 
 def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> str | None:
-    """Why a GPU's answers would depend on more than their requests, None if they do not."""
+    """Return why answers on a GPU would depend on more than their requests; None if they would not."""
     for field, name in (("prefill", worker.attention.prefill), ("decode", worker.attention.decode)):
         if name not in ("auto", "triton"):
             return (

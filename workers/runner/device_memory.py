@@ -1,7 +1,7 @@
-"""How much memory the device of a rank has, how much is free, and what a piece of work takes at its peak. Used by
-`workers.runner.memory`, which decides by it; knows nothing of models.
+"""Total, free and peak memory of a rank's device. Used by `workers.runner.memory`.
 
-On a CPU that is what the kernel could still hand out, or less where the process stands in a control group with a limit:
+On a CPU, free memory is what the kernel could still allocate, or less if the process is in a control group with a
+limit:
 containers are killed at theirs, whatever the machine has.
 """
 
@@ -23,25 +23,25 @@ class DeviceMemory(Protocol):
     """The memory that a rank computes in. All numbers are bytes."""
 
     def total(self) -> int:
-        """Of the device, or of the process's control group if that may have less."""
+        """Memory of the device, or the limit of the process's control group."""
 
     def free(self) -> int:
-        """What could be allocated now, by whomever."""
+        """Memory that any process could allocate now."""
 
     def used(self) -> int:
-        """What is in use: on a GPU by all processes, on a CPU by this one."""
+        """Memory in use: on a GPU by all processes, on a CPU by this one."""
 
     def peak_of(self, run: Callable[[], None]) -> int:
-        """What `run` takes at most beyond what is in use; all of it is free again afterwards."""
+        """Return the peak memory of `run` beyond what is in use now. All of it is free afterwards."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Of a rank's device."""
+    """Return the memory of a rank's device."""
     return HostMemory() if Capability.of(device).shares_host_memory else CudaMemory(device)
 
 
 class CudaMemory:
-    """A GPU's, shared with other processes."""
+    """Memory of a GPU, shared with other processes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class CudaMemory:
         return self.total() - free
 
     def peak_of(self, run: Callable[[], None]) -> int:
-        """Of what torch's allocator holds, which has more than the tensors: rounding, and pieces too small for use."""
+        """Measures torch's allocator, which holds more than the tensors: rounding, and fragments."""
         self._release()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_reserved(self._device)
@@ -69,14 +69,14 @@ class CudaMemory:
         return max(0, peak - before)
 
     def _release(self) -> None:
-        """Give back what torch's allocator keeps for later."""
+        """Return memory that torch's allocator caches."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
 
 
 class HostMemory:
-    """A CPU's. proc, control_groups: where Linux shows it; others for tests."""
+    """Memory of a CPU. proc, control_groups: Linux's folders; others in tests."""
 
     def __init__(self, proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc = proc
@@ -93,8 +93,8 @@ class HostMemory:
 
     def peak_of(self, run: Callable[[], None]) -> int:
         before = self.used()
-        with contextlib.suppress(OSError):  # not every kernel has it; then the peak since the process began counts
-            (self._proc / "self" / "clear_refs").write_text("5")  # sets the peak to what is resident now
+        with contextlib.suppress(OSError):  # not in every kernel; then the peak since the process's start counts
+            (self._proc / "self" / "clear_refs").write_text("5")  # resets the peak to the resident size
         run()
         return max(0, _field(self._proc / "self" / "status", "VmHWM:") * 1024 - before)
 
@@ -102,8 +102,8 @@ class HostMemory:
         return _field(self._proc / "meminfo", f"{name}:") * 1024
 
     def _limits(self) -> Iterator[tuple[int, int]]:
-        """(limit, used) of each control group with a memory limit that this process is in, of both versions. Files that
-        the kernel could drop do not count as used."""
+        """Yield (limit, used) of each control group with a memory limit of this process, of both versions. Droppable
+        file caches do not count as used."""
         for line in (self._proc / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
@@ -122,7 +122,7 @@ class HostMemory:
 
 
 def _number(path: Path) -> int | None:
-    """What a file of one number says; None if there is no such file, or no number ("max")."""
+    """Return the number in a file; None if there is no such file or no number ("max")."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -131,7 +131,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str) -> int:
-    """A field of a file of "name number" lines, 0 if there is none."""
+    """Return a field of a file of "name number" lines; 0 without it."""
     try:
         fields = [line.split() for line in path.read_text().splitlines()]
     except OSError:

@@ -1,5 +1,5 @@
-"""The one interface between whoever sends plans and a rank that runs them; the cluster's worker loop and the local
-engine drive it, `workers.runner.worker.Worker` implements it."""
+"""The interface between the sender of plans and a rank. Used by the cluster's worker loop and the local engine;
+implemented by `workers.runner.worker.Worker`."""
 
 from typing import Protocol
 
@@ -8,25 +8,25 @@ from workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 
 class StepExecutor(Protocol):
-    """A rank that executes plans in order. At most two steps may be pending: launched, result not yet taken."""
+    """A rank that executes plans in order. At most two steps may be pending: launched, result not taken."""
 
     @property
     def costs(self) -> CostTable | None:
-        """What its steps cost, the same on every rank; None if that was not measured."""
+        """Costs of its steps, the same on every rank; None if not measured."""
 
     @property
     def graphs(self) -> GraphCount:
-        """How many of its steps are CUDA graphs, the same on every rank. What waits to be captured, plans ask for."""
+        """CUDA graphs of its steps, the same on every rank. Plans request further captures."""
 
     def submit(self, plan: StepPlan) -> None:
         """Launch a step. On a GPU this returns before the step is done; on a CPU it runs the step."""
 
     @property
     def num_pending(self) -> int:
-        """Steps submitted whose result has not been taken."""
+        """Submitted steps whose result has not been taken."""
 
     def ready(self) -> bool:
         """Whether `take` would return at once."""
 
     def take(self) -> StepResult:
-        """Result of the oldest pending step; waits for it. Equal on every rank, so only rank 0's need travel."""
+        """Wait for the oldest pending step and return its result. Equal on all ranks, so only rank 0's is sent."""

@@ -1,5 +1,5 @@
-"""What is known of an engine before anything is loaded (`EnginePlan`), and what speculation adds to one: the interface
-through which `speculative.build` takes part in `workers.runner.build`, which knows nothing of drafts."""
+"""What is known of an engine before anything is loaded (`EnginePlan`), and the interface through which speculation
+takes part in `workers.runner.build`, which knows no drafts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +32,8 @@ PhaseDone = Callable[[str], None]
 
 
 class Speculation(Protocol):
-    """What speculation adds to an engine; `NoSpeculation` adds nothing. A plain value until `strategy` is called: every
-    rank has the same."""
+    """What speculation adds to an engine; `NoSpeculation` adds nothing. A plain value, equal on all ranks, until
+    `strategy` is called."""
 
     @property
     def shapes(self) -> RoundShapes:
@@ -45,34 +45,38 @@ class Speculation(Protocol):
 
     @property
     def lookahead(self) -> int:
-        """Tokens after a page that the page's KV depends on, which the prefix cache's keys must hold."""
+        """Tokens after a page that the page's KV depends on; keys of the prefix cache include them."""
 
     @property
     def verified_modes(self) -> Mapping[Mode, bool]:
-        """The modes in which rounds run the target beside DECODE, and whether their masks branch."""
+        """Modes in which rounds run the target beside DECODE, and whether their masks branch."""
 
     @property
     def heeds_no_choice(self) -> bool:
         """Whether drafts are accepted whatever the target chose, for benchmarks."""
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
-        """Of the layers whose KV is kept beside the target's, in as many pages of the same ids."""
+        """Layers whose KV is stored beside the target's, in pages with the same ids."""
 
     def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
-        """The backends that are named for the models beside the target."""
+        """Configured backends of the models beside the target."""
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
-        """Of what is loaded beside the target on each rank, at most. multiplies_fp8: as for
+        """Maximum bytes that are loaded beside the target on each rank. multiplies_fp8: as for
         `workers.models.weight_bytes.weight_bytes`."""
 
     def strategy(self, parts: "EngineParts", backends: Backends, done: PhaseDone) -> CuttableStrategy:
-        """Loads what drafts. backends: of `attention`. done: hears each phase that ends.
-        Raises ValueError where a checkpoint does not fit."""
+        """Load the draft.
+
+        backends: of `attention`.
+        done: called after each phase.
+        Raises ValueError if a checkpoint does not fit.
+        """
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """An engine before anything is loaded: its models, read and checked, and the layout that follows.
+    """An engine before anything is loaded: its models, read and checked, and the layout.
 
     dtype: of weights and KV.
     """
@@ -85,9 +89,9 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """One rank of an engine, all but its strategy.
+    """One rank of an engine, without its strategy.
 
-    pool_beside: of the layers of `Speculation.kv_groups`.
+    pool_beside: KV of the layers of `Speculation.kv_groups`.
     """
 
     worker: WorkerConfig
@@ -110,7 +114,7 @@ class EngineParts:
         return self.target.states
 
     def allocate(self, layout: EngineLayout) -> None:
-        """Allocate the layout's KV pages and snapshots, in place of what there is."""
+        """Allocate the layout's KV pages and snapshots, replacing the present ones."""
         for pool in self.pools:
             pool.allocate(layout.num_pages)
         if self.states is not None:
@@ -119,7 +123,7 @@ class EngineParts:
 
 @dataclass(frozen=True)
 class NoSpeculation:
-    """The `Speculation` of an engine that decodes token by token."""
+    """`Speculation` of an engine without a draft."""
 
     shapes: RoundShapes = RoundShapes()  # noqa: RUF009 - frozen
     captured_layers: tuple[int, ...] = ()
