@@ -1,8 +1,9 @@
-"""Training: a small chat target with an EAGLE-3 head, a small DeepSeek-V3 with its MTP module, and drafts for targets
-that exist.
+"""Training: a small chat target with an EAGLE-3 head, a small DeepSeek-V3 and a small Qwen3.5 with their MTP modules,
+and drafts for targets that exist.
 
-    cli              options of `aerie train-target`, `train-deepseek` and `train-draft`
+    cli              options of `aerie train-target`, `train-deepseek`, `train-hybrid` and `train-draft`
     commands         what these commands do
+    fit_options      the trainer's arguments from a command's
     rows             JSON and JSONL rows in several forms -> conversations
     samples          conversations -> token sequences (the rows' answers or the target's own), and their batches
     trainer          the optimisation, on transformers' `Trainer`; checkpoints and resume
@@ -11,8 +12,12 @@ that exist.
     draft            a draft's loss against a frozen target, its training and its acceptance
     eagle3           the EAGLE-3 head over whole sequences, unrolled on its own outputs
     eagle3_files     the published folder layout of a head
+    mtp_head         an MTP module over whole sequences, unrolled on its own outputs
+    mtp_files        MTP modules in their checkpoints, trained further
     deepseek_layers  DeepSeek-V3's layer and MTP module over whole sequences
     deepseek         a small DeepSeek-V3: shape, training, published folder layout
+    hybrid_layers    Qwen3.5's layer of gated attention and MTP module over whole sequences
+    hybrid           a small Qwen3.5: shape, training, published folder layout
 
 `deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. From the
 engine they use the descriptions of models and drafts, nothing else.

@@ -1,4 +1,5 @@
-"""Adds `train-target`, `train-deepseek` and `train-draft` to the `aerie` command. Imports no torch before one runs."""
+"""Adds `train-target`, `train-deepseek`, `train-hybrid` and `train-draft` to the `aerie` command. Imports no torch
+before one runs."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     arguments and returns the exit code."""
     _add_target(subparsers)
     _add_deepseek(subparsers)
+    _add_hybrid(subparsers)
     _add_draft(subparsers)
 
 
@@ -87,21 +89,42 @@ def _add_deepseek(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--size", choices=("small", "tiny"), default="small", help="31 MB, or 1 MB for tests on a CPU")
     parser.add_argument("--tokenizer", type=Path, help="use this model folder's tokenizer instead of a new one")
     _add_chat(parser)
-    module = parser.add_argument_group("module and experts")
-    module.add_argument("--mtp-steps", type=at_least(1), default=3, help="steps it is unrolled on its own outputs")
-    module.add_argument("--mtp-weight", type=at_least(0, float), default=0.3, help="its loss's, beside the target's")
-    module.add_argument(
+    _add_module(parser).add_argument(
         "--router-bias-speed", type=at_least(0, float), default=1e-3, help="change of a router's bias per step"
     )
     parser.set_defaults(run="speculative.training.cli:run", function="run_train_deepseek")
+
+
+def _add_hybrid(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "train-hybrid",
+        help="train a small chat model of Qwen3.5's shape",
+        description="Trains a small model of Qwen3.5's architecture (gated delta rule, gated attention) and its module "
+        "for multi-token prediction together on your rows.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_common(parser, lr=2e-3, epochs=12.0, batch_tokens=16384)
+    parser.add_argument("--size", choices=("small", "tiny"), default="small", help="21 MB, or 1 MB for tests on a CPU")
+    parser.add_argument("--tokenizer", type=Path, help="use this model folder's tokenizer instead of a new one")
+    _add_chat(parser)
+    _add_module(parser)
+    parser.set_defaults(run="speculative.training.cli:run", function="run_train_hybrid")
+
+
+def _add_module(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The options of a target's module; returns their group."""
+    module = parser.add_argument_group("module")
+    module.add_argument("--mtp-steps", type=at_least(1), default=3, help="steps it is unrolled on its own outputs")
+    module.add_argument("--mtp-weight", type=at_least(0, float), default=0.3, help="its loss's, beside the target's")
+    return module
 
 
 def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "train-draft",
         help="train a draft for a target model",
-        description="Trains an EAGLE-3 head for a Llama, Qwen2 or Qwen3 model, or a DeepSeek-V3's own module for "
-        "multi-token prediction further; saved in the published layout.",
+        description="Trains an EAGLE-3 head for a Llama, Qwen2 or Qwen3 model, or the own module for multi-token "
+        "prediction of a DeepSeek-V3 or a dense Qwen3.5 further; saved in the published layout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model")

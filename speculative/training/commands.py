@@ -1,4 +1,5 @@
-"""What `aerie train-target`, `train-deepseek` and `train-draft` do, from parsed arguments to a saved model folder.
+"""What `aerie train-target`, `train-deepseek`, `train-hybrid` and `train-draft` do, from parsed arguments to a saved
+model folder.
 
 Under `torchrun` each process trains on its share of the batches; the first one regenerates, saves, measures and prints.
 """
@@ -6,21 +7,22 @@ Under `torchrun` each process trains on its share of the batches; the first one 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from attention.capability import Capability
-from speculative.training import TrainingError
-from speculative.training.deepseek import SIZES, MtpKind, build_deepseek, save_deepseek, train_deepseek
+from speculative.training import TrainingError, hybrid
+from speculative.training.deepseek import SIZES, build_deepseek, save_deepseek, train_deepseek
 from speculative.training.draft import DraftKind, measure_acceptance, train_draft
 from speculative.training.eagle3_files import Eagle3Kind
+from speculative.training.fit_options import fit_arguments
+from speculative.training.mtp_files import MtpKind
 from speculative.training.rows import Conversation, Turn, read_conversations, split_validation, without_calc_marks
 from speculative.training.samples import (
     Sample,
@@ -32,14 +34,11 @@ from speculative.training.samples import (
     write_samples,
 )
 from speculative.training.target import ChatData, build_target, build_tokenizer, save_target, train_target
-from speculative.training.trainer import FitArguments, check_output, checkpoints
+from speculative.training.trainer import FitArguments, checkpoints
+
+ModelT = TypeVar("ModelT")
 
 DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind}
-# A resume may change these: they change neither what a step computes nor which steps there are, except how many.
-_FREE_OPTIONS = (
-    *("run", "resume", "output", "device", "graphs", "generate_batch", "steps", "epochs", "keep_checkpoint"),
-    *("checkpoint_every", "eval_every", "preview", "measure", "measure_rows", "measure_depths"),
-)
 
 
 def run_train_target(arguments: argparse.Namespace) -> int:
@@ -79,19 +78,37 @@ def run_train_target(arguments: argparse.Namespace) -> int:
 
 def run_train_deepseek(arguments: argparse.Namespace) -> int:
     """Train a small DeepSeek-V3 with its module and save them; print losses and the experts' shares. Returns 0."""
+    return _train_with_module(arguments, "deepseek", SIZES, build_deepseek, train_deepseek, save_deepseek)
+
+
+def run_train_hybrid(arguments: argparse.Namespace) -> int:
+    """Train a small Qwen3.5 with its module and save them; print losses. Returns 0."""
+    steps = hybrid.build_hybrid, hybrid.train_hybrid, hybrid.save_hybrid
+    return _train_with_module(arguments, "hybrid", hybrid.SIZES, *steps)
+
+
+def _train_with_module(
+    arguments: argparse.Namespace,
+    title: str,
+    sizes: Mapping[str, dict[str, int]],
+    build: Callable[[dict[str, int], PreTrainedTokenizerBase, int], ModelT],
+    train: Callable[[ChatData, ModelT, FitArguments, argparse.Namespace], list[float]],
+    save: Callable[[ModelT, PreTrainedTokenizerBase, Path], None],
+) -> int:
+    """Train a small model and its module together, from the parts that its family has."""
     options = fit_arguments(arguments)
-    train, held = split_rows(arguments)
-    shape = SIZES[arguments.size]
+    train_rows, held = split_rows(arguments)
+    shape = sizes[arguments.size]
     if arguments.tokenizer:
         tokenizer = read_tokenizer(arguments.tokenizer)
     else:
-        tokenizer = build_tokenizer(train, shape["vocab_size"], shape["max_position_embeddings"])
-    model = build_deepseek(shape, tokenizer, arguments.seed)
-    data = ChatData(train, held, tokenizer, min(arguments.max_length, shape["max_position_embeddings"]))
-    losses = train_deepseek(data, model, options, arguments)
+        tokenizer = build_tokenizer(train_rows, shape["vocab_size"], shape["max_position_embeddings"])
+    model = build(shape, tokenizer, arguments.seed)
+    data = ChatData(train_rows, held, tokenizer, min(arguments.max_length, shape["max_position_embeddings"]))
+    losses = train(data, model, options, arguments)
     if options.should_save:
-        save_deepseek(model, tokenizer, arguments.output)
-        finish("deepseek", arguments, losses)
+        save(model, tokenizer, arguments.output)
+        finish(title, arguments, losses)
         preview(arguments.output, arguments.preview, options.device)
     return 0
 
@@ -125,47 +142,6 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
         finish("draft", arguments, losses)
         measure_saved(arguments, draft, target, tokenizer, {"validation": held_samples})
     return 0
-
-
-def fit_arguments(arguments: argparse.Namespace) -> FitArguments:
-    """The trainer's arguments. Raises `TrainingError` for a device or an output that cannot be used."""
-    place = choose_device(arguments.device)
-    check_output(arguments.output, arguments.resume)
-    settings = {name: value for name, value in vars(arguments).items() if name not in _FREE_OPTIONS}
-    return FitArguments(
-        output_dir=str(arguments.output),
-        place=place,
-        bf16=arguments.dtype == "bfloat16"
-        or (arguments.dtype == "auto" and not Capability.of(place).shares_host_memory),
-        max_steps=arguments.steps or -1,
-        num_train_epochs=arguments.epochs,
-        batch_tokens=arguments.batch_tokens,
-        learning_rate=arguments.lr,
-        warmup_steps=arguments.warmup_steps,
-        weight_decay=arguments.weight_decay,
-        seed=arguments.seed,
-        graphs=arguments.graphs,
-        save_steps=arguments.checkpoint_every,
-        eval_steps=arguments.eval_every,
-        resume=arguments.resume,
-        settings=json.loads(json.dumps(settings, default=str)),
-    )
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of that name, with its index; `auto` is the GPU if there is one. Raises `TrainingError` for an absent
-    GPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise TrainingError(f"device={name}: {str(error).splitlines()[0]}") from None
-    if device.type != "cuda":
-        return device
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise TrainingError(f"device={name}: no such CUDA device here; use --device cpu")
-    return torch.device("cuda", device.index or 0)
 
 
 def split_rows(

@@ -2,7 +2,7 @@
 
 `aerie train-deepseek` trains target and module together: latent attention with low-rank queries, a dense first layer,
 then a shared expert and experts in groups behind a sigmoid router whose bias keeps them evenly used. Paper: arXiv
-2412.19437, sections 2.1, 2.2 and 4.2. `aerie train-draft --method mtp` trains a checkpoint's module further.
+2412.19437, sections 2.1, 2.2 and 4.2. `aerie train-draft --method mtp` (`mtp_files`) trains a module further.
 
 In a checkpoint the module is one more layer after the target's, without its copies of embedding and vocabulary head.
 """
@@ -16,31 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from speculative.drafts.mtp_deepseek import ARCHITECTURES, DeepseekMtp
 from speculative.training import TrainingError
 from speculative.training.deepseek_layers import (
     DeepseekLayer,
-    MtpHead,
     initialise,
     layer_tensors,
     module_tensors,
-    rotation,
+    mtp_head,
     routers,
 )
-from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft
 from speculative.training.eagle3 import BranchCache, RMSNorm, linear
-from speculative.training.eagle3_files import make_readable, token_ids
+from speculative.training.eagle3_files import token_ids
+from speculative.training.mtp_files import write_checkpoint
+from speculative.training.mtp_head import rotation
 from speculative.training.samples import Batch, Sample, collate, plan_batches
 from speculative.training.target import ChatData, answer_loss, fit_target
 from speculative.training.trainer import FitArguments
 from workers.layers.rotary import frequencies
 from workers.models.deepseek import DeepseekConfig, read_config
-from workers.models.weights import checkpoint_tensors
 
 # Dimensions by their names in config.json. small: 31 MB in bf16.
 _SMALL: dict[str, int] = {
@@ -121,13 +119,13 @@ class DeepseekTarget(nn.Module):
         self.layers = nn.ModuleList([DeepseekLayer(config, layer) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_eps)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
-        self.mtp = MtpHead(DeepseekMtp.read(source, raw, config))
+        self.mtp = mtp_head(DeepseekMtp.read(source, raw, config))
         self.mtp.use_head(self.lm_head)
         self.register_buffer("frequencies", frequencies(config.rope, config.rotated_dim), persistent=False)
 
     def hidden(self, tokens: Tensor, live: Tensor | None = None) -> Tensor:
         """The final hidden states [B, T, H] of tokens [B, T]. live: [B, T] bool, false for padding."""
-        cos, sin = rotation(self.shape, self.frequencies, tokens.shape[1])
+        cos, sin = rotation(self.shape.rope, self.frequencies, tokens.shape[1])
         hidden = self.embed_tokens(tokens)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, BranchCache(), live)
@@ -223,78 +221,9 @@ def train_deepseek(
     )
 
 
-def read_module(folder: Path) -> MtpHead:
-    """The module of a checkpoint, in float32 on the CPU. Raises `TrainingError` if it has none that can be trained."""
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not DeepseekMtp.recognises(raw):
-        raise TrainingError(
-            f"target={folder}: architectures={raw.get('architectures')} has no module for multi-token prediction; only "
-            f"{', '.join(ARCHITECTURES)} has; train a head with --method eagle3"
-        )
-    try:
-        method = DeepseekMtp.read(str(folder), raw, read_config(raw, f"target {folder}"))
-        prefix = f"model.layers.{method.layer}."
-        tensors = {name: tensor for name, tensor, _ in checkpoint_tensors(folder) if name.startswith(prefix)}
-    except ValueError as error:
-        raise TrainingError(str(error)) from None
-    if any(name.endswith("_scale_inv") or tensor.itemsize < 2 for name, tensor in tensors.items()):
-        raise TrainingError(f"target={folder}: its module is quantised, which cannot be trained; give one in bfloat16")
-    head = MtpHead(method)
-    with torch.no_grad():
-        for name, tensor in module_tensors(head).items():
-            if name not in tensors:
-                raise TrainingError(f"target={folder}: lacks {name}; download it again")
-            tensor.copy_(tensors[name])
-    return head
-
-
-def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors`, in bfloat16 except for router biases, which stay float32."""
-    folder.mkdir(parents=True, exist_ok=True)
-    saved = {
-        name: tensor.detach().to("cpu", torch.float32 if name.endswith("bias") else torch.bfloat16).contiguous().clone()
-        for name, tensor in tensors.items()
-    }
-    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-    make_readable(folder)
-
-
-def save_module(head: MtpHead, folder: Path) -> None:
-    """Write the module alone, with the config.json of its target, as `speculative.path` takes it."""
-    raw = json.loads((Path(head.method.path) / "config.json").read_text(encoding="utf-8"))
-    write_checkpoint(folder, raw, module_tensors(head))
-
-
 def save_deepseek(model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write config, bf16 weights of target and module, generation config and tokenizer as a Hugging Face folder."""
     write_checkpoint(folder, model.raw, model.tensors())
     settings = token_ids(tokenizer) | {"do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)
-
-
-class MtpKind(DraftKind):
-    """The target's own MTP module, trained further."""
-
-    def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
-        super().__init__(arguments, target)
-        for name in ("draft_vocab", "intermediate_size", "head_flags"):
-            value = vars(arguments)[name]
-            if value is not None:
-                raise TrainingError(f"{name}={value}: is of EAGLE-3 heads; leave it out with --method mtp")
-        self.loaded = self.load(arguments.target)
-
-    def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
-        return self.loaded
-
-    def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
-        assert isinstance(head, MtpHead)
-        save_module(head, folder)
-
-    def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
-        head = read_module(folder)
-        head.use_head(self.target.get_output_embeddings())
-        size = head.method.model.vocab_size
-        vocabulary = DraftVocabulary.of(torch.arange(size), size)
-        return head.to(self.target.device), vocabulary.to(self.target.device)

@@ -1,18 +1,14 @@
 """DeepSeek-V3's decoder layer over whole sequences, with gradients (latent attention, experts after a router), and its
-module for multi-token prediction (MTP), unrolled on its own outputs.
+module for multi-token prediction (MTP).
 
 The engine serves the same weights from the same descriptions with `workers.models.deepseek` and
 `speculative.drafts.mtp.MtpModel`; `tests/speculative/training/test_training_mtp.py` compares them. Parameter
 names are the published ones, except for experts, which are stacked (`layer_tensors` splits them).
 
-Papers: arXiv 2405.04434, sections 2.1 and 2.2; arXiv 2412.19437, sections 2.1 and 2.2. There each depth has a module of
-its own. One module that drafts all depths, as it is served, must know its own outputs as inputs, hence the unrolling
-(training-time test of EAGLE-3, arXiv 2503.01840).
+Papers: arXiv 2405.04434, sections 2.1 and 2.2; arXiv 2412.19437, sections 2.1 and 2.2.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +16,9 @@ from torch.nn import functional
 
 from attention.rotation import rotate_pairs
 from speculative.drafts.mtp_deepseek import DeepseekMtp
-from speculative.training.draft import TrainedDraft
-from speculative.training.eagle3 import BranchCache, GatedMLP, RMSNorm, branch_attention, linear, shift_left
+from speculative.training.eagle3 import BranchCache, GatedMLP, RMSNorm, branch_attention, linear
+from speculative.training.mtp_head import MtpHead
 from workers.layers.latent_attention import LATENT_EPS
-from workers.layers.rotary import frequencies
 from workers.models.deepseek import DeepseekConfig
 from workers.ops.experts.route import Routing, route
 
@@ -186,52 +181,9 @@ class DeepseekLayer(nn.Module):
         return out
 
 
-class MtpHead(TrainedDraft):
-    """The trainable MTP module; embedding and vocabulary head are the target's."""
-
-    frequencies: Tensor
-
-    def __init__(self, method: DeepseekMtp) -> None:
-        super().__init__()
-        self.method = method
-        model = method.model
-        self.enorm, self.hnorm, self.norm = (RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(3))
-        self.eh_proj = linear(2 * model.hidden_size, model.hidden_size)
-        self.layer = DeepseekLayer(model, 0)
-        self.register_buffer("frequencies", frequencies(model.rope, model.rotated_dim), persistent=False)
-        self._target_head: list[nn.Module] = []  # in a list, so that it is no submodule and is not trained
-
-    def use_head(self, lm_head: nn.Module) -> None:
-        """Let `logits` use the target's vocabulary head; it is not trained with this module."""
-        self._target_head = [lm_head]
-
-    def features(self, output: Any) -> Tensor:
-        final: Tensor = output.last_hidden_state
-        return final
-
-    def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int, live: Tensor | None = None) -> list[Tensor]:
-        """The output of the last norm, which is the recurrent state, in each step. captured: the target's final hidden
-        state. live: [B, T] bool, false for padding."""
-        hidden, cache, steps = captured, BranchCache(), []
-        for step in range(num_steps):
-            cos, sin = rotation(self.method.model, self.frequencies, embeddings.shape[1], step)
-            joined = torch.cat((self.enorm(shift_left(embeddings, step + 1)), self.hnorm(hidden)), dim=-1)
-            hidden = self.norm(self.layer(self.eh_proj(joined), cos, sin, cache, live))
-            steps.append(hidden)
-        return steps
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[.., H] recurrent states -> [.., vocabulary] logits, in the dtype of the target's head."""
-        head = self._target_head[0]
-        logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
-        return logits
-
-
-def rotation(model: DeepseekConfig, frequencies: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, rotated / 2] of the positions from `first`."""
-    positions = torch.arange(length, dtype=torch.float32, device=frequencies.device)[:, None] + first
-    angles = positions * frequencies
-    return angles.cos() * model.rope.magnitude, angles.sin() * model.rope.magnitude
+def mtp_head(method: DeepseekMtp) -> MtpHead:
+    """The trainable module."""
+    return MtpHead(method, DeepseekLayer(method.model, 0), method.model, method.model.rms_eps)
 
 
 def initialise(module: nn.Module) -> None:
@@ -266,6 +218,7 @@ def layer_tensors(layer: nn.Module, name: str) -> dict[str, Tensor]:
 
 def module_tensors(head: MtpHead) -> dict[str, Tensor]:
     """The module's tensors by their published names."""
+    assert isinstance(head.method, DeepseekMtp)
     name = f"model.layers.{head.method.layer}"
     own = {part: getattr(head, part).weight for part in ("enorm", "hnorm", "eh_proj")}
     own["shared_head.norm"] = head.norm.weight

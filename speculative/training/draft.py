@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from speculative.drafts.eagle3_checkpoint import offsets
-from speculative.training.samples import Batch, Sample, causal_mask, collate, plan_batches
+from speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
 from speculative.training.trainer import FitArguments, fit
 
 
@@ -124,7 +124,7 @@ class TargetView:
 @torch.no_grad()
 def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocabulary: DraftVocabulary) -> TargetView:
     """Run the frozen target over the batch; keep what the draft reads and is judged by."""
-    mask = causal_mask(batch.tokens.shape[1], batch.tokens.device)
+    mask = attention_masks(target.config, batch.tokens.shape[1], batch.tokens.device)
     output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
     judged = output.last_hidden_state.flatten(0, 1)[batch.anchors + 1]
     logits = target.get_output_embeddings()(judged).float()

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.training import TrainingError
 from speculative.training.rows import Conversation, RowError
@@ -267,3 +267,12 @@ def causal_mask(length: int, device: torch.device) -> Tensor:
     transformers gets the whole mask: it would otherwise read position values back to the host (5.17, packing check).
     """
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+
+
+def attention_masks(config: PreTrainedConfig, length: int, device: torch.device) -> Tensor | dict[str, Tensor | None]:
+    """What transformers' models take as `attention_mask` for samples that are padded at their ends: `causal_mask`, or
+    of a hybrid a mask for each kind of layer, of which recurrent ones need none."""
+    mask, kinds = causal_mask(length, device), set(getattr(config, "layer_types", None) or ())
+    if "linear_attention" not in kinds:
+        return mask
+    return {kind: None if kind == "linear_attention" else mask for kind in kinds}

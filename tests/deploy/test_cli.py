@@ -65,6 +65,7 @@ def test_help_does_not_import_torch_or_ray() -> None:
         "bench",
         "train-target",
         "train-deepseek",
+        "train-hybrid",
         "train-draft",
         "token-map",
     ):

@@ -17,7 +17,7 @@ import torch
 
 from deploy.cli import main
 from speculative.training import TrainingError, cli, draft, target
-from speculative.training.commands import choose_device
+from speculative.training.fit_options import choose_device
 from tests.speculative.training.conftest import run
 
 SMALL = "--layers 7 --hidden-size 32 --heads 4 --kv-heads 2 --intermediate-size 48 --vocab-size 300 --max-positions 128"

@@ -24,11 +24,10 @@ from speculative.training.deepseek import (
     SIZES,
     DeepseekTarget,
     build_deepseek,
-    read_module,
     save_deepseek,
-    save_module,
 )
 from speculative.training.deepseek_layers import Experts, Router, routers
+from speculative.training.mtp_files import read_module, save_module
 from tests.speculative.training.conftest import run
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO

@@ -1,0 +1,126 @@
+"""A small model of Qwen3.5's architecture with its MTP module: shape, training, and the published folder layout.
+
+`aerie train-hybrid` trains target and module together: three layers of the gated delta rule before each one of gated
+attention (arXiv 2412.06464). The target is transformers' own model, whose reference of the chunked rule has gradients;
+the module is `hybrid_layers`'. It uses the target's embedding and vocabulary head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from speculative.drafts.mtp_qwen import QwenMtp
+from speculative.training import TrainingError
+from speculative.training.deepseek import joint_loss
+from speculative.training.eagle3_files import token_ids
+from speculative.training.hybrid_layers import initialise, module_tensors, mtp_head
+from speculative.training.mtp_files import write_checkpoint
+from speculative.training.samples import Batch, Sample, attention_masks
+from speculative.training.target import ChatData, answer_loss, fit_target
+from speculative.training.trainer import FitArguments
+from workers.models.registry import family_of
+
+# Dimensions by their names in config.json. small: 21 MB in bf16.
+_SMALL: dict[str, int] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "max_position_embeddings": 2048,
+}
+# tiny: 1 MB, for tests on a CPU.
+_TINY = _SMALL | {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 1024,
+}
+SIZES = {"small": _SMALL, "tiny": _TINY}
+
+
+class HybridTarget(nn.Module):
+    """The target over whole sequences, with gradients, and its module. raw: what its config.json is to hold."""
+
+    def __init__(self, config: Qwen3_5TextConfig, raw: dict[str, Any]) -> None:
+        super().__init__()
+        self.raw = raw
+        self.model = Qwen3_5ForCausalLM(config)
+        source = "the new model"
+        target = family_of(raw["architectures"][0], source).read_config(raw, source)
+        self.mtp = mtp_head(QwenMtp.read(source, raw, target))
+        self.mtp.use_head(self.model.lm_head)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The final hidden states [B, T, H] of tokens [B, T], padded at their ends."""
+        masks = attention_masks(self.model.config, tokens.shape[1], tokens.device)
+        output = self.model.model(input_ids=tokens, attention_mask=masks, use_cache=False)
+        final: Tensor = output.last_hidden_state
+        return final
+
+    def forward(self, tokens: Tensor, live: Tensor, mtp_steps: int) -> list[Tensor]:
+        """Logits [B, T, vocabulary]: the target's for the next token, then each module step's for one token later."""
+        hidden = self.hidden(tokens)
+        steps = self.mtp.unroll(self.model.model.embed_tokens(tokens), hidden, mtp_steps, live) if mtp_steps else []
+        return [self.model.lm_head(states) for states in (hidden, *steps)]
+
+
+def build_hybrid(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, seed: int) -> HybridTarget:
+    """A freshly initialised float32 model on the CPU. Raises `TrainingError` for a tokenizer with more tokens."""
+    if len(tokenizer) > shape["vocab_size"]:
+        raise TrainingError(
+            f"tokenizer: has {len(tokenizer)} tokens, the model {shape['vocab_size']}; give another, or a larger --size"
+        )
+    config = Qwen3_5TextConfig(**shape, **token_ids(tokenizer), tie_word_embeddings=False, dtype="bfloat16")
+    raw = json.loads(config.to_json_string(use_diff=False))
+    raw |= {"architectures": ["Qwen3_5ForCausalLM"], "mtp_num_hidden_layers": 1, "transformers_version": None}
+    raw = {name: value for name, value in raw.items() if value is not None}
+    torch.manual_seed(seed)
+    model = HybridTarget(config, raw).float()
+    initialise(model.mtp)
+    return model
+
+
+def train_hybrid(
+    data: ChatData, model: HybridTarget, options: FitArguments, arguments: argparse.Namespace
+) -> list[float]:
+    """Train the model in place and return the logged losses. arguments: `train-hybrid`'s."""
+    steps = arguments.mtp_steps if arguments.mtp_weight > 0 else 0
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        return joint_loss(model, batch, arguments.prompt_weight, steps, arguments.mtp_weight)
+
+    def evaluate(held: Sequence[Sample]) -> dict[str, float]:
+        return {"validation_loss": answer_loss(held, options, lambda batch: joint_loss(model, batch, 0.0))}
+
+    return fit_target(model, data, options, loss_of, evaluate, dropout=arguments.dropout, title="hybrid")
+
+
+def save_hybrid(model: HybridTarget, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write config, bf16 weights of target and module, generation config and tokenizer as a Hugging Face folder."""
+    write_checkpoint(folder, model.raw, model.model.state_dict() | module_tensors(model.mtp))
+    settings = token_ids(tokenizer) | {"do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(folder)

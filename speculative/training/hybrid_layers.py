@@ -1,0 +1,103 @@
+"""Qwen3.5's layer of gated attention over whole sequences, with gradients, and its module for multi-token prediction.
+Parameter names are the published ones. `speculative.drafts.mtp_qwen` serves the same weights;
+`tests/speculative/training/test_training_hybrid.py` compares them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attention.rotation import rotate
+from speculative.drafts.mtp_qwen import QwenMtp
+from speculative.training.eagle3 import BranchCache, GatedMLP, branch_attention, linear
+from speculative.training.mtp_head import MtpHead
+from workers.models.hybrid import HybridConfig
+
+_OWN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
+
+
+class ZeroCentredRMSNorm(nn.Module):
+    """RMSNorm that multiplies by 1 + weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[.., size] -> [.., size]."""
+        return functional.rms_norm(hidden, self.weight.shape, (1 + self.weight).to(hidden.dtype), self.eps)
+
+
+class GatedAttention(nn.Module):
+    """Grouped-query attention whose output is multiplied by the sigmoid of a gate, which `q_proj` has beside q."""
+
+    def __init__(self, model: HybridConfig) -> None:
+        super().__init__()
+        self.model = model
+        size = model.hidden_size
+        self.q_proj = linear(size, 2 * model.num_heads * model.head_dim)
+        self.k_proj = linear(size, model.num_kv_heads * model.head_dim)
+        self.v_proj = linear(size, model.num_kv_heads * model.head_dim)
+        self.o_proj = linear(model.num_heads * model.head_dim, size)
+        self.q_norm = ZeroCentredRMSNorm(model.head_dim, model.rms_eps)
+        self.k_norm = ZeroCentredRMSNorm(model.head_dim, model.rms_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
+        """[B, T, H] of `x` [B, T, H]; appends this step to the cache. cos, sin: [T, rotated / 2]."""
+        model = self.model
+        batch, length, _ = x.shape
+        query, gate = self.q_proj(x).view(batch, length, model.num_heads, 2, model.head_dim).unbind(3)
+        key = self.k_proj(x).view(batch, length, model.num_kv_heads, model.head_dim)
+        value = self.v_proj(x).view(batch, length, model.num_kv_heads, model.head_dim)
+        cache.keys.append(rotate(self.k_norm(key), cos, sin).transpose(1, 2))
+        cache.values.append(value.transpose(1, 2))
+        query = rotate(self.q_norm(query), cos, sin).transpose(1, 2)
+        grouped = query.reshape(batch, model.num_kv_heads, -1, length, model.head_dim) * model.head_dim**-0.5
+        attended = branch_attention(grouped, cache).flatten(1, 2).transpose(1, 2)
+        mixed: Tensor = self.o_proj((attended * gate.sigmoid()).flatten(2))
+        return mixed
+
+
+class HybridLayer(nn.Module):
+    """A decoder layer of gated attention and an MLP."""
+
+    def __init__(self, model: HybridConfig) -> None:
+        super().__init__()
+        self.self_attn = GatedAttention(model)
+        self.mlp = GatedMLP(model.hidden_size, model.intermediate_size)
+        self.input_layernorm = ZeroCentredRMSNorm(model.hidden_size, model.rms_eps)
+        self.post_attention_layernorm = ZeroCentredRMSNorm(model.hidden_size, model.rms_eps)
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache, live: Tensor | None = None
+    ) -> Tensor:
+        """The residual stream [B, T, H] after the layer. live: unused."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+def mtp_head(method: QwenMtp) -> MtpHead:
+    """The trainable module, of zeros and fresh matrices. Raises ValueError for one with experts."""
+    model = method.model
+    if model.experts is not None:
+        raise ValueError(f"target={method.path}: its module has experts, which cannot be trained; take a dense model")
+    return MtpHead(method, HybridLayer(model), model, model.rms_eps, ZeroCentredRMSNorm)
+
+
+def initialise(head: MtpHead) -> None:
+    """Draw matrices with a standard deviation of 0.02 from the global RNG; norms stay zeros, which mean ones."""
+    for parameter in head.parameters():
+        if parameter.dim() >= 2:
+            nn.init.normal_(parameter, std=0.02)
+
+
+def module_tensors(head: MtpHead) -> dict[str, Tensor]:
+    """The module's tensors by their published names."""
+    tensors = {}
+    for name, tensor in head.state_dict().items():
+        first, _, rest = name.partition(".")
+        tensors[f"mtp.layers.0.{rest}" if first == "layer" else f"mtp.{_OWN[first]}.{rest}"] = tensor
+    return tensors

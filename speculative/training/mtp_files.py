@@ -1,0 +1,127 @@
+"""Modules for multi-token prediction in their checkpoints: reading, training further with `aerie train-draft --method
+mtp`, writing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from speculative.drafts import mtp_deepseek, mtp_qwen
+from speculative.drafts.mtp import Mtp
+from speculative.training import TrainingError, deepseek_layers, hybrid_layers
+from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft
+from speculative.training.eagle3_files import make_readable
+from speculative.training.mtp_head import MtpHead
+from workers.models.registry import family_of
+from workers.models.weights import checkpoint_tensors
+
+_KEPT_IN_FLOAT32 = ("bias", "A_log")  # names' ends: router biases, and the decay of recurrent layers
+
+
+@dataclass(frozen=True)
+class _Family:
+    """method: reads config.json. head: the module for it. tensors: of a module, by their published names."""
+
+    method: type[Mtp]
+    architectures: tuple[str, ...]
+    head: Callable[[Any], MtpHead]
+    tensors: Callable[[MtpHead], dict[str, Tensor]]
+
+
+_FAMILIES = (
+    _Family(
+        mtp_deepseek.DeepseekMtp,
+        mtp_deepseek.ARCHITECTURES,
+        deepseek_layers.mtp_head,
+        deepseek_layers.module_tensors,
+    ),
+    _Family(mtp_qwen.QwenMtp, mtp_qwen.ARCHITECTURES, hybrid_layers.mtp_head, hybrid_layers.module_tensors),
+)
+
+
+def module_tensors(head: MtpHead) -> dict[str, Tensor]:
+    """The module's tensors by their published names."""
+    family = next(each for each in _FAMILIES if isinstance(head.method, each.method))
+    return family.tensors(head)
+
+
+def read_module(folder: Path) -> MtpHead:
+    """The module of a checkpoint, in float32 on the CPU. Raises `TrainingError` if it has none that can be trained."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family = next((each for each in _FAMILIES if each.method.recognises(raw)), None)
+    if family is None:
+        known = ", ".join(name for each in _FAMILIES for name in each.architectures)
+        raise TrainingError(
+            f"target={folder}: architectures={raw.get('architectures')} has no module for multi-token prediction; only "
+            f"{known} have; train a head with --method eagle3"
+        )
+    try:
+        source = f"target {folder}"
+        target = family_of(raw["architectures"][0], source).read_config(raw, source)
+        head = family.head(family.method.read(str(folder), raw, target))
+        wanted = family.tensors(head)
+        tensors = {name: tensor for name, tensor, _ in checkpoint_tensors(folder)}
+    except ValueError as error:
+        raise TrainingError(str(error)) from None
+    if any(f"{name}_scale_inv" in tensors or tensors[name].itemsize < 2 for name in wanted.keys() & tensors.keys()):
+        raise TrainingError(f"target={folder}: its module is quantised, which cannot be trained; give one in bfloat16")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            if name not in tensors:
+                raise TrainingError(f"target={folder}: lacks {name}; download it again")
+            tensor.copy_(tensors[name])
+    return head
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write `config.json` and `model.safetensors`, in bfloat16 except for what stays in float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def dtype(name: str) -> torch.dtype:
+        return torch.float32 if name.endswith(_KEPT_IN_FLOAT32) else torch.bfloat16
+
+    saved = {name: tensor.detach().to("cpu", dtype(name)).contiguous().clone() for name, tensor in tensors.items()}
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    make_readable(folder)
+
+
+def save_module(head: MtpHead, folder: Path) -> None:
+    """Write the module alone, with the config.json of its target, as `speculative.path` takes it."""
+    raw = json.loads((Path(head.method.path) / "config.json").read_text(encoding="utf-8"))
+    write_checkpoint(folder, raw, module_tensors(head))
+
+
+class MtpKind(DraftKind):
+    """The target's own MTP module, trained further."""
+
+    def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
+        super().__init__(arguments, target)
+        for name in ("draft_vocab", "intermediate_size", "head_flags"):
+            value = vars(arguments)[name]
+            if value is not None:
+                raise TrainingError(f"{name}={value}: is of EAGLE-3 heads; leave it out with --method mtp")
+        self.loaded = self.load(arguments.target)
+
+    def build(self, samples: Sequence[Any], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
+        return self.loaded
+
+    def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
+        assert isinstance(head, MtpHead)
+        save_module(head, folder)
+
+    def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
+        head = read_module(folder)
+        head.use_head(self.target.get_output_embeddings())
+        size = head.method.model.vocab_size
+        vocabulary = DraftVocabulary.of(torch.arange(size), size)
+        return head.to(self.target.device), vocabulary.to(self.target.device)
