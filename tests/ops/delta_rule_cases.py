@@ -24,7 +24,7 @@ Arguments = Callable[[torch.device], tuple[Any, ...]]
 
 def _kept(heads: DeltaHeads, width: int, counts: list[int], dtype: torch.dtype, device: torch.device) -> DeltaState:
     """Numbers in what the slots may read of two layers, zeros in the padding slot, and NaN in everything else."""
-    kept = DeltaState.zeros(2, heads, SLOTS, 2, max(width, PATH), PATH, dtype, device)
+    kept = DeltaState.zeros(2, heads, SLOTS, 3, max(width, PATH), PATH, dtype, device)
     generator = torch.Generator().manual_seed(width)
     for tensor in (kept.state, kept.conv, kept.pending, kept.committed):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -42,7 +42,7 @@ def _out(rows: int, heads: DeltaHeads, dtype: torch.dtype, device: torch.device)
     return torch.full((rows, heads.value_heads * heads.value_dim), torch.nan, dtype=dtype, device=device)
 
 
-def _round(heads: DeltaHeads, batch: tuple[int, ...], width: int, dtype: torch.dtype) -> Arguments:
+def round_arguments(heads: DeltaHeads, batch: tuple[int, ...], width: int, dtype: torch.dtype) -> Arguments:
     """counts of 0, 1, and a whole path; a snapshot before, amid and after the replayed rows."""
     counts = [PATH, 0, 1, 3]
 
@@ -67,7 +67,9 @@ def _round(heads: DeltaHeads, batch: tuple[int, ...], width: int, dtype: torch.d
     return arguments
 
 
-def _chunks(heads: DeltaHeads, chunks: tuple[tuple[int, int, int], ...], padding: int, dtype: torch.dtype) -> Arguments:
+def chunk_arguments(
+    heads: DeltaHeads, chunks: tuple[tuple[int, int, int], ...], padding: int, dtype: torch.dtype
+) -> Arguments:
     """chunks: start, rows, and rows before the snapshot (0 for none)."""
 
     def arguments(device: torch.device) -> tuple[Any, ...]:
@@ -108,7 +110,7 @@ LONG = (4096, 900, 512), (0, 0, 0), (0, 400, 0)
 CASES = (
     *(
         Case(delta_rule_rounds, f"{len(batch)}x{width}-{_name(heads, dtype)}",
-             _round(heads, batch, width, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
+             round_arguments(heads, batch, width, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
         for heads, dtype, batch, width, slow in (
             *((SMALL, dtype, batch, width, False) for dtype in TYPES for batch in BATCHES for width in (1, 4)),
             *((heads, torch.float32, BATCHES[1], 8, False) for heads in GROUPS[1:]),
@@ -118,7 +120,7 @@ CASES = (
     ),
     *(
         Case(delta_rule_chunks, f"{len(chunks)}-{sum(n for _, n, _ in chunks)}-{_name(heads, dtype)}",
-             _chunks(heads, chunks, 3, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
+             chunk_arguments(heads, chunks, 3, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
         for heads, dtype, chunks, slow in (
             *((SMALL, torch.float32, chunks, False) for chunks in RAGGED),
             *((heads, torch.bfloat16, RAGGED[0], False) for heads in GROUPS[1:]),

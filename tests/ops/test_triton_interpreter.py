@@ -33,6 +33,7 @@ FILES = {
         "tests/attention/backends/test_flashinfer_plan.py",
         "tests/attention/backends/test_trtllm_latent.py",
         "tests/attention/ops/test_pdl_gpu.py",
+        "tests/attention/ops/test_delta_kernels.py",
     ),
     "attention": (
         "tests/attention/ops/test_latent_kernels.py",

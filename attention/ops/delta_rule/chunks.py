@@ -6,13 +6,28 @@ import torch
 from torch import Tensor
 
 from attention.ops.delta_rule.formulas import block, convolved, gated_norm, gates, heads_of
-from attention.ops.delta_rule.tables import HISTORY, TAPS, ChunkTables, DeltaRows, DeltaWeights, LayerState
-from attention.ops.operation import operation
+from attention.ops.delta_rule.tables import (
+    HISTORY,
+    KERNEL_LIMITS,
+    TAPS,
+    ChunkTables,
+    DeltaRows,
+    DeltaWeights,
+    LayerState,
+    fits_kernels,
+)
+from attention.ops.operation import Implementation, on_gpu, operation
 
 BLOCK = 64  # tokens between two states; a snapshot's position ends a block early
 
 
-@operation()
+def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) -> bool:
+    return fits_kernels(kept)
+
+
+@operation(
+    Implementation("triton", "attention.ops.delta_rule.chunks_triton:delta_rule_chunks", on_gpu, _fits, KERNEL_LIMITS)
+)
 def delta_rule_chunks(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
 ) -> None:

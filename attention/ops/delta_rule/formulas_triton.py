@@ -110,13 +110,15 @@ def product_with_columns(keys, y):
 
 
 @triton.jit
-def inverse_of_unit_triangle(system, ROWS: tl.constexpr, USED: tl.constexpr):
+def inverse_of_unit_triangle(system, ROWS: tl.constexpr, USED: tl.constexpr, PRECISION: tl.constexpr):
     """(I + system)^-1 of a strictly lower triangle [ROWS, ROWS] whose rows from USED on are zeros: first of blocks of
-    two rows, then of two such blocks beside each other. As stable as substitution, in fewer steps."""
+    two rows, then of two such blocks beside each other. As stable as substitution, in fewer steps. PRECISION: of its
+    products."""
     r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
     inverse = tl.where(r == c, 1.0, tl.where(r // 2 == c // 2, -system, 0.0))
     for level in tl.static_range(1, 7):
         if (1 << level) < USED:
             beside = ((r >> (level + 1)) == (c >> (level + 1))) & ((r >> level) != (c >> level))
-            inverse -= dot(dot(inverse, tl.where(beside, system, 0.0)), inverse)
+            below = tl.dot(inverse, tl.where(beside, system, 0.0), input_precision=PRECISION)
+            inverse -= tl.dot(below, inverse, input_precision=PRECISION)
     return inverse

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.ops.delta_rule.formulas_triton import (
+    PRECISION,
     dot,
     gate,
     inverse_of_unit_triangle,
@@ -133,7 +134,7 @@ def _delta_round(
     keys = tl.trans(k)
     system = tl.where(above, dot(k, keys) * between * (beta * k_scale)[:, None], 0.0)
     scores = dot(q, keys) * between
-    inverse = inverse_of_unit_triangle(system, ROWS, PATH + WIDTH)
+    inverse = inverse_of_unit_triangle(system, ROWS, PATH + WIDTH, PRECISION)
     of_state = tl.exp(decay)[:, None]
     all_decay = tl.sum(tl.where(r < count, g, 0.0), 0)
     adds = tl.where(r < count, tl.exp(all_decay - decay) * k_scale, 0.0)[:, None]

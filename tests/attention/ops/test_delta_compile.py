@@ -9,16 +9,17 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.ops.delta_rule import commit_triton, rounds_triton  # noqa: E402
+from attention.ops.delta_rule import chunks_triton, commit_triton, rounds_triton  # noqa: E402
 from attention.ops.delta_rule.tables import DeltaHeads  # noqa: E402
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HEADS = DeltaHeads(16, 48, 128, 128)
 ROWS = ("qkv_ptr", "z_ptr", "b_ptr", "a_ptr", "out_ptr", "weight_ptr", "norm_ptr", "conv_ptr", "pending_ptr")
+BETWEEN = ("committed_ptr", "x_ptr", "w_ptr", "u_ptr", "begin_ptr")
 POINTERS = (
-    dict.fromkeys((*ROWS, "committed_ptr", "q_ptr", "k_ptr", "v_ptr"), "bf16")
-    | dict.fromkeys(("a_log_ptr", "dt_bias_ptr", "state_ptr"), "fp32")
+    dict.fromkeys((*ROWS, *BETWEEN), "bf16")
+    | dict.fromkeys(("a_log_ptr", "dt_bias_ptr", "decay_ptr", "state_ptr"), "fp32")
     | dict.fromkeys(("slots_ptr", "mask_ptr", "entry_ptr", "path_ptr"), "i64")
 )
 
@@ -48,3 +49,22 @@ def test_the_commit_fits_hopper(tmp_path: Path) -> None:
     constants["BLOCK"] = commit_triton.BLOCK
     assert compiled(commit_triton._commit_rows, tmp_path, POINTERS, constants, 4, 1)[0] == 0
     assert compiled(commit_triton._set_counts, tmp_path, POINTERS, {"BLOCK": 128}, 4, 1)[0] == 0
+
+
+def test_chunks_fit_hopper(tmp_path: Path) -> None:
+    """The products of the solve and of the states are those of whole warp groups."""
+    blocks = {"CHUNKS": 4, "CHUNKS_PADDED": 4, "BLOCK": chunks_triton.BLOCK}
+    sizes = {"HK": HEADS.key_heads, "HV": HEADS.value_heads, "DK": HEADS.key_dim, "DV": HEADS.value_dim} | blocks
+    tiles = chunks_triton.chunk_tiles(HEADS.value_dim)
+    channels = {"C": HEADS.channels, "CHANNELS": chunks_triton.CHANNELS} | blocks
+    spills, shared, _ = compiled(chunks_triton._convolve, tmp_path, POINTERS, channels, 4, 1)
+    assert spills == 0
+    for kernel, constants, warps, stages in (
+        (chunks_triton._solve, sizes, tiles.solve, 1),
+        (chunks_triton._advance, sizes | {"PART": tiles.part}, tiles.advance, 2),
+        (chunks_triton._finish, sizes | {"SIGMOID": False}, tiles.finish, 1),
+    ):
+        spills, shared, ptx = compiled(kernel, tmp_path, POINTERS, constants, warps, stages)
+        assert spills <= 40
+        assert 2 * shared <= SHARED_PER_SM
+        assert "wgmma.mma_async" in ptx

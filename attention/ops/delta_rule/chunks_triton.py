@@ -1,0 +1,326 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The kernels of `delta_rule_chunks`, in four launches over blocks of 64 rows (the stages of flash-linear-attention):
+
+convolve   q, k and v
+solve      gates, and each block's triangular system: its rows w and u
+advance    the states, block by block: what each block begins with, and what its rows add
+finish     outputs and their gated norm
+
+Operands of products are of the rows' type, sums and states are float32. Which rows a block has follows from the chunks
+on the device: grids are as large as any chunks of so many rows ask for.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.ops.delta_rule.chunks import BLOCK
+from attention.ops.delta_rule.formulas_triton import (
+    PRECISION,
+    dot,
+    gate,
+    inverse_of_unit_triangle,
+    log_decay,
+    norm_factors,
+    sigmoid,
+    silu,
+)
+from attention.ops.delta_rule.tables import ChunkTables, DeltaRows, DeltaWeights, LayerState
+
+CHANNELS = 128  # of a program of `_convolve`
+
+
+@triton.jit
+def _borders(chunk, inside, qo_ptr, starts_ptr, at_ptr):
+    """First row, rows, and rows before the snapshot (0 for none or all) of a chunk, or of several."""
+    first = tl.load(qo_ptr + chunk, mask=inside, other=0)
+    rows = tl.load(qo_ptr + chunk + 1, mask=inside, other=0) - first
+    border = tl.load(at_ptr + chunk, mask=inside, other=-1) - tl.load(starts_ptr + chunk, mask=inside, other=0)
+    return first, rows, tl.where((border > 0) & (border < rows), border, 0)
+
+
+@triton.jit
+def _num_blocks(rows, BLOCK: tl.constexpr):
+    return (rows + BLOCK - 1) // BLOCK
+
+
+@triton.jit
+def _block_rows(j, rows, border, BLOCK: tl.constexpr):
+    """First row in its chunk, and rows, of a chunk's block j."""
+    before = _num_blocks(border, BLOCK)
+    first = tl.where(j < before, j * BLOCK, border + (j - before) * BLOCK)
+    end = tl.where(j < before, border, rows)
+    return first, tl.minimum(end - first, BLOCK)
+
+
+@triton.jit
+def _first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """[CHUNKS_PADDED], blocks of all chunks before each chunk, and its own."""
+    chunks = tl.arange(0, CHUNKS_PADDED)
+    _, rows, border = _borders(chunks, chunks < CHUNKS, qo_ptr, starts_ptr, at_ptr)
+    own = _num_blocks(border, BLOCK) + _num_blocks(rows - border, BLOCK)
+    return tl.cumsum(own, 0) - own, own
+
+
+@triton.jit
+def _block(
+    index, qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of block `index`: its chunk, the chunk's first row, its own first row in the chunk, and its rows; none if there
+    are fewer blocks."""
+    before, own = _first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    mine = (before <= index) & (index < before + own)
+    chunk = tl.sum(tl.where(mine, tl.arange(0, CHUNKS_PADDED), 0), 0)
+    j = index - tl.sum(tl.where(mine, before, 0), 0)
+    chunk_row, rows, border = _borders(chunk, True, qo_ptr, starts_ptr, at_ptr)
+    first, count = _block_rows(j, rows, border, BLOCK)
+    return chunk, chunk_row, first, tl.where(tl.sum(mine.to(tl.int32), 0) > 0, count, 0)
+
+
+@triton.jit
+def _convolve(
+    qkv_ptr, weight_ptr, conv_ptr, x_ptr,
+    slots_ptr, qo_ptr, starts_ptr, at_ptr,
+    qkv_stride,
+    C: tl.constexpr, CHANNELS: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program has some channels of a block. The slot's history counts where its chunk does not start the prompt."""
+    chunk, chunk_row, first, count = _block(tl.program_id(1), qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    if count > 0:
+        has_history = tl.load(starts_ptr + chunk) > 0
+        history_ptr = conv_ptr + tl.load(slots_ptr + chunk) * (3 * C)
+        i, column = tl.arange(0, BLOCK), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+        live, inside = i < count, column < C
+        x = tl.zeros((BLOCK, CHANNELS), tl.float32)
+        for tap in tl.static_range(4):
+            at = first + i + (tap - 3)
+            exists = live & ((at >= 0) | has_history)
+            source = tl.where(at >= 0, qkv_ptr + (chunk_row + at).to(tl.int64) * qkv_stride, history_ptr + (at + 3) * C)
+            raw = tl.load(source[:, None] + column[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(weight_ptr + tap * C + column, mask=inside, other=0.0).to(tl.float32)
+            x += raw.to(tl.float32) * weight[None, :]
+        place = x_ptr + (chunk_row + first + i).to(tl.int64)[:, None] * C + column[None, :]
+        tl.store(place, silu(x).to(x_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def _solve(
+    x_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, w_ptr, u_ptr, decay_ptr,
+    qo_ptr, starts_ptr, at_ptr,
+    b_stride, a_stride,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program has a block and a value head."""
+    KEYS: tl.constexpr = HK * DK
+    C: tl.constexpr = 2 * KEYS + HV * DV
+    SOLVE: tl.constexpr = PRECISION if x_ptr.dtype.element_ty == tl.float32 else "tf32"
+    h = tl.program_id(0)
+    chunk, chunk_row, first, count = _block(tl.program_id(1), qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    if count > 0:
+        i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), tl.arange(0, DV)
+        live, row = i < count, (chunk_row + first + i).to(tl.int64)
+        b = tl.load(b_ptr + row * b_stride + h, mask=live, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + row * a_stride + h, mask=live, other=0.0).to(tl.float32)
+        beta = tl.where(live, sigmoid(b), 0.0)
+        g = log_decay(a, tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_bias_ptr + h).to(tl.float32))
+        decay = tl.cumsum(tl.where(live, g, 0.0), 0)
+        tl.store(decay_ptr + row * HV + h, decay, mask=live)
+        at = x_ptr + row[:, None] * C + (KEYS + h // (HV // HK) * DK + d)[None, :]
+        k = tl.load(at, mask=live[:, None], other=0.0)
+        scale = norm_factors(k)
+        above = i[None, :] < i[:, None]
+        between = tl.exp(tl.where(above, decay[:, None] - decay[None, :], -float("inf")))
+        between *= (beta * scale)[:, None] * scale[None, :]
+        inverse = inverse_of_unit_triangle(dot(k, tl.trans(k)) * between, BLOCK, BLOCK, SOLVE)
+        inverse *= beta[None, :]
+        v = tl.load(x_ptr + row[:, None] * C + (2 * KEYS + h * DV + e)[None, :], mask=live[:, None], other=0.0)
+        u = dot(inverse.to(v.dtype), v).to(v.dtype)
+        tl.store(u_ptr + (row * HV + h)[:, None] * DV + e[None, :], u, mask=live[:, None])
+        w = dot((inverse * (tl.exp(decay) * scale)[None, :]).to(k.dtype), k).to(k.dtype)
+        tl.store(w_ptr + (row * HV + h)[:, None] * DK + d[None, :], w, mask=live[:, None])
+
+
+@triton.jit
+def _history(qkv_ptr, history_ptr, chunk_row, token, column, stride, has_history, C: tl.constexpr):
+    """Channels of one token of a chunk, below 0 of those before it."""
+    inside = (token >= 0) | has_history
+    source = tl.where(token >= 0, qkv_ptr + (chunk_row + token).to(tl.int64) * stride, history_ptr + (token + 3) * C)
+    return tl.load(source + column, mask=inside & (column >= 0), other=0.0)
+
+
+@triton.jit
+def _move_history(
+    qkv_ptr, conv_ptr, slot, entry, chunk_row, rows, snapshot, column, stride, has_history, C: tl.constexpr,
+):  # fmt: skip
+    """The last three tokens of a chunk become its slot's history, and those before the snapshot become its."""
+    history_ptr = conv_ptr + slot * (3 * C)
+    first = _history(qkv_ptr, history_ptr, chunk_row, rows - 3, column, stride, has_history, C)
+    second = _history(qkv_ptr, history_ptr, chunk_row, rows - 2, column, stride, has_history, C)
+    third = _history(qkv_ptr, history_ptr, chunk_row, rows - 1, column, stride, has_history, C)
+    if snapshot > 0:
+        target_ptr = conv_ptr + entry * (3 * C) + column
+        for i in tl.static_range(3):
+            channels = _history(qkv_ptr, history_ptr, chunk_row, snapshot - 3 + i, column, stride, has_history, C)
+            tl.store(target_ptr + i * C, channels)
+    # all are read before the first is written: a short chunk keeps tokens from before it
+    tl.debug_barrier()
+    tl.store(history_ptr + column, first)
+    tl.store(history_ptr + C + column, second)
+    tl.store(history_ptr + 2 * C + column, third)
+
+
+@triton.jit
+def _advance(
+    qkv_ptr, x_ptr, w_ptr, u_ptr, decay_ptr, begin_ptr, state_ptr, conv_ptr,
+    slots_ptr, qo_ptr, starts_ptr, at_ptr, entry_ptr,
+    qkv_stride,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program has some columns of a value head's state, for a chunk."""
+    KEYS: tl.constexpr = HK * DK
+    C: tl.constexpr = 2 * KEYS + HV * DV
+    h, part, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk_row, rows, border = _borders(chunk, True, qo_ptr, starts_ptr, at_ptr)
+    if rows > 0:
+        key_head = h // (HV // HK)
+        before, own = _first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+        mine = tl.arange(0, CHUNKS_PADDED) == chunk
+        block, blocks = tl.sum(tl.where(mine, before, 0), 0), tl.sum(tl.where(mine, own, 0), 0)
+        slot, entry = tl.load(slots_ptr + chunk), tl.load(entry_ptr + chunk)
+        start = tl.load(starts_ptr + chunk)
+        snapshot = tl.load(at_ptr + chunk) - start
+        i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), part * PART + tl.arange(0, PART)
+        of_head = h * (DK * DV) + d[:, None] * DV + e[None, :]
+        state = tl.load(state_ptr + slot * (HV * DK * DV) + of_head, mask=(start + d[:, None] * 0) > 0, other=0.0)
+        for j in range(blocks):
+            first, count = _block_rows(j, rows, border, BLOCK)
+            live, row = i < count, (chunk_row + first + i).to(tl.int64)
+            kept = state.to(x_ptr.dtype.element_ty)
+            tl.store(begin_ptr + (block + j).to(tl.int64) * (HV * DK * DV) + of_head, kept)
+            w = tl.load(w_ptr + (row * HV + h)[:, None] * DK + d[None, :], mask=live[:, None], other=0.0)
+            u_at = u_ptr + (row * HV + h)[:, None] * DV + e[None, :]
+            added = tl.load(u_at, mask=live[:, None], other=0.0).to(tl.float32) - dot(w, kept)
+            tl.store(u_at, added.to(u_ptr.dtype.element_ty), mask=live[:, None])
+            at = x_ptr + row[:, None] * C + (KEYS + key_head * DK + d)[None, :]
+            k = tl.load(at, mask=live[:, None], other=0.0)
+            decay = tl.load(decay_ptr + row * HV + h, mask=live, other=0.0)
+            last = tl.sum(tl.where(i == count - 1, decay, 0.0), 0)
+            added *= tl.where(live, tl.exp(last - decay) * norm_factors(k), 0.0)[:, None]
+            state = tl.exp(last) * state + dot(tl.trans(k), added.to(k.dtype))
+            if first + count == snapshot:
+                tl.store(state_ptr + entry * (HV * DK * DV) + of_head, state)
+        tl.store(state_ptr + slot * (HV * DK * DV) + of_head, state)
+        snapshot = tl.where(snapshot <= rows, snapshot, 0)
+        _move_history(
+            qkv_ptr, conv_ptr, slot, entry, chunk_row, rows, snapshot, 2 * KEYS + h * DV + e, qkv_stride, start > 0, C
+        )
+        if (part == 0) & (h == key_head * (HV // HK)):
+            for keys in tl.static_range(2):
+                column = keys * KEYS + key_head * DK + d
+                _move_history(
+                    qkv_ptr, conv_ptr, slot, entry, chunk_row, rows, snapshot, column, qkv_stride, start > 0, C
+                )
+
+
+@triton.jit
+def _finish(
+    z_ptr, out_ptr, norm_ptr, x_ptr, u_ptr, decay_ptr, begin_ptr,
+    qo_ptr, starts_ptr, at_ptr,
+    num_rows, z_stride, out_stride, scale_eps,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIGMOID: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program has a block and a value head, and zeros for padding rows."""
+    h, index = tl.program_id(0), tl.program_id(1)
+    key_head = h // (HV // HK)
+    i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), tl.arange(0, DV)
+    padding = index * BLOCK + i
+    is_padding = (padding >= tl.load(qo_ptr + CHUNKS)) & (padding < num_rows)
+    zeros = tl.zeros((BLOCK, DV), out_ptr.dtype.element_ty)
+    column = h * DV + e[None, :]
+    tl.store(out_ptr + padding.to(tl.int64)[:, None] * out_stride + column, zeros, mask=is_padding[:, None])
+    chunk, chunk_row, first, count = _block(index, qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    if count > 0:
+        live, row = i < count, (chunk_row + first + i).to(tl.int64)
+        at = x_ptr + row[:, None] * (2 * HK * DK + HV * DV) + (key_head * DK + d)[None, :]
+        q = tl.load(at, mask=live[:, None], other=0.0)
+        k = tl.load(at + HK * DK, mask=live[:, None], other=0.0)
+        added = tl.load(u_ptr + (row * HV + h)[:, None] * DV + e[None, :], mask=live[:, None], other=0.0)
+        begin = tl.load(begin_ptr + (index.to(tl.int64) * HV + h) * (DK * DV) + d[:, None] * DV + e[None, :])
+        decay = tl.load(decay_ptr + row * HV + h, mask=live, other=0.0)
+        sees = (i[None, :] <= i[:, None]) & live[None, :]
+        scores = dot(q, tl.trans(k)) * norm_factors(k)[None, :]
+        scores *= tl.exp(tl.where(sees, decay[:, None] - decay[None, :], -float("inf")))
+        o = tl.exp(decay)[:, None] * dot(q, begin) + dot(scores.to(q.dtype), added)
+        o *= norm_factors(q)[:, None] * DK**-0.5
+        z = tl.load(z_ptr + row[:, None] * z_stride + column, mask=live[:, None], other=0.0).to(tl.float32)
+        o *= tl.rsqrt(tl.sum(o * o, 1) / DV + scale_eps)[:, None] * tl.load(norm_ptr + e).to(tl.float32)[None, :]
+        out = (o * gate(z, SIGMOID)).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row[:, None] * out_stride + column, out, mask=live[:, None])
+
+
+@dataclass(frozen=True)
+class ChunkTiles:
+    """part: columns of the state of a program of `_advance`. solve, advance, finish: warps."""
+
+    part: int
+    solve: int
+    advance: int
+    finish: int
+
+
+def chunk_tiles(value_dim: int) -> ChunkTiles:
+    """Tiles and warps."""
+    return ChunkTiles(min(value_dim, 32), 8 if value_dim >= 64 else 4, 4, 8 if value_dim >= 64 else 4)
+
+
+def max_blocks(num_rows: int, num_chunks: int) -> int:
+    """Blocks of any so many chunks of so many rows: each has at most two that are not full."""
+    return num_rows // BLOCK + 2 * num_chunks
+
+
+def delta_rule_chunks(
+    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
+) -> None:
+    """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Between its launches stand 4 KB a row and value head, and
+    2 * dk * dv bytes a block and value head."""
+    heads, num_rows, num_chunks = kept.heads, out.shape[0], tables.slots.shape[0]
+    assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
+    assert weights.conv.is_contiguous() and kept.state.is_contiguous() and kept.conv.is_contiguous()
+    dtype, device = rows.qkv.dtype, out.device
+    x = torch.empty((num_rows, heads.channels), dtype=dtype, device=device)
+    w = torch.empty((num_rows, heads.value_heads, heads.key_dim), dtype=dtype, device=device)
+    u = torch.empty((num_rows, heads.value_heads, heads.value_dim), dtype=dtype, device=device)
+    decay = torch.empty((num_rows, heads.value_heads), dtype=torch.float32, device=device)
+    blocks = max_blocks(num_rows, num_chunks)
+    begin = torch.empty((blocks, *kept.state.shape[1:]), dtype=dtype, device=device)
+    tiles = chunk_tiles(heads.value_dim)
+    sizes = {"HK": heads.key_heads, "HV": heads.value_heads, "DK": heads.key_dim, "DV": heads.value_dim}
+    sizes |= {"CHUNKS": num_chunks, "CHUNKS_PADDED": int(triton.next_power_of_2(num_chunks)), "BLOCK": BLOCK}
+    of_chunks = (tables.qo_indptr, tables.starts, tables.snapshot_at)
+    of_blocks = {name: sizes[name] for name in ("CHUNKS", "CHUNKS_PADDED", "BLOCK")}
+    _convolve[(triton.cdiv(heads.channels, CHANNELS), blocks)](
+        rows.qkv, weights.conv, kept.conv, x, tables.slots, *of_chunks, rows.qkv.stride(0),
+        C=heads.channels, CHANNELS=CHANNELS, **of_blocks, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    _solve[(heads.value_heads, blocks)](
+        x, rows.b, rows.a, weights.a_log, weights.dt_bias, w, u, decay, *of_chunks,
+        rows.b.stride(0), rows.a.stride(0),
+        **sizes, num_warps=tiles.solve, num_stages=1,
+    )  # fmt: skip
+    _advance[(heads.value_heads, heads.value_dim // tiles.part, num_chunks)](
+        rows.qkv, x, w, u, decay, begin, kept.state, kept.conv,
+        tables.slots, *of_chunks, tables.snapshot_entry, rows.qkv.stride(0),
+        **sizes, PART=tiles.part, num_warps=tiles.advance, num_stages=2,
+    )  # fmt: skip
+    _finish[(heads.value_heads, blocks)](
+        rows.z, out, weights.norm, x, u, decay, begin, *of_chunks,
+        num_rows, rows.z.stride(0), out.stride(0), weights.eps,
+        **sizes, SIGMOID=weights.sigmoid, num_warps=tiles.finish, num_stages=1,
+    )  # fmt: skip

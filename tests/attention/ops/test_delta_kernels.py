@@ -1,0 +1,86 @@
+"""The kernels of the gated delta rule over whole lives of slots, and beside neighbours: on a GPU, or a few small cases
+under the interpreter. Shapes and types: `tests.ops.delta_rule_cases`."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
+
+from attention.ops.delta_rule.chunks import delta_rule_chunks  # noqa: E402
+from attention.ops.delta_rule.rounds import delta_rule_rounds  # noqa: E402
+from attention.ops.delta_rule.tables import DeltaHeads, DeltaRows, RoundTables  # noqa: E402
+from tests.ops.delta_rule_cases import BATCHES, RAGGED, SMALL, chunk_arguments, round_arguments  # noqa: E402
+from tests.support.delta_rule import DeltaLives  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
+
+pytestmark = MARKS
+HEADS = SMALL if INTERPRETED else DeltaHeads(2, 4, 128, 128)
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    with kernels_of_operations():
+        yield
+
+
+@pytest.mark.parametrize("seed", range(1 if INTERPRETED else 20))
+def test_lives_of_slots_are_the_recurrence(seed: int) -> None:
+    """In float32, within 2e-4 of the largest number: the last norm enlarges small outputs' rounding by up to 100."""
+    rng = random.Random(seed)
+    lives = DeltaLives(HEADS, torch.float32, rng, 2e-4, DEVICE)
+    lives.run_chunks([(0, 70), (1, 2)], 3)
+    lives.run_chunks([(0, 0), (1, 65)])
+    for width in (5, 1, 8):
+        lives.run_round([1, 0], width, 1)
+    del lives.lives[1], lives.length[1]
+    lives.run_chunks([(1, 3)])
+    lives.finish()
+
+
+def _run_alone(arguments: tuple[Any, ...], request: int, width: int) -> Tensor:
+    rows, weights, kept, tables, out = arguments
+    one, mine = slice(request, request + 1), slice(request * width, (request + 1) * width)
+    alone = RoundTables(
+        tables.slots[one], tables.prefix_len[one], tables.mask[one], tables.snapshot_at, tables.snapshot_entry
+    )
+    delta_rule_rounds(rows.part(mine.start, mine.stop), weights, kept, alone, out[mine])
+    return out[mine]
+
+
+def test_a_request_is_the_same_beside_others() -> None:
+    width, dtype = 4, torch.bfloat16
+    together = round_arguments(HEADS, BATCHES[1], width, dtype)(DEVICE)
+    delta_rule_rounds(*together)
+    for request in (0, 3):
+        alone = round_arguments(HEADS, BATCHES[1], width, dtype)(DEVICE)
+        out = _run_alone(alone, request, width)
+        slot = BATCHES[1][request]
+        assert torch.equal(out, together[4][request * width : (request + 1) * width])
+        assert torch.equal(alone[2].state[slot], together[2].state[slot])
+
+
+def test_a_chunk_is_the_same_beside_others() -> None:
+    chunks = RAGGED[0]
+    rows, weights, kept, tables, out = chunk_arguments(HEADS, chunks, 3, torch.bfloat16)(DEVICE)
+    delta_rule_chunks(rows, weights, kept, tables, out)
+    other, _, kept_alone, _, out_alone = chunk_arguments(HEADS, chunks, 3, torch.bfloat16)(DEVICE)
+    first, last = 2, 3
+    begin = int(tables.qo_indptr[first])
+    alone = replace(
+        tables,
+        slots=tables.slots[first:last],
+        qo_indptr=tables.qo_indptr[first : last + 1] - begin,
+        starts=tables.starts[first:last],
+        snapshot_at=tables.snapshot_at[first:last],
+        snapshot_entry=tables.snapshot_entry[first:last],
+    )
+    mine: DeltaRows = other.part(begin, other.qkv.shape[0])
+    delta_rule_chunks(mine, weights, kept_alone, alone, out_alone[begin:])
+    assert torch.equal(out_alone[begin:], out[begin:])
+    assert torch.equal(kept_alone.state[first], kept.state[first])
