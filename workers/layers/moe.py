@@ -1,43 +1,18 @@
 """Mixture of experts: a router chooses experts per row; shared experts compute every row."""
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import FeedForward
 from workers.layers.experts import Experts
-from workers.layers.linear_method import check_plain
 from workers.layers.mlp import GatedMLP
 from workers.layers.routing import Router
-from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.layers.weighted import WeightedModule, WeightKey
 from workers.ops.activation import sigmoid_mul
 from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
-
-
-class SharedGate(WeightedModule):
-    """One logit per row, replicated and never quantised. weight: [1, hidden_size]."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [rows, 1] for x [rows, hidden_size]."""
-        return F.linear(x, self.weight)
-
-    def weight_keys(self) -> tuple[WeightKey, ...]:
-        return (WeightKey("weight"),)
-
-    def load(self, key: WeightKey, full: Tensor) -> None:
-        check_plain(full)
-        check_shape(full, self.weight.shape)
-        self.weight.data.copy_(full)
-
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        self.weight.data.normal_(0.0, 0.02, generator=generator)
 
 
 class MixtureOfExperts(FeedForward, WeightedModule):
@@ -47,7 +22,7 @@ class MixtureOfExperts(FeedForward, WeightedModule):
     whole_experts: each rank holds some whole experts instead of a slice of each. Every rank has all rows, multiplies
         those that chose its experts, and the parts are summed. The shared experts' MLP is cut along its width in any
         case.
-    shared_gate: multiply the shared experts' output by the sigmoid of one number per row. They then stay an MLP.
+        Their weight is 1, or the sigmoid of the router's last logit (`Routing.shared_gate`).
     """
 
     def __init__(
@@ -58,18 +33,16 @@ class MixtureOfExperts(FeedForward, WeightedModule):
         group: TPGroup,
         shared_width: int = 0,
         whole_experts: bool = False,
-        shared_gate: bool = False,
     ) -> None:
         super().__init__()
         self.group = group
         self.router = Router(hidden_size, routing)
         whole = whole_experts and group.size > 1
-        num_shared = 0 if whole or shared_gate or shared_width % width else shared_width // width
+        num_shared = 0 if whole or shared_width % width else shared_width // width
         self.experts = Experts(
             routing.num_experts, hidden_size, width, group, routing.experts_per_token, num_shared, whole
         )
         self.shared_experts = GatedMLP(hidden_size, shared_width, group) if shared_width else None
-        self.shared_gate = SharedGate(hidden_size) if shared_gate else None
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -89,9 +62,9 @@ class MixtureOfExperts(FeedForward, WeightedModule):
             out = self.group.all_reduce_buffer(plain.shape[0], plain.shape[1], plain.dtype)
             return self.experts.method.multiply(x, router, out)
         shared, routed = self.shared_experts.partial(x), self.experts.method.multiply(x, router)
-        if self.shared_gate is None:
+        if not router.routing.shared_gate:
             return shared.add_(routed)
-        gate: Tensor = self.shared_gate(plain)
+        gate = router.shared_gate().to(shared.dtype)
         return sigmoid_mul(shared.unsqueeze(1), gate.unsqueeze(1), routed.unsqueeze(1)).squeeze(1)
 
     def weight_keys(self) -> tuple[WeightKey, ...]:
@@ -105,7 +78,5 @@ class MixtureOfExperts(FeedForward, WeightedModule):
 
     def finish(self, options: GEMMOptions) -> None:
         shared = self.shared_experts
-        if shared is None or self.shared_gate is not None:
-            return
-        if self.experts.method.join(shared.gate_up.method, shared.down_proj.method, options):
+        if shared is not None and self.experts.method.join(shared.gate_up.method, shared.down_proj.method, options):
             self.shared_experts = None

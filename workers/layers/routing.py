@@ -10,11 +10,14 @@ from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
 from workers.ops.experts.router_gemm import router_gemm
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
 
+# Of the checkpoint, where the router holds both.
+GATE, SHARED_GATE = "gate", "shared_expert_gate"
+
 
 class Router(WeightedModule):
     """The router, whole on every rank, so that all ranks choose alike. Never quantised; computes in float32.
 
-    weight: [num_experts, hidden_size].
+    weight: [num_logits, hidden_size], the row of a shared gate last.
     e_score_correction_bias: [num_experts] float32; None without.
     """
 
@@ -23,7 +26,7 @@ class Router(WeightedModule):
         self.routing = routing
         self._workspace: Workspace | None = None
         self._deterministic = False
-        self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(routing.num_logits, hidden_size), requires_grad=False)
         bias = torch.empty(routing.num_experts, dtype=torch.float32)
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False) if routing.has_bias else None
 
@@ -40,16 +43,22 @@ class Router(WeightedModule):
             self._workspace, self._deterministic = options.workspace, options.deterministic
 
     def weight_keys(self) -> Iterator[WeightKey]:
-        yield WeightKey("weight")
+        if self.routing.shared_gate:
+            yield WeightKey("weight", GATE)
+            yield WeightKey("weight", SHARED_GATE)
+        else:
+            yield WeightKey("weight")
         if self.e_score_correction_bias is not None:
             yield WeightKey("e_score_correction_bias")
 
     def load(self, key: WeightKey, full: Tensor) -> None:
         parameter = self.weight if key.kind == "weight" else self.e_score_correction_bias
         assert parameter is not None, "key not in `weight_keys`"
-
-        check_shape(full, parameter.shape)
-        parameter.data.copy_(full)
+        experts, rows = self.routing.num_experts, parameter.data
+        if key.part:
+            rows = rows[experts:] if key.part == SHARED_GATE else rows[:experts]
+        check_shape(full, rows.shape)
+        rows.copy_(full)
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         self.weight.data.normal_(0.0, 0.02, generator=generator)

@@ -163,6 +163,7 @@ def _experts(config: dict[str, Any], num_layers: int, source: str) -> Experts:
         num_experts=num_experts_of(config, source),
         experts_per_token=size_of(config, "num_experts_per_tok", source),
         normalise=flag_of(config, "norm_topk_prob", source, True),
+        shared_gate=True,
     )
     routing.check(source)
     step, without = size_of(config, "decoder_sparse_step", source, 1), ids_of(config, "mlp_only_layers", source)
@@ -209,7 +210,6 @@ def make_layer(config: HybridConfig, layer: int, group: TPGroup) -> DecoderLayer
             group,
             experts.shared_width,
             config.whole_experts,
-            shared_gate=True,
         )
     else:
         mlp = make_mlp(config, group)

@@ -13,11 +13,10 @@ from workers.models.name_map import Packed
 def layer_rules(ours: str, theirs: str) -> dict[str, str]:
     """Of a `NameMap`, for a layer of any kind. ours, theirs: the layer's path and its name in the checkpoint."""
     experts = {
-        f"{ours}.mlp.router": f"{theirs}.mlp.gate",
+        f"{ours}.mlp.router": f"{theirs}.mlp.{{part}}",
         f"{ours}.mlp.experts": f"{theirs}.mlp.experts.{{expert}}.{{part}}",
         f"{ours}.mlp.shared_experts.gate_up": f"{theirs}.mlp.shared_expert.{{part}}",
         f"{ours}.mlp.shared_experts.{{module}}": f"{theirs}.mlp.shared_expert.{{module}}",
-        f"{ours}.mlp.shared_gate": f"{theirs}.mlp.shared_expert_gate",
     }
     recurrent = {
         f"{ours}.self_attn.in_proj": f"{theirs}.linear_attn.{{part}}",

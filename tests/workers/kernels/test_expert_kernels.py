@@ -43,6 +43,7 @@ ROUTINGS = {
     "V2": Routing(12, 3, num_groups=4, groups_per_token=2, scale=16.0),
     "Kimi-K2": Routing(10, 4, "sigmoid", 1, 1, 2, has_bias=True, normalise=True, scale=2.827),
     "Qwen3": Routing(8, 2, normalise=True),
+    "Qwen3.5": Routing(9, 3, normalise=True, shared_gate=True),
 }
 SMALL = Routing(12, 3, "sigmoid", 4, 2, 2, has_bias=True, normalise=True, scale=2.5)
 PAGE = 16
@@ -64,11 +65,13 @@ def test_routing_is_that_of_torch(name: str, rows: int) -> None:
         pytest.skip("interpreting takes seconds")
     routing, generator = ROUTINGS[name], torch.Generator().manual_seed(rows)
     experts, k, shared, used_up = routing.num_experts, routing.experts_per_token, 2, tickets()
-    logits = (torch.randn(rows, experts, generator=generator) * 2).to(DEVICE)
+    logits = (torch.randn(rows, routing.num_logits, generator=generator) * 2).to(DEVICE)
     bias = (torch.randn(experts, generator=generator) - 2).to(DEVICE) if routing.has_bias else None
     is_live = torch.arange(rows) % 3 != 1
     found = route(RouterLogits(logits, bias, routing, token_slots(is_live)), shared, used_up)
-    chosen, weight = route_in_torch(logits, bias, routing)
+    given = RouterLogits(logits, bias, routing)
+    chosen, weight = given.choose()
+    of_shared = given.shared_gate().sigmoid() if routing.shared_gate else torch.ones_like(logits[:, :1])
     order, expected = found.chosen[:, :k].sort(-1), chosen.sort(-1)
     for row in range(rows):
         if not is_live[row]:
@@ -77,7 +80,8 @@ def test_routing_is_that_of_torch(name: str, rows: int) -> None:
         assert torch.equal(order.values[row].long(), expected.values[row])
         mine, theirs = found.weight[row, order.indices[row]], weight[row, expected.indices[row]]
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)  # float32, exp of another library
-        assert found.chosen[row, k:].tolist() == [experts, experts + 1] and (found.weight[row, k:] == 1).all()
+        assert found.chosen[row, k:].tolist() == [experts, experts + 1]
+        torch.testing.assert_close(found.weight[row, k:], of_shared[row].expand(2), rtol=1e-6, atol=0)
     if rows > MAX_LISTED:
         assert found.used is None and found.num_used is None and found.rank is not None and found.count is not None
         for expert in range(experts + shared):

@@ -12,6 +12,7 @@ from workers.layers.experts import Experts  # noqa: E402
 from workers.layers.linear import LinearBase  # noqa: E402
 from workers.layers.moe import MixtureOfExperts  # noqa: E402
 from workers.layers.weighted import WeightedModule  # noqa: E402
+from workers.ops.experts.route import Routing  # noqa: E402
 from workers.ops.fp8.norm_triton import fp8_rms_norm  # noqa: E402
 from workers.ops.fp8.rows import FP8  # noqa: E402
 from workers.ops.fp8.tiles import MAX_ROWS, fp8_workspace_size  # noqa: E402
@@ -24,15 +25,16 @@ from workers.quantization.fp8_linear import Fp8Linear  # noqa: E402
 from workers.quantization.fp8_weight import Fp8Scheme  # noqa: E402
 
 pytestmark = MARKS
+GATED = Routing(12, 3, normalise=True, shared_gate=True)
 
 
-def layer_of(kind: str, num_shared: int, group: TPGroup = SOLO) -> MixtureOfExperts:
+def layer_of(kind: str, num_shared: int, group: TPGroup = SOLO, routing: Routing = SMALL) -> MixtureOfExperts:
     """Not yet finished; in float16 on a CPU. Of several ranks each has whole experts."""
     size, width = (256, 128) if INTERPRETED else (1024, 256)
     torch.set_default_dtype(HALF)
     try:
         with torch.device(DEVICE):  # as a model is made: to move it later would leave the room behind experts
-            layer = MixtureOfExperts(size, width, SMALL, group, num_shared * width, whole_experts=group.size > 1)
+            layer = MixtureOfExperts(size, width, routing, group, num_shared * width, whole_experts=group.size > 1)
             if kind != "half":
                 channels = Fp8Scheme("weight_scale", None)
                 scheme = channels if kind == "channel" else Fp8Scheme("weight_scale_inv", (128, 128))
@@ -72,10 +74,13 @@ def workspace_of(layer: MixtureOfExperts) -> Workspace:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind,num_shared", [("group", 2), ("channel", 2), ("half", 1), ("group", 0)])
-def test_a_layer_of_kernels_answers_as_in_torch(kind: str, num_shared: int, deterministic: bool) -> None:
+@pytest.mark.parametrize(
+    "kind,num_shared,gated", [("group", 2, False), ("channel", 2, False), ("half", 1, True), ("group", 0, False)]
+)
+def test_a_layer_of_kernels_answers_as_in_torch(kind: str, num_shared: int, gated: bool, deterministic: bool) -> None:
     """Shared experts become experts, whose weights are kept as they are; without the kernels they are an MLP."""
-    ours, plain = layer_of(kind, num_shared), layer_of(kind, num_shared)
+    routing = GATED if gated else SMALL
+    ours, plain = layer_of(kind, num_shared, routing=routing), layer_of(kind, num_shared, routing=routing)
     workspace, loaded = workspace_of(ours), addresses(ours.experts)
     finished(ours, GEMMOptions(workspace, deterministic, fp8=True))
     assert addresses(ours.experts) <= loaded, "weights moved, and left holes in memory"

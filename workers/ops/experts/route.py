@@ -21,6 +21,7 @@ class Routing:
     best_of_group: a group's score is the sum of its `best_of_group` highest scores.
     has_bias: scores have a bias that affects the choice but not the weights (arXiv 2412.19437, 2.1.2).
     normalise: divide a row's weights by their sum. `scale` multiplies them afterwards.
+    shared_gate: the router has one more logit, whose sigmoid is the weight of shared experts.
     """
 
     num_experts: int
@@ -32,6 +33,12 @@ class Routing:
     has_bias: bool = False
     normalise: bool = False
     scale: float = 1.0
+    shared_gate: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        """Of a row: one of each expert, then the shared experts'."""
+        return self.num_experts + self.shared_gate
 
     def check(self, source: str) -> None:
         """Raise ValueError, naming `source`, for an impossible combination."""
@@ -68,7 +75,7 @@ class TokenSlots:
 class RouterLogits:
     """The input of the routing.
 
-    values: float32 [rows, num_experts], or partial sums [parts, rows, num_experts], added in order.
+    values: float32 [rows, num_logits], or partial sums [parts, rows, num_logits], added in order.
     bias: float32 [num_experts] if the routing has one.
     live: None if no row is padding, or if padding rows may use any experts.
     """
@@ -80,7 +87,14 @@ class RouterLogits:
 
     def choose(self) -> tuple[Tensor, Tensor]:
         """Return what `route` returns; padding rows are not treated."""
-        return route(self.values if self.values.dim() == 2 else self.values.sum(0), self.bias, self.routing)
+        return route(self._whole()[:, : self.routing.num_experts], self.bias, self.routing)
+
+    def shared_gate(self) -> Tensor:
+        """Return the logit of the shared experts' weight: [rows, 1] float32."""
+        return self._whole()[:, self.routing.num_experts :]
+
+    def _whole(self) -> Tensor:
+        return self.values if self.values.dim() == 2 else self.values.sum(0)
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,7 @@ class Routed:
     chosen: [rows, slots] int32 experts by this rank's index, shared ones (numbered last) at the end; NO_EXPERT for
         padding
         rows and for experts of other ranks.
-    weight: [rows, slots] float32; 1 for shared experts, 0 for NO_EXPERT.
+    weight: [rows, slots] float32; 1 for shared experts without a gate, 0 for NO_EXPERT.
 
     With up to MAX_LISTED rows the used experts are listed, else None:
     used: [max used] int32 experts in ascending order, then NO_EXPERT.

@@ -68,6 +68,7 @@ def _route(
     scale,
     PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
     FIRST: tl.constexpr,
     HELD: tl.constexpr,
     K: tl.constexpr,
@@ -91,12 +92,14 @@ def _route(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     size: tl.constexpr = EXPERTS // GROUPS
+    width: tl.constexpr = EXPERTS + GATED
     slots: tl.constexpr = K + SHARED
     row = tl.program_id(0)
     group, member = tl.arange(0, GROUPS_PADDED), tl.arange(0, SIZE_PADDED)
     expert = group[:, None] * size + member[None, :]
     there = (group < GROUPS)[:, None] & (member < size)[None, :]
-    logits = _logits(logit_ptr + row.to(tl.int64) * EXPERTS + expert, there, rows * EXPERTS, PARTS)
+    logit_ptr += row.to(tl.int64) * width
+    logits = _logits(logit_ptr + expert, there, rows * width, PARTS)
     if SOFTMAX:
         top = tl.max(tl.max(logits, 1), 0)
         scores = tl.exp(logits - top)
@@ -130,14 +133,18 @@ def _route(
         mine = tl.min(tl.where(left == tl.max(left, 0), numbers, EXPERTS - 1), 0)
         left = tl.where(numbers == mine, LEAST, left)
         chosen = tl.where(slot == i, mine, chosen)
-    logit = _logits(logit_ptr + row.to(tl.int64) * EXPERTS + chosen, slot < K, rows * EXPERTS, PARTS)
+    logit = _logits(logit_ptr + chosen, slot < K, rows * width, PARTS)
     weight = tl.exp(logit - top) / norm if SOFTMAX else 1.0 / (1.0 + tl.exp(-logit))
     weight = tl.where(slot < K, weight, 0.0)
     total = tl.sum(weight, 0)
     factor = scale
     if NORMALISE:
         factor = scale / (total + 1e-20)
-    weight = tl.where(slot < K, weight * factor, 1.0)
+    of_shared = 1.0
+    if GATED:
+        gate = _logits(logit_ptr + EXPERTS + slot, slot < 1, rows * width, PARTS)
+        of_shared = 1.0 / (1.0 + tl.exp(-tl.max(gate, 0)))
+    weight = tl.where(slot < K, weight * factor, of_shared)
     if HELD < EXPERTS:
         elsewhere = (slot < K) & ((chosen < FIRST) | (chosen >= FIRST + HELD))
         chosen = tl.where(slot < K, chosen - FIRST, chosen)
@@ -187,8 +194,8 @@ def route(
     Reference: `workers.ops.experts.route.route`.
     """
     logits, bias, routing, live = router.values, router.bias, router.routing, router.live
-    rows, experts = logits.shape[-2:]
-    assert logits.is_contiguous() and logits.dtype == torch.float32 and experts == routing.num_experts
+    rows, experts = logits.shape[-2], routing.num_experts
+    assert logits.is_contiguous() and logits.dtype == torch.float32 and logits.shape[-1] == routing.num_logits
     assert live is None or (live.slots.is_contiguous() and live.slots.shape == (rows,))
     slots, listed = routing.experts_per_token + num_shared, list_used and rows <= MAX_LISTED
     chosen = torch.empty((rows, slots), dtype=torch.int32, device=logits.device)
@@ -222,6 +229,7 @@ def route(
         routing.scale,
         PARTS=logits.shape[0] if logits.dim() == 3 else 1,
         EXPERTS=experts,
+        GATED=routing.shared_gate,
         FIRST=held.first,
         HELD=held.size,
         K=routing.experts_per_token,
