@@ -1,7 +1,7 @@
-"""What an attention backend is. Those that exist, and what each can serve, are in `attention.registry`.
+"""The interface of attention backends. `attention.registry` lists them and what each supports.
 
-A backend prepares a batch once per forward pass (`prepare`) and is then called once per layer (`forward`). It never
-allocates per layer what it could prepare.
+A backend prepares a batch once per forward pass (`prepare`) and is then called once per layer (`forward`). It allocates
+nothing per layer that it could prepare.
 """
 
 from abc import ABC, abstractmethod
@@ -17,58 +17,60 @@ from attention.metadata import DecodeBatch, PrefillBatch
 
 
 class Prepared(ABC):
-    """One batch, ready to be attended layer by layer.
-
-    For each layer `plan` may be called, then the layer's KV is stored, then `forward` is called.
-    """
+    """One prepared batch. Per layer: `plan` may be called, then the layer's KV is stored, then `forward` is called."""
 
     def plan(self, q: Tensor, kv: Any, scale: float) -> bool:
-        """Launch what `forward` reads beside q and KV, as far as it hangs on shapes that only layers know.
+        """Launch what `forward` reads beside q and KV, if it depends on shapes that only layers know. Does nothing if
+        it exists already.
 
-        Called with the arguments of `forward`, of whose tensors no value is read, before the layer's KV is stored: the
-        store then stands between what is launched here and a `forward` that is launched early. Without this call
-        `forward` does it, and is not launched early. Does nothing where all is there already.
+        Called with the arguments of `forward`, before the layer's KV is stored; reads no values of the tensors. The
+        store then separates what is launched here from a `forward` that is launched early. Without this call `forward`
+        does it, and is not launched early.
 
-        Returns whether the store must be a fence (`attention.ops.pdl`), between `forward` and what is launched here
-        or before the pass: not where an earlier layer's was one.
+        Returns whether the store must be a fence (`attention.ops.pdl`) between `forward` and what is launched here or
+        before the pass; not if an earlier layer's store was one.
         """
-        return True  # a fence at every layer is always right
+        return True  # a fence in every layer is always safe
 
     @abstractmethod
     def forward(self, q: Tensor, kv: Any, scale: float) -> Tensor:
-        """Attention of rows q [rows, q_heads, head_dim] over `kv`, whose rows of this pass are already written.
+        """Return attention of q over `kv`, which already has the rows of this pass: [rows, q_heads, head_dim] in q's
+        dtype; for latent rows [rows, q_heads, latent].
 
-        kv: the layer's view (`attention.views`), of a kind that the backend's row in the registry names. scale: the
-        factor on q . k before the softmax. Returns [rows, q_heads, head_dim] in q's dtype; of latent rows [rows,
-        q_heads, latent].
+        q: [rows, q_heads, head_dim].
+        kv: the layer's view (`attention.views`), of a kind that the backend's row in the registry names.
+        scale: factor on q . k before the softmax.
         """
 
 
 class AttentionBackend(ABC):
-    """name: as in the configuration and in `attention.registry.BACKENDS`, which holds the facts about it."""
+    """name: as in the configuration and in `attention.registry.BACKENDS`."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
-        """What `forward` needs of a batch; the batch's tensors are read, not kept longer than the pass."""
+        """Prepare a batch for `forward`. The batch's tensors are not kept beyond the pass."""
 
     def expand(self, batch: PrefillBatch, page_size: int) -> ExpandedChunks | None:
-        """The chunks for layers that make keys and values of latent rows again, where this backend attends to such and
-        that pays; None where chunks are attended to as they are prepared."""
+        """Return the chunks for layers that expand latent rows to keys and values, if this backend supports it and it
+        pays; else None."""
         return None
 
     def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
-        """The memory from which this backend reads the masks of trees of `rows` nodes, for whoever reads the trees to
-        fill: [num_requests, rows, words] uint16, words even. Bit j of word w of a row says whether it sees suffix
-        column 16 w + j. It lives on, where it is. None: `DecodeBatch.mask` is all that it reads."""
+        """Return the memory from which this backend reads masks of trees of `rows` nodes, for the caller to fill; None:
+        it reads `DecodeBatch.mask`.
+
+        [num_requests, rows, words] uint16, words even. Bit j of word w says whether a row sees suffix column 16 w + j.
+        It stays valid, at the same address.
+        """
         return None
 
 
 class NewUnderCaptureError(RuntimeError):
-    """What a step needs is not there yet and cannot be made under capture.
+    """A step needs something that does not exist yet and cannot be created during a capture.
 
-    make: makes it once the capture has ended; None if only a run of the step does.
+    make: creates it after the capture; None if only a run of the step does.
     """
 
     def __init__(self, message: str, make: Callable[[], object] | None = None) -> None:
@@ -77,8 +79,8 @@ class NewUnderCaptureError(RuntimeError):
 
 
 def assert_not_captured(name: str, device: torch.device, make: Callable[[], object] | None = None) -> None:
-    """For a backend about to make what captured graphs will hold: raises NewUnderCaptureError under capture, whose
-    memory is the graph's own. make: see there."""
+    """Raise NewUnderCaptureError during a capture, whose memory belongs to the graph. For backends about to create what
+    captured graphs will use. make: see there."""
     if is_capturing(device):
         message = f"attention backend {name!r}: a new shape under capture; run it once before that"
         raise NewUnderCaptureError(message, make)

@@ -1,7 +1,7 @@
-"""What a device, and the libraries installed beside it, can do. The only module that asks.
+"""What a device and the installed libraries can do. The only module that asks.
 
-Read by the tables of operations (`attention.ops.operation`) and of attention backends (`attention.registry`), and
-wherever memory, streams or graphs differ between devices.
+Read by the tables of operations (`attention.ops.operation`) and attention backends (`attention.registry`), and wherever
+memory, streams or graphs differ between devices.
 """
 
 import sys
@@ -17,14 +17,17 @@ GENERATIONS = (
     (10, 0),
     (9, 0),
 )  # one of each GPU generation that tables distinguish
-_FP8_MAJORS = (9, 10)  # whose matrix units multiply FP8 in our kernels
+_FP8_MAJORS = (9, 10)  # GPUs whose tensor cores multiply FP8 in our kernels
 _LIBRARIES = ("triton", "flashinfer")
 
 
 @dataclass(frozen=True)
 class Capability:
-    """type: "cpu" or "cuda"; "meta" for tensors without memory. compute: the GPU's compute capability (major, minor);
-    None on a CPU, and where it is not known, as in a plan for another machine. libraries: those installed here."""
+    """type: "cpu" or "cuda"; "meta" for tensors without memory.
+    compute: the GPU's compute capability (major, minor); None on a CPU, or if unknown, as in a plan for another
+        machine.
+    libraries: installed libraries.
+    """
 
     type: str
     compute: tuple[int, int] | None = None
@@ -32,37 +35,37 @@ class Capability:
 
     @staticmethod
     def of(device: torch.device) -> "Capability":
-        """The capability of a device of this process."""
+        """Return the capability of a device of this process."""
         return _of(device.type, device.index)
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it runs Triton's kernels. Above operations and backends, ask for what follows from it."""
+        """Whether it runs Triton kernels. Above operations and backends, ask for a consequence instead."""
         return self.type == "cuda"
 
     @property
     def shares_host_memory(self) -> bool:
-        """Whether the host reads and writes its tensors directly: nothing is copied, and nothing is waited for."""
+        """Whether the host accesses its tensors directly, without copies and waits."""
         return self.type == "cpu"
 
     @property
     def has_memory(self) -> bool:
-        """Whether its tensors hold values; those of "meta" have shapes and types only."""
+        """Whether its tensors have values; those of "meta" have only shapes and dtypes."""
         return self.type != "meta"
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether it runs our Triton kernels, which fix the order of sums that a library leaves open."""
+        """Whether it runs our Triton kernels, which fix the order of sums."""
         return self.is_gpu
 
     @property
     def has_streams(self) -> bool:
-        """Whether kernels and copies run asynchronously, in streams, while the host goes on."""
+        """Whether kernels and copies run asynchronously in streams."""
         return self.is_gpu
 
     @property
     def captures_graphs(self) -> bool:
-        """Whether steps can be captured as CUDA graphs, with kernels compiled before."""
+        """Whether steps can be captured as CUDA graphs."""
         return self.is_gpu
 
     @property
@@ -77,15 +80,15 @@ class Capability:
 
     @property
     def multiplies_fp8(self) -> bool:
-        """Whether our products of FP8 run."""
+        """Whether our FP8 products run."""
         return self.compute is not None and self.compute[0] in _FP8_MAJORS
 
     def reaches(self, compute: tuple[int, int]) -> bool:
-        """Whether this is a GPU of that compute capability or a later one."""
+        """Whether this is a GPU of at least that compute capability."""
         return self.compute is not None and self.compute >= compute
 
     def possible(self) -> tuple["Capability", ...]:
-        """What it may be: itself, or a GPU of each generation where the compute capability is not known."""
+        """Return what it may be: itself, or a GPU of each generation if the compute capability is unknown."""
         if self.compute is None and self.is_gpu:
             return tuple(replace(self, compute=each) for each in GENERATIONS)
         return (self,)
@@ -98,7 +101,7 @@ def _of(kind: str, index: int | None) -> Capability:
 
 
 def is_installed(library: str) -> bool:
-    """Whether `import library` would find a package."""
+    """Whether a library is installed."""
     return library in sys.modules or find_spec(library) is not None
 
 

@@ -1,9 +1,14 @@
-"""Prompt chunks over latent rows in their expanded form: instead of multiplying every head's queries into the latent
-space, which makes each pair of a row and a token three times as dear, keys and values are made by heads again, once for
-all tokens that the chunks look at. That pays where a token is looked at by many rows.
+"""Prompt chunks over latent rows in expanded form.
 
-Memory for that must be there before the chunks are known: a captured step has room for so many tokens, and runs if its
-chunks look at no more. The device reads how many tokens that is, and makes keys and values of those alone.
+Absorbed, every head's queries are multiplied into the latent space, and each pair of a row and a token costs three
+times
+as much. Expanded, keys and values per head are computed once for all tokens that the chunks attend to. That pays if
+many
+rows attend to each token.
+
+The memory must exist before the chunks are known: a captured step has room for a number of tokens, and runs if its
+    chunks
+attend to no more. The device reads the actual number, and expands only those.
 """
 
 from abc import ABC, abstractmethod
@@ -18,15 +23,15 @@ from attention.metadata import ChunkLists, PrefillBatch
 from attention.ops.slot_mapping import map_rows
 from attention.views import ExpandedKV
 
-MAX_TOKENS = 8  # by rows of the pass: keys and values are made of no more, which bounds their memory
-# Pairs of a row and a token that cost absorbed as much more as making one token's keys and values: latent x (key +
-# value) by (2 x latent - key - value), of DeepSeek's sizes.
+MAX_TOKENS = 8  # maximum expanded tokens per row of the pass, which bounds memory
+# Pairs of a row and a token whose extra cost, absorbed, equals expanding one token: latent x (key + value) /
+# (2 x latent - key - value), for DeepSeek's sizes.
 _PAIRS_OF_TOKEN = 170
 
 
 @dataclass(frozen=True)
 class ExpandedChunks(ABC):
-    """One batch of chunks, to be attended layer by layer. tile_lists: the backend's, by the size of a tile."""
+    """One batch of chunks for all layers. tile_lists: the backend's, by tile size."""
 
     batch: PrefillBatch
     page_size: int
@@ -34,13 +39,13 @@ class ExpandedChunks(ABC):
 
     @classmethod
     def of(cls, batch: PrefillBatch, page_size: int) -> "ExpandedChunks | None":
-        """None where that does not pay, or nobody knows how many tokens the chunks look at."""
+        """Return None if expansion does not pay, or if the number of tokens is unknown on the host."""
         expands = batch.seen_limit is not None if batch.lists is None else pays(batch.lists)
         return cls(batch, page_size) if expands and batch.window is None else None
 
     @cached_property
     def _whole(self) -> PrefillBatch:
-        """Of each request all that its chunk looks at."""
+        """Return all tokens that each request's chunk attends to."""
         batch = self.batch
         if batch.lists is not None:
             return PrefillBatch.from_lists([0] * batch.num_chunks, batch.lists.seen, batch.page_table)
@@ -52,24 +57,24 @@ class ExpandedChunks(ABC):
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[tokens] int64, token indices of the pool: the first chunk's, then the next one's, then the dummy page's."""
+        """[tokens] int64 token indexes of the pool, chunk by chunk, then the dummy page's."""
         return map_rows(self._whole, self.page_size)[1]
 
     @property
     def ends(self) -> Tensor:
-        """[C + 1] int32: 0, and where each chunk's tokens end; the last is how many there are."""
+        """[C + 1] int32: 0, and the end of each chunk's tokens; the last is their number."""
         return self._whole.qo_indptr
 
     @property
     def first(self) -> Tensor:
-        """[C] int32: where each chunk's tokens begin."""
+        """[C] int32: start of each chunk's tokens."""
         return self.ends[:-1]
 
     @abstractmethod
     def attend(
         self, q: Tensor, made: ExpandedKV, cos: Tensor, sin: Tensor, index: Tensor, scale: float, out: Tensor
     ) -> Tensor:
-        """Write causal attention of one layer's rows into `out` and return it; zeros in rows that belong to no chunk.
+        """Write causal attention of one layer's rows to `out` and return it; zeros for rows without a chunk.
 
         q         [rows, heads, key_dim + rotated], its rotated part not rotated yet
         made      keys and values of `tokens`
@@ -81,7 +86,7 @@ class ExpandedChunks(ABC):
 
 
 def pays(lists: ChunkLists) -> bool:
-    """Whether these chunks cost less expanded, and no more memory than they may."""
+    """Whether these chunks cost less expanded, within the memory limit."""
     tokens, rows = sum(lists.seen), sum(lists.counts)
     pairs = sum(n * start + n * n // 2 for start, n in zip(lists.starts, lists.counts, strict=True))
     return 0 < tokens <= min(MAX_TOKENS * rows, rows + pairs // _PAIRS_OF_TOKEN)

@@ -1,4 +1,4 @@
-"""Objects named in tables of choices: imported when they are first chosen, so that a table needs none of its rows."""
+"""Imports objects that tables of choices name when they are first chosen, so that a table needs none of its rows."""
 
 from importlib import import_module
 from typing import Any

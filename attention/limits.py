@@ -1,7 +1,8 @@
-"""What each attention backend can serve: a plain function per backend over plain facts, and nowhere else.
+"""What each attention backend supports: one plain function per backend.
 
-Nothing here imports a kernel library, so a start can be refused, and the README's matrix printed, on any machine. The
-functions return why a backend cannot serve a use, None if it can.
+Imports no kernel library, so that any machine can refuse a start, or print the matrix of docs/attention-backends.md.
+The
+functions return why a backend does not support a use; None if it does.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from attention.metadata import Mode
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
-MAX_LATENT = 512  # whose sums of 64 rows are what the registers of a program hold
+MAX_LATENT = 512  # a program's registers hold the sums of 64 rows of that size
 FLASHINFER_CAPABILITY = (8, 0)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_LATENT = (512, 64)  # latent and rotated numbers of a row
@@ -37,13 +38,11 @@ class AttentionUse:
     """What one model does in one mode on one rank.
 
     num_heads, num_kv_heads: of this rank.
-    device: the rank's. Refusals read its compute capability; `attention.registry.limit` asks them of each that it may
-        have.
-    tree: whether branches share a pass (speculative.top_k above 1).
-    layout: how KV is kept, the `kind` of its `KVLayout`.
-    value_dim: of what comes out of a head, if that is not head_dim: of latent rows the leading part, whose dimensions
-        are values too.
-    window: tokens that a row sees at most, None for all.
+    device: of the rank. Refusals read its compute capability; `attention.registry.limit` tries each possible one.
+    tree: whether masks branch (speculative.top_k above 1).
+    layout: `kind` of its `KVLayout`.
+    value_dim: size of a head's output, if not head_dim: for latent rows, the leading part that is also the value.
+    window: maximum tokens that a row sees; None for all.
     """
 
     mode: Mode
@@ -78,7 +77,7 @@ def triton_refusal(use: AttentionUse) -> str | None:
 
 
 def triton_latent_refusal(latent: int, rotated: int) -> str | None:
-    """Why our kernels have no tiles for latent rows of latent + rotated numbers, None if they do."""
+    """Return why our kernels have no tiles for latent rows of latent + rotated numbers; None if they have."""
     for name, size in (("kv_lora_rank", latent), ("qk_rope_head_dim", rotated)):
         if size < 16 or size & (size - 1):
             return f"{name}={size}: must be a power of two of at least 16"
@@ -88,7 +87,7 @@ def triton_latent_refusal(latent: int, rotated: int) -> str | None:
 
 
 def triton_head_dim_refusal(head_dim: int) -> str | None:
-    """Why our kernels have no tiles for head_dim, None if they do."""
+    """Return why our kernels have no tiles for head_dim; None if they have."""
     if head_dim < 16 or head_dim & (head_dim - 1):
         return f"head_dim={head_dim}: must be a power of two of at least 16"
     return None

@@ -1,8 +1,8 @@
-"""The ragged shapes of one forward pass, defined here and nowhere else.
+"""The batches of a forward pass, defined only here.
 
-The rows of a pass are first the rows of a `DecodeBatch` (requests in a round: the same number of rows each), then those
-of a `PrefillBatch` (prompt chunks: any number of rows). Either may be absent. `row_positions`, `slot_mapping` and the
-backends follow that order.
+A pass has the rows of a `DecodeBatch` (requests in a round, the same number of rows each), then those of a
+`PrefillBatch`
+(prompt chunks, any number of rows). Either may be absent. `row_positions`, `slot_mapping` and backends use that order.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from torch import Tensor
 from attention.capability import Capability
 from attention.to_device import to_device
 
-ALIGNMENT = 4  # of int32 in a packed tensor: kernels are compiled for addresses that 16 divides
+ALIGNMENT = 4  # int32 values in a packed tensor: kernels are compiled for addresses that are multiples of 16
 
 
 class Mode(Enum):
-    """What a pass computes; a backend is chosen per mode."""
+    """What a pass computes; each mode has a backend."""
 
     PREFILL = "prefill"  # prompt chunks, causal
     DECODE = "decode"  # one row per request
@@ -64,8 +64,8 @@ class DecodeBatch:
 
     @property
     def is_causal(self) -> bool:
-        """Whether each row sees all positions up to its own, as the host knows without the masks. A single row has no
-        siblings, and sees all of its suffix."""
+        """Whether the host knows, without masks, that each row sees all positions up to its own. A single row sees all
+        of its suffix."""
         return self.rows == 1 or self.chain or self.mode is Mode.DRAFT_EXTEND
 
     @property
@@ -77,21 +77,21 @@ class DecodeBatch:
         return self.num_requests * self.rows
 
     def kv_positions(self) -> Tensor:
-        """[B, R] int64: the KV position that each row writes."""
+        """[B, R] int64: KV position that each row writes."""
         own = torch.arange(self.suffix_len - self.rows, self.suffix_len, device=self.prefix_len.device)
         return self.prefix_len.long().unsqueeze(1) + own
 
 
 @dataclass(frozen=True)
 class ChunkLists:
-    """Prompt chunks as the plan has them, on the host: where each begins in its prompt, and how many rows it has."""
+    """Prompt chunks on the host: where each starts in its prompt, and its number of rows."""
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """Tokens that each chunk looks at, its own among them; none if it has no rows."""
+        """Tokens that each chunk attends to, its own included; 0 without rows."""
         return tuple(start + n if n else 0 for start, n in zip(self.starts, self.counts, strict=True))
 
 

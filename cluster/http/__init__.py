@@ -1,29 +1,29 @@
 """OpenAI's API over any engine, in the order of a request's way. No Ray.
 
-app            the application: its routes from `routes`, put together
-config         what one ingress is configured with
-middleware     request ids, who may ask, a last net for exceptions
+app            the application: all routes
+config         configuration of one ingress
+middleware     request ids, access, and a last handler of exceptions
 keys           API keys as digests
-origins        and without keys, which hosts and origins are answered
+origins        hosts and origins that are answered without keys
 sending        replies to HEAD and to HTTP/1.0
-routes         the routes, a module for each group
-endpoint       one route: what comes in, what goes out, who answers
-openapi        the routes as an OpenAPI document
-docs_page      and that as a page for people
+routes         the routes, one module per group
+endpoint       one route: its schemas and its handler
+openapi        the OpenAPI document
+docs_page      the OpenAPI document as a page
 page           the page at `/`
-schema         what travels, typed: requests and replies
-admission      how many generations are carried at a time
+schema         types of requests and replies
+admission      limits concurrent generations and memory
 requests       a checked body as prompts, sampling parameters and a grammar
-text           between text and tokens, both ways
-serving        carries out one generation request
-engine_client  what is needed from an engine
+text           text to tokens and back
+serving        runs one generation request
+engine_client  the interface to engines
 thinking_budget  ends an answer's thinking after a number of tokens
-prompt_scores  log-probabilities of a prompt, as they come
-answer         token deltas, cut at stop strings, as text
-parsers        what of an answer is content, reasoning, a tool call
-replies        documents and stream events, a module for each form
-errors         every error a client can see
-tracing        a span for each generation request
+prompt_scores  log-probabilities of a prompt
+answer         turns token deltas into text, cut at stop strings
+parsers        separates content, reasoning and tool calls
+replies        documents and stream events, one module per form
+errors         every error that a client can see
+tracing        a span per generation request
 counts         how the requests of one ingress ended
 metrics        /metrics, Prometheus' text
 """

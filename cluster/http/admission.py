@@ -1,7 +1,5 @@
-"""How much one ingress carries at a time; more is refused at once (429) and never queued here.
-
-A generation costs little, so the bound is memory: bodies being read, prompts, streams.
-"""
+"""Limits concurrent generations and memory of one ingress. Requests beyond the limits are refused at once (429), never
+queued here. The memory limit counts bodies, prompts and streams."""
 
 import math
 from collections.abc import Iterator
@@ -12,18 +10,18 @@ from cluster.http.errors import overloaded, unavailable
 # Tasks, connection and buffers of a generation in flight, measured with 2,000 streams at once
 # (`tests/cluster/http/test_admission.py`).
 STREAM_BYTES = 48 * 1024
-TOKEN_BYTES = 44  # of a prompt's token: an int in a list, and four bytes for the engine
+TOKEN_BYTES = 44  # per prompt token: an int in a list, and four bytes for the engine
 
 
 class Admission:
     """Counts generations and memory.
 
-    max_generations: at a time.
+    max_generations: concurrent ones.
     max_bytes: of bodies, prompts and streams.
-    draining: set it to refuse all new work with 503 while running work ends.
+    draining: refuse new work with 503 while running work ends.
     engine_seen: whether an engine has been ready since this ingress started.
-    num_active: generations now.
-    num_bytes: memory now.
+    num_active: current generations.
+    num_bytes: current memory.
     """
 
     def __init__(self, max_generations: float = math.inf, max_bytes: int = 2**30, retry_after_s: float = 1.0) -> None:
@@ -36,7 +34,7 @@ class Admission:
         self.num_bytes = 0
 
     def check(self, num_generations: int = 1, num_bytes: int = 0) -> None:
-        """Whether so much would be admitted now, for refusing before the work of reading a request. Raises ApiError."""
+        """Raise ApiError if so much would not be admitted now, before a request is read."""
         if self.draining:
             raise unavailable("The server is shutting down; another one will answer", self._retry_after_s)
         if self.num_active + num_generations > self._max_generations:
@@ -48,7 +46,7 @@ class Admission:
 
     @contextmanager
     def enter(self, num_generations: int, num_tokens: int = 0) -> Iterator[None]:
-        """Hold places for so many generations, of so many prompt tokens in all. Raises ApiError."""
+        """Reserve room for generations with so many prompt tokens in all. Raises ApiError."""
         num_bytes = num_generations * STREAM_BYTES + num_tokens * TOKEN_BYTES
         self.check(num_generations, num_bytes)
         self.num_active += num_generations
@@ -61,7 +59,7 @@ class Admission:
 
     @contextmanager
     def reading(self) -> Iterator["Reading"]:
-        """Memory for a body until its request has been read and checked."""
+        """Reserve memory for a body until its request is checked."""
         share = Reading(self)
         try:
             yield share
@@ -78,14 +76,14 @@ class Admission:
 
 
 class Reading:
-    """num_bytes: of a body, so far."""
+    """num_bytes: size of a body so far."""
 
     def __init__(self, admission: Admission) -> None:
         self.num_bytes = 0
         self._admission = admission
 
     def add(self, num_bytes: int) -> None:
-        """More of the body has come. Raises ApiError."""
+        """Count more bytes of the body. Raises ApiError."""
         self._admission._check_bytes(num_bytes)
         self.num_bytes += num_bytes
         self._admission.num_bytes += num_bytes

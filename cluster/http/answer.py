@@ -16,7 +16,7 @@ _END_REASONS: dict[str | None, EndReason | None] = {None: None, "stop": "stop", 
 
 
 class EngineFailedError(Exception):
-    """The engine ended the answer before its time; the message is for the log. told: what of it a client may read."""
+    """The engine ended the answer early. The message is for the log; `told` is what the client may read of it."""
 
     def __init__(self, message: str, told: str = "") -> None:
         super().__init__(message)
@@ -24,17 +24,18 @@ class EngineFailedError(Exception):
 
 
 class RequestInvalidError(Exception):
-    """The request asks for what cannot be done, as was found while it ran; the message is for the client."""
+    """The request was found to be impossible while it ran; the message is for the client."""
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What a delta adds to an answer. A msgspec struct, because one is made per chunk: 0.2 us, a frozen dataclass 1 us.
+    """What a delta adds to an answer. A msgspec struct, because each chunk creates one: 0.2 us instead of a dataclass's
+    1 us.
 
-    offsets: where each token's text begins in the answer's text.
-    texts, drafted: of each token its text, marks of thinking and calls included, and whether it was drafted and
-        accepted; empty unless the request asks for token origins.
+    offsets: start of each token's text in the answer's text.
+    texts, drafted: per token its text, marks of thinking and calls included, and whether it was an accepted draft;
+        empty unless the request asks for token origins.
     finish: with the last piece.
-    stop_reason: the stop string or the stop token's id, None for end of sequence.
+    stop_reason: the stop string or the stop token's id; None for end of sequence.
     """
 
     text: str
@@ -48,20 +49,19 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class Answer:
-    """State of one choice while it is generated.
+    """A choice while it is generated.
 
-    include_stop: show the stop string, or the stop token's text, too.
-    min_tokens: stop strings are looked for in what comes after that many tokens.
-    eos_token_ids: reported as plain end of sequence.
-
-    num_tokens: up to and including the one that ended the answer, as vLLM counts usage.
-    cached_tokens, speculation: of the last delta that had them, the round that brought a stop string included.
-    prompt_scores: of the prompt, where they are asked for; whole with the first token.
-    num_reasoning_tokens: of those whose text came as reasoning; counted by the answer's driver, which has a parser.
+    include_stop: show the stop string or the stop token's text, too.
+    min_tokens: stop strings count only after that many tokens.
+    eos_token_ids: reported as end of sequence.
+    num_tokens: up to and including the token that ended the answer, as vLLM counts usage.
+    cached_tokens, speculation: of the last delta that had them.
+    prompt_scores: of the prompt, if requested; complete with the first token.
+    num_reasoning_tokens: tokens whose text is reasoning; counted by the answer's driver, which has a parser.
     matched_stop: the stop string, or the id of the token that ended the answer, end of sequence included.
 
-    The text of a stop token is not shown. Nothing after the end leaks: accepted tokens after a stop string are dropped
-    from text, tokens, logprobs and counts.
+    The text of a stop token is not shown. Accepted tokens after a stop string are dropped from text, tokens, logprobs
+    and counts.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Answer:
         self.num_reasoning_tokens = 0
 
     def push(self, delta: TokenDelta) -> Piece:
-        """The next piece. Raises EngineFailedError or RequestInvalidError if the delta says so."""
+        """Return the next piece. Raises EngineFailedError or RequestInvalidError if the delta says so."""
         assert self.finish is None, "a delta after the last one"
         if delta.finish == "invalid":
             raise RequestInvalidError(delta.error or "it cannot be answered")
@@ -120,7 +120,7 @@ class Answer:
         return self._piece(delta, shown, offsets, texts)
 
     def _show(self, text: str, shown: list[str]) -> bool:
-        """Add to `shown` what of `text` may be seen now; True if a stop string ended the answer."""
+        """Add the visible part of `text` to `shown`. Return whether a stop string ended the answer."""
         self._decoded_len += len(text)
         if self.num_tokens <= self._min_tokens:
             shown.append(text)
@@ -135,7 +135,7 @@ class Answer:
         return True
 
     def _finish(self, delta: TokenDelta, held: str, shown: list[str]) -> None:
-        """The engine's last delta. A stop string completed by the text that was still held back goes first."""
+        """Process the engine's last delta. A stop string completed by held-back text has priority."""
         if not self._show(held, shown):
             shown.append(self._matcher.flush())
             self.finish = _END_REASONS[delta.finish]
@@ -144,7 +144,7 @@ class Answer:
                 self.stop_reason = None if self.matched_stop in self._eos_token_ids else self.matched_stop
 
     def _piece(self, delta: TokenDelta, shown: list[str], offsets: list[int], texts: list[str]) -> Piece:
-        """offsets, texts: of those of the delta's tokens that belong to the answer."""
+        """offsets, texts: of the delta's tokens that belong to the answer."""
         num_tokens = len(offsets)
         return Piece(
             text="".join(shown),
@@ -159,7 +159,7 @@ class Answer:
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of an answer as one."""
+    """Join all pieces of an answer."""
     return Piece(
         text="".join(piece.text for piece in pieces),
         tokens=tuple(token for piece in pieces for token in piece.tokens),
@@ -173,6 +173,6 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def without_tokens(delta: TokenDelta) -> TokenDelta:
-    """Of an answer that shall have none, though the engine makes one."""
+    """Drop the tokens of an answer that shall have none, although the engine computes one."""
     finish = "length" if delta.finish == "stop" else delta.finish
     return msgspec.structs.replace(delta, tokens=(), logprobs=None, finish=finish)

@@ -1,7 +1,6 @@
-"""The HTTP application of one ingress: OpenAI's routes and the operator's, over any `EngineClient`.
+"""The HTTP application of one ingress: all routes, over any `EngineClient`.
 
-Bodies are read and checked by `cluster.http.endpoint` and not by FastAPI, whose own error form no OpenAI client
-understands.
+`cluster.http.endpoint` reads and checks bodies instead of FastAPI, whose error format OpenAI clients do not understand.
 """
 
 import dataclasses
@@ -57,14 +56,13 @@ def build_app(
     grammars: GrammarChecker = NoChecker(),  # noqa: B008 - has no state
     tracing: Tracing = Tracing(),  # noqa: B008 - has no state
 ) -> FastAPI:
-    """`app.state.admission` is its `Admission`; set `.draining` on it before shutting down.
+    """Build the application. `app.state.admission` is its `Admission`; set `.draining` before shutting down.
 
-    echo_request_id: send X-Request-Id with each reply; False under Ray Serve, whose server (2.60) adds the header
-        itself: clients would read "id, id".
-    grammars: tries the grammars that answers are to follow.
-    tracing: gets a span of each generation.
-
-    Raises ValueError for a configuration without model name or length, which only its builder can know.
+    echo_request_id: send X-Request-Id with each reply; False under Ray Serve (2.60), which adds the header itself:
+        clients would read "id, id".
+    grammars: tries grammars before requests run.
+    tracing: receives a span per generation.
+    Raises ValueError for a configuration without model name or length.
     """
     if not config.served_model_name or config.max_model_len < 1:
         raise ValueError(
@@ -95,7 +93,7 @@ def build_app(
     edge.counts.tell_apart([endpoint.path for endpoint in endpoints])
     for endpoint in endpoints:
         answer = answering(endpoint, edge.admission, config)
-        # Starlette's own route: FastAPI's would look for parameters and dependencies in every request.
+        # Starlette's route: FastAPI's would look for parameters and dependencies in every request.
         app.router.routes.append(Route(endpoint.path, answer, methods=[endpoint.method]))
 
     app.router.routes.extend(page_routes())
@@ -115,7 +113,7 @@ def build_app(
 
 
 def _with_sampling_defaults(config: EdgeConfig, recommended: Mapping[str, float]) -> EdgeConfig:
-    """Fill the defaults that the configuration leaves open from what the model recommends. Raises ValueError."""
+    """Fill open defaults of the configuration with the model's recommendations. Raises ValueError."""
     values: dict[str, float] = {}
     for name, value in recommended.items():
         if getattr(config, f"default_{name}") is None:
@@ -137,7 +135,7 @@ async def _answer_api_error(http: Request, error: Exception) -> Response:
 
 
 async def _answer_http_error(http: Request, error: Exception) -> Response:
-    """Unknown routes and wrong methods, which the router finds."""
+    """Answer unknown routes and wrong methods."""
     assert isinstance(error, HTTPException)
     where = f"{http.method} {http.url.path[:200]}"
     if error.status_code == 404:

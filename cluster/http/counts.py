@@ -1,8 +1,8 @@
-"""How the requests of one ingress ended: by route, status and reason. Counted by `cluster.http.middleware`, exported by
-`cluster.http.metrics`.
+"""Counts how the requests of one ingress ended: by route, status and reason. Filled by `cluster.http.middleware`,
+exported by `cluster.http.metrics`.
 
-These numbers are the ingress's own, so their series carry its id: of load-balanced scrapes each brings one ingress's,
-and a sum of rates over ingresses is right as long as each is scraped twice in its range.
+The numbers are this ingress's, so their series carry its id. A load-balanced scrape reaches one ingress; a sum of rates
+over ingresses is right if each is scraped twice in its range.
 """
 
 import uuid
@@ -20,7 +20,9 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)  # as vLLM's
 
 
 class RequestCounts:
-    """ingress: an id of its own. choices: n of the generation requests that were begun."""
+    """ingress: an id of its own.
+    choices: n of the generation requests.
+    """
 
     def __init__(self) -> None:
         self.ingress = uuid.uuid4().hex[:8]
@@ -29,26 +31,26 @@ class RequestCounts:
         self._ended: Counter[tuple[str, str, str]] = Counter()
 
     def tell_apart(self, routes: Collection[str]) -> None:
-        """Count these by themselves; requests elsewhere count together, because clients choose paths."""
+        """Count these routes separately; all others count together, because clients choose paths."""
         self._routes = frozenset(routes)
 
     def ended(self, path: str, status: int, reason: str) -> None:
-        """One request more. status: 0 if the client left before there was one. reason: "" for success."""
+        """Count one request. status: 0 if the client left before one was sent. reason: "" for success."""
         route = path if path in self._routes else OTHER
         self._ended[route, str(status), reason] += 1
 
     def by_route_status_reason(self) -> Mapping[tuple[str, str, str], int]:
-        """So far."""
+        """Return the counts so far."""
         return self._ended
 
 
 def set_reason(scope: Scope, reason: str | None) -> None:
-    """Why the request of `scope` ends as it does: an error's code, or CLIENT_LEFT. Also of a stream whose status had
-    been sent before."""
+    """Set why the request of `scope` ends: an error's code, or CLIENT_LEFT. Also for streams whose status was already
+    sent."""
     scope.setdefault("state", {})[_KEY] = reason or OTHER
 
 
 def reason_of(scope: Scope) -> str:
-    """What `set_reason` said last; "" if nothing went wrong."""
+    """Return the reason set last; "" without one."""
     reason: str = scope.get("state", {}).get(_KEY, "")
     return reason

@@ -1,4 +1,4 @@
-"""`/docs`: the OpenAPI document as a page that needs nothing from elsewhere."""
+"""`/docs`: the OpenAPI document as a page without external files."""
 
 import html
 import json
@@ -12,7 +12,7 @@ padding:1em}code{font-size:90%}summary{cursor:pointer}h2{margin-top:2em}</style>
 
 
 def docs_page(document: Mapping[str, Any]) -> str:
-    """HTML. document: OpenAPI."""
+    """Return HTML. document: OpenAPI."""
     parts = [_HEAD.replace("{version}", html.escape(document["info"]["version"])), "<h2>Routes</h2>"]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -29,7 +29,7 @@ def docs_page(document: Mapping[str, Any]) -> str:
 
 
 def _links(content: Mapping[str, Any]) -> str:
-    """The schema of each media type."""
+    """Return links to the schema of each media type."""
     links = []
     for media, body in content.items():
         name = body["schema"].get("$ref", "").rpartition("/")[2]

@@ -1,5 +1,4 @@
-"""One route of the edge: what comes in, what goes out, who answers. `cluster.http.app` makes its routes and its OpenAPI
-document from these."""
+"""One route: its schemas and its handler. `cluster.http.app` builds its routes and its OpenAPI document from these."""
 
 import asyncio
 import re
@@ -25,21 +24,21 @@ Handler = Callable[..., Awaitable[msgspec.Struct | Response]]
 IGNORED = "ignored"  # in a request's state: paths of the body's fields that have no effect
 IGNORED_HEADER = b"x-aerie-ignored"
 MAX_IGNORED_TOLD = 20
-_NOT_IN_A_LIST = re.compile(r"[^!-+\--~]")  # of a header's value: control characters, spaces, commas, other scripts
+_NOT_IN_A_LIST = re.compile(r"[^!-+\--~]")  # not allowed in a header's list: controls, spaces, commas, other scripts
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Made by `get` and `post`, which check that the handler fits the types.
+    """A route. `get` and `post` check that the handler fits the types.
 
-    handler: takes the HTTP request and, if there is a body, the checked one; gives the reply, or a Response if it sends
-        by itself. Raises ApiError. Its docstring describes the route.
-    body: the schema of the request's body.
-    reply: the schemas of the reply; none for plain text.
-    event: the schemas of the events of a stream, if it can stream.
-    errors: the schemas of the replies of other statuses than 200.
-    restate: gives errors the route's own form, if it has one.
-    generates: refused while the ingress is full or drains, before the work of reading the body.
+    handler: takes the HTTP request and the checked body, if there is one; returns the reply, or a Response of its own.
+        Raises ApiError. Its docstring describes the route.
+    body: schema of the request's body.
+    reply: schemas of the reply; none for plain text.
+    event: schemas of a stream's events, if it can stream.
+    errors: schemas of replies with other statuses than 200.
+    restate: converts errors to the route's own form, if it has one.
+    generates: refused before the body is read while the ingress is full or drains.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -59,7 +58,7 @@ def get(
     reply: type[Reply] | None = None,
     errors: tuple[type[msgspec.Struct], ...] = (ErrorReply,),
 ) -> Endpoint:
-    """A route without a body."""
+    """Define a route without a body."""
     return Endpoint("GET", path, handler, None, () if reply is None else (reply,), errors=errors)
 
 
@@ -73,17 +72,17 @@ def post(
     error: type[msgspec.Struct] = ErrorReply,
     restate: Callable[[ApiError], ApiError] | None = None,
 ) -> Endpoint:
-    """A route with a JSON body."""
+    """Define a route with a JSON body."""
     return Endpoint("POST", path, handler, body, _several(reply), _several(event), (error,), generates, restate)
 
 
 def command(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
-    """A POST route without a body."""
+    """Define a POST route without a body."""
     return Endpoint("POST", path, handler, None, (reply,))
 
 
 def delete(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
-    """A DELETE route."""
+    """Define a DELETE route."""
     return Endpoint("DELETE", path, handler, None, (reply,))
 
 
@@ -92,8 +91,8 @@ def _several(kinds: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]) -> 
 
 
 def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> Callable[[Request], Awaitable[Response]]:
-    """What the web framework calls for `endpoint`. Fields that it ignores are put into the request's state (`IGNORED`).
-    Raises ApiError."""
+    """Return the function that the web framework calls for `endpoint`. Ignored fields are listed in the request's state
+    (`IGNORED`). Raises ApiError."""
 
     async def answer(http: Request) -> Response:
         try:
@@ -119,7 +118,7 @@ def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> C
 
 
 def json_response(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A document of the response schema."""
+    """Return a reply as JSON."""
     return Response(msgspec.json.encode(reply), status, {**JSON_HEADERS, **(headers or {})})
 
 
@@ -128,20 +127,20 @@ def _response(reply: msgspec.Struct | Response) -> Response:
 
 
 def ignored_header(ignored: Sequence[str]) -> bytes:
-    """The value of `IGNORED_HEADER`: paths, separated by commas; three dots stand for those that are too many."""
+    """Return the value of `IGNORED_HEADER`: paths separated by commas; three dots if there are too many."""
     paths = [_NOT_IN_A_LIST.sub("?", path[:100]) for path in ignored[:MAX_IGNORED_TOLD]]
     return ",".join(paths + ["..."] * (len(ignored) > MAX_IGNORED_TOLD)).encode()
 
 
 def _check_type(content_type: str) -> None:
-    """Raises ApiError unless it is JSON's."""
+    """Raise ApiError unless the content type is JSON's."""
     kind, _, rest = content_type.partition(";")[0].strip().lower().partition("/")
     if kind != "application" or not (rest == "json" or rest.endswith("+json")):
         raise not_json(content_type)
 
 
 async def _read(http: Request, max_bytes: int, timeout_s: float, share: Reading) -> bytes:
-    """The body. Raises ApiError if it is too large, before all of it is read, or does not come in time."""
+    """Read the body. Raises ApiError if it is too large, before all of it is read, or if it does not arrive in time."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _read_parts(http, max_bytes, share)

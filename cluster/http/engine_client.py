@@ -1,8 +1,5 @@
-"""What the HTTP edge needs from an engine: tokens for a prompt, and statistics.
-
-The edge is written against this protocol and nothing else; `cluster.ingress.remote_engines` implements it over Serve
-and ZeroMQ.
-"""
+"""The interface to engines: tokens for a prompt, and statistics. `cluster.http` uses only this protocol;
+`cluster.ingress.remote_engines` implements it over Serve and ZeroMQ."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
@@ -12,7 +9,7 @@ from workers.scheduling.plan import SamplingParams
 
 
 class EngineRefused(Exception):
-    """The engine did not take the request; `refusal` says why and when to come again."""
+    """No engine accepted the request; `refusal` says why, and when to try again."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(f"{refusal.kind}: {refusal.message}")
@@ -31,25 +28,26 @@ class EngineClient(Protocol):
         token_origins: bool = False,
         output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The request's tokens as they are made, an async generator. running_stats: with statistics in every delta, not
-        only in the last. token_origins: with `drafted` in every delta that has tokens. output: tokens that the answer
-        has already; they count against `sampling.max_tokens` and do not come again.
+        """Generate a request's tokens: an async generator of deltas.
 
-        Raises `EngineRefused` before the first delta if no engine takes it. The last delta has `finish` set; an engine
-        that fails after that point says so with finish="error", not with an exception. Closing the generator
-        (`aclose`, or cancelling the task that waits for it) before the last delta aborts the request on the engine.
+        running_stats: send statistics with every delta, not only with the last.
+        token_origins: send `drafted` with every delta that has tokens.
+        output: tokens that the answer already has; they count against `sampling.max_tokens` and are not sent again.
+        Raises `EngineRefused` before the first delta if no engine accepts the request. The last delta has `finish`;
+        later failures set finish="error" instead of raising. Closing the generator (`aclose`, or cancelling the waiting
+        task) before the last delta aborts the request.
         """
         ...
 
     async def stats(self) -> list[EngineStats]:
-        """One entry per engine replica that is known, whatever its state; raises nothing while engines are down."""
+        """Return the statistics of every known engine replica, in any state. Does not raise while engines are down."""
         ...
 
     async def health(self) -> tuple[list[EngineStats], str]:
-        """Within half a second: what `stats` says or said last, and why a request sent now would not get through to
-        the ranks of any engine, or ""."""
+        """Return within half a second the last known statistics, and why a request sent now would not reach any
+        engine's ranks, or ""."""
         ...
 
     async def flush_cache(self) -> list[FlushOutcome]:
-        """Empty every engine's prefix cache; one entry per engine replica that is known."""
+        """Empty every engine's prefix cache. Return one result per known engine replica."""
         ...

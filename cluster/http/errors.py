@@ -1,7 +1,5 @@
-"""Every error a client of the HTTP edge can see, in OpenAI's form: {"error": {message, type, param, code}}.
-
-Raised as `ApiError` anywhere below a route and answered by `cluster.http.app`.
-"""
+"""Every error that a client can see, in OpenAI's format: {"error": {message, type, param, code}}. Raised as `ApiError`
+below a route, answered by `cluster.http.app`."""
 
 import math
 
@@ -15,7 +13,7 @@ JSON_HEADERS = {"content-type": "application/json"}
 
 
 class ApiError(Exception):
-    """An answer other than success. headers: sent with it."""
+    """An error reply. headers: sent with it."""
 
     def __init__(
         self,
@@ -36,11 +34,11 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def detail(self) -> ErrorDetail:
-        """What the client reads."""
+        """Return the error's fields."""
         return ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
 
     def body(self) -> bytes:
-        """The JSON document; also the payload of an error event inside a stream."""
+        """Return the JSON document; also the payload of a stream's error event."""
         return msgspec.json.encode(ErrorReply(error=self.detail()))
 
     def response(self) -> Response:
@@ -71,7 +69,7 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def not_json(content_type: str) -> ApiError:
-    """415; a page of another origin may send any other type without being asked."""
+    """415. Browsers let pages of other origins send other content types without a preflight request."""
     what = f"not {content_type[:100]!r}" if content_type else "which is missing"
     message = f"Unsupported media type: send the body with content-type application/json, {what}"
     return ApiError(415, message, code="unsupported_media_type")

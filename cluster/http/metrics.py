@@ -1,10 +1,10 @@
-"""Prometheus text from the statistics of all engines, a series for each. What there is, and under which name, is
-declared at the numbers themselves, in `EngineStats` and `SchedulerStats`.
+"""Prometheus text from the statistics of all engines, one series per engine. Metrics are declared at the numbers, in
+`EngineStats` and `SchedulerStats`.
 
-Any ingress gives the same numbers, because they are the engines' and not its own: load-balanced scrapes and benchmark
-tools that take differences would otherwise see counters jump. An engine is one replica of the `Engine` deployment; one
-that is replaced has another id, and so other series: sums of rates over engines do not jump. Only how requests ended is
-the ingress's own, and carries its id (`cluster.http.counts`).
+Every ingress returns the engines' numbers, not its own: otherwise load-balanced scrapes, and tools that take
+differences,
+would see counters jump. A replaced engine gets a new id and new series, so sums of rates over engines do not jump. Only
+counts of how requests ended are the ingress's own, and carry its id (`cluster.http.counts`).
 """
 
 import functools
@@ -26,7 +26,7 @@ STATES = ("starting", "ready", "recovering", "draining", "dead")
 
 
 def prometheus_text(engines: Sequence[EngineStats], model_name: str, counts: RequestCounts | None = None) -> bytes:
-    """The text exposition format. counts: of the ingress that is asked."""
+    """Return the text exposition format. counts: of this ingress."""
     registry = CollectorRegistry(auto_describe=False)
     if counts is not None:
         registry.register(_Requests(counts, model_name))
@@ -36,7 +36,7 @@ def prometheus_text(engines: Sequence[EngineStats], model_name: str, counts: Req
 
 @functools.cache
 def declared_metrics(kind: type) -> dict[str, Metric]:
-    """Field or property -> metric, of a class that annotates them with `Metric`."""
+    """Return field or property -> metric, for a class that annotates them with `Metric`."""
     hints = get_type_hints(kind, include_extras=True)
     for name, member in vars(kind).items():
         if isinstance(member, property) and member.fget is not None:
@@ -83,7 +83,7 @@ class _Snapshot(Collector):
         yield of_engines
 
     def _of_caches(self) -> Family:
-        """vLLM's way to tell a configuration: it is in the labels, and the value is 1."""
+        """A configuration as vLLM exports it: in the labels, with value 1."""
         configs = {engine.engine_id: engine.cache_config for engine in self._engines if engine.cache_config}
         names = sorted({name for config in configs.values() for name in config})
         family = GaugeMetricFamily(
@@ -94,7 +94,7 @@ class _Snapshot(Collector):
         return family
 
     def _of_ranks(self) -> Iterator[Family]:
-        """What each rank says of itself: a slow or silent one stands out."""
+        """Per-rank series: a slow or silent rank stands out."""
         labels = ["model_name", "engine", "rank"]
         age = GaugeMetricFamily("aerie:heartbeat_age_seconds", "Since a rank was last heard of", labels=labels)
         steps = CounterMetricFamily("aerie:rank_steps", "Steps that a rank has finished", labels=labels)
@@ -123,12 +123,12 @@ class _Snapshot(Collector):
 
 
 def _keyed(values: Mapping[str, float] | Sequence[float]) -> Iterator[tuple[str, float]]:
-    """By key, or by position."""
+    """Yield values by key, or by position."""
     for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         yield str(key), value
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound."""
+    """Return cumulative counts by upper bound."""
     bounds = [*map(str, histogram.bounds), "+Inf"]
     return list(zip(bounds, map(float, itertools.accumulate(histogram.counts)), strict=True))

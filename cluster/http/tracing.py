@@ -1,8 +1,5 @@
-"""A span for each generation request, with spans of what it did below it. Off by default; where it is on, spans are
-made once a request has ended, from times that were noted meanwhile, and sent by a thread of OpenTelemetry's.
-
-Driven by `cluster.http.serving`. Knows OpenTelemetry's API; which exporter there is decides `make_tracing`.
-"""
+"""OpenTelemetry spans: one per generation request, with child spans for its phases. Off by default. Spans are created
+when a request ends, from times noted meanwhile, and sent by OpenTelemetry's thread. Used by `cluster.http.serving`."""
 
 import time
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-ARRIVED = "arrived_ns"  # of a scope's state: when the request came
+ARRIVED = "arrived_ns"  # key in a scope's state: arrival of the request
 
 
 @dataclass(frozen=True)
@@ -53,12 +50,13 @@ class TracingConfig:
 
     @property
     def url(self) -> str:
-        """Where spans go: the endpoint's own path, or OTLP's."""
+        """Where spans are sent: the endpoint's own path, or OTLP's."""
         return self.endpoint if urlsplit(self.endpoint).path.strip("/") else self.endpoint.rstrip("/") + "/v1/traces"
 
 
 class _Times:
-    """Of one choice, in nanoseconds of the wall clock; 0: not yet. queue_s, num_resumed: as the engine says."""
+    """Times of one choice, in nanoseconds of the wall clock; 0: not yet. queue_s, num_resumed: as reported by the
+    engine."""
 
     __slots__ = ("begun", "first_token", "ended", "queue_s", "resumptions", "num_resumed")
 
@@ -71,7 +69,7 @@ class _Times:
 
 
 class RequestTrace:
-    """Notes of one request; `end` makes its spans."""
+    """Notes about one request; `end` creates its spans."""
 
     def __init__(self, tracer: Any, scope: Scope, request: EdgeRequest, request_id: str) -> None:
         self._tracer = tracer
@@ -85,7 +83,7 @@ class RequestTrace:
         self._choices[index] = _Times()
 
     def push(self, index: int, delta: TokenDelta) -> None:
-        """What came of it."""
+        """Note a delta of a choice."""
         times = self._choices[index]
         if delta.tokens and not times.first_token:
             times.first_token = time.time_ns()
@@ -97,7 +95,7 @@ class RequestTrace:
             times.ended = time.time_ns()
 
     def end(self, answers: list[Answer], model: str, reason: str) -> None:
-        """The request has ended. reason: as in `cluster.http.counts`; "" for success."""
+        """Create the spans. reason: as in `cluster.http.counts`; "" for success."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -123,7 +121,7 @@ class RequestTrace:
         span.end(ended)
 
     def _attributes(self, answers: list[Answer], model: str, path: str) -> dict[str, Any]:
-        """By OpenTelemetry's conventions for generative models, as far as they have names."""
+        """Attributes by OpenTelemetry's conventions for generative models, where they exist."""
         cached = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
         return {
             "http.request.method": "POST",
@@ -139,8 +137,7 @@ class RequestTrace:
         }
 
     def _phases(self, parent: Any, index: int, times: _Times, ended: int) -> None:
-        """The spans of one choice: what the engine has said it waited and computed, then its tokens. Of a choice that
-        has not come so far, the phase in which it ended is the last."""
+        """Create the spans of one choice: queue, prefill, decode. A choice that ended early ends in its last phase."""
         last = times.ended or ended
         first = times.first_token or last
         sent = max([times.begun, *(came for came in times.resumptions if came < first)])  # to the last engine
@@ -158,24 +155,24 @@ class RequestTrace:
 
 
 class Tracing:
-    """provider: what makes spans; None: none are."""
+    """provider: creates spans; None: tracing is off."""
 
     def __init__(self, provider: "TracerProvider | None" = None) -> None:
         self._provider = provider
         self._tracer = None if provider is None else provider.get_tracer("aerie")
 
     def begin(self, scope: Scope, request: EdgeRequest, request_id: str) -> RequestTrace | None:
-        """Notes for a request that begins now; None where there are no traces."""
+        """Return notes for a new request; None if tracing is off."""
         return None if self._tracer is None else RequestTrace(self._tracer, scope, request, request_id)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send remaining spans."""
         if self._provider is not None:
             self._provider.shutdown()
 
 
 def make_tracing(config: TracingConfig, exporter: "SpanExporter | None" = None) -> Tracing:
-    """As configured. exporter: instead of OTLP's; spans are then there at once."""
+    """Return tracing as configured. exporter: replaces OTLP's, and receives spans at once."""
     if not config.endpoint and exporter is None:
         return Tracing()
     from opentelemetry.sdk.resources import Resource
