@@ -140,9 +140,7 @@ class GenerationResponse(Response):
             if index not in opened:
                 opened.add(index)
                 events = await self._beside(reply.first_event, index)
-            events += reply.piece_event(index, piece, delta)
-            if piece.finish is not None:
-                events += reply.finish_event(index, delta.finish)
+            events += (reply.piece_event if piece.finish is None else reply.finish_event)(index, piece, delta)
             async with lock:
                 if not self._started:
                     await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})

@@ -10,6 +10,7 @@ from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.replies.logprobs import chat_logprobs
 from cluster.http.replies.openai import OpenAIReply
 from cluster.http.replies.reply import WholeAnswer
+from cluster.http.replies.streaming import chunk_event
 from cluster.http.schema.chat_reply import (
     AssistantMessage,
     ChatChoice,
@@ -47,7 +48,8 @@ class ChatReply(OpenAIReply):
             ),
             logprobs=self._logprobs(index, piece),
         )
-        return self._event(choice, piece)
+        self._add_tokens(choice, piece)
+        return chunk_event(self._chunk(choice))
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         context = self._context

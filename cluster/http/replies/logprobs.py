@@ -104,13 +104,18 @@ def _named(
 
 
 def _offsets(prompt: Sequence[int], echo: str, tokenizer: ChatTokenizer) -> list[int]:
-    """Where each token's text begins in `echo`; special tokens that were put before it begin where it does."""
-    detokenizer, offsets, length = tokenizer.detokenizer(skip_special_tokens=False), [], 0
-    for token in prompt:
-        offsets.append(length)
-        length += len(detokenizer.step(token))
-    added = max(0, length + len(detokenizer.flush()) - len(echo))
-    return [max(0, offset - added) for offset in offsets]
+    """Where each token's text begins in `echo`, which shows all special tokens or none. One that it does not show
+    begins where the next one does."""
+    offsets: list[int] = []
+    for skips in (True, False):
+        detokenizer, offsets, length = tokenizer.detokenizer(skip_special_tokens=skips), [], 0
+        for token in prompt:
+            offsets.append(length)
+            length += len(detokenizer.step(token))
+        added = length + len(detokenizer.flush()) - len(echo)
+        if added == 0:
+            break
+    return [max(0, offset - max(0, added)) for offset in offsets]
 
 
 def _top(token: int, logprob: float, tokenizer: ChatTokenizer, as_ids: bool) -> TopLogprob:

@@ -55,10 +55,11 @@ class MessagesForm:
             events.append(self._call(call))
         return b"".join(events)
 
-    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
-        assert finish is not None
-        end = MessageEnd(*self._stop(finish))
-        return self._close() + _event(
+    def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        assert delta.finish is not None
+        end = MessageEnd(*self._stop(delta.finish))
+        last = self.piece_event(index, piece, delta) + self._close()
+        return last + _event(
             "message_delta", delta=msgspec.to_builtins(end), usage=self._usage(), metrics=self._context.metrics()
         )
 

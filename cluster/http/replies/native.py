@@ -13,7 +13,6 @@ from cluster.http.replies.logprobs import finite
 from cluster.http.replies.reply import ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import DONE, chunk_event, event
 from cluster.http.schema.native_reply import NamedLogprob, NativeAnswer, NativeFinish, NativeMeta
-from cluster.http.schema.response import FinishReason
 
 
 class NativeReply:
@@ -35,9 +34,10 @@ class NativeReply:
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         self._add(index, piece, delta.content)
-        return chunk_event(self._answer(index)) if piece.finish is None and (delta.content or piece.tokens) else b""
+        return chunk_event(self._answer(index)) if delta.content or piece.tokens else b""
 
-    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
+    def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        self._add(index, piece, delta.content)
         return chunk_event(self._answer(index))
 
     def end_events(self) -> bytes:

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from cluster.http.answer import Piece
 from cluster.http.errors import ApiError
+from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.replies.reply import ReplyContext
 from cluster.http.replies.streaming import DONE, TextEvents, chunk_event, event
 from cluster.http.schema.chat_reply import ChatChunkChoice, ChatCompletionChunk
-from cluster.http.schema.response import FinishReason
 from cluster.http.schema.text_reply import CompletionChunk, TextChunkChoice
 
 ChunkChoice = ChatChunkChoice | TextChunkChoice
@@ -30,12 +30,19 @@ class OpenAIReply(ABC):
     def _chunk_choice(self, index: int, text: str = "") -> ChunkChoice:
         """Return a choice of an event, with this text alone."""
 
-    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
-        answer = self._context.answers[index]
+    @abstractmethod
+    def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes: ...
+
+    def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         choice = self._chunk_choice(index)
-        choice.finish_reason, choice.stop_reason, choice.matched_stop = finish, answer.stop_reason, answer.matched_stop
         if self._context.request.return_token_ids:
             choice.token_ids = ()  # clients add up the ids of all events
+        return self.piece_event(index, piece, delta) + self._finish_event(choice, piece, delta)
+
+    def _finish_event(self, choice: ChunkChoice, piece: Piece, delta: ReplyDelta) -> bytes:
+        """Return the last event of a choice, which says why it ended."""
+        choice.finish_reason, choice.stop_reason = delta.finish, piece.stop_reason
+        choice.matched_stop = self._context.answers[choice.index].matched_stop
         chunk = self._chunk(choice)
         chunk.metrics = self._context.finish_metrics()
         return chunk_event(chunk)
@@ -61,12 +68,11 @@ class OpenAIReply(ABC):
             choice.prompt_token_ids, choice.token_ids = request.prompts[request.choices[choice.index].prompt], ()
         return chunk_event(self._chunk(choice))
 
-    def _event(self, choice: ChunkChoice, piece: Piece) -> bytes:
-        """Return the event of a piece, with its tokens if the request asks for them."""
+    def _add_tokens(self, choice: ChunkChoice, piece: Piece) -> None:
+        """Add the tokens of a piece, if the request asks for them."""
         if self._context.request.return_token_ids:
             choice.token_ids = piece.tokens
         choice.token_origins = self._context.origins(piece)
-        return chunk_event(self._chunk(choice))
 
     def _echo(self, index: int) -> str:
         """Return the echoed prompt of a choice, or ""."""

@@ -15,7 +15,6 @@ from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.schema.chat_reply import ToolCall
 from cluster.http.schema.response import (
     CachedTokens,
-    FinishReason,
     PromptToken,
     ReasoningTokens,
     RequestMetrics,
@@ -42,10 +41,10 @@ class Reply(Protocol):
         """What the stream of choice `index` begins with; b"" for nothing."""
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
-        """The event of a piece, of which the parser made `delta`; b"" if there is nothing to show."""
+        """The event of a piece, of which the parser made `delta`; b"" if there is nothing to show. Not of the last."""
 
-    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
-        """The last event of a choice."""
+    def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        """What a choice ends with: its last piece, and why it ended."""
 
     def end_events(self) -> bytes:
         """What the stream ends with, once all choices have."""

@@ -58,10 +58,11 @@ class ResponsesReply:
         events += [self._items.call(call) for call in delta.tool_calls]
         return b"".join(events)
 
-    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
-        events, response = self._finished(finish)
+    def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        last = self.piece_event(index, piece, delta)
+        events, response = self._finished(delta.finish)
         self._keep(response, msgspec.json.encode(response))
-        return events + self._items.event(f"response.{response.status}", response=response)
+        return last + events + self._items.event(f"response.{response.status}", response=response)
 
     def end_events(self) -> bytes:
         return b""

@@ -9,6 +9,7 @@ from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.replies.logprobs import echo_logprobs, joined_logprobs, text_logprobs
 from cluster.http.replies.openai import OpenAIReply
 from cluster.http.replies.reply import WholeAnswer
+from cluster.http.replies.streaming import chunk_event
 from cluster.http.schema.text_reply import Completion, CompletionChunk, TextChoice, TextChunkChoice, TextLogprobs
 
 
@@ -31,9 +32,11 @@ class TextReply(OpenAIReply):
             return self._plain_event(index, delta.content)
         if not delta.content and not piece.tokens:
             return b""
-        choice = self._chunk_choice(index, delta.content)
-        choice.logprobs = self._logprobs(index, piece)
-        return self._event(choice, piece)
+        return chunk_event(self._chunk(self._piece_choice(index, piece, delta)))
+
+    def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        """One event, as with vLLM and SGLang, whose clients expect log-probabilities in every event."""
+        return self._finish_event(self._piece_choice(index, piece, delta), piece, delta)
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
@@ -52,6 +55,12 @@ class TextReply(OpenAIReply):
             prompt_logprobs=self._context.prompt_logprobs(index),
             **self._choice_fields(index, piece),
         )
+
+    def _piece_choice(self, index: int, piece: Piece, delta: ReplyDelta) -> TextChunkChoice:
+        choice = self._chunk_choice(index, delta.content)
+        choice.logprobs = self._logprobs(index, piece) if piece.tokens else None
+        self._add_tokens(choice, piece)
+        return choice
 
     def _chunk_choice(self, index: int, text: str = "") -> TextChunkChoice:
         return TextChunkChoice(index=index, text=text)

@@ -221,7 +221,8 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
         else prompt
         for prompt in given
     ]
-    echo = [p if isinstance(p, str) else await tokenizer.decode_long(p) for p in given] if body.echo else []
+    skips = body.skip_special_tokens is not False
+    echo = [p if isinstance(p, str) else await tokenizer.decode_long(p, skips) for p in given] if body.echo else []
     logprobs = -1 if body.logprobs is None else body.logprobs
     return _request(body, prompts, echo, logprobs, body.max_tokens, config, tokenizer)
 

@@ -157,12 +157,12 @@ class ChatTokenizer:
         async with self._long_encodes:
             return await asyncio.to_thread(self._encode_long, chat, add_special_tokens, max_tokens, kept)
 
-    async def decode_long(self, tokens: Sequence[int]) -> str:
+    async def decode_long(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """As `decode`, beside the event loop."""
         if len(tokens) < LONG_TEXT:
-            return self.decode(tokens)
+            return self.decode(tokens, skip_special_tokens)
         async with self._long_encodes:
-            return await asyncio.to_thread(self.decode, tokens)
+            return await asyncio.to_thread(self.decode, tokens, skip_special_tokens)
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:

@@ -185,3 +185,36 @@ async def test_invocations_are_chats_or_completions_by_their_body() -> None:
     assert stream[0]["object"] == "chat.completion.chunk"
     assert await refusal("/invocations", {"model": MODEL}) == "prompt"
     assert await refusal("/invocations", HELLO | {"temperature": 9}) == "temperature"
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("finish", ["stop", "length"])
+@pytest.mark.parametrize("stop", [None, "ld"])
+async def test_every_event_of_a_completion_has_its_tokens_logprobs_the_last_too(
+    echo: bool, finish: str, stop: str | None
+) -> None:
+    """As with vLLM and SGLang, whose own tests look at the first entry of every event."""
+    script = says("hello", " wor", "ld", finish=finish)
+    body = PROMPT | {"logprobs": 2, "echo": echo, "stop": stop}
+    chunks = await post(FakeEngine(script), TEXT, body | {"stream": True})
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert all(choice["logprobs"]["tokens"] for choice in choices)
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop" if stop else finish]
+    (whole,) = (await post(FakeEngine(script), TEXT, body))["choices"]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("skip", "shown"), [(None, ""), (True, ""), (False, "<|im_start|>")])
+async def test_echo_of_token_ids_shows_special_tokens_if_the_answer_does(
+    stream: bool, skip: bool | None, shown: str
+) -> None:
+    """By default it is the text that was tokenized, as with SGLang: a beginning-of-sequence token is none of it."""
+    prompt = [small_tokenizer().token_to_id("<|im_start|>"), *small_tokenizer().encode("hello world").ids]
+    body = PROMPT | {"prompt": prompt, "echo": True, "logprobs": 1, "skip_special_tokens": skip, "stream": stream}
+    reply = await post(FakeEngine(says("x", finish="length")), TEXT, body)
+    choices = [chunk["choices"][0] for chunk in reply] if stream else reply["choices"]
+    assert "".join(choice["text"] for choice in choices) == f"{shown}hello worldx"
+    logprobs = choices[0]["logprobs"]
+    assert logprobs["tokens"][:3] == ["<|im_start|>", "hello", " world"], "each has its log-probability"
+    assert logprobs["text_offset"][:3] == [0, len(shown), len(shown) + len("hello")]

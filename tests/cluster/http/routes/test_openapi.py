@@ -125,7 +125,7 @@ async def test_requests_and_replies_of_generation_fit(route: str, body: dict[str
     _check(document, whole.json(), *_reply_schema(route, "post", "200"))
     for stream in streams:
         chunks = events(stream.text)
-        assert len(chunks) > 2
+        assert len(chunks) >= 2
         for chunk in chunks:
             _check(document, chunk, *_reply_schema(route, "post", "200", "text/event-stream"))
 
