@@ -1,7 +1,5 @@
-"""`EagleCoordinator`: the Ray actor around `cluster.coordinator`, one per engine. Made by `cluster.replica.supervisor`.
-
-Actor calls only start, attach, watch and ask for statistics; plans, results and tokens travel by ZeroMQ.
-"""
+"""`EagleCoordinator`: the Ray actor of `cluster.coordinator`, one per engine. Created by `cluster.replica.supervisor`.
+Actor calls only start, attach, watch and return statistics; plans, results and tokens use ZeroMQ."""
 
 import asyncio
 import time
@@ -23,8 +21,8 @@ from workers.scheduling.scheduler import Scheduler
 
 
 class EagleCoordinator:
-    """The scheduler's loop in an actor. Starts without a loop, so that it can answer "starting" while the
-    workers load."""
+    """The scheduler's loop in an actor. Starts without the loop, so that it can report "starting" while workers
+    load."""
 
     async def __init__(self, plan: ReplicaPlan, engine_id: str, transport: Transport) -> None:  # type: ignore[misc]
         StartLog("coordinator").done("actor began")
@@ -38,9 +36,10 @@ class EagleCoordinator:
         self._death: asyncio.Future[str] = self._loop.create_future()
 
     async def open(self, layout: EngineLayout, former: bytes = b"") -> None:
-        """Start the loop for engines of this layout.
+        """Start the loop, for engines of this layout.
 
-        former: `stats` of the coordinator whose place this one takes, for its counters."""
+        former: `stats` of the previous coordinator, whose counters continue.
+        """
         engine = self._engine_config
         scheduler = Scheduler.of(layout, time.monotonic)
         if former:
@@ -62,11 +61,11 @@ class EagleCoordinator:
         self._coordinator = coordinator
 
     async def endpoint(self) -> str:
-        """The inbox for `connect_engine`; "" before `open`."""
+        """Return the inbox for `connect_engine`; "" before `open`."""
         return "" if self._coordinator is None else self._coordinator.endpoint
 
     async def attach(self, endpoints: list[str], epoch: int, costs: CostTable | None, places: list[str]) -> None:
-        """Use a new worker group; the loss of a former one is not reported any more."""
+        """Use a new worker group. The loss of a previous one is not reported any more."""
         assert self._coordinator is not None
         self._worker_group_lost = asyncio.Queue()
         self._coordinator.attach(endpoints, epoch, costs, places)
@@ -76,15 +75,15 @@ class EagleCoordinator:
         self._coordinator.detach(reason)
 
     async def worker_group_lost(self) -> str:
-        """Waits until the attached worker group is lost; returns why."""
+        """Wait until the attached worker group is lost; return why."""
         return await self._worker_group_lost.get()
 
     async def death(self) -> str:
-        """Waits until the loop itself fails; returns why. If the actor's process ends, this call raises."""
+        """Wait until the loop fails; return why. Raises if the actor's process ends."""
         return await self._death
 
     async def stats(self) -> bytes:
-        """`EngineStats` as msgpack."""
+        """Return `EngineStats` as msgpack."""
         if self._coordinator is None:
             stats = EngineStats(engine_id=self._engine_id, status="starting")
         else:
@@ -92,7 +91,7 @@ class EagleCoordinator:
         return msgspec.msgpack.encode(stats)
 
     async def flush_cache(self) -> bytes:
-        """Empty the prefix cache, if no request is unfinished; `FlushOutcome` as msgpack."""
+        """Empty the prefix cache if there are no requests. Return `FlushOutcome` as msgpack."""
         if self._coordinator is None:
             outcome = FlushOutcome(self._engine_id)  # nothing has run yet
         else:
@@ -100,20 +99,19 @@ class EagleCoordinator:
         return msgspec.msgpack.encode(outcome)
 
     async def drain(self) -> None:
-        """Refuse new requests and wait until the others have ended; what takes longer than engine.drain_timeout_s ends
-        with an error."""
+        """Refuse new requests and wait for the others. After engine.drain_timeout_s they end with an error."""
         limit_s = self._engine_config.drain_timeout_s
         if self._coordinator is not None and not await asyncio.to_thread(self._coordinator.drain, limit_s):
             reason = f"the server is shutting down, and engine.drain_timeout_s={limit_s:g} is over"
             await asyncio.to_thread(self._coordinator.fail_all, reason)
 
     async def leave(self) -> None:
-        """Refuse new requests, because another engine takes this one's place, and wait until the others have ended."""
+        """Refuse new requests, because another engine replaces this one, and wait for the others."""
         if self._coordinator is not None:
             await asyncio.to_thread(self._coordinator.drain, self._engine_config.drain_timeout_s, True)
 
     async def loop_age_s(self) -> float:
-        """Seconds since the last turn of the loop; answers even if it hangs."""
+        """Return the seconds since the loop's last iteration, even if it hangs."""
         return 0.0 if self._coordinator is None else self._coordinator.health().loop_age_s
 
     def _report(self, listener: Callable[[str], None], reason: str) -> None:

@@ -1,7 +1,7 @@
-"""`Engine`: the Serve deployment whose replica is one tensor-parallel group, with its coordinator.
+"""`Engine`: the Serve deployment. A replica is one tensor-parallel group with its coordinator.
 
-Serve places, starts, watches and replaces it; requests and tokens travel between ingresses and its coordinator and do
-not come by here. Starting, watching and restarting what it consists of is `cluster.replica.supervisor`'s.
+Serve places, starts, watches and replaces it. Requests and tokens do not pass through it: ingresses and its coordinator
+exchange them. `cluster.replica.supervisor` manages its processes.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from cluster.transport.keys import make_transport
 
 
 class Engine:
-    """One replica. worker: the class of its ranks' actors."""
+    """One replica. worker: class of its ranks' actors."""
 
     worker: type[Worker] = Worker
 
@@ -54,23 +54,24 @@ class Engine:
         try:
             await self._supervisor.start()
         except StartRefusedError as error:
-            print(f"the engine could not start: {error}")  # `aerie serve` ends with it
+            print(f"the engine could not start: {error}")  # the last line of `aerie serve`
             refusals.remember(application, plan, str(error))
             raise
         except (WorkerGroupError, CoordinatorLostError) as error:
-            print_line(f"the engine could not start: {error}")  # Serve tells this to its log file only, in some modes
+            print_line(f"the engine could not start: {error}")  # in some modes Serve writes it only to its log file
             raise
         log.done(READY)
         self._supervision = asyncio.create_task(self._supervise())
 
     async def check_health(self) -> None:
-        """Serve replaces the replica if this raises: not while it recovers, unless that takes two starts."""
+        """Serve replaces the replica if this raises. It does not while the engine recovers, unless that takes two
+        starts."""
         since = self._supervisor.down_since
         if since is not None and time.monotonic() - since > self._limit_s:
             raise RuntimeError("the workers could not be restarted")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve asks for where the number of replicas follows the load; see `cluster.replica.scaling`."""
+        """Return the load for Serve's autoscaling; see `cluster.replica.scaling`."""
         stats = self._supervisor.last_stats
         if stats is None:
             return {"load": 0.0}

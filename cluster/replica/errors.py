@@ -2,9 +2,9 @@
 
 
 class WorkerGroupError(RuntimeError):
-    """A worker group could not be started, or lost a rank; the message names the first cause."""
+    """A worker group could not be started, or lost a rank. The message names the first cause."""
 
 
 class StartRefusedError(WorkerGroupError):
-    """A rank cannot be built from this configuration and these checkpoints on this device: another attempt would end
-    alike."""
+    """A rank cannot be built from this configuration, these checkpoints and this device: another attempt would fail,
+    too."""

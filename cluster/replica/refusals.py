@@ -1,5 +1,5 @@
-"""Remembers, in Ray's key-value store, that an engine's start was refused. Serve (2.60) begins a replica anew whatever
-its constructor raised: the next ones raise the same at once instead of loading again, and `aerie serve` ends."""
+"""Remembers a refused start in Ray's key-value store. Serve (2.60) restarts a replica whatever its constructor raised;
+the next attempts then raise the same error at once instead of loading again, and `aerie serve` ends."""
 
 import hashlib
 import time
@@ -10,12 +10,15 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from cluster.plan import ReplicaPlan
 
-# Serve begins replicas anew after 1, 2 and 4 s. A longer memory would outlast a fault of one node.
+# Serve restarts replicas after 1, 2 and 4 s. A longer memory would outlast a fault of one node.
 FRESH_S = 30.0
 
 
 class Refusal(msgspec.Struct):
-    """at: Unix seconds. identity: of the start, see `identity_of`. reason: the error's text."""
+    """at: Unix seconds.
+    identity: of the start, see `identity_of`.
+    reason: the error's text.
+    """
 
     at: float
     identity: str
@@ -23,13 +26,13 @@ class Refusal(msgspec.Struct):
 
 
 def remember(application: str, plan: ReplicaPlan, reason: str) -> None:
-    """Tell all processes of the cluster why an engine of `application` cannot start."""
+    """Record for all processes of the cluster why an engine of `application` cannot start."""
     _internal_kv_put(_key(application), msgspec.msgpack.encode(Refusal(time.time(), identity_of(plan), reason)))
 
 
 def remembered(application: str, plan: ReplicaPlan | None = None) -> str:
-    """Why an engine of `application` cannot start, "" if nothing is known. plan: the refused start must have had the
-    same, and the same files."""
+    """Return why an engine of `application` cannot start; "" if unknown. plan: only a refusal of the same plan and
+    files counts."""
     found = _internal_kv_get(_key(application))
     if not found:
         return ""
@@ -39,7 +42,7 @@ def remembered(application: str, plan: ReplicaPlan | None = None) -> str:
 
 
 def identity_of(plan: ReplicaPlan) -> str:
-    """A digest of the plan and of the names, sizes and times of the checkpoints' files, so that a mended
+    """Return a digest of the plan and of the names, sizes and times of the checkpoints' files, so that a repaired
     checkpoint is tried at once."""
     rank = plan.rank
     paths = {rank.worker.model.path, *([rank.speculative.path] if rank.speculative is not None else [])}

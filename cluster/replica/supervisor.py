@@ -1,7 +1,5 @@
-"""Keeps one engine alive: a coordinator and a worker group, restarted when any of them fails.
-
-Driven by the `Engine` deployment; needs Ray and a placement group, not Serve.
-"""
+"""Keeps one engine alive: restarts its coordinator and worker group when one fails. Used by the `Engine` deployment;
+needs Ray and a placement group, not Serve."""
 
 import asyncio
 import contextlib
@@ -25,7 +23,7 @@ from cluster.transport.messages import EngineStats
 T = TypeVar("T")
 
 WATCH_PERIOD_S = 2.0
-LOOP_LIMIT_S = 30.0  # a turn of a coordinator's loop takes half a second at most
+LOOP_LIMIT_S = 30.0  # an iteration of a coordinator's loop takes at most half a second
 BACKOFF_LIMIT_S = 30.0
 CALL_TIMEOUT_S = 10.0  # for an actor call that should take milliseconds
 
@@ -35,7 +33,7 @@ class GaveUpError(RuntimeError):
 
 
 class CoordinatorLostError(RuntimeError):
-    """The coordinator died or does not answer: all of the engine's requests are lost with it."""
+    """The coordinator died or does not answer; the engine's requests are lost with it."""
 
 
 class Supervisor:
@@ -53,20 +51,21 @@ class Supervisor:
         self._epoch = 0
         self._num_coordinators = 0
         self._coordinator: Any = None
-        self._is_open = False  # the coordinator takes requests
+        self._is_open = False  # the coordinator accepts requests
         self._coordinator_death: asyncio.Future[str] | None = None
         self._worker_group: WorkerGroup | None = None
         self._former: WorkerGroup | None = None
         self._spares: Spares | None = None
-        self._last_stats = b""  # of the coordinator, as old as WATCH_PERIOD_S: its counters outlive it
+        self._last_stats = b""  # at most WATCH_PERIOD_S old; its counters outlive the coordinator
 
     @property
     def last_stats(self) -> EngineStats | None:
-        """What the coordinator said last, up to WATCH_PERIOD_S ago; None before it has."""
+        """The coordinator's last statistics, up to WATCH_PERIOD_S old; None before the first."""
         return msgspec.msgpack.decode(self._last_stats, type=EngineStats) if self._last_stats else None
 
     async def start(self) -> None:
-        """The first start: no second attempt, because its failure is mostly a matter of configuration."""
+        """Start for the first time. There is no second attempt, because failures are mostly due to the
+        configuration."""
         try:
             await self._bring_up()
         except BaseException:
@@ -74,7 +73,7 @@ class Supervisor:
             raise
 
     async def supervise(self) -> None:
-        """Never returns: waits for a failure, clears it up, starts again. Raises GaveUpError."""
+        """Wait for a failure, clean up and restart, forever. Raises GaveUpError."""
         while True:
             try:
                 reason, lost_coordinator = await self._worker_group_failure(), False
@@ -88,8 +87,8 @@ class Supervisor:
             self.down_since = None
 
     async def drain(self) -> None:
-        """Let running requests end and take no new ones; whoever asks for a new one goes to another engine. What is
-        not done in `engine.drain_timeout_s` is left, to be resumed there too."""
+        """Finish running requests and accept no new ones. What is unfinished after `engine.drain_timeout_s` is resumed
+        on another engine."""
         with contextlib.suppress(CoordinatorLostError, ray.exceptions.RayTaskError):
             if self._is_open:
                 await self._ask("leave", limit_s=self._plan.replica.engine.drain_timeout_s + CALL_TIMEOUT_S)
@@ -164,7 +163,7 @@ class Supervisor:
                 namespace=NAMESPACE,
                 num_cpus=ENGINE_CPUS,
                 max_restarts=0,
-                max_concurrency=100,  # calls that wait for a failure, beside those of every ingress's statistics
+                max_concurrency=100,  # calls that wait for a failure, and the ingresses' calls for statistics
                 scheduling_strategy=placed,
             )
             .remote(self._plan.replica, name, self._plan.transport)
@@ -172,7 +171,7 @@ class Supervisor:
         self._coordinator_death = asyncio.ensure_future(_await(self._coordinator.death.remote()))
 
     async def _clear(self, reason: str, lost_coordinator: bool) -> None:
-        """Bring everything that is left to a known state: no worker group, and a coordinator that knows it or none."""
+        """Bring what is left to a known state: no worker group, and a coordinator that knows so, or none."""
         assert self._worker_group is not None
         self._worker_group.kill()
         self._worker_group = None
@@ -192,10 +191,11 @@ class Supervisor:
             self._coordinator_death = None
 
     async def _worker_group_failure(self) -> str:
-        """Waits until a rank is lost or hangs; returns why. Raises CoordinatorLostError.
+        """Wait until a rank is lost or hangs; return why. Raises CoordinatorLostError.
 
-        A death shows three times: its actor call ends, its socket closes, and the coordinator says so; whichever comes
-        first counts. Only the coordinator sees a hang."""
+        A death shows in three ways, and the first counts: its actor call ends, its socket closes, the coordinator
+            reports it. Only the coordinator notices a hang.
+        """
         assert self._worker_group is not None and self._coordinator_death is not None
         ended = asyncio.ensure_future(self._worker_group.failure())
         reported = asyncio.ensure_future(_await(self._coordinator.worker_group_lost.remote()))

@@ -1,4 +1,4 @@
-"""A rank's loop: plans in, results and heartbeats out. Called by the worker actor and by tests, without Ray."""
+"""A rank's loop: plans in, results and heartbeats out. Called by the worker actor, and by tests, without Ray."""
 
 import time
 import traceback
@@ -16,19 +16,19 @@ from workers.runner.executor import StepExecutor
 HEARTBEAT_S = 0.5
 IDLE_WORK_INTERVAL_S = 30.0
 _MAX_PENDING = 2  # `StepExecutor`'s contract: launched, result not taken
-# Between looks at a step that a GPU works on; a result waits for half of it on average. With `sleep_exactly` such a
-# sleep took 36 us on a busy AMD EPYC, with Linux's usual slack 89 (and 125 where 50 were asked for).
+# Between polls of a running GPU step; a result waits half of it on average. On a busy AMD EPYC such a sleep took 36 us
+# with `sleep_exactly`, and 89 with Linux's usual slack (125 for 50).
 _DEVICE_POLL_S = 20e-6
 
 
 def open_channel(transport: Transport, name: str, rank: int, epoch: int) -> RankChannel:
-    """A rank's end of the channel to the coordinator of engine `name`."""
+    """Return a rank's end of the channel to the coordinator of engine `name`."""
     return RankChannel(zmq.Context(), transport, rank, epoch, f"{name}-{epoch}-{rank}")
 
 
 def idle_work_of(uses_gpus: bool) -> Callable[[], None] | None:
-    """What a rank does while it is idle. On a CPU steps leave holes in the heap, which no later batch of
-    another size fills: after some minutes they are half of what is in use."""
+    """Return what an idle rank does. On a CPU, steps fragment the heap: after some minutes, half of the memory in use
+    would be holes."""
     return None if uses_gpus else give_memory_back
 
 
@@ -38,10 +38,10 @@ def run_worker_loop(
     clock: Callable[[], float] = time.monotonic,
     idle_work: Callable[[], None] | None = None,
 ) -> Literal["stopped", "coordinator lost"]:
-    """Executes plans in order until a `Stop` comes or the coordinator's connection closes; returns which.
+    """Execute plans in order until a `Stop` comes or the coordinator's connection closes; return which.
 
-    Rank 0 sends results, all send heartbeats. What the executor raises is sent with its traceback, and raised here.
-    idle_work: called when steps have run and none has for `HEARTBEAT_S`, every `IDLE_WORK_INTERVAL_S` at most.
+    Rank 0 sends results, all ranks send heartbeats. An error of the executor is sent with its traceback, and raised.
+    idle_work: called after steps, once none has run for `HEARTBEAT_S`, at most every `IDLE_WORK_INTERVAL_S`.
     """
     sleep_exactly()
     loop = _Loop(executor, channel, clock, idle_work)
@@ -56,7 +56,7 @@ def run_worker_loop(
 
 
 def _end(channel: RankChannel) -> Literal["stopped", "coordinator lost"]:
-    """Why the connection closed: a coordinator that stops has sent a `Stop` before."""
+    """Return why the connection closed: a coordinator that stops sends a `Stop` first."""
     while (message := channel.receive()) is not None:
         if isinstance(message, Stop):
             return "stopped"
@@ -105,7 +105,7 @@ class _Loop:
             if isinstance(message, Stop):
                 return "stopped"
             if message is not None:
-                # Rank 0 has told of the step before a capture; this one may not have looked yet.
+                # Rank 0 has reported the step before a capture; this rank may not have polled yet.
                 while message.capture and executor.num_pending > 0:
                     if not self._take():
                         return _end(channel)
@@ -115,7 +115,7 @@ class _Loop:
             if not self._take():
                 return _end(channel)
         elif not launched and executor.num_pending > 0:
-            time.sleep(_DEVICE_POLL_S)  # a plan that comes meanwhile waits no longer than this
+            time.sleep(_DEVICE_POLL_S)  # a plan that arrives meanwhile waits at most this long
         return None
 
     def _is_time_for_idle_work(self, now: float) -> bool:
@@ -123,7 +123,7 @@ class _Loop:
         return idle and now >= self._idle_work_due_s and self._num_steps > self._steps_before_idle_work
 
     def _take(self) -> bool:
-        """Wait for the oldest step's result, which rank 0 sends; False if the coordinator is lost."""
+        """Wait for the oldest step's result, which rank 0 sends. Return False if the coordinator is lost."""
         result = self._executor.take()
         self._num_steps += 1
         self._last_step_s = self._clock()

@@ -1,8 +1,8 @@
-"""How the ranks of one tensor-parallel engine talk. Below it are operations alone.
+"""Communication between the ranks of a tensor-parallel engine.
 
-tp_group           `TPGroup`: what layers are given; sums, gathers, and who this rank is of how many
-custom_all_reduce  sums between the GPUs of one node without NCCL, and by which message size which one runs
-shared_memory      sums and gathers between the CPUs of one machine without gloo
-agreement          what ranks tell each other before they choose how to talk
-ports              a free port of this machine, where ranks can meet
+tp_group           `TPGroup`, which layers get: sums, gathers, this rank and their number
+custom_all_reduce  all-reduces between the GPUs of one node without NCCL; chooses one by message size
+shared_memory      all-reduces and gathers between the CPUs of one machine without gloo
+agreement          what ranks exchange before they choose how to communicate
+ports              a free port of this machine, where ranks meet
 """

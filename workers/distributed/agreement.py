@@ -1,4 +1,4 @@
-"""What ranks tell each other before they choose, all alike, how they talk."""
+"""What ranks exchange before they choose, all alike, how to communicate."""
 
 from pathlib import Path
 from typing import Any
@@ -7,14 +7,14 @@ import torch.distributed as dist
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """`mine` of every rank, in rank order. Collective over `group`."""
+    """Return `mine` of every rank, in rank order. Collective over `group`."""
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
 def problems_of_all(mine: str, group: dist.ProcessGroup) -> str:
-    """Those of all ranks that have one, "" being none. Collective over `group`."""
+    """Join the problems of all ranks; "" means none. Collective over `group`."""
     return "; ".join(filter(None, gather_objects(mine, group)))
 
 

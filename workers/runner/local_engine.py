@@ -1,5 +1,5 @@
-"""An engine in this process, without transport: for tests, benchmarks and offline evaluation. It drives the scheduler
-exactly as the cluster's coordinator does, two steps in flight.
+"""An engine in this process, without transport, for tests, benchmarks and offline use. Drives the scheduler as the
+cluster's coordinator does, with two steps in flight.
 
     target = read_target_config(worker.model, worker.tensor_parallel)
     with local_engine(worker, plan_engine(worker, target)) as engine:
@@ -35,7 +35,7 @@ class LocalEngine:
         self.executor = executor
 
     def step(self) -> list[RequestOutput]:
-        """Send one plan if there is one, and read one result once two are pending or nothing else is to be done."""
+        """Send the next plan, if there is one. Read one result if two are pending, or if nothing else can be done."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.executor.submit(plan)
@@ -45,7 +45,7 @@ class LocalEngine:
         return []
 
     def run(self, requests: Iterable[Request], concurrency: int, listener: Listener = lambda output: None) -> None:
-        """Run `requests` with at most `concurrency` at a time until all have finished."""
+        """Run `requests`, at most `concurrency` at a time, until all have finished."""
         waiting = list(requests)[::-1]
         running = 0
         while waiting or running:
@@ -64,7 +64,7 @@ class LocalEngine:
         sampling: SamplingParams | Sequence[SamplingParams],
         concurrency: int = 16,
     ) -> list[Request]:
-        """The finished requests of `prompts`, in their order; one `sampling` for all, or one each."""
+        """Return the finished requests of `prompts`, in order. sampling: one for all, or one per prompt."""
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         requests = [
             Request(f"local-{id(self):x}-{i}", list(prompt), params)
@@ -76,9 +76,12 @@ class LocalEngine:
 
 @contextlib.contextmanager
 def local_engine(worker: WorkerConfig, plan: EnginePlan, all_graphs: bool = True) -> Iterator[LocalEngine]:
-    """An engine that runs while the context is open: in this process for one rank, in one child process per rank for
-    several. all_graphs: capture every step before the first request, whatever `graph_capture.limit_s` says, since an
-    engine without transport runs nothing while it idles. Raises what `build_rank` raises."""
+    """Run an engine while the context is open: one rank in this process, several in a child process each.
+
+    all_graphs: capture every step before the first request, whatever `graph_capture.limit_s` says; this engine captures
+        nothing while idle.
+    Raises what `build_rank` raises.
+    """
     if all_graphs:
         worker = replace(worker, graph_capture=replace(worker.graph_capture, limit_s=math.inf))
     if worker.tensor_parallel == 1:
@@ -93,7 +96,7 @@ def local_engine(worker: WorkerConfig, plan: EnginePlan, all_graphs: bool = True
 
 
 def _engine(layout: EngineLayout, executor: StepExecutor) -> LocalEngine:
-    """layout: of ranks that are built."""
+    """layout: of built ranks."""
     scheduler = Scheduler.of(layout, time.monotonic)
     scheduler.captures.graphs = executor.graphs
     if executor.costs is not None:

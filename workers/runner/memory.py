@@ -1,9 +1,8 @@
-"""How the memory of a rank is divided: what is measured while it is built, and what of the rest KV gets.
+"""Divides a rank's memory while it is built. Called by `workers.runner.build`.
 
-Called by `workers.runner.build`. The order is: weights, then slots and their tables, then the largest steps that can
-come, run on a pool of one page, then KV pages by what all that has left, then graphs. So no step needs memory that was
-not set aside. On a CPU, where those steps would take many seconds, they are not run: KV gets a tenth of what is free,
-and nine tenths stay for them. What is settled here is the same on all ranks: the least that any of them has room for.
+The order: weights; slots and their tables; the largest possible steps, run on a pool of one page; KV pages in what is
+left; graphs. So no step needs memory that was not reserved. On a CPU the largest steps would take many seconds and are
+not run: KV gets a tenth of the free memory. All ranks use the same numbers: the minimum over the ranks.
 """
 
 import time
@@ -23,25 +22,25 @@ from workers.runner.graphs.warm_up import largest_steps, run
 from workers.runner.worker import Worker
 from workers.scheduling.plan import GraphCount
 
-TYPICAL_TOKENS = 2048  # KV of a request, prompt and answer, by which `max_running: auto` counts
-GRAPH_BYTES = 8 * 10**6  # of a captured round beside its tensors; 0.1 GB for 22 of them measured on an H200
-GRAPH_SHARE = 0.05  # of the memory that is free at the start, for graphs that are captured as far as it goes
+TYPICAL_TOKENS = 2048  # KV tokens of a typical request, for `max_running: auto`
+GRAPH_BYTES = 8 * 10**6  # per captured round beside its tensors; measured: 0.1 GB for 22 on an H200
+GRAPH_SHARE = 0.05  # share of the memory free at the start for graphs that are captured only if they fit
 _FREED_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True)
 class StepPeaks:
-    """Bytes that steps without graphs take at most beside what is always there. rounds: those without prompts."""
+    """Peak bytes of steps without graphs, beside what is always allocated. rounds: of steps without prompts."""
 
     rounds: int = 0
     all_steps: int = 0
 
 
 class RankMemory:
-    """The memory of one rank while it is built. Its methods are called in the order in which they stand here."""
+    """The memory of one rank while it is built. Its methods are called in the order of their definition."""
 
     def __init__(self, memory: DeviceMemory, worker: WorkerConfig, layout: EngineLayout, device: torch.device) -> None:
-        """Before anything is allocated. Waits until a rank that this one takes the place of has left its memory."""
+        """Called before anything is allocated. Waits until a previous rank has freed its memory."""
         self._memory = memory
         self._worker = worker
         self.device = device
@@ -54,18 +53,18 @@ class RankMemory:
 
     @property
     def runs_steps(self) -> bool:
-        """Whether the largest steps are run, before KV is allocated and once all is there."""
+        """Whether the largest steps are run, before KV is allocated and after everything is."""
         return Capability.of(self.device).captures_graphs
 
     @contextmanager
     def counting_weights(self) -> Iterator[None]:
-        """While weights are loaded."""
+        """Count what is allocated while weights are loaded."""
         before = self.used()
         yield
         self._weights += self.used() - before
 
     def step_peaks(self, worker: Worker, layout: EngineLayout) -> StepPeaks:
-        """What the largest steps of `worker` take, each run once. worker: without graphs."""
+        """Run each of the largest steps once, and return their peaks. worker: without graphs."""
         peaks: dict[str, int] = {}
         for kind, plan in largest_steps(layout):
             peak = self._memory.peak_of(lambda plan=plan: run(worker, plan))  # type: ignore[misc]
@@ -73,17 +72,17 @@ class RankMemory:
         return StepPeaks(peaks["rounds"], max(peaks.values()))
 
     def used(self) -> int:
-        """What this rank has taken so far."""
+        """Bytes that this rank has allocated so far."""
         return max(0, self._memory.used() - self._used_at_start)
 
     def capture_limits(self, group: TPGroup) -> GraphCapture:
-        """What rarer graphs may take: as configured, and of a small GPU little."""
+        """Return the limits of optional graphs: as configured, and little on a small GPU."""
         limits = self._worker.graph_capture
         most_gb = self._least(int(GRAPH_SHARE * self._free_at_start), group) / 1e9
         return replace(limits, limit_gb=min(limits.limit_gb, most_gb))
 
     def settle_slots(self, layout: EngineLayout, group: TPGroup) -> EngineLayout:
-        """The layout with a number for `scheduler.max_running`. Call it once the target is loaded."""
+        """Return the layout with a number for `scheduler.max_running`. Call it after the target is loaded."""
         if layout.scheduler.max_running != "auto":
             return layout
         cache = self._worker.cache
@@ -99,8 +98,11 @@ class RankMemory:
         return layout.with_slots(self._least(slots_for(kv_bytes, each, self.device.type), group))
 
     def settle_pages(self, layout: EngineLayout, group: TPGroup, peaks: StepPeaks, num_graphs: int) -> EngineLayout:
-        """The layout with its number of KV pages. num_graphs: of those that are captured whatever they take; they share
-        their tensors' memory. Raises ValueError where what was asked for does not fit, or nothing is left."""
+        """Return the layout with its number of KV pages.
+
+        num_graphs: graphs that are always captured; they share the memory of their tensors.
+        Raises ValueError if the requested pages do not fit, or if nothing is left.
+        """
         cache, activations, graphs = self._worker.cache, peaks.all_steps, 0
         self._activations = activations
         if num_graphs:
@@ -128,12 +130,12 @@ class RankMemory:
         return layout.with_pages(asked)
 
     def kv_allocated(self) -> None:
-        """All pages are there; what comes after them is graphs."""
+        """All pages are allocated; later allocations are graphs."""
         self._in_use = self.used()
 
     def use(self, layout: EngineLayout, graphs: GraphCount, group: TPGroup) -> MemoryUse:
-        """Once the rank is ready; of several, that of this one, its `left` the least of all. Gives back what torch's
-        allocator keeps for later."""
+        """Return this rank's memory use once it is ready, with the minimum of `left` over the ranks. Returns memory
+        that torch's allocator caches."""
         free = self._memory.free()
         after_kv = max(0, self.used() - self._in_use)
         for_graphs = max(after_kv, self._for_graphs) if graphs.num_waiting else after_kv
@@ -152,12 +154,12 @@ class RankMemory:
         )
 
     def _room(self, reserved: int) -> int:
-        """What KV may take at most, if `reserved` bytes are to come beside it."""
+        """Maximum bytes for KV if `reserved` bytes are still needed beside it."""
         room = int(self._worker.cache.memory_share * self._free_at_start) - self.used() - reserved
         return room // self._worker.tensor_parallel if self._shares_host_memory else room
 
     def _for_kv(self, reserved: int) -> int:
-        """What KV takes of that if nobody says how much."""
+        """Default bytes for KV."""
         room = self._room(reserved)
         return min(int(HOST_SHARE * room), HOST_LIMIT_BYTES) if self._shares_host_memory else room
 
@@ -182,8 +184,11 @@ class RankMemory:
 
 
 def slots_for(kv_bytes: int, request_bytes: int, device_type: str) -> int:
-    """What `max_running: auto` means: the largest power of two of typical requests that kv_bytes hold, within
-    `AUTO_SLOTS`. request_bytes: of such a request, its slot included."""
+    """Resolve `max_running: auto`: the largest power of two of typical requests that kv_bytes hold, within
+    `AUTO_SLOTS`.
+
+    request_bytes: of such a request, with its slot.
+    """
     least, most = AUTO_SLOTS[device_type]
     return min(most, max(least, 1 << max(0, (max(0, kv_bytes) // request_bytes).bit_length() - 1)))
 
@@ -194,7 +199,7 @@ def wait_until_free(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Until so much is free, or ten seconds are over: the memory of a process that was killed is not free at once."""
+    """Wait until so much memory is free, at most ten seconds: a killed process does not free its memory at once."""
     until_s = clock() + _FREED_WITHIN_S
     while memory.free() < num_bytes and clock() < until_s:
         sleep(0.05)
@@ -202,7 +207,7 @@ def wait_until_free(
 
 @contextmanager
 def must_fit(what: str, remedy: str) -> Iterator[None]:
-    """Turns a GPU's lack of memory into a DeviceMemoryError that says for what it was needed, and what to do."""
+    """Turn a GPU's out-of-memory error into a DeviceMemoryError that says what needed it, and the remedy."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,5 +1,5 @@
-"""A model, its KV pool and its attention backends: one forward pass over a decode batch and prompt
-chunks. Used by decoding strategies, which own the order of passes."""
+"""A model with its KV pool and attention backends: one forward pass over a decode batch and prompt chunks. Used by
+decoding strategies, which decide the order of passes."""
 
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -20,7 +20,7 @@ ModelT = TypeVar("ModelT")
 
 @dataclass(frozen=True)
 class ModelRunner(Generic[ModelT]):
-    """backends: one per mode that this model is run in."""
+    """backends: one per mode in which this model runs."""
 
     model: ModelT
     pool: KVPool
@@ -39,7 +39,7 @@ class ModelRunner(Generic[ModelT]):
 
 @dataclass(frozen=True)
 class TargetRunner(ModelRunner[Decoder]):
-    """states: of the model's recurrent layers; None for a model without."""
+    """states: of the model's recurrent layers; None without any."""
 
     states: StatePool | None = None
 
@@ -51,8 +51,11 @@ class TargetRunner(ModelRunner[Decoder]):
         chunks: PrefillBatch | None,
         every_row: bool = False,
     ) -> DecoderOutput:
-        """ids: [rows] int64, those of `decode` first. Of chunks each one's last row alone goes through the whole last
-        layer, if that attends, and has a hidden state in the output, unless every_row."""
+        """Run the target.
+
+        ids: [rows] int64, those of `decode` first.
+        every_row: compute all rows of chunks in the last layer; else only the last row of each, if that layer attends.
+        """
         context = self.context(decode, decode_positions, chunks)
         if self.states is not None:
             context = replace(context, states=StateBatch.of(self.states, decode, chunks))

@@ -1,5 +1,5 @@
-"""A plan as the batch that a strategy runs: requests enter their slots, and all that the step needs goes to the device
-in one copy. Used by `workers.runner.worker`."""
+"""Converts a plan to a strategy's batch: requests enter their slots, and one copy brings all that the step needs to the
+device. Used by `workers.runner.worker`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 def entries_of(plan: StepPlan) -> tuple[int, ...]:
-    """The slots that emit tokens, in the order of the step's result."""
+    """Return the slots that emit tokens, in the order of the step's result."""
     return (*unpack_i32(plan.slots).tolist(), *(chunk.slot for chunk in plan.chunks if chunk.next_token < 0))
 
 
 class PlanBatches:
-    """Makes the batches of one rank.
+    """Builds the batches of one rank.
 
-    grammars: of the engine's slots; None of an engine whose requests have none.
+    grammars: of the engine's slots; None if its requests have none.
     pools: the KV of target and draft.
     states: of the target's recurrent layers, if it has any.
     """
@@ -52,9 +52,12 @@ class PlanBatches:
         self._draft_slots = _SlotIds("draft slots", slots.device)
 
     def of(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> StepBatch:
-        """Enter the plan's requests into their slots, and return the batch. One copy to the device at most, for which
-        nothing waits. entries: `entries_of` the plan. failed: by number, gets the requests that cannot enter as they
-        are."""
+        """Enter the plan's requests into their slots, and return the batch. At most one copy to the device, without a
+        wait.
+
+        entries: `entries_of(plan)`.
+        failed: receives requests that cannot enter as they are, by number.
+        """
         table, padding = self._slots, self._slots.padding_slot
         drafting = plan.drafting or bytes(len(entries))
         rounds = tuple(unpack_i32(plan.slots).tolist())
@@ -90,8 +93,8 @@ class PlanBatches:
         )
 
     def _entering(self, plan: StepPlan, failed: dict[int, Failure]) -> tuple[StepPlan, dict[str, npt.NDArray[Any]]]:
-        """The plan, and what its requests and pages are on the device. A request whose parameters raise is added to
-        `failed`, by number, and enters with none."""
+        """Return the plan, and its requests and pages as columns for the device. A request whose parameters raise is
+        added to `failed`, by number, and enters without them."""
         try:
             return plan, self._slots.columns(plan)
         except Exception:
@@ -109,7 +112,7 @@ class PlanBatches:
 
 
 def _state_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-    """What `_enter_states` needs of the plan, beside its new slots: snapshots that requests resume at, and states that
+    """Return what `_enter_states` needs beside the new slots: snapshots that requests resume from, and states that
     rounds save."""
     columns: dict[str, npt.NDArray[Any]] = {}
     resumed = [(init.state_row, init.slot) for init in plan.inits if init.state_row >= 0]
@@ -126,7 +129,7 @@ def _state_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
 
 
 def _enter_states(states: StatePool, columns: Mapping[str, Tensor]) -> None:
-    """Before the plan's pass: a row that is read here may be written by that."""
+    """Update states before the plan's pass, which may overwrite a row that is read here."""
     if "init slots" in columns:
         states.enter(columns["init slots"])
     if "resumed slots" in columns:
@@ -136,7 +139,7 @@ def _enter_states(states: StatePool, columns: Mapping[str, Tensor]) -> None:
 
 
 class _SlotIds:
-    """Slot numbers on the device. Most steps run the same requests as the one before, and then send nothing."""
+    """Slot numbers on the device. Most steps run the same requests as the step before, and copy nothing."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
@@ -144,11 +147,11 @@ class _SlotIds:
         self._tensor = torch.empty(0, dtype=torch.int64, device=device)
 
     def columns(self, slots: tuple[int, ...]) -> dict[str, npt.NDArray[Any]]:
-        """What `on_device` needs."""
+        """Return what `on_device` needs."""
         return {} if slots == self._last else {self._name: np.array(slots, np.int64)}
 
     def on_device(self, slots: tuple[int, ...], columns: Mapping[str, Tensor]) -> Tensor:
-        """[n] int64; the same tensor as long as the slots are the same."""
+        """[n] int64; the same tensor while the slots are the same."""
         if slots != self._last:
             self._last = slots
             self._tensor = columns[self._name]

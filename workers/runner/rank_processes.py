@@ -1,4 +1,4 @@
-"""The ranks of a local engine as child processes of this one. Used by `workers.runner.local_engine`."""
+"""Ranks of a local engine as child processes. Used by `workers.runner.local_engine`."""
 
 import multiprocessing
 import signal
@@ -19,7 +19,7 @@ from workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 @dataclass(frozen=True)
 class Ready:
-    """What a rank says once it is built; if it cannot be, it says why, a str."""
+    """Sent by a rank that is built. A rank that cannot be built sends the reason, a str."""
 
     layout: EngineLayout
     costs: CostTable | None
@@ -29,7 +29,9 @@ class Ready:
 class RankProcesses:
     """Implements `workers.runner.executor.StepExecutor`: plans go to every rank, results are read from rank 0.
 
-    layout: as the ranks were built. Raises ValueError where a rank cannot be built."""
+    layout: of the built ranks.
+    Raises ValueError if a rank cannot be built.
+    """
 
     def __init__(self, worker: WorkerConfig, plan: EnginePlan) -> None:
         context = multiprocessing.get_context("spawn")
@@ -57,7 +59,7 @@ class RankProcesses:
             raise
 
     def _wait_ready(self) -> None:
-        """Raises ValueError with the first rank's reason why it cannot be built."""
+        """Raise ValueError with the first rank's reason if it cannot be built."""
         for pipe in self._pipes:
             said = pipe.recv()
             if not isinstance(said, Ready):
@@ -95,13 +97,14 @@ class RankProcesses:
 
 
 def _run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it here too: the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to children, too; the parent decides
     torch.set_num_threads(1)
     try:
         of_rank = build_rank(worker, engine, rank, address)
     except ValueError as error:
         pipe.send(str(error))
-        pipe.poll(None)  # until it is killed: leaving would be an error of its own to the other ranks
+        pipe.poll(None)  # until it is killed: leaving would raise another error in the other ranks
+
         return
     built = of_rank.worker
     pipe.send(Ready(of_rank.layout, built.costs, built.graphs))

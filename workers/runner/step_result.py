@@ -1,4 +1,4 @@
-"""What a step emitted, as the scheduler reads it. Used by `workers.runner.worker`."""
+"""Converts a step's output to a `StepResult`. Used by `workers.runner.worker`."""
 
 import logging
 import time
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that was submitted, until its result is taken.
+    """A submitted step whose result has not been taken.
 
-    emitted: None where nothing ran, but a step was captured.
+    emitted: None if a graph was captured instead of a step.
     num_logprobs: by entry of the result, as its request asked; its slot may have a new owner by now.
-    started_s: by the clock of `time.perf_counter`.
+    started_s: of `time.perf_counter`.
     failed: by entry.
     failed_requests: by number of the request.
-    asking: numbers of the requests whose prompt chunks ask for log-probabilities, in the order of their rows.
+    asking: numbers of requests whose prompt chunks ask for log-probabilities, in the order of their rows.
     """
 
     plan: StepPlan
@@ -46,7 +46,7 @@ class PendingStep:
     asking: tuple[int, ...] = ()
 
     def result(self, news: News, graphs: GraphCount) -> StepResult:
-        """What it emitted, once that is on the host. news: of grammars. graphs: after this step."""
+        """Return the result, once it is on the host. news: of grammars. graphs: after this step."""
         plan, emitted = self.plan, self.emitted
         if emitted is None:
             elapsed_s = time.perf_counter() - self.started_s
@@ -77,8 +77,10 @@ class PendingStep:
 
 
 def _prompt_logprobs(pending: PendingStep, ranking: PromptRanking) -> tuple[PromptLogprobs, ...]:
-    """ranking: on the host, of the chunks that ask for it, in the order of `in_order`. What fails for one request
-    is added to the step's failures, and has no numbers."""
+    """Return log-probabilities of prompt chunks. A request whose conversion fails is added to the step's failures.
+
+    ranking: on the host, of the chunks that ask for it, in the order of `in_order`.
+    """
     found, first = {}, 0
     asking = [chunk for chunk in in_order(pending.plan) if chunk.logprobs >= 0]
     for chunk, number in zip(asking, pending.asking, strict=True):
@@ -97,7 +99,7 @@ def _prompt_logprobs(pending: PendingStep, ranking: PromptRanking) -> tuple[Prom
 def _logprobs(
     pending: PendingStep, tensors: Logprobs | None, counts: list[int]
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
-    """By entry; what fails for one request is added to the step's failures."""
+    """Return log-probabilities by entry. A request whose conversion fails is added to the step's failures."""
     if tensors is None:
         return {}
     out = {}
@@ -112,7 +114,7 @@ def _logprobs(
 
 
 def _token_logprobs(tensors: Logprobs, entry: int, count: int, k: int) -> tuple[TokenLogprobs, ...]:
-    """Of an entry's `count` tokens, each with the k most likely."""
+    """Return the log-probabilities of an entry's `count` tokens, each with the k most likely."""
     top_ids, top = tensors.top_ids[entry, :count, :k], tensors.top[entry, :count, :k]
     chosen = tensors.chosen[entry, :count].tolist()
     return tuple(
@@ -122,7 +124,7 @@ def _token_logprobs(tensors: Logprobs, entry: int, count: int, k: int) -> tuple[
 
 
 def _scores_of(chunk: Chunk, ranking: PromptRanking, rows: slice) -> PromptLogprobs:
-    """A chunk's, which are these rows of the ranking."""
+    """Return a chunk's log-probabilities: these rows of the ranking."""
     return PromptLogprobs(
         start=chunk.start + 1,
         logprobs=ranking.logprobs[rows].numpy().astype("<f4").tobytes(),

@@ -1,7 +1,5 @@
-"""One tensor-parallel rank: plan -> batch (`plan_batch`) -> step (its strategy) -> result (`step_result`).
-
-Used by the cluster's worker loop and by the local engine; knows no transport.
-"""
+"""One tensor-parallel rank: plan -> batch (`plan_batch`) -> step (its strategy) -> result (`step_result`). Used by the
+cluster's worker loop and the local engine; knows no transport."""
 
 import functools
 import time
@@ -28,25 +26,25 @@ from workers.structured_output.slot_grammars import News, SlotGrammars
 
 
 class RanksDisagreeError(RuntimeError):
-    """Two ranks emitted different tokens in a step: a bug, or broken hardware. Raised in debug mode only."""
+    """Two ranks emitted different tokens: a bug, or broken hardware. Raised in debug mode only."""
 
 
 class LateCaptures(Protocol):
-    """Steps that become graphs while the engine serves: `workers.runner.graphs.cuda_graph.GraphedDecoding`."""
+    """Captures graphs while the engine serves: `workers.runner.graphs.cuda_graph.GraphedDecoding`."""
 
     @property
     def graphs(self) -> GraphCount:
-        """How many there are, and how many are still to come."""
+        """Graphs captured and waiting."""
 
     def capture_next(self, group: TPGroup) -> None:
         """Capture one of them, while no step runs."""
 
     def want_masked(self) -> None:
-        """Steps with grammars are to be captured too."""
+        """Capture steps with grammars, too."""
 
 
 class Worker:
-    """Implements `workers.runner.executor.StepExecutor`. costs: set once they are measured."""
+    """Implements `workers.runner.executor.StepExecutor`. costs: set once measured."""
 
     def __init__(
         self,
@@ -59,8 +57,11 @@ class Worker:
         pools: Sequence[KVPool] = (),
         states: StatePool | None = None,
     ) -> None:
-        """grammars: of the engine's slots; None of an engine whose requests have none. captures: None of an engine
-        without graphs. pools: the KV of target and draft. states: of the target's recurrent layers, if it has any."""
+        """grammars: of the engine's slots; None if its requests have none.
+        captures: None without graphs.
+        pools: the KV of target and draft.
+        states: of the target's recurrent layers, if it has any.
+        """
         self.costs: CostTable | None = None
         self._strategy = strategy
         self._slots = slots
@@ -117,7 +118,7 @@ class Worker:
         self._pending.append(PendingStep(plan, emitted, num_logprobs, started_s, failed, failed_requests, asking))
 
     def _fill_masks(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> None:
-        """The masks of a step's rows onto the device; adds to `failed`. What has no mask emits nothing."""
+        """Copy the masks of a step's rows to the device; adds to `failed`. Rows without a mask emit nothing."""
         grammars = self._grammars
         assert grammars is not None, "a grammar in an engine without them"
         num_rounds, width = len(plan.slots) // 4, self._strategy.shapes[plan.shape].width
@@ -134,7 +135,7 @@ class Worker:
         return pending.result(news, self.graphs)
 
     def _assert_ranks_agree(self, tensors: StepTensors) -> None:
-        """Compare what this step emitted with the other ranks; costs a gather and a host read, so debug only."""
+        """Compare this step's output with the other ranks'. Costs a gather and a host read, so debug only."""
         mine = torch.cat((_mask_invalid(tensors), tensors.counts.unsqueeze(1), tensors.finish.unsqueeze(1)), dim=1)
         everyone = self._group.all_gather(mine)
         different = (everyone != everyone[0]).flatten(1).any(1)

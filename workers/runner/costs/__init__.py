@@ -1,6 +1,6 @@
-"""What a step takes on this machine, measured once at the start.
+"""Measures step times once, at the start.
 
 cost_points     the steps that are measured
-cost_probe      measures them by replay
-measured_table  the table that their times make
+cost_probe      runs and times them
+measured_table  the `CostTable` of these times
 """

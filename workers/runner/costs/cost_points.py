@@ -1,5 +1,5 @@
-"""The steps whose costs are measured at a start, in their order. Pure; `cost_probe` runs them, and `measured_table`
-makes a table of their times."""
+"""The steps that a start measures, in order. Pure; `cost_probe` runs them, and `measured_table` builds a table of their
+times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from workers.runner.graphs.graph_keys import bucket_sizes, powers_of_two
 from workers.scheduling.cost_table import TARGET_CHUNK_TOKENS
 
 SMALLEST_CHUNK = 16
-CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 2048)  # tokens of chunks, next to the smallest, that run beside rounds too
-_QUICK_CHUNK = 128  # tokens of the largest chunk that is measured whatever that takes
-_EAGER_ROWS = 16  # after the largest captured size: by a multiple of what kernels are compiled for
+CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 2048)  # chunk sizes, beside the smallest, that are measured with rounds
+_QUICK_CHUNK = 128  # the largest chunk that is always measured, in tokens
+_EAGER_ROWS = 16  # above the largest captured size: a multiple of what kernels are compiled for
 
 
 @dataclass(frozen=True)
 class Point:
     """One kind of step.
 
-    shape: of its rounds, verified and drafted again.
-    num_requests: that run a round.
+    shape: that its rounds verify and draft.
+    num_requests: requests that run a round.
     chunk_tokens: prompt tokens beside them.
-    context: committed tokens of each request that runs a round; in a step with prompt tokens, those before the chunk.
+    context: committed tokens of each request in a round; in a step with prompt tokens, those before the chunk.
     """
 
     shape: int
@@ -32,7 +32,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PointGroup:
-    """Points that are measured together. required: times, whatever that takes."""
+    """Points that are measured together. required: number of runs that are done however long they take."""
 
     points: tuple[Point, ...]
     required: int = 0
@@ -40,12 +40,12 @@ class PointGroup:
 
 @dataclass(frozen=True)
 class ProbeExtent:
-    """What an engine's steps may be.
+    """The possible sizes of an engine's steps.
 
-    token_buckets: numbers of prompt tokens that steps are padded to, ascending; empty if they are not.
+    token_buckets: numbers of prompt tokens that steps are padded to, ascending; empty without padding.
     max_context: committed tokens of a request.
-    num_kv_tokens: that all requests of a round have together, at most, in a step that is measured.
-    growth: factor from one measured batch size to the next.
+    num_kv_tokens: maximum KV tokens of all requests in a measured round.
+    growth: factor between measured batch sizes.
     page_size: tokens of a KV page.
     """
 
@@ -64,22 +64,22 @@ class ProbeExtent:
 
     @property
     def middle(self) -> int:
-        """A captured batch size of about half of all requests."""
+        """A captured batch size near half of all requests."""
         return self._captured_up_to(self.max_running // 2)
 
     @property
     def next_to_last(self) -> int:
-        """The largest number of requests below all of them that steps with prompt tokens are captured for."""
+        """The largest captured batch size of steps with prompt tokens below all requests."""
         return self._captured_up_to(self.max_running - 1)
 
     def _captured_up_to(self, num_requests: int) -> int:
-        """The largest number of requests, of at most so many or 1, that steps with prompt tokens are captured for."""
+        """The largest captured batch size of steps with prompt tokens, at most `num_requests` or 1."""
         captured = powers_of_two(bucket_sizes(self.max_running))
         return max((size for size in captured if size <= num_requests), default=1)
 
     @property
     def chunk_tokens(self) -> tuple[int, ...]:
-        """Captured sizes, then 16 tokens more, by which steps run eagerly, then twice as many and again."""
+        """Captured sizes, then 16 tokens more, which run eagerly, then twice as many and again."""
         if not self.token_buckets:
             return _ladder(min(SMALLEST_CHUNK, self.max_step_tokens), self.max_step_tokens, 8)
         last = self.token_buckets[-1]
@@ -89,12 +89,12 @@ class ProbeExtent:
         return (*self.token_buckets, *sorted(eager))
 
     def context_of(self, num_requests: int) -> int:
-        """Committed tokens, whole pages, of each of so many requests in a step that reads much KV."""
+        """Committed tokens, in whole pages, per request in a step that reads much KV."""
         return min(self.max_context, self.num_kv_tokens // num_requests) // self.page_size * self.page_size
 
 
 def wanted(extent: ProbeExtent) -> list[PointGroup]:
-    """What is to be measured, in this order: what most decisions rest on first."""
+    """Return what to measure, most important first."""
     shapes, sizes, tokens = extent.shapes, extent.batch_sizes, extent.chunk_tokens
     default, most = shapes.default, extent.max_running
     others = [shape for shape in range(len(shapes)) if shape != default]
@@ -122,14 +122,14 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
     smallest = chunks(0, sorted({tokens[0], quick}))
     before = min(extent.max_context, extent.num_kv_tokens) - long
     groups = [
-        PointGroup(alone.points, required=2),  # a first run may be the slower one
+        PointGroup(alone.points, required=2),  # a first run may be slower
         PointGroup(full.points, required=1),
         PointGroup(smallest.points, required=1),
         chunks(most, tokens[:1]),
         rounds([default], between),
         chunks(0, [t for t in captured if t not in (tokens[0], quick)]),
         reading([default]),
-        # captured steps tell little of eager ones, whose kernels are launched one by one, but may do more at once
+        # eager steps launch kernels one by one, but may do more at once: captured steps say little about them
         PointGroup(chunks(0, eager).points, required=1),
         chunks(most, [t for t in beside if t != tokens[0]]),
         rounds(others, between),
@@ -141,13 +141,13 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
 
 
 def measured_steps(extent: ProbeExtent) -> list[tuple[int, int, int, int]]:
-    """Of each point of `wanted`: shape, requests that run a round, prompt tokens, and tokens before those."""
+    """Return shape, requests that run a round, prompt tokens, and tokens before those, for each point of `wanted`."""
     points = [point for group in wanted(extent) for point in group.points]
     return [(point.shape, point.num_requests, point.chunk_tokens, point.context) for point in points]
 
 
 def expected_ms(point: Point, found: Mapping[Point, float]) -> float:
-    """What a point will take at least, as far as others tell: itself, or its parts, or a smaller one."""
+    """Return a lower estimate of a point's time from the others: itself, its parts, or a smaller one."""
     if point in found:
         return found[point]
     smaller = (
@@ -159,7 +159,7 @@ def expected_ms(point: Point, found: Mapping[Point, float]) -> float:
 
 
 def _ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """first, first * factor, ... below last, then last."""
+    """Return first, first * factor, ... below last, then last."""
     sizes = []
     while first < last:
         sizes.append(first)

@@ -1,11 +1,10 @@
-"""What steps cost on this engine's devices: real steps, run once captures and warm-up are done and before the first
-request. Called by `workers.runner.build`; the scheduler gets the table.
+"""Times real steps after captures and warm-up, before the first request. Called by `workers.runner.build`; the
+scheduler gets the table.
 
-The steps are of slots that have no request: marked as finished, so that a commit keeps their row, with lengths and
-pages that are only pretended. Their tokens differ, and their KV goes to free pages, where whoever is given one writes
-before reading: a mixture of experts reads those that different rows choose, and rows of the dummy page choose none.
-Every rank runs the same steps in the same order: what decides about the next ones is gathered from all ranks, and so
-the tables are equal too.
+The steps use slots without requests: marked as finished, so that commits keep their rows, with pretended lengths and
+pages. Their tokens differ and their KV goes to free pages, which a new owner writes before it reads: rows must choose
+different experts, and rows of the dummy page choose none. Every rank runs the same steps in the same order; decisions
+use numbers gathered from all ranks, so the tables are equal, too.
 """
 
 import time
@@ -28,15 +27,15 @@ from workers.scheduling.cost_table import CostTable
 from workers.slots.slot_table import SlotTable
 
 LIMIT_S = {"cuda": 2.0, "cpu": 0.6}
-GROWTH = {"cuda": 2, "cpu": 8}  # between numbers of requests that are measured
-KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests of a step: enough to tell reading them from noise
-PASSES = 3  # at most; of a point's runs the fastest counts
-_NEEDS = SamplingNeeds(random=True)  # of most requests
+GROWTH = {"cuda": 2, "cpu": 8}  # factor between measured numbers of requests
+KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests in a step: enough to measure reading them
+PASSES = 3  # maximum runs of a point; the fastest counts
+_NEEDS = SamplingNeeds(random=True)  # as most requests
 
 
 class Timer:
-    """Milliseconds between pairs of marks. On a GPU they are events in its stream, for which nothing waits until
-    `read`, so that the host runs ahead as it does while the engine serves."""
+    """Milliseconds between pairs of marks. On a GPU marks are events in its stream. Only `read` waits for them, so the
+    host runs ahead as in serving."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._has_events = Capability.of(device).has_streams
@@ -45,7 +44,7 @@ class Timer:
         self._stamps: list[float] = []
 
     def mark(self) -> None:
-        """The first, third, ... call begins a span, the next one ends it."""
+        """Start a span, or end the one that was started."""
         if not self._has_events:
             self._stamps.append(self._clock() * 1e3)
             return
@@ -54,7 +53,7 @@ class Timer:
         self._events.append(event)
 
     def read(self) -> list[float]:
-        """Milliseconds of every span since the last call; waits for the device."""
+        """Return the milliseconds of every span since the last call; waits for the device."""
         if self._has_events:
             self._events[-1].synchronize()
             pairs = zip(self._events[::2], self._events[1::2], strict=True)
@@ -79,9 +78,11 @@ class CostProbe:
 
     @torch.inference_mode()
     def measure(self, groups: Sequence[PointGroup], limit_s: float) -> dict[Point, float]:
-        """Milliseconds of each point, on the slowest rank; the same on all ranks. Measures a group of points after the
-        other, all of them up to `PASSES` times, and leaves out those with which all steps together would take more than
-        `limit_s` seconds, unless a group is required more often than it has been measured."""
+        """Return the milliseconds of each point on the slowest rank; the same on all ranks.
+
+        Measures the groups in order, up to `PASSES` times. Skips points with which all steps together would take more
+        than `limit_s` seconds, unless their group requires more runs.
+        """
         found: dict[Point, float] = {}
         spent_ms = 0.0
         try:
@@ -98,7 +99,7 @@ class CostProbe:
         return found
 
     def _run(self, points: Sequence[Point]) -> list[float]:
-        """Milliseconds of one step of each point, of the ranks' the longest."""
+        """Return the milliseconds of one step of each point; the maximum over the ranks."""
         for point in points:
             self._pretend(point.num_requests, 0 if point.chunk_tokens else point.context)
             batch = self._batch(point)
@@ -110,9 +111,9 @@ class CostProbe:
         return slowest
 
     def _pretend(self, num_requests: int, context: int) -> None:
-        """Let slots 0 .. num_requests - 1 have `context` committed tokens each, on pages of their own: on shared ones
-        a GPU's cache would hold what it must read from memory. After them are pages for what a round writes, shared
-        only where the pool has too few. All slots are as before the first request otherwise."""
+        """Give slots 0 .. num_requests - 1 `context` committed tokens, on pages of their own: a GPU's cache would hold
+        shared ones. Pages for a round's writes follow, shared only if the pool has too few. All else in the slots is as
+        before the first request."""
         slots, num_pages = self.slots, self.layout.num_pages
         slots.finished.fill_(True)
         slots.page_table.zero_()
@@ -141,8 +142,8 @@ class CostProbe:
         return StepBatch(running, shape, point.shape, drafting, longest, chunks, _NEEDS)
 
     def _chunks(self, num_tokens: int, context: int) -> PromptChunks:
-        """So many prompt tokens after `context` others, of as few prompts as can have them. The first of them ends, in
-        the padding slot, and samples a token."""
+        """Return `num_tokens` prompt tokens after `context` others, in as few prompts as possible. The first prompt
+        ends, in the padding slot, and samples a token."""
         slots, longest = self.slots, self.layout.max_model_len - context
         counts = [min(longest, num_tokens - begin) for begin in range(0, num_tokens, longest)]
         page_table = torch.zeros_like(slots.page_table[:1])
@@ -166,7 +167,7 @@ class CostProbe:
 def probe_extent(
     layout: EngineLayout, page_size: int, token_buckets: Sequence[int], device: torch.device
 ) -> ProbeExtent:
-    """Of an engine whose steps are padded to `token_buckets` prompt tokens, if to any."""
+    """Return the extent of an engine whose steps are padded to `token_buckets` prompt tokens, if to any."""
     scheduler = layout.scheduler
     return ProbeExtent(
         shapes=layout.shapes,
@@ -189,8 +190,8 @@ def probe_costs(
     token_buckets: Sequence[int],
     states: StatePool | None = None,
 ) -> CostTable:
-    """What steps of this engine cost; the same table on every rank. Takes about `LIMIT_S` seconds of steps; on a device
-    so slow that what must be measured takes longer, that long. See `CostProbe.measure`."""
+    """Return the costs of this engine's steps; the same table on every rank. Takes about `LIMIT_S` seconds, longer only
+    for required points on a slow device. See `CostProbe.measure`."""
     device = slots.device
     extent = probe_extent(layout, page_size, token_buckets, device)
     probe = CostProbe(strategy, slots, group, layout, page_size, Timer(device), states)
