@@ -40,6 +40,8 @@ THINKING_MARKS: dict[OutputParserName, tuple[str, str]] = {
     "deepseek_v3": _THINK,
     "qwen3_coder": _THINK,
 }
+# How calls begin of models that may call from within their thinking (Qwen3.5).
+CALLS_IN_THINKING: dict[OutputParserName, str] = {"qwen3_coder": "<tool_call>\n<function="}
 # The marks that a parser looks for. Where they are special tokens, the text that the parser gets has them anyway; None:
 # it gets all special tokens.
 MARKS: dict[OutputParserName, tuple[str, ...] | None] = {

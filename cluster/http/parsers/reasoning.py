@@ -2,17 +2,24 @@
 
 from cluster.http.parsers.marks import cut
 
+CALL_END = "</tool_call>"
+
 
 class ReasoningReader:
     """What of an answer is thinking.
 
     opens, closes: the marks.
     prompt: the prompt's text; where it ends in the opening mark, the answer begins inside.
+    call: what a tool call begins with, of models that may call from within their thinking and leave out the closing
+        mark (vllm-project/vllm#35687). Thinking may also have drafts of calls, so that a call is held until the answer
+        ends with it; it is thinking if anything follows.
     """
 
-    def __init__(self, opens: str, closes: str, prompt: str) -> None:
+    def __init__(self, opens: str, closes: str, prompt: str, call: str = "") -> None:
         self._opens = opens
         self._closes = closes
+        self._marks = (closes, call) if call else (closes,)
+        self._call = ""  # held: a call in the thinking, and what follows it
         self._held = ""
         self._inside = prompt.rstrip().endswith(opens)
         self._started = self._inside
@@ -44,11 +51,17 @@ class ReasoningReader:
             text = self._start(text, end)
         reasoning = ""
         if self._inside:
-            before, mark, after = cut(text, (self._closes,))
+            if self._call:
+                return self._in_call(text, end)
+            before, mark, after = cut(text, self._marks)
             if not self._shown:
                 before = before.lstrip()
             reasoning, text = (before.rstrip(), after) if mark else (before, "")
             self._shown = self._shown or bool(reasoning)
+            if mark not in (None, self._closes):
+                self._call = before[len(reasoning) :] + str(mark)
+                more, content = self._in_call(after, end)
+                return reasoning + more, content
             if mark is None:
                 if end:
                     return reasoning + after.rstrip() if self._shown else reasoning, ""
@@ -59,6 +72,34 @@ class ReasoningReader:
             text = text.lstrip()
             self._at_start = not text
         return reasoning, text
+
+    def _in_call(self, text: str, end: bool) -> tuple[str, str]:
+        """`take` after a call has begun in the thinking."""
+        seen = max(0, len(self._call) - len(self._closes))
+        self._call += text
+        at = self._draft_end(self._call.find(self._closes, seen))
+        if at < 0 and end:
+            self._inside, self._ended = False, True
+            return "", self._call.lstrip()
+        if at < 0:
+            return "", ""
+        draft, rest, self._call = self._call[:at], self._call[at:], ""
+        self._shown = True
+        more, content = self.take(rest, end)
+        return (draft.rstrip() if rest.startswith(self._closes) else draft) + more, content
+
+    def _draft_end(self, closed: int) -> int:
+        """Where the thinking goes on or ends after calls that are drafts; -1 as long as they may be the answer's.
+        closed: where the closing mark stands, -1 if it does not."""
+        marks = (self._closes, *self._marks[1:])
+        at = self._call.find(CALL_END)
+        while at >= 0 and (closed < 0 or at < closed):
+            at += len(CALL_END)
+            follows = self._call[at:].lstrip()
+            if follows and not any(mark.startswith(follows) or follows.startswith(mark) for mark in marks):
+                return at
+            at = self._call.find(CALL_END, at)
+        return closed
 
     def _start(self, text: str, end: bool) -> str:
         """Decide whether the answer begins with thinking; gives the text after the opening mark."""

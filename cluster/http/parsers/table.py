@@ -6,7 +6,7 @@ from typing import Any
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.harmony import HarmonyParser
 from cluster.http.parsers.marked import MarkedParser
-from cluster.http.parsers.marks import THINKING_MARKS
+from cluster.http.parsers.marks import CALLS_IN_THINKING, THINKING_MARKS
 from cluster.http.parsers.output_parser import OutputParser, TextParser
 from cluster.http.parsers.reasoning import ReasoningReader
 from cluster.http.parsers.response_template import ResponseTemplateParser
@@ -29,8 +29,9 @@ def _marked(calls: Callable[[Sequence[Mapping[str, Any]]], CallReader] | None) -
 
     def make(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
         marks = THINKING_MARKS[request.output_parser]
-        reasoning = ReasoningReader(*marks, prompt) if request.separate_reasoning else None
         reader = calls(request.tools) if calls is not None and request.reads_calls else None
+        call = CALLS_IN_THINKING.get(request.output_parser, "") if reader is not None else ""
+        reasoning = ReasoningReader(*marks, prompt, call) if request.separate_reasoning else None
         return MarkedParser(reasoning, reader, request.parallel_calls)
 
     return make

@@ -126,9 +126,40 @@ def test_thinking_begins_in_the_prompt_and_may_be_off() -> None:
     assert off == ("", "", [("edit", '{"text": "x"}')])
 
 
+@pytest.mark.parametrize("prompt", ["", "<think>\n"])
+@pytest.mark.parametrize(
+    ("rest", "reasoning", "content", "num_calls"),
+    [
+        (_call(text="x"), "so", "", 1),
+        (_call(text="x") + "\n" + _call(count="1"), "so", "", 2),
+        (_call(text="x") + "\nor not</think>\n\nno", f"so\n{_call(text='x')}\nor not", "no", 0),
+        (_call(text="x") + "</think>" + _call(count="1"), f"so\n{_call(text='x')}", "", 1),
+        (_call(text="x") + "\nhm " + _call(count="1"), f"so\n{_call(text='x')}\nhm", "", 1),
+        ("<tool_call> is a mark</think>yes", "so\n<tool_call> is a mark", "yes", 0),
+        ("<tool_call> is a mark", "so\n<tool_call> is a mark", "", 0),
+    ],
+)
+def test_a_call_that_ends_the_thinking_is_one_and_a_draft_of_one_is_not(
+    prompt: str, rest: str, reasoning: str, content: str, num_calls: int
+) -> None:
+    text = ("" if prompt else "<think>\n") + "so\n" + rest
+    for pieces in ([text], [*text]):
+        found = _parse(pieces, prompt=prompt)
+        assert (found[1], found[0], len(found[2])) == (reasoning, content, num_calls)
+
+
 _TOKENS = st.sampled_from(
     [
-        *("<tool_call>", "</tool_call>", "<function=edit>", "<function=", "</function>", "<think>", "</think>"),
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<tool_call>\n<function=edit>",
+            "<function=edit>",
+            "<function=",
+            "</function>",
+            "<think>",
+            "</think>",
+        ),
         *("<parameter=text>", "<parameter=count>", "<parameter=title>", "</parameter>", "<parameter=", ">"),
         *("\n", " ", "a", "1", "<", "</", "é", '"', "\\", "{", "null", "edit"),
     ]
