@@ -35,6 +35,7 @@ BENCHES = {
     "gsm8k": ("quality.gsm8k", "accuracy, acceptance length and equal answers of a running server"),
     "attention": ("kernels.attention", "attention over K/V heads, by backend, mode and shape (GPU)"),
     "latent_attention": ("kernels.latent_attention", "attention over latent rows (GPU)"),
+    "delta_rule": ("kernels.delta_rule", "recurrent layers of the gated delta rule: rounds and chunks (GPU)"),
     "experts": ("kernels.experts", "routing and products of a layer of experts (GPU)"),
     "linear": ("kernels.linear", "linear layers, bf16 and FP8 (GPU)"),
     "all_reduce": ("kernels.all_reduce", "sums between GPUs by message size (2 or 4 GPUs)"),

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.metadata import Mode
+from attention.ops.delta_rule.tables import DeltaHeads
 from attention.registry import build_backend
-from tests.bench.kernels import attention, latent_attention, linear
+from tests.bench.kernels import attention, delta_rule, latent_attention, linear
 from workers.ops.gemm.workspace import GEMMOptions
 
 COPY_RATE = 4e12
@@ -103,3 +104,21 @@ def test_linear_layers_of_each_weight(monkeypatch: pytest.MonkeyPatch, capsys: p
         (product.name, weights, rows) for product in products for weights in ("bf16", "fp8") for rows in (1, 3)
     ]
     assert all(row["us"] == round(10 / linear.MAX_WEIGHTS, 2) for row in results)
+
+
+def test_the_delta_rule_in_rounds_and_chunks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(delta_rule, "MODELS", {"27B": DeltaHeads(1, 2, 16, 16)})
+    monkeypatch.setattr(delta_rule, "MAX_LAYERS", 3)
+    options = ("--models", "27B", "--batches", "2", "--widths", "1", "4", "--tokens", "70")
+    results = _run(delta_rule, monkeypatch, capsys, *options)["results"]
+    assert [(row["work"], row["batch"], row["size"]) for row in results] == [
+        ("round", 2, 1),
+        ("round", 2, 4),
+        ("chunk", 1, 70),
+    ]
+    num_bytes = 2 * 2 * 2 * 16 * 16 * 4
+    assert results[0]["us"] == pytest.approx(10 / 3, abs=0.01) and results[0]["gb_per_s"] == round(
+        num_bytes / (10 / 3) / 1e3
+    )
