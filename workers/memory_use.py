@@ -1,4 +1,5 @@
-"""Where a rank's memory went: a plain value that travels from `workers.runner.memory` to whoever tells the operator.
+"""A rank's memory use: a plain value from `workers.runner.memory`, shown to the operator.
+
 Imports no torch."""
 
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
-"""Pages and what is in them.
+"""KV pages and their contents.
 
-page_allocator   who holds which page (pure Python)
-prefix_cache     which pages, and which states, an earlier prompt with the same beginning left (pure Python)
+page_allocator   free list and reference counts of pages (pure Python)
+prefix_cache     finds pages and states of earlier prompts with the same beginning, and evicts (pure Python)
 radix_node       a node of its tree
-snapshots        rows that hold states of recurrent layers, and which state goes when none is free (pure Python)
-prefix_digests   names for beginnings of prompts, of which prefix caches tell each other (pure Python)
-layout           how layers keep their KV: the interface
-heads            the layout of keys and values by heads
+snapshots        rows with states of recurrent layers, and their eviction (pure Python)
+prefix_digests   names of prompt beginnings, which engines advertise (pure Python)
+layout           the interface of KV layouts
+heads            the layout of keys and values per head
 latent           the layout of latent rows, one for all heads
-pool             the memory of one model on one rank
+pool             the KV memory of one model on one rank
 """

@@ -1,4 +1,4 @@
-"""The layout of multi-head and grouped-query attention: keys, turned by their positions, and values, by KV heads."""
+"""The layout of multi-head and grouped-query attention: rotated keys, and values, per KV head."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,9 @@ from attention.views import LayerKV
 
 @dataclass(frozen=True)
 class HeadsLayout(KVLayout[LayerKV]):
-    """num_kv_heads: of this rank. dtype: of keys and values."""
+    """num_kv_heads: of this rank.
+    dtype: of keys and values.
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -39,6 +41,6 @@ class HeadsLayout(KVLayout[LayerKV]):
         index: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """rows: k and v [rows, kv_heads, head_dim], not yet turned."""
+        """rows: k and v [rows, kv_heads, head_dim], before RoPE."""
         k, v = rows
         return rope_store(q, k, v, cos, sin, index, view, slot_mapping)

@@ -1,5 +1,5 @@
-"""`LatentLayout`: one row for all heads, the same on every rank, as multi-head latent attention keeps it (DeepSeek-V2,
-arXiv 2405.04434, section 2.1)."""
+"""`LatentLayout`: one row for all heads, equal on every rank, for multi-head latent attention (DeepSeek-V2, arXiv
+2405.04434, section 2.1)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ from attention.views import LatentKV
 
 @dataclass(frozen=True)
 class LatentLayout(KVLayout[LatentKV]):
-    """latent: dimensions of the compressed keys and values, which carry no position. rotated: of the part beside them
-    that does. dtype: of both."""
+    """latent: size of the compressed keys and values, which have no position.
+    rotated: size of the rotated part.
+    dtype: of both.
+    """
 
     latent: int
     rotated: int
@@ -41,19 +43,20 @@ class LatentLayout(KVLayout[LatentKV]):
         index: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """rows: [rows, latent + rotated], not yet turned. q: [rows, q_heads, latent + rotated]; stays as it is.
-
-        On GPUs `workers.ops.latent.normed_latents_triton` does this, together with what stands around it in a layer."""
+        """rows: [rows, latent + rotated], before RoPE.
+        q: [rows, q_heads, latent + rotated]; not changed.
+        On GPUs `workers.ops.latent.normed_latents_triton` does this, together with a layer's norms.
+        """
         (row,), cos, sin = rows, cos[index], sin[index]
         turned = self._turned(row.unsqueeze(1), cos, sin).squeeze(1)
         view.rows.view(-1, turned.shape[1]).index_copy_(0, slot_mapping, turned)
         return self._turned(q, cos, sin)
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [rows, heads, latent + rotated] with its last part turned."""
+        """Rotate the last part of x [rows, heads, latent + rotated]."""
         return torch.cat((x[..., : self.latent], rotate_pairs(x[..., self.latent :], cos, sin)), dim=-1)
 
 
 def keeps_latent_rows(groups: Iterable[LayerGroup]) -> bool:
-    """Whether layers of a model do, instead of keys and values by heads."""
+    """Whether a model's layers store latent rows instead of keys and values per head."""
     return any(isinstance(group.layout, LatentLayout) for group in groups)

@@ -22,18 +22,18 @@ View = TypeVar("View")
 
 @dataclass(frozen=True)
 class PerToken:
-    """One tensor of a layer: the shape of a token's part of it, and its type. A pool keeps it for all layers of a group
-    as [layers, num_pages + 1, page_size, *shape]."""
+    """One tensor of a layer: shape and dtype of a token's part. A pool stores it for all layers of a group as [layers,
+    num_pages + 1, page_size, *shape]."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class KVLayout(ABC, Generic[View]):
-    """How layers that are alike keep the KV of a token, on one rank.
+    """How a group of layers stores the KV of a token, on one rank.
 
-    View: what `forward` of a backend gets of a layer.
-    kind: by which backends say what they read, see `attention.registry.BackendFacts.layouts`.
+    View: what a backend's `forward` gets for a layer.
+    kind: by which backends say what they support, see `attention.registry.BackendFacts.layouts`.
     """
 
     kind: ClassVar[str]
@@ -41,17 +41,17 @@ class KVLayout(ABC, Generic[View]):
     @property
     @abstractmethod
     def per_token(self) -> tuple[PerToken, ...]:
-        """The tensors of a layer. All have a row for every token of every page, so that page ids and token indices mean
-        the same in each of them."""
+        """The tensors of a layer. Each has a row for every token of every page, so that page ids and token indexes mean
+        the same in all."""
 
     @property
     def bytes_per_token(self) -> int:
-        """In one layer, on this rank."""
+        """Bytes per token in one layer, on this rank."""
         return sum(math.prod(part.shape) * part.dtype.itemsize for part in self.per_token)
 
     @abstractmethod
     def view(self, tensors: tuple[Tensor, ...]) -> View:
-        """A layer as backends see it, of its own tensors [num_pages + 1, page_size, *shape]. Made once."""
+        """Return a layer as backends see it, from its tensors [num_pages + 1, page_size, *shape]. Called once."""
 
     @abstractmethod
     def store(
@@ -64,12 +64,13 @@ class KVLayout(ABC, Generic[View]):
         index: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Turn q and what is kept by their rows' angles, and write what is kept into the layer, in place.
+        """Rotate q and the rows, and write the rows to the layer, in place. Return rotated q, on a GPU in place.
 
-        q: [rows, q_heads, head_dim]; returned turned, on a GPU in place.
-        rows: what the layer's projections made for the cache, [rows, ...] each; their number is the layout's.
-        cos, sin: [any, rotated dimensions / 2] float32; index: [rows] int64, each row's line in them.
-        slot_mapping: [rows] int64, token indices. Rows that share one (padding, on page 0) leave any one of their
+        q: [rows, q_heads, head_dim].
+        rows: the layer's projections for the cache, [rows, ...] each; their number depends on the layout.
+        cos, sin: [any, rotated dimensions / 2] float32.
+        index: [rows] int64, each row's line in cos and sin.
+        slot_mapping: [rows] int64 token indexes. Rows that share one (padding, on page 0) leave any one of their
             values.
         """
 
@@ -80,12 +81,12 @@ class KVLayout(ABC, Generic[View]):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that keep their KV alike. layers: their numbers in the model."""
+    """Layers that store their KV alike. layers: their numbers in the model."""
 
     layers: tuple[int, ...]
     layout: KVLayout[Any]
 
     @property
     def bytes_per_token(self) -> int:
-        """In all its layers, on this rank."""
+        """Bytes per token in all its layers, on this rank."""
         return len(self.layers) * self.layout.bytes_per_token

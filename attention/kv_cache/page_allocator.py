@@ -1,18 +1,19 @@
-"""Who holds which page of the KV pools. Called by the scheduler and the prefix cache; knows no tensor and no request.
+"""Allocates the pages of the KV pools: free list and reference counts. Called by the scheduler and the prefix cache;
+knows no tensor and no request.
 
 A page is free, held (by requests; counted), cached (by the prefix cache; a flag), or held and cached.
 """
 
 from collections.abc import Iterable, Sequence
 
-DUMMY_PAGE = 0  # takes the writes of padding rows; never handed out
+DUMMY_PAGE = 0  # receives the writes of padding rows; never allocated
 
 
 class PageAllocator:
     """Free list and reference counts over pages 1 .. num_pages.
 
-    A page may be freed and handed out again while a step in flight still writes it. That is safe because every rank
-    executes plans in order: the new owner's first write is in a later plan than the old owner's last one.
+    A page may be freed and allocated again while a step in flight still writes it. That is safe because ranks execute
+    plans in order: the new owner's first write is in a later plan than the old owner's last one.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -22,7 +23,7 @@ class PageAllocator:
         self.reset()
 
     def reset(self) -> None:
-        """Every page is free again, whoever held it."""
+        """Free every page."""
         self._free = list(range(self.num_pages, 0, -1))
         self._holders = [0] * (self.num_pages + 1)
         self._cached = bytearray(self.num_pages + 1)
@@ -30,7 +31,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds or caches."""
+        """Pages that are neither held nor cached."""
         return len(self._free)
 
     @property
@@ -40,16 +41,16 @@ class PageAllocator:
 
     @property
     def num_evictable(self) -> int:
-        """Pages that only the prefix cache keeps."""
+        """Pages that are cached and not held."""
         return self.num_pages - len(self._free) - self._num_held
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` could give out after evictions."""
+        """Pages that could be allocated after evictions."""
         return self.num_pages - self._num_held
 
     def allocate(self, count: int) -> list[int]:
-        """`count` free pages, each held once. The caller has checked `num_free`."""
+        """Return `count` free pages, each held once. The caller has checked `num_free`."""
         assert 0 <= count <= len(self._free), f"allocate({count}) with {len(self._free)} free pages"
         if count == 0:
             return []
@@ -63,7 +64,7 @@ class PageAllocator:
         return pages
 
     def acquire(self, pages: Iterable[int]) -> None:
-        """One more holder for each of `pages`, which are held or cached."""
+        """Add one holder to each of `pages`, which are held or cached."""
         holders = self._holders
         for page in pages:
             assert holders[page] or self._cached[page], f"acquire of free page {page}"
@@ -72,7 +73,7 @@ class PageAllocator:
             holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder less for each of `pages`; those that nobody holds or caches become free."""
+        """Remove one holder from each of `pages`. Pages without holders that are not cached become free."""
         holders, cached, free = self._holders, self._cached, self._free
         for page in pages:
             count = holders[page] - 1
@@ -84,13 +85,13 @@ class PageAllocator:
                     free.append(page)
 
     def cache(self, pages: Iterable[int]) -> None:
-        """The prefix cache keeps `pages`, which their holders still hold."""
+        """Mark `pages`, which are held, as cached."""
         for page in pages:
             assert self._holders[page] and not self._cached[page], f"cache of page {page}: free or cached already"
             self._cached[page] = 1
 
     def uncache(self, pages: Iterable[int]) -> None:
-        """The prefix cache lets go of `pages`; those that nobody holds become free."""
+        """Mark `pages` as not cached. Those without holders become free."""
         for page in pages:
             assert self._cached[page], f"uncache of page {page}, which is not cached"
             self._cached[page] = 0
@@ -98,7 +99,7 @@ class PageAllocator:
                 self._free.append(page)
 
     def num_unheld_at_end(self, pages: Sequence[int], limit: int) -> int:
-        """How many of the last `limit` of `pages` no request holds, counted from the end up to the first held one."""
+        """Count pages without holders from the end of `pages`, up to the first held one and at most `limit`."""
         count = 0
         for page in reversed(pages):
             if count == limit or self._holders[page]:
@@ -107,7 +108,7 @@ class PageAllocator:
         return count
 
     def check_integrity(self, held: Iterable[Sequence[int]], cached: Iterable[int]) -> None:
-        """Asserts that the counts match what every holder (`held`: one page list each) and the cache say they have."""
+        """Assert that the counts match the holders' page lists (`held`) and the cache's pages."""
         holders = [0] * (self.num_pages + 1)
         for pages in held:
             for page in pages:

@@ -1,4 +1,4 @@
-"""The KV memory of one model on one rank, in pages that target and draft number alike."""
+"""The KV memory of one model on one rank. Target and draft use the same page numbers."""
 
 import math
 import mmap
@@ -13,20 +13,21 @@ from attention.kv_cache.layout import KVLayout, LayerGroup
 
 
 def bytes_per_page(groups: Iterable[LayerGroup], page_size: int) -> int:
-    """Of one page of `page_size` tokens, in all layers of `groups`, on this rank."""
+    """Bytes of one page of `page_size` tokens in all layers of `groups`, on this rank."""
     return page_size * sum(group.bytes_per_token for group in groups)
 
 
 class KVPool:
-    """The KV of all layers, in the tensors that the layout of each group of layers asks for.
+    """The KV of all layers, in the tensors that each layer group's layout defines.
 
-    Invariant: a page belongs to the requests and the prefix cache that hold references to it
+    A page belongs to the requests and the prefix cache that hold references to it
     (`attention.kv_cache.page_allocator`); this class only moves numbers.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: int, page_size: int, device: torch.device) -> None:
-        """groups: have no layer twice; a layer without KV is in none. num_pages: page 0, which takes the writes of
-        padding rows, comes on top."""
+        """groups: no layer twice; layers without KV are in none.
+        num_pages: without page 0, which receives the writes of padding rows.
+        """
         self.groups = tuple(groups)
         self.page_size = page_size
         self.device = device
@@ -35,9 +36,9 @@ class KVPool:
         self.allocate(num_pages)
 
     def allocate(self, num_pages: int) -> None:
-        """Take memory for so many pages, all empty, in the place of what there is. Before anything holds addresses."""
+        """Allocate `num_pages` empty pages, replacing the present ones. Call it before anything holds addresses."""
         self.num_pages = num_pages
-        self.tensors, self._layers = (), {}  # gone before the new ones come
+        self.tensors, self._layers = (), {}  # freed before the new ones are allocated
         # Zeros, not empty: a masked NaN in a never-written position would still poison a weighted sum.
         self.tensors = tuple(
             tuple(
@@ -61,7 +62,7 @@ class KVPool:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def layer(self, index: int) -> Any:
-        """What backends see of a layer: the view of its layout, for K/V heads a `LayerKV`."""
+        """Return a layer as backends see it: its layout's view, for K/V heads a `LayerKV`."""
         return self._layers[index][1]
 
     def store(
@@ -74,22 +75,23 @@ class KVPool:
         index: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Turn the rows of a pass by their positions and keep of a layer what its layout keeps: see `KVLayout.store`.
-        Returns q turned."""
+        """Rotate the rows of a pass by their positions, and store them as the layer's layout does: see
+        `KVLayout.store`. Return rotated q."""
         layout, view = self._layers[layer]
         return layout.store(view, q, rows, cos, sin, index, slot_mapping)
 
     def clear(self, pages: Tensor) -> None:
-        """Zero pages [n] int64 in all layers, in place."""
+        """Zero pages [n] int64 in all layers."""
         for tensors in self.tensors:
             for tensor in tensors:
-                tensor.view(torch.uint8).index_fill_(1, pages, 0)  # torch fills no FP8
+                tensor.view(torch.uint8).index_fill_(1, pages, 0)  # torch cannot fill FP8
 
     def move_path(self, page_table: Tensor, length: Tensor, path: Tensor) -> None:
-        """Copy, in all layers and in place, what stands path[b, j] positions after length[b] to j positions after it.
+        """Copy in all layers, in place, positions length[b] + path[b, j] to length[b] + j.
 
-        page_table: [B, max_pages] int32. length: [B] int32. path: [B, D] int64, for instance the accepted nodes of a
-        tree; whose trailing zeros leave copies of the first that nobody reads.
+        page_table: [B, max_pages] int32.
+        length: [B] int32.
+        path: [B, D] int64, for example the accepted nodes of a tree; trailing zeros leave unused copies.
         """
         for group, tensors in zip(self.groups, self.tensors, strict=True):
             group.layout.move_path(tensors, page_table, length, path)

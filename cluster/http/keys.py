@@ -1,6 +1,5 @@
-"""API keys, of which the server keeps SHA-256 digests alone: Ray Serve writes a deployment's arguments into its logs,
-and hands them to every process. Used by `cluster.http.config`, `cluster.http.middleware` and `deploy.config.files`.
-"""
+"""API keys. The server stores only SHA-256 digests: Ray Serve writes a deployment's arguments to its logs and sends
+them to every process. Used by `cluster.http.config`, `cluster.http.middleware` and `deploy.config.files`."""
 
 import hashlib
 import hmac
@@ -25,7 +24,8 @@ def digest(entry: str) -> str:
 
 
 def is_known(key: str, digests: Sequence[str]) -> bool:
-    """Whether a client's key has one of the `digests`. A digest itself is no key. Takes equally long for every key."""
+    """Whether a client's key has one of the `digests`. A digest itself is not a key. Takes the same time for every
+    key."""
     given = _digest(key)
     matches = [hmac.compare_digest(given, own) for own in digests]
     return any(matches)

@@ -1,5 +1,5 @@
-"""Around every request: its id, the API key, and a last net for exceptions. Plain ASGI, so that streams pass through
-untouched."""
+"""Wraps every request: its id, the API key, and a last handler of exceptions. Plain ASGI, so that streams pass
+unchanged."""
 
 import logging
 import re
@@ -29,10 +29,14 @@ QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # asked again an
 
 
 class EdgeMiddleware:
-    """Gives each request an id (the client's X-Request-Id or a new one; `scope["state"]["request_id"]`, which a route
-    may replace), wants an API key where there are keys, and answers unexpected exceptions with 500. echo_request_id:
-    send the id back, unless the server around the application does. counts: takes note of every request's end.
-    api_keys: digests of keys. origins: checked where there are none."""
+    """Gives each request an id: the client's X-Request-Id or a new one, in `scope["state"]["request_id"]`, which a
+    route may replace. Checks the API key if there are keys. Answers unexpected exceptions with 500.
+
+    echo_request_id: send the id back, unless the server around the application does.
+    counts: counts every request's end.
+    api_keys: digests of keys.
+    origins: checked if there are no keys.
+    """
 
     def __init__(
         self, app: ASGIApp, api_keys: tuple[str, ...], origins: Origins, echo_request_id: bool, counts: RequestCounts
@@ -92,7 +96,7 @@ class EdgeMiddleware:
             request_id.reset(former)
 
     def _open(self, scope: Scope) -> None:
-        """Take the client's id and check its key, or where it comes from. Raises ApiError."""
+        """Read the client's id, and check its key or origin. Raises ApiError."""
         headers = Headers(scope=scope)
         given = headers.get("x-request-id")
         if given is not None:

@@ -1,8 +1,9 @@
-"""Which hosts and origins a server without API keys answers to. Used by `cluster.http.middleware`.
+"""Hosts and origins that a server without API keys answers to. Used by `cluster.http.middleware`.
 
-A page from elsewhere, in the browser of a user whose machine reaches this server, must not use it: by a name of its own
-that resolves to this machine (DNS rebinding: the Host header then has that name), or by a request across origins, whose
-answer it cannot read and whose work would be done. A server with keys answers to whoever has one.
+A foreign page in a user's browser must not use a server that the browser can reach. It could do so through a name of
+its
+own that resolves to this machine (DNS rebinding: the Host header has that name), or by a cross-origin request, whose
+reply it cannot read but whose work would be done. With keys, the key decides.
 """
 
 import ipaddress
@@ -20,8 +21,10 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class Origins:
-    """allowed_hosts: names beside those that cannot be another's: addresses, names without a dot, private domains, and
-    this machine's. allowed_origins: such as "https://chat.example.com"; "*": all."""
+    """allowed_hosts: names beside those that can only be local: addresses, names without a dot, private domains, this
+    machine's name.
+    allowed_origins: such as "https://chat.example.com"; "*": all.
+    """
 
     def __init__(self, allowed_hosts: Collection[str], allowed_origins: Collection[str]) -> None:
         self._hosts = frozenset(host.lower() for host in (*allowed_hosts, platform.node()))

@@ -1,5 +1,5 @@
-"""Log-probabilities of one choice's prompt, as the engine sends them. Pure; kept by `cluster.http.answer`, shown by
-`cluster.http.replies.logprobs`."""
+"""Log-probabilities of one choice's prompt, as the engine sends them. Pure; stored by `cluster.http.answer`, formatted
+by `cluster.http.replies.logprobs`."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from workers.scheduling.plan import PromptLogprobs, unpack_i32
 
 
 class TokenScore(NamedTuple):
-    """Where a prompt token stands among all that could have come: nats, and 1 for the likeliest."""
+    """A prompt token's log-probability in nats, and its rank; 1 for the likeliest."""
 
     logprob: float
     rank: int
@@ -19,8 +19,8 @@ class TokenScore(NamedTuple):
 
 
 class PromptScores:
-    """Of a prompt's tokens but the first, in order. A prompt that an engine computes again, after a preemption or a
-    loss, brings the same again, which counts once."""
+    """Scores of a prompt's tokens after the first, in order. A prompt that is computed again, after a preemption or a
+    loss, sends the same scores again; they count once."""
 
     def __init__(self) -> None:
         self._parts: list[PromptLogprobs] = []
@@ -28,11 +28,11 @@ class PromptScores:
 
     @property
     def num_tokens(self) -> int:
-        """How many are there, the first token, which has none, included."""
+        """Number of tokens, the first one, which has no score, included."""
         return self._end
 
     def push(self, part: PromptLogprobs) -> None:
-        """Take what is new of `part`."""
+        """Add what is new in `part`."""
         assert part.start <= self._end, "log-probabilities of a prompt with a gap"
         if part.end > self._end:
             self._parts.append(_after(part, self._end - part.start))
@@ -53,7 +53,7 @@ class PromptScores:
 
 
 def _after(part: PromptLogprobs, count: int) -> PromptLogprobs:
-    """Without the first `count` tokens."""
+    """Drop the first `count` tokens."""
     width = len(part.top_ids) // (part.end - part.start)
     return PromptLogprobs(
         part.start + count,

@@ -1,11 +1,11 @@
-"""Replies for requests that want less than HTTP/1.1 offers: HEAD wants no body, and HTTP/1.0 knows no chunks, which
-uvicorn (0.54) sends all the same. Used by `cluster.http.middleware`."""
+"""Replies for clients that expect less than HTTP/1.1: HEAD expects no body, and HTTP/1.0 no chunks, which uvicorn
+(0.54) sends anyway. Used by `cluster.http.middleware`."""
 
 from starlette.types import Message, Scope, Send
 
 
 def suited(scope: Scope, send: Send) -> Send:
-    """`send` for the request of `scope`."""
+    """Return `send` adapted to the request of `scope`."""
     if scope["method"] == "HEAD":
         return _without_body(send)
     return _in_one_piece(send) if scope.get("http_version") == "1.0" else send
@@ -21,7 +21,7 @@ def _without_body(send: Send) -> Send:
 
 
 def _in_one_piece(send: Send) -> Send:
-    """Keeps a reply of unknown length until it is whole, so that its length can be told; a stream, too."""
+    """Hold a reply of unknown length, or a stream, until it is complete, so that its length is known."""
     start: Message | None = None
     body = bytearray()
 

@@ -1,7 +1,7 @@
 """Ends an answer's thinking after a number of tokens: vLLM's `thinking_token_budget`.
 
-The engine knows no thinking. Once the budget is spent its generation is left, the mark that ends thinking is put after
-the tokens so far, and the engine is asked to go on from there, which its prefix cache makes cheap.
+The engine does not know about thinking. When the budget is used up, its generation is aborted, the mark that ends
+thinking is appended to the tokens so far, and the engine continues from there, which its prefix cache makes cheap.
 """
 
 import contextlib
@@ -16,20 +16,22 @@ from workers.scheduling.plan import TokenLogprobs
 
 
 class Thinking(Protocol):
-    """What an answer's parser knows of its thinking, after the deltas that it has read."""
+    """An answer's parser, as far as thinking is concerned, after the deltas that it has read."""
 
     @property
     def is_inside(self) -> bool:
-        """The answer thinks."""
+        """Whether the answer is thinking."""
 
     @property
     def is_possible(self) -> bool:
-        """It thinks, or may still begin to."""
+        """Whether it is thinking, or may still start to."""
 
 
 @dataclass(frozen=True)
 class ThinkingBudget:
-    """limit: tokens of thinking, marks not included. closing: tokens of the mark that ends it."""
+    """limit: tokens of thinking, marks not included.
+    closing: tokens of the mark that ends it.
+    """
 
     limit: int
     closing: tuple[int, ...]
@@ -41,11 +43,11 @@ async def within_budget(
     thinking: Thinking,
     logprobs: bool,
 ) -> AsyncGenerator[TokenDelta, None]:
-    """The deltas of one answer, token by token while it may think.
+    """Yield the deltas of one answer, token by token while it may think.
 
-    generate: asks the engine for what follows the tokens that it is given.
-    thinking: is brought up to date by the caller with each delta, before it takes the next one.
-    logprobs: whether deltas have them; those of the mark, which nothing chose, are 0.
+    generate: generates what follows the given tokens.
+    thinking: the caller updates it with each delta, before it takes the next one.
+    logprobs: whether deltas have them; the mark's, which was not sampled, are 0.
     """
     output: list[int] = []
     num_thought = 0
@@ -74,7 +76,7 @@ async def within_budget(
 
 
 def _parts(delta: TokenDelta, thinking: Thinking) -> Iterator[TokenDelta]:
-    """`delta` token by token, as long as the answer may think. The last part has what a last delta has."""
+    """Yield `delta` token by token while the answer may think. The last part keeps the fields of a last delta."""
     while len(delta.tokens) > 1 and thinking.is_possible:
         yield TokenDelta(
             delta.request_id,

@@ -1,4 +1,5 @@
-"""Coordinators by name: how ingresses, and whoever drains a server, find them through Ray.
+"""Finds coordinators by name through Ray, for ingresses and for draining a server.
+
 
 Ingresses open a link to each; what concerns all of them is asked of their actors.
 """

@@ -1,9 +1,9 @@
-"""All-reduces without NCCL between the GPUs of one node: each rank maps every other's memory and reads or writes it.
+"""All-reduces without NCCL between the GPUs of one node: each rank maps the others' memory, over PyTorch's symmetric
+memory without NVLink multicast.
 
-`workers.distributed.tp_group.join_tp_group` connects the ranks once, before any graph is captured; `TPGroup` then asks
-here first. What runs depends on shape, type and number of ranks alone, so every rank chooses the same, and it runs
-alike in a captured graph and outside: all state is on the device. Over PyTorch's symmetric memory, without NVLink
-multicast.
+`workers.distributed.tp_group.join_tp_group` connects the ranks once, before any graph is captured; `TPGroup` tries this
+first. The method depends on shape, dtype and number of ranks alone, so all ranks choose the same. All state is on the
+device, so it works the same in a captured graph.
 """
 
 import logging
@@ -36,7 +36,7 @@ class Method(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest message in bytes that each method is used for; beyond `two_shot`, NCCL."""
+    """Maximum message size of each method, in bytes; NCCL above `two_shot`."""
 
     one_shot: int
     two_shot: int

@@ -1,4 +1,4 @@
-"""The ranks that share a model. Passed to whoever communicates, never global; a group of one does nothing."""
+"""The ranks that share a model. Passed to all that communicate, never global; a group of one does nothing."""
 
 import socket
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""What checkpoints' weights may be quantised to, how they are kept, and how they are multiplied by.
+"""Quantised weights of checkpoints: how they are stored and multiplied.
 
-quant_method   `QuantMethod`: which method a checkpoint's layers get
-table          the quantisations that we know, by their names in config.json
-block_fp8      FP8 with a scale for each block of rows and columns (DeepSeek, Qwen)
-channel_fp8    FP8 with a scale for each output, of compressed-tensors
-fp8_quant      what both have in common: which layers; fp8_weight: loading, dummies, what weights mean
-fp8_linear     a linear layer that keeps its weight in FP8 where the GPU multiplies by it
+quant_method   `QuantMethod`: chooses the method of a checkpoint's layers
+table          all quantisations, by their names in config.json
+block_fp8      FP8 with a scale per block of rows and columns (DeepSeek, Qwen)
+channel_fp8    FP8 with a scale per output, of compressed-tensors
+fp8_quant      what both share: which layers; fp8_weight: loading, dummy weights, dequantisation
+fp8_linear     a linear layer that keeps its weight in FP8 if the GPU multiplies it
 fp8_experts    the same for stacked experts
 """

@@ -1,5 +1,5 @@
-"""Weights of eight bits with a scale for each block of rows and columns, as DeepSeek-V3 and Qwen3 publish them
-(arXiv 2412.19437, section 3.3): `quant_method: fp8` with `weight_block_size`."""
+"""FP8 weights with a scale per block of rows and columns, as DeepSeek-V3 and Qwen3 publish them (arXiv 2412.19437,
+section 3.3): `quant_method: fp8` with `weight_block_size`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ from workers.quantization.fp8_weight import Block, Fp8Scheme
 from workers.quantization.quant_method import QuantMethod, list_of_names
 
 _KIND = "weight_scale_inv"
-_UNQUANTISED = ("lm_head", "eh_proj", "shared_head.head")  # which no list of a published checkpoint names
+_UNQUANTISED = ("lm_head", "eh_proj", "shared_head.head")  # not listed in published checkpoints
 
 
 @dataclass(frozen=True)
 class BlockFp8(Fp8Quant):
-    """block: rows and columns that share a scale. ignored: modules of the checkpoint that are left in bf16, and all in
-    them."""
+    """block: rows and columns that share a scale.
+    ignored: modules that are left in bf16, with all in them.
+    """
 
     block: Block
     ignored: tuple[str, ...]
@@ -26,7 +27,7 @@ class BlockFp8(Fp8Quant):
         return Fp8Scheme(_KIND, self.block)
 
     def ignores(self, name: str) -> bool:
-        """Whether an entry of the list is the module, holds it, or is a part of its name."""
+        """Whether an entry of the list is the module, contains it, or is a part of its name."""
         return any(f".{entry}." in f".{name}." for entry in self.ignored)
 
 

@@ -1,5 +1,5 @@
-"""Weights of eight bits with a scale for each output, whose inputs are rounded to FP8 token by token, as
-compressed-tensors writes them: `FP8-dynamic` checkpoints (`quant_method: compressed-tensors`)."""
+"""FP8 weights with a scale per output, and inputs quantised per token, as compressed-tensors writes them: `FP8-dynamic`
+checkpoints (`quant_method: compressed-tensors`)."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _REMEDY = "only FP8 with scales of channels and dynamic scales of tokens is; use
 
 @dataclass(frozen=True)
 class ChannelFp8(Fp8Quant):
-    """ignored: modules of the checkpoint that are left in bf16; an entry "re:..." is a regular expression."""
+    """ignored: modules that are left in bf16; an entry "re:..." is a regular expression."""
 
     ignored: tuple[str, ...]
 

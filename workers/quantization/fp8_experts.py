@@ -1,6 +1,6 @@
-"""Stacked experts whose weights are FP8. Where the device multiplies FP8 and the kernels can read how scales lie,
-weights stay as they are, and rows are rounded to FP8 too; elsewhere `finish` makes what they mean, in the model's type,
-and blocks that ranks cut in two are no matter."""
+"""Stacked experts with FP8 weights. If the device multiplies FP8 and the kernels support the layout of scales, weights
+stay in FP8, and rows are quantised, too. Otherwise `finish` dequantises them to the model's dtype; there a shard may
+split a scale block."""
 
 import logging
 
@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class Fp8Experts(DenseExperts):
-    """weights: gate_up and down of all experts, float8_e4m3fn; none once they are finished where nothing multiplies
-    FP8. scales: by matrix, of all experts, float32 [experts, scales of rows, scales of columns], until `finish`."""
+    """weights: gate_up and down of all experts, float8_e4m3fn; None after `finish` if they were dequantised.
+    scales: per matrix, of all experts, float32 [experts, scales of rows, scales of columns], until `finish`.
+    """
 
     def __init__(self, shape: ExpertsShape, scheme: Fp8Scheme) -> None:
         super().__init__(shape)
@@ -115,7 +116,8 @@ class Fp8Experts(DenseExperts):
         self._shared, self.scales = None, nn.ParameterDict()
 
     def _all_dequantised(self, weights: Tensor, shape: LinearShape) -> Tensor:
-        """Expert by expert: scales of all, as large as the weights, would take four times their memory."""
+        """Dequantise expert by expert: scales expanded to the size of the weights would take four times their
+        memory."""
         dense = torch.empty(weights.shape, dtype=self._dtype, device=weights.device)
         for part in shape.parts:
             block = self.scheme.block_of(part)

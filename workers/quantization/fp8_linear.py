@@ -1,6 +1,5 @@
-"""A linear layer whose weight is FP8. Where the device multiplies FP8 and the kernels can read how scales lie, weights
-stay as they are, and the layer's inputs are rounded to FP8 too, row by row; elsewhere `finish` makes what the weights
-mean, in the model's type."""
+"""A linear layer with an FP8 weight. If the device multiplies FP8 and the kernels support the layout of scales, the
+weight stays in FP8, and inputs are quantised row by row. Otherwise `finish` dequantises it to the model's dtype."""
 
 import logging
 
@@ -30,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class Fp8Linear(DenseLinearMethod):
-    """weight: [out_features, in_features] float8_e4m3fn; None once it is finished where nothing multiplies FP8.
-    scales: of each part's whole matrix, float32."""
+    """weight: [out_features, in_features] float8_e4m3fn; None after `finish` if it was dequantised.
+    scales: of each part's whole matrix, float32.
+    """
 
     def __init__(self, shape: LinearShape, scheme: Fp8Scheme) -> None:
         super().__init__(shape)
@@ -48,11 +48,11 @@ class Fp8Linear(DenseLinearMethod):
         return self._dtype
 
     def dense_weight(self) -> Tensor:
-        """Made anew at each call where the weight stays FP8; for layers that multiply by a part of it."""
+        """Dequantised at each call if the weight stays in FP8; for layers that multiply by a part of it."""
         return self._dequantised() if self._dense is None else self._dense
 
     def weight_and_scales(self) -> tuple[Tensor, Tensor]:
-        """As kernels read them; where they can (`unreadable`)."""
+        """Return weight and scales as kernels read them, unless `unreadable`."""
         assert self.weight is not None, "is dequantised"
         return self.weight.data, kernel_scales([scale.data for scale in self.scales], self.shape.parts, self.scheme)
 

@@ -1,4 +1,4 @@
-"""What the quantisations to FP8 have in common: which layers are in it, and how those are kept."""
+"""What the FP8 quantisations share: which layers they apply to, and how these are stored."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from workers.quantization.quant_method import QuantMethod, all_or_none
 
 
 class Fp8Quant(QuantMethod):
-    """Every linear layer in FP8 but those that the checkpoint names."""
+    """Every linear layer is FP8, except those that the checkpoint names."""
 
     @property
     @abstractmethod
     def scheme(self) -> Fp8Scheme:
-        """How scales lie."""
+        """The layout of scales."""
 
     @abstractmethod
     def ignores(self, name: str) -> bool:
-        """Whether a module of the checkpoint is left unquantised."""
+        """Whether a module of the checkpoint is not quantised."""
 
     def fallback(self, device: torch.device) -> str | None:
         return fp8_fallback(device)

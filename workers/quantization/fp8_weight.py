@@ -1,4 +1,4 @@
-"""What all FP8 weights have in common: how their scales lie, what they mean, which of them the kernels can read."""
+"""What all FP8 weights share: layout of scales, dequantisation, and which of them the kernels support."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,9 @@ DUMMY_SCALE = 0.02 / _DUMMY_DEVIATION
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """kind: the checkpoint's name of scales. block: rows and columns that share one; None for a scale for each row."""
+    """kind: the checkpoint's name of scales.
+    block: rows and columns that share a scale; None for a scale per row.
+    """
 
     kind: str
     block: Block | None
@@ -27,21 +29,23 @@ class Fp8Scheme:
         return self.block or (1, part.columns.total)
 
     def num_scales(self, part: Part) -> tuple[int, int]:
-        """Of the checkpoint's whole matrix, by rows and columns."""
+        """Number of scales of the checkpoint's whole matrix, by rows and columns."""
         rows, columns = self.block_of(part)
         return -(-part.rows.total // rows), -(-part.columns.total // columns)
 
 
 def dequantised(weight: Tensor, scales: Tensor, part: Part, block: Block, dtype: torch.dtype) -> Tensor:
-    """What this rank's share `weight` [rows, columns] of a part means, in `dtype`. scales: of the whole matrix."""
+    """Return this rank's share `weight` [rows, columns] of a part in `dtype`. scales: of the whole matrix."""
     rows = _scale_indices(part.rows.first, part.rows.end, block[0], scales)
     columns = _scale_indices(part.columns.first, part.columns.end, block[1], scales)
     return (weight.float() * scales.index_select(0, rows).index_select(1, columns)).to(dtype)
 
 
 def kernel_scales(scales: list[Tensor], parts: tuple[Part, ...], scheme: Fp8Scheme) -> Tensor:
-    """Of this rank's parts one below the other, as kernels read them (`workers.ops.fp8.tiles.Fp8Matrix`).
-    scales: of each part's whole matrix; any dimensions before the last two stay."""
+    """Return the scales of this rank's stacked parts as kernels read them (`workers.ops.fp8.tiles.Fp8Matrix`).
+
+    scales: of each part's whole matrix; dimensions before the last two are kept.
+    """
     mine = []
     for scale, part in zip(scales, parts, strict=True):
         block = scheme.block_of(part)
@@ -53,12 +57,12 @@ def kernel_scales(scales: list[Tensor], parts: tuple[Part, ...], scheme: Fp8Sche
 
 
 def _scale_indices(first: int, end: int, size: int, scales: Tensor, step: int = 1) -> Tensor:
-    """Which scale the numbers first, first + step, ... before `end` have."""
+    """Return the index of the scale of the numbers first, first + step, ... before `end`."""
     return torch.arange(first, end, step, device=scales.device) // size
 
 
 def unreadable(parts: tuple[Part, ...], scheme: Fp8Scheme) -> str | None:
-    """Why the kernels cannot multiply by these parts one below the other; None if they can."""
+    """Return why the kernels cannot multiply by these stacked parts; None if they can."""
     columns = parts[0].columns
     if columns.size % _GROUP:
         return f"{columns.size} columns on a rank are no multiple of {_GROUP}"
@@ -83,7 +87,7 @@ def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def rows_of(weight: Tensor, part: Part) -> Tensor:
-    """A part of one layer's or one expert's weight [rows of all parts, columns]."""
+    """Return a part of one layer's or expert's weight [rows of all parts, columns]."""
     return weight.detach()[part.offset : part.offset + part.rows.size]
 
 
@@ -94,11 +98,11 @@ def checked(full: Tensor) -> Tensor:
 
 
 def dummy_scale(fan_in: int) -> float:
-    """Of weights that `fill_dummy` fills, for results as large as their inputs."""
+    """Return the scale of dummy weights with which results are as large as inputs."""
     return float(fan_in**-0.5 / _DUMMY_DEVIATION)
 
 
 def fill_dummy(weight: Tensor, generator: torch.Generator) -> None:
-    """weight [rows, columns]: normal numbers, of which a bfloat16 copy is made."""
+    """Fill weight [rows, columns] with normal numbers, through a bfloat16 copy."""
     values = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     weight.copy_(values.normal_(0.0, _DUMMY_DEVIATION, generator=generator).clamp_(-448.0, 448.0))

@@ -1,5 +1,5 @@
-"""`QuantMethod`: what a checkpoint's quantization_config says of its linear layers and of its experts. Those that exist
-are in `workers.quantization.table`, adding one: docs/add-a-model.md."""
+"""`QuantMethod`: a checkpoint's quantization_config, for its linear layers and experts. `workers.quantization.table`
+lists all; adding one: docs/add-a-quantisation.md."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +16,24 @@ class QuantMethod(ABC):
     """A plain value, equal on every rank; part of a model's configuration."""
 
     def fallback(self, device: torch.device) -> str | None:
-        """What a start logs where weights are multiplied otherwise than the checkpoint means; None for nothing."""
+        """Return what a start logs if weights are multiplied in another way than the checkpoint intends; None for
+        nothing."""
         return None
 
     @abstractmethod
     def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
-        """For the layer that holds the checkpoint's modules `names` ("model.layers.0.self_attn.q_proj", ...), one for
-        each part of `shape`; some may be left as they were, for instance the vocabulary head. Raises ValueError if
-        they do not agree, or if the shape cannot be held."""
+        """Return the method of the layer with the checkpoint's modules `names` ("model.layers.0.self_attn.q_proj",
+        ...), one per part of `shape`. Some modules may be unquantised, for example the vocabulary head.
+
+        Raises ValueError if they disagree, or if the shape cannot be stored.
+        """
 
     def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
-        """For the routed experts of a layer, all of which are kept alike; names: of the first one's matrices
-        ("model.layers.3.mlp.experts.0.gate_proj", ...). Raises ValueError where there is no such thing."""
+        """Return the method of a layer's routed experts. names: of the first one's matrices
+        ("model.layers.3.mlp.experts.0.gate_proj", ...).
+
+        Raises ValueError if there is none.
+        """
         raise ValueError(f"{names[0]}: experts quantised like this are not supported; use the checkpoint in bf16")
 
 
@@ -43,7 +49,7 @@ class Unquantized(QuantMethod):
 
 
 def all_or_none(names: Sequence[str], ignores: Callable[[str], bool]) -> bool:
-    """Whether all the modules that a layer holds are left unquantised; raises ValueError if some are."""
+    """Whether all modules of a layer are unquantised. Raises ValueError if only some are."""
     left = [name for name in names if ignores(name)]
     if left and len(left) < len(names):
         raise ValueError(
@@ -54,7 +60,8 @@ def all_or_none(names: Sequence[str], ignores: Callable[[str], bool]) -> bool:
 
 
 def list_of_names(quantization: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
-    """The modules that quantization_config lists under `key`, () if it does not. Raises ValueError naming `source`."""
+    """Return the modules that quantization_config lists under `key`; () without the key. Raises ValueError naming
+    `source`."""
     names = quantization.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{source}: quantization_config.{key}={names!r}: must be a list of modules' names")

@@ -1,4 +1,4 @@
-"""The quantisations of checkpoints that we know, and the one that a config.json names.
+"""All supported quantisations, and the one that a config.json names.
 
 Adding one is a file beside this one (the `QuantMethod`, its `LinearMethod`) and a row in `QUANT_METHODS`.
 """
@@ -22,7 +22,8 @@ QUANT_METHODS: dict[str, QuantReader] = {
 
 
 def read_quant_method(config: Mapping[str, Any], source: str) -> QuantMethod:
-    """Of a config.json; `source` names it in errors. Raises ValueError that lists what exists for any other."""
+    """Return the method of a config.json. Raises ValueError that lists the supported ones for any other. source: names
+    it in errors."""
     quantization = config.get("quantization_config")
     if not quantization:
         return Unquantized()
