@@ -16,7 +16,7 @@ from tests.support.simulation.answers import Answers, embedded_pair
 from tests.support.simulation.shapes import CHAIN, TREE
 from workers.config import RoundShapes
 
-BLOCK = 20  # answers to one arm before the other's turn, so that both see the same machine
+BLOCK = 20  # answers of each request that runs to one arm before the other's turn, so that both see the same machine
 ARMS = {"static": False, "adaptive": True}
 
 
@@ -52,7 +52,7 @@ def host_us(shapes: RoundShapes, batch: int, num_blocks: int) -> dict[str, float
         around(answers, timed)
     for _ in range(num_blocks):
         for answers in of.values():
-            answers.tokens_per_ms(batch, BLOCK)
+            answers.tokens_per_ms(batch, BLOCK * batch)
     # a plan and a result each step
     return {arm: 2 * float(np.mean([us for us in each if us < 2000])) for arm, each in took_us.items()}
 
@@ -83,7 +83,7 @@ def num_calls(shapes: RoundShapes, batch: int) -> dict[str, float]:
 def main() -> None:
     for name, shapes in (("chain", CHAIN), ("tree", TREE)):
         for batch in (1, 8, 32):
-            us = host_us(shapes, batch, 20)
+            us = host_us(shapes, batch, max(3, 20 // batch))
             extra = us["adaptive"] - us["static"]
             print(f"{name}, batch {batch}: static {us['static']:.0f} us a step, the choice {extra:.1f} us more")
 
