@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_digests import first_digest, next_digests
-from attention.kv_cache.radix_node import EvictionKey, Node, Tokens
+from attention.kv_cache.radix_node import EvictionKey, Node, SnapshotKind, Tokens
 from attention.kv_cache.snapshots import Snapshots
 
 
@@ -148,17 +148,17 @@ class PrefixCache:
         self.num_hit_tokens += match.num_saved
         self.num_recomputed_tokens += len(match.pages) * self.page_size - match.num_saved
 
-    def lend_row(self, num_tokens: int) -> int | None:
+    def lend_row(self, num_tokens: int, kind: SnapshotKind) -> int | None:
         """A row for the state of a running request, without which `num_tokens` would be computed again; a cheaper
         snapshot goes for it. None if there is none, or no snapshots."""
         if self.snapshots is None:
             return None
-        row, bared = self.snapshots.lend(num_tokens // self.page_size)
+        row, bared = self.snapshots.lend(num_tokens // self.page_size, kind)
         if bared is not None:
             self._requeue(bared)
         return row
 
-    def attach(self, tokens: Tokens, position: int, row: int, salt: bytes = b"") -> None:
+    def attach(self, tokens: Tokens, position: int, row: int, kind: SnapshotKind, salt: bytes = b"") -> None:
         """A lent row holds the state after the first `position` of `tokens`, the end of a page: keep it, or give the
         row back where the tree has no such page or has its state already."""
         snapshots, size = self.snapshots, self.page_size
@@ -168,7 +168,7 @@ class PrefixCache:
         if len(pages) < end or any(snapshot.end == end for snapshot in node.snapshots):
             snapshots.give_back(row)
             return
-        snapshots.add(row, end, node)
+        snapshots.add(row, end, node, kind)
 
     def insert(self, tokens: Tokens, pages: list[int], salt: bytes = b"") -> list[int]:
         """Keep the caller's `pages` (held by it), which hold the KV of the beginning of `tokens`.

@@ -1,5 +1,7 @@
 """A node of the prefix cache's radix tree, and the snapshots that hang at its pages. Used by `prefix_cache` alone."""
 
+from enum import Enum
+
 import numpy as np
 import numpy.typing as npt
 
@@ -90,23 +92,34 @@ class Node:
         return upper
 
 
+class SnapshotKind(Enum):
+    """Why a state was saved."""
+
+    PROMPT = "the last page border of a prompt"
+    FORK = "where two texts part"
+    CHUNK = "on the way through a long prompt"
+    ANSWER = "along an answer"
+
+
 class Snapshot:
     """The state of all recurrent layers after a text's first `end` pages, in one row of every rank's state pool.
 
     node: where its last page is.
+    kind: why it was saved.
     before: the next one up its path; after: those that come next below it.
-    used: the clock of `attention.kv_cache.snapshots.Snapshots` when it was last used.
+    used: the clock of `attention.kv_cache.snapshots.Snapshots` at the last use.
     """
 
-    __slots__ = ("row", "end", "node", "before", "after", "used")
+    __slots__ = ("row", "end", "node", "kind", "before", "after", "used")
 
-    def __init__(self, row: int, end: int, node: Node) -> None:
+    def __init__(self, row: int, end: int, node: Node, kind: "SnapshotKind") -> None:
         self.row = row
         self.end = end
         self.node = node
+        self.kind = kind
         self.before: Snapshot | None = None
         self.after: set[Snapshot] = set()
-        self.used = 0
+        self.used = 0.0
 
     @property
     def cost(self) -> int:

@@ -3,15 +3,20 @@
 Owned by the prefix cache, in whose tree the snapshots hang. Pure Python; knows rows, no tensors. Counts in pages.
 """
 
-from attention.kv_cache.radix_node import Node, Snapshot
+from attention.kv_cache.radix_node import Node, Snapshot, SnapshotKind
+
+_PRIOR = 4.0  # snapshots of a kind that count as saved and used once each before any was
+_DECAY = 1 / 128  # of a kind's counts with each snapshot of it
 
 
 class Snapshots:
     """Each row is free, lent to a running request that writes a state into it, or holds a snapshot of the tree.
 
-    The snapshot goes whose cost (pages to compute again without it), added to the clock at its last use, is the least;
-    the clock advances to that sum (Young 1994, "The k-server dual and loose competitiveness for paging": GreedyDual).
-    So of equal costs the least recently used one goes, and a dear one outlives many cheap ones, but not for ever.
+    The snapshot goes whose cost (pages to compute again without it), times the mean uses of its kind, plus the clock at
+    its last use, is the least; the clock advances to that sum (GreedyDual: Young 1994, "The k-server dual and loose
+    competitiveness for paging"). So the least recently used of equals goes, a dear one outlives many cheap ones, but
+    not for ever, and the ends of prompts that never come again do not push out a beginning that many share. Own uses
+    count for nothing: a conversation resumes at each of its states once (`tests.support.simulation.states`).
 
     A row given back is lent again in later plans only (`plan_ended`): a step of the plan being built may still write
     it. Ranks execute plans in order, so later ones are safe.
@@ -27,7 +32,9 @@ class Snapshots:
         self._returned: list[int] = []
         self._saved: dict[int, Snapshot] = {}  # by row
         self._first: set[Snapshot] = set()  # those without one before them
-        self._clock = 0
+        self._clock = 0.0
+        self._num_saved = dict.fromkeys(SnapshotKind, _PRIOR)
+        self._num_used = dict.fromkeys(SnapshotKind, _PRIOR)
 
     @property
     def num_saved(self) -> int:
@@ -39,15 +46,23 @@ class Snapshots:
         """Rows of running requests."""
         return len(self.rows) - len(self._free) - len(self._returned) - len(self._saved)
 
-    def lend(self, cost: int) -> tuple[int | None, Node | None]:
+    def value(self, snapshot: Snapshot) -> float:
+        """The clock at which it goes if it is not used before."""
+        return snapshot.used + snapshot.cost * self.expected_uses(snapshot.kind)
+
+    def expected_uses(self, kind: SnapshotKind) -> float:
+        """Uses of a snapshot of this kind, in the mean over the last ones."""
+        return self._num_used[kind] / self._num_saved[kind]
+
+    def lend(self, cost: int, kind: SnapshotKind) -> tuple[int | None, Node | None]:
         """A row for a state that costs `cost` pages, and the node that lost a snapshot for it, if one did. None if the
         new one would be the first to go, or all rows are lent."""
         if self._free:
             return self._free.pop(), None
-        victim = min(self._saved.values(), key=_value, default=None)
+        victim = min(self._saved.values(), key=self.value, default=None)
         if victim is None:
             return None, None
-        value, own = _value(victim), self._clock + cost
+        value, own = self.value(victim), self._clock + cost * self.expected_uses(kind)
         self._clock = min(value, own)
         if value > own:
             return None, None
@@ -68,11 +83,14 @@ class Snapshots:
     def use(self, snapshot: Snapshot) -> None:
         """A request resumes at it."""
         snapshot.used = self._clock
+        self._num_used[snapshot.kind] += 1
 
-    def add(self, row: int, end: int, node: Node) -> None:
+    def add(self, row: int, end: int, node: Node, kind: SnapshotKind) -> None:
         """A lent row holds the state after page number `end` of the path, which is in `node` and has no snapshot."""
-        snapshot = Snapshot(row, end, node)
-        self.use(snapshot)
+        snapshot = Snapshot(row, end, node, kind)
+        snapshot.used = self._clock
+        self._num_used[kind] *= 1 - _DECAY
+        self._num_saved[kind] = self._num_saved[kind] * (1 - _DECAY) + 1
         before = node.deepest(end)
         others = self._first if before is None else before.after
         snapshot.before = before
@@ -113,7 +131,3 @@ class Snapshots:
                 assert snapshot.before is node.deepest(snapshot.end - 1), "another snapshot is before it"
                 assert snapshot in (self._first if snapshot.before is None else snapshot.before.after)
         assert sum(len(each.after) for each in hanging) + len(self._first) == len(hanging), "linked twice"
-
-
-def _value(snapshot: Snapshot) -> int:
-    return snapshot.used + snapshot.cost

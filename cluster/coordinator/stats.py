@@ -36,6 +36,7 @@ def engine_stats(
         last_step_age_s=last_step_age_s,
         prefix_queries=0 if cache is None else cache.num_queried_tokens,
         prefix_hits=0 if cache is None else cache.num_hit_tokens,
+        prefix_recomputed=0 if cache is None else cache.num_recomputed_tokens,
         num_draft_tokens=stats.num_draft_tokens,
         num_worker_restarts=num_worker_restarts,
         num_graphs=scheduler.captures.graphs.num_captured,
@@ -67,3 +68,4 @@ def go_on_from(scheduler: Scheduler, former: EngineStats) -> None:
     if scheduler.prefix_cache is not None:
         scheduler.prefix_cache.num_queried_tokens = former.prefix_queries
         scheduler.prefix_cache.num_hit_tokens = former.prefix_hits
+        scheduler.prefix_cache.num_recomputed_tokens = former.prefix_recomputed

@@ -230,6 +230,10 @@ class EngineStats(msgspec.Struct, frozen=True):
         int, Metric("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
     ] = 0
     prefix_hits: Annotated[int, Metric("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")] = 0
+    prefix_recomputed: Annotated[
+        int,
+        Metric("aerie:prefix_cache_recomputed_tokens", "Prompt tokens whose KV was cached, but no state after them"),
+    ] = 0
     num_draft_tokens: Annotated[int, Metric("vllm:spec_decode_num_draft_tokens", "Tokens drafted")] = 0
     num_worker_restarts: Annotated[
         int, Metric("aerie:worker_restarts", "Times that an engine's workers were restarted")

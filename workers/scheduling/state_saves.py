@@ -4,7 +4,7 @@ model has recurrent layers; the scheduler's other parts ask it while they build 
 A prompt's state is saved
 - at the last page border before its end, where the same prompt resumes;
 - at a fork: where the text of another prompt has left it, so that the next one resumes there;
-- at the ends of chunks, every `PROMPT_INTERVALS` intervals, if its rows are worth it.
+- at the ends of chunks, every `PROMPT_INTERVALS` intervals, as long as rows are free.
 An answer's state is saved once an interval, each time into the same row. So the next turn of a conversation resumes
 near the answer's end.
 
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attention.kv_cache.prefix_cache import Match, PrefixCache
+from attention.kv_cache.radix_node import SnapshotKind
 from workers.scheduling.plan import pack_i32
 
 Int64s = npt.NDArray[np.int64]
@@ -32,15 +33,15 @@ ANSWER_SHARE = 0.5  # of the rows, which answers may have while they are written
 class _SlotSaves:
     """Of one request.
 
-    wanted: positions of its prompt whose state is to be saved, ascending.
+    wanted: positions of its prompt whose state is to be saved, ascending, with the reason.
     last: the newest position that has a state, in the tree or planned.
-    planned: positions and rows of states whose steps are planned, not in the tree yet.
+    planned: by position, rows and kinds of states whose steps are planned, not in the tree yet.
     row: for its answer; -1 while it has none.
     """
 
-    wanted: list[int]
+    wanted: dict[int, SnapshotKind]
     last: int
-    planned: dict[int, int]
+    planned: dict[int, tuple[int, SnapshotKind]]
     row: int = -1
 
 
@@ -76,9 +77,11 @@ class StateSaves:
     def enter(self, slot: int, match: Match, num_tokens: int) -> None:
         """A request of `num_tokens` prompt tokens has a slot; match: what the cache had."""
         matched, last = len(match.pages) * self._size, (num_tokens - 1) // self._size * self._size
-        wanted = [last] if last > match.num_saved else []
+        wanted = {}
         if match.is_fork and matched < last and self.is_worth_waiting(matched - match.num_saved):
-            wanted.insert(0, matched)
+            wanted[matched] = SnapshotKind.FORK
+        if last > match.num_saved:
+            wanted[last] = SnapshotKind.PROMPT
         self._slots[slot] = _SlotSaves(wanted, match.num_saved, {})
 
     def is_worth_waiting(self, num_tokens: int) -> bool:
@@ -94,13 +97,14 @@ class StateSaves:
     def plan_chunk(self, slot: int, start: int, end: int) -> None:
         """The plan has the slot's prompt tokens start .. end - 1: save a state, if there is a reason and a row."""
         saves = self._slots[slot]
-        position = next((wanted for wanted in saves.wanted if start < wanted <= end), 0)
         border = end // self._size * self._size
-        if not position and border > start and border - saves.last >= PROMPT_INTERVALS * self.interval:
-            position = border
-        if position:
-            self._save(slot, position)
-            saves.wanted = [wanted for wanted in saves.wanted if wanted > end]
+        position = next((wanted for wanted in saves.wanted if start < wanted <= end), border)
+        kind = saves.wanted.get(position)
+        if kind is not None:
+            self._save(slot, position, kind)
+            saves.wanted = {wanted: why for wanted, why in saves.wanted.items() if wanted > end}
+        elif border > start and border - saves.last >= PROMPT_INTERVALS * self.interval:
+            self._save(slot, border, SnapshotKind.CHUNK)
 
     def want(self, slot: int, position: int, start: int, end: int) -> bool:
         """Another request resumes at `position` of this one's prompt, the end of a page; whether a state is or will be
@@ -111,13 +115,13 @@ class StateSaves:
         if position <= start:
             return False
         if position > end:
-            saves.wanted = sorted({*saves.wanted, position})
+            saves.wanted = dict(sorted((saves.wanted | {position: SnapshotKind.FORK}).items()))
             return True
         planned = self._this_plan.pop(slot, None)
         if planned is None:
-            return self._save(slot, position)
+            return self._save(slot, position, SnapshotKind.FORK)
         del saves.planned[planned[0]]  # one state a chunk: the one that is waited for
-        self._put(slot, position, planned[1])
+        self._put(slot, position, planned[1], SnapshotKind.FORK)
         return True
 
     def plan_rounds(self, slots: Int64s, lengths: Int64s, margin: int) -> None:
@@ -151,7 +155,7 @@ class StateSaves:
         before the one being built write."""
         planned, new = self._slots[slot].planned, self._this_plan.get(slot)
         for position in [p for p in planned if p <= num_pages * self._size and (new is None or new[0] != p)]:
-            self._cache.attach(tokens, position, planned.pop(position), salt)
+            self._cache.attach(tokens, position, *planned.pop(position), salt)
 
     def leave(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int, max_length: int, salt: bytes) -> None:
         """A request leaves its slot. num_pages: of its `tokens`, which the tree has; 0: nothing of it may be kept.
@@ -159,7 +163,7 @@ class StateSaves:
         self.inserted(slot, tokens, num_pages, salt)
         saves = self._slots.pop(slot)
         self._this_plan.pop(slot, None)
-        for row in saves.planned.values():
+        for row, _ in saves.planned.values():
             self._snapshots.give_back(row)
         if saves.row >= 0:
             held = 0  # a round in flight may have written over what was there
@@ -168,7 +172,7 @@ class StateSaves:
             elif max_length < self.target[slot]:
                 held = int(self.saved[slot])
             if 0 < held <= num_pages * self._size:
-                self._cache.attach(tokens, held, saves.row, salt)
+                self._cache.attach(tokens, held, saves.row, SnapshotKind.ANSWER, salt)
             else:
                 self._snapshots.give_back(saves.row)
         for numbers in (self.target, self.folded, self.saved, self._declined):
@@ -176,22 +180,25 @@ class StateSaves:
 
     def rows(self) -> list[int]:
         """Those that requests have."""
-        return [row for each in self._slots.values() for row in (*each.planned.values(), each.row) if row >= 0]
+        of_prompts = [row for each in self._slots.values() for row, _ in each.planned.values()]
+        return of_prompts + [each.row for each in self._slots.values() if each.row >= 0]
 
-    def _save(self, slot: int, position: int) -> bool:
-        """Save a prompt's state in the plan being built; whether there was a row for it."""
-        row = self._cache.lend_row(position - self._slots[slot].last)
+    def _save(self, slot: int, position: int, kind: SnapshotKind) -> bool:
+        """Save a prompt's state in the plan being built; whether there was a row for it. A long prompt's way takes only
+        what is free."""
+        cost = 0 if kind is SnapshotKind.CHUNK else position - self._slots[slot].last
+        row = self._cache.lend_row(cost, kind)
         if row is not None:
-            self._put(slot, position, row)
+            self._put(slot, position, row, kind)
         return row is not None
 
-    def _put(self, slot: int, position: int, row: int) -> None:
+    def _put(self, slot: int, position: int, row: int, kind: SnapshotKind) -> None:
         saves = self._slots[slot]
-        saves.planned[position] = row
+        saves.planned[position] = row, kind
         saves.last = position
         self._this_plan[slot] = (position, row)
 
     def _lend_for_answer(self, num_tokens: int) -> int:
         num_answers = sum(saves.row >= 0 for saves in self._slots.values())
-        row = self._cache.lend_row(num_tokens) if num_answers < self._max_answers else None
+        row = self._cache.lend_row(num_tokens, SnapshotKind.ANSWER) if num_answers < self._max_answers else None
         return -1 if row is None else row

@@ -28,13 +28,14 @@ def test_new_scheduler_goes_on_counting_where_the_lost_one_stopped() -> None:
     lost.stats.e2e_s.observe(3.0)
     assert lost.prefix_cache is not None
     lost.prefix_cache.num_queried_tokens, lost.prefix_cache.num_hit_tokens = 90, 40
+    lost.prefix_cache.num_recomputed_tokens = 20
     former = _stats(lost)
 
     new = _scheduler()
     go_on_from(new, former)
     now = _stats(new)
     assert now.scheduler == former.scheduler
-    assert (now.prefix_queries, now.prefix_hits) == (90, 40)
+    assert (now.prefix_queries, now.prefix_hits, now.prefix_recomputed) == (90, 40, 20)
     assert (now.num_running, now.num_waiting, now.kv_usage) == (0, 0, 0)
     new.submit(Request("b", list(range(7)), SamplingParams(max_tokens=3)))
     new.schedule()

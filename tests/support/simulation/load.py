@@ -260,11 +260,17 @@ class Served:
 
 @dataclass
 class LoadFigures:
-    """What clients saw, and the shares of the time in which the device computed and waited for plans."""
+    """What clients saw, and the shares of the time in which the device computed and waited for plans.
+
+    hit_tokens, recomputed_tokens: prompt tokens that the prefix cache saved, and those that it had the KV of but no
+        state, of a model with recurrent layers.
+    """
 
     served: list[Served]
     busy: float = 0.0
     idle: float = 0.0
+    hit_tokens: int = 0
+    recomputed_tokens: int = 0
 
     def milliseconds(self, http_ms: float = 0.0) -> dict[str, tuple[float, float]]:
         """TTFT, TPOT and ITL, each (p50, p99). ITL: between two events of a stream, all streams together."""
@@ -300,6 +306,8 @@ class Policy:
     shapes: of rounds. emitted: tokens of a round of each.
     graphs: makes those of an engine; without, steps are padded to nothing.
     capture: how it captures while it serves.
+    num_pages: of 16 tokens.
+    num_snapshots: saved states of a model with recurrent layers.
     """
 
     costs: CostTable | None = H200
@@ -313,13 +321,25 @@ class Policy:
     emitted: Callable[[int, random.Random], int] = two_to_four
     graphs: Callable[[], SimulatedGraphs] | None = None
     capture: GraphCapture = GraphCapture()  # noqa: RUF009
+    num_pages: int = 50_000
+    num_snapshots: int | None = None
 
 
 def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> LoadFigures:
     """Serve `arrivals` to their end."""
     clock, rng = Clock(), random.Random(seed)
     cache = CacheConfig(page_size=16, prefix_cache=any(arrival.prompt for arrival in arrivals))
-    scheduler = Scheduler(policy.config, cache, 50_000, 8192, clock, policy.shapes, 1, graph_capture=policy.capture)
+    scheduler = Scheduler(
+        policy.config,
+        cache,
+        policy.num_pages,
+        8192,
+        clock,
+        policy.shapes,
+        1,
+        graph_capture=policy.capture,
+        num_snapshots=policy.num_snapshots,
+    )
     graphs = None if policy.graphs is None else policy.graphs()
     if graphs is not None:
         scheduler.captures.graphs = graphs.count
@@ -355,7 +375,9 @@ def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> Load
         result_s = rank.results[0][0] if rank.results else math.inf
         next_s = min(coming[0][1].at_s if coming else math.inf, result_s, plan_due_s)
         if next_s == math.inf:
-            return LoadFigures(served, rank.busy_s / clock.now, rank.idle_s / clock.now)
+            found = scheduler.prefix_cache
+            counted = (0, 0) if found is None else (found.num_hit_tokens, found.num_recomputed_tokens)
+            return LoadFigures(served, rank.busy_s / clock.now, rank.idle_s / clock.now, *counted)
         clock.now = max(clock.now, next_s)
         while coming and coming[0][1].at_s <= clock.now:
             number, arrival = coming.popleft()
