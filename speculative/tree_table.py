@@ -1,4 +1,4 @@
-"""The tree of every slot, from the round that drafts it to the round that verifies it. Written by
+"""The tree of every slot, between the round that drafts it and the round that verifies it. Written by
 `speculative.drafts.drafter`, read by `speculative.decoding`."""
 
 import torch
@@ -13,14 +13,12 @@ from workers.config import RoundShape
 class TreeTable:
     """The tree that each slot will verify next.
 
-    trees: [num_slots + 1, W] per field, W being the width of the widest shape.
-    is_chain: none of them ever branches.
+    trees: [num_slots + 1, W] per field, W the width of the widest shape.
+    is_chain: no tree branches.
 
-    A tree whose nodes after the root are `NO_TOKEN` verifies nothing: that is how a slot without drafts is told from
-    others, and nothing else on the device says it.
-
-    A round may verify another shape than was drafted. Nodes stand best first, so that a smaller shape is the beginning
-    of a larger tree; where a larger shape is verified, the nodes that were not drafted are `NO_TOKEN`.
+    A slot without drafts has a tree whose nodes after the root are `NO_TOKEN`; nothing else on the device marks it. A
+    round may verify another shape than was drafted: nodes are sorted best first, so a smaller shape is the beginning of
+    a larger tree; for a larger shape, missing nodes are `NO_TOKEN`.
     """
 
     def __init__(self, num_slots: int, width: int, is_chain: bool, device: torch.device) -> None:
@@ -29,13 +27,15 @@ class TreeTable:
         self._is_chain = is_chain
 
     def read(self, slots: Tensor, shape: RoundShape, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:
-        """The trees of slots [B] int64 as far as `shape` holds them, after seq_len [num_slots + 1] int32. mask_words:
-        the verifying backend's buffer, which is filled (`attention.backend.AttentionBackend.verify_buffer`)."""
+        """Return the trees of slots [B] int64, as far as `shape` holds them, after seq_len [num_slots + 1] int32.
+
+        mask_words: the verifying backend's buffer, written (`attention.backend.AttentionBackend.verify_buffer`).
+        """
         as_chain = shape.is_chain and not self._is_chain
         return read_trees(self.trees, slots, shape.width, shape.depth, as_chain, seq_len, mask_words)
 
     def drafted(self, slots: Tensor) -> Tensor:
-        """[B, 2, W] int64: tokens and parents of the trees of slots [B] int64."""
+        """Return tokens and parents of the trees of slots [B] int64: [B, 2, W] int64."""
         return torch.stack((self.trees.tokens[slots], self.trees.parents[slots]), dim=1)
 
     def write(self, slots: Tensor, tree: Tree) -> None:
@@ -46,10 +46,10 @@ class TreeTable:
             write_trees(self.trees, slots, tree)
 
     def write_roots(self, slots: Tensor, bonus: Tensor) -> None:
-        """Trees of slots [B] int64 that are their newest token, of bonus [num_slots + 1] int64, and no drafts."""
+        """Reset the trees of slots [B] int64 to their newest token, from bonus [num_slots + 1] int64."""
         write_roots(self.trees, slots, bonus)
 
     def write_best(self, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
-        """Replace the trees of slots [B] int64 by the best `width` - 1 of their candidates, under bonus
-        [num_slots + 1] int64."""
+        """Replace the trees of slots [B] int64 by their best `width` - 1 candidates, under bonus [num_slots + 1]
+        int64."""
         write_best(self.trees, slots, bonus, candidates, width)

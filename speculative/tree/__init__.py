@@ -1,5 +1,5 @@
 """Draft trees.
 
-shape  `TreeShape`: how deep and wide a tree is, and every number that follows from it; the shapes an engine has
-nodes  the nodes of trees as tensors, and the simplest trees
+shape  `TreeShape`: depth, branching and width, and all sizes that follow; the shapes of an engine
+nodes  trees as tensors: tokens, parents, depths and tree masks
 """

@@ -1,8 +1,9 @@
-"""Draft trees as tensors: B trees of W nodes. Node 0 is the root (the bonus token), parents stand before children, and
-more likely nodes before less likely ones.
+"""Draft trees as tensors: B trees of W nodes, with their tree masks. Node 0 is the root (the bonus token); parents
+precede children, and likelier nodes less likely ones.
 
-Plain values, and how the simplest trees are made. `speculative.ops.tree_growth` grows trees, `speculative.tree_table`
-keeps them, `speculative.ops.acceptance` compares them with the target."""
+`speculative.ops.tree_growth` grows trees, `speculative.tree_table` stores them, `speculative.ops.acceptance` compares
+them with the target.
+"""
 
 from dataclasses import dataclass
 
@@ -17,9 +18,9 @@ class Tree:
     """All [B, W] int64.
 
     tokens: NO_TOKEN marks a node that cannot be accepted.
-    parents: index in the tree, 0 for the root.
+    parents: index in the tree; 0 for the root.
     depths: 0 for the root.
-    masks: bit j of node i is set if j is i or an ancestor of i.
+    masks: the tree mask; bit j of node i is set if j is i or an ancestor of i.
     """
 
     tokens: Tensor
@@ -30,11 +31,11 @@ class Tree:
 
 @dataclass(frozen=True)
 class RoundRows:
-    """What a round verifies.
+    """The rows that a round verifies.
 
     tree: one tree per request.
-    length: [B] int32, the KV committed before it.
-    ids: [B * W] int64, the nodes' tokens; 0 where there is none.
+    length: [B] int32 committed KV before it.
+    ids: [B * W] int64 the nodes' tokens; 0 without one.
     positions: [B * W] int64 of the nodes.
     mask_words: the masks in the verifying backend's own buffer, if it has one.
     """
@@ -48,11 +49,11 @@ class RoundRows:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Drafted nodes in the order they were drafted, C per request, a parent before its children.
+    """Drafted nodes in the order of drafting, C per request, parents before children.
 
     tokens: [B, C] int64.
-    scores: [B, C] float32, the log-probability of the path, so that no node's exceeds its parent's.
-    parents: [B, C] int64, index of a candidate, -1 for the root.
+    scores: [B, C] float32 log-probability of the path, so no node's exceeds its parent's.
+    parents: [B, C] int64 index of a candidate; -1 for the root.
     depths: [C] int64, at most max_depth.
     """
 
@@ -64,7 +65,7 @@ class Candidates:
 
     @staticmethod
     def empty(batch: int, depths: Tensor, max_depth: int) -> "Candidates":
-        """To be filled level by level by `speculative.ops.tree_growth.grow`."""
+        """Allocate candidates, which `speculative.ops.tree_growth.grow` fills level by level."""
         shape, device = (batch, depths.shape[0]), depths.device
         tokens, parents = torch.empty((2, *shape), dtype=torch.int64, device=device).unbind(0)
         scores = torch.empty(shape, dtype=torch.float32, device=device)
@@ -77,9 +78,9 @@ class Level:
 
     tokens: [B, k] int64.
     scores: [B, k] float32.
-    candidate: [B, k] int64, their indices among the candidates.
-    mask: [B, k] int64, the suffix columns that they see.
-    parent: [B * k] int64, the row of the level above (of the request, for the first level) that each was drafted from.
+    candidate: [B, k] int64 their indexes among the candidates.
+    mask: [B, k] int64 suffix columns that they see.
+    parent: [B * k] int64 row of the level above (for the first level, of the request) that each was drafted from.
     """
 
     tokens: Tensor
@@ -91,11 +92,11 @@ class Level:
 
 @dataclass(frozen=True)
 class Children:
-    """What the draft proposes after the rows of a level.
+    """The draft's proposals after the rows of a level.
 
     log_probabilities: [rows, k] float32, descending.
-    ids: [rows, k] int64, of the draft's vocabulary.
-    target_ids: [draft vocabulary] int64, the target's id of each; None if the vocabularies are the same.
+    ids: [rows, k] int64, draft ids.
+    target_ids: [draft vocabulary] int64 target id of each; None if the vocabularies are equal.
     """
 
     log_probabilities: Tensor
@@ -104,7 +105,7 @@ class Children:
 
 
 def chain(root: Tensor, tokens: Tensor) -> Tree:
-    """Trees without branches: root [B], tokens [B, W - 1] int64 below it."""
+    """Return trees without branches: root [B], then tokens [B, W - 1] int64."""
     batch, width = tokens.shape[0], tokens.shape[1] + 1
     node = torch.arange(width, device=root.device)
     masks = (torch.ones_like(node) << (node + 1)) - 1
@@ -117,8 +118,8 @@ def chain(root: Tensor, tokens: Tensor) -> Tree:
 
 
 def trimmed(tree: Tree, max_depth: int, straight: bool) -> Tree:
-    """Trees of which no node deeper than max_depth can be accepted. straight: they become chains, of the nodes that
-    each follow the one before."""
+    """Return trees in which no node deeper than max_depth can be accepted. straight: reduce them to chains: the nodes
+    that follow one another."""
     node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
     alive = tree.depths <= max_depth
     if straight:
@@ -128,6 +129,6 @@ def trimmed(tree: Tree, max_depth: int, straight: bool) -> Tree:
 
 
 def bare_roots(root: Tensor, width: int) -> Tree:
-    """Trees of which only the root [B] can be accepted."""
+    """Return trees of which only the root [B] can be accepted."""
     nothing = torch.full((root.shape[0], width - 1), NO_TOKEN, dtype=torch.int64, device=root.device)
     return chain(root, nothing)

@@ -1,4 +1,4 @@
-"""`TreeShape`: the shape of a draft tree, and every number that follows from it. The only place that derives them.
+"""`TreeShape`: the shape of a draft tree, and all sizes that follow from it, which are derived only here.
 
 Read by
     `speculative.config`          which trees are possible
@@ -20,12 +20,12 @@ MAX_WIDTH = 63  # a row's ancestors are the bits of one signed 64-bit integer
 class DraftStep:
     """One step of drafting a tree, per request.
 
-    depth: of the nodes that it proposes; the step after the root's has depth 1.
+    depth: of the nodes that it proposes; 1 for the first step.
     rows: nodes that it reads: the root, or those of the level above.
-    first_candidate: index, among all candidates, of the first node that it proposes.
+    first_candidate: index of its first proposal among all candidates.
     suffix: KV positions after the committed ones that its rows see, their own included. It writes the last `rows` of
-        them; the first step writes none, since draft-extend has written the root's.
-    is_last: nothing is read after the nodes that it proposes.
+        them; the first step writes none, because draft-extend wrote the root's.
+    is_last: its proposals are not expanded.
     """
 
     depth: int
@@ -37,10 +37,10 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class TreeShape(RoundShape):
-    """A tree (EAGLE-2, arXiv 2406.16858, section 4) or, with top_k 1, a chain. Made by `TreeShape.of`.
+    """A tree (EAGLE-2, arXiv 2406.16858, section 4) or, with top_k 1, a chain. Built by `TreeShape.of`.
 
-    num_steps: levels that are drafted.
-    top_k: children of each expanded node, and nodes expanded per level.
+    num_steps: drafted levels.
+    top_k: children per expanded node, and expanded nodes per level.
     """
 
     num_steps: int
@@ -48,7 +48,7 @@ class TreeShape(RoundShape):
 
     @staticmethod
     def of(num_steps: int, top_k: int, width: int) -> "TreeShape":
-        """The trees of which `width` nodes are verified, the root included."""
+        """Return the shape whose trees have `width` verified nodes, the root included."""
         return TreeShape(
             name=f"{num_steps}/{top_k}/{width}",
             width=width,
@@ -75,13 +75,13 @@ class TreeShape(RoundShape):
 
     @property
     def candidate_depths(self) -> tuple[int, ...]:
-        """The depth of every candidate, in the order in which they are drafted."""
+        """Depth of every candidate, in the order of drafting."""
         return tuple(step.depth for step in self.steps for _ in range(step.rows * self.top_k))
 
     def smaller(self) -> "tuple[TreeShape, ...]":
-        """What may pay where this is too much, ascending. Each shape costs start time and memory for its graphs, so
-        they are few and far apart: of a chain a single guess and, if it is long, half of it; of a tree a chain half as
-        deep and, if it is wide, a tree of half its width."""
+        """Smaller shapes that may be faster under load, ascending. Each costs start time and memory for its graphs, so
+        there are few: for a chain, one draft token and, if it is long, half of it; for a tree, a chain of half the
+        depth and, if it is wide, a tree of half the width."""
         half = (self.num_steps + 1) // 2
         depths = {1, half} if self.is_chain and self.num_steps > 4 else {1} if self.is_chain else {half}
         smaller = [TreeShape.of(depth, 1, depth + 1) for depth in sorted(depths) if depth < self.num_steps]
@@ -102,7 +102,7 @@ def num_scratch_tokens(num_steps: int, top_k: int) -> int:
 
 
 def shapes_of(bound: TreeShape, adaptive: bool) -> RoundShapes:
-    """The shapes of an engine that drafts `bound`: plain decoding, `bound` and, where the scheduler may choose, one or
-    two between."""
+    """Return the shapes of an engine that drafts `bound`: plain decoding, `bound` and, if adaptive, one or two
+    between."""
     between = bound.smaller() if adaptive else ()
     return RoundShapes((PLAIN, *between, bound), default=1 + len(between), adaptive=adaptive)
