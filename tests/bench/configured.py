@@ -4,15 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from speculative.drafts.trimmed_head import AUTO_ROWS, write_token_map
 from tests.bench import deepseek_rank, hybrid_models
 
 CONFIGS: dict[str, dict[str, Any]] = {**deepseek_rank.CONFIGS, **hybrid_models.CONFIGS}
 
 
 def write_config(folder: Path, name: str) -> None:
-    """config.json of the target under `folder`, which has its draft in it; the weights are dummies."""
+    """config.json of the target under `folder`, which has its draft in it; the weights are dummies. Hybrids get a token
+    map as `aerie token-map` makes it, for a draft head of its size."""
     (folder / "target").mkdir(parents=True)
     (folder / "target" / "config.json").write_text(json.dumps(CONFIGS[name]))
+    if name in hybrid_models.CONFIGS:
+        write_token_map(folder / "target", CONFIGS[name]["vocab_size"], range(AUTO_ROWS))
 
 
 def floor_bytes(

@@ -3,6 +3,8 @@ same in small. Weights are dummies: their routers choose by the tokens alone, an
 
 from typing import Any
 
+from speculative.drafts.trimmed_head import AUTO_ROWS
+
 HYBRID: dict[str, Any] = {
     "hidden_act": "silu",
     "attn_output_gate": True,
@@ -62,7 +64,7 @@ CONFIGS = {
     | _SMALL
     | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
 }
-DRAFT_VOCAB = 65536  # rows of the draft's head unless a token map says less, see `SpeculativeConfig`
+DRAFT_VOCAB = AUTO_ROWS  # rows of the draft's head, with a token map, see `SpeculativeConfig`
 
 
 def floor_bytes(name: str, rows: int, tokens: float, passes: int, draft_rows: int, ranks: int, requests: int) -> float:
