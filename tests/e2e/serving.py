@@ -1,10 +1,12 @@
 """A whole Aerie on this machine for tests: Ray, Serve, HTTP on a free port of the loopback."""
 
 import contextlib
+import gc
 import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from deploy.serve.environment import FAULT_ENVIRONMENT
 from workers.distributed.ports import free_port
 
 START_LIMIT_S = 120.0
+END_LIMIT_S = 30.0
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # a cluster of this test's own, on the loopback
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -75,7 +78,10 @@ def ray_cluster(num_cpus: int = 6) -> Iterator[int]:
         yield port
         serve.shutdown()
     finally:
-        ray.shutdown()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # Ray leaves sockets and subprocesses to the collector
+            ray.shutdown()
+            gc.collect()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -97,14 +103,25 @@ def serving(port: int, args: dict[str, Any], base: Path, scripted: bool = False)
         yield server
     finally:
         serve.delete("aerie")
+        deadline = time.monotonic() + END_LIMIT_S
+        while left := _coordinators():
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.05)
+
+
+def _coordinators() -> list[str]:
+    """Their actors' names."""
+    import ray
+
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in named if actor["namespace"] == "aerie"]
 
 
 def engine_stats() -> list[EngineStats]:
     """What every coordinator of the application says, asked directly."""
     import ray
 
-    named = ray.util.list_named_actors(all_namespaces=True)
-    names = [actor["name"] for actor in named if actor["namespace"] == "aerie"]
+    names = _coordinators()
     raw = ray.get([ray.get_actor(name, namespace="aerie").stats.remote() for name in names], timeout=10)
     return [msgspec.msgpack.decode(each, type=EngineStats) for each in raw]
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.checkpoint import VOCAB, make_tokenizer
-from tests.e2e.serving import Server, ray_cluster, serving, wait_idle
+from tests.e2e.serving import Server, serving, wait_idle
 from tests.support.tiny_models import add_mtp, make_target
 from tests.workers.layers.test_block_fp8 import quantised
 
@@ -32,29 +32,28 @@ def answered(server: Server, **parameters: Any) -> tuple[str, int]:
 
 
 @pytest.mark.timeout(400)
-def test_its_module_changes_no_answer(tmp_path: Path) -> None:
+def test_its_module_changes_no_answer(ray_port: int, tmp_path: Path) -> None:
     """Greedy and sampled, against the same server without speculation and against each other."""
     source = make_target(tmp_path / "source", calm=0.01, architecture="DeepseekV3", vocab_size=VOCAB)
     add_mtp(source, copying=True)
     target = quantised(source, tmp_path / "target")
     make_tokenizer(target)
     texts = []
-    with ray_cluster() as port:
-        for ranks, shape in ((1, CHAIN), (2, TREE)):
-            args: dict[str, Any] = {
-                "model": {"path": str(target), "device": "cpu"},
-                "speculative": {"method": "mtp", **shape},
-                "cache": {"num_pages": 400},
-                "scheduler": {"max_running": 4},
-                "parallel": {"tensor_parallel": ranks},
-                "engine": {"debug": True},
-            }
-            with serving(port, args, tmp_path) as server:
-                for sampling in SAMPLING:
-                    (plain, none), (drafted, some) = (
-                        answered(server, speculative=speculative, **sampling) for speculative in (False, True)
-                    )
-                    assert plain == drafted and none == 0 and some > 0
-                    texts.append(drafted)
-                wait_idle()
+    for ranks, shape in ((1, CHAIN), (2, TREE)):
+        args: dict[str, Any] = {
+            "model": {"path": str(target), "device": "cpu"},
+            "speculative": {"method": "mtp", **shape},
+            "cache": {"num_pages": 400},
+            "scheduler": {"max_running": 4},
+            "parallel": {"tensor_parallel": ranks},
+            "engine": {"debug": True},
+        }
+        with serving(ray_port, args, tmp_path) as server:
+            for sampling in SAMPLING:
+                (plain, none), (drafted, some) = (
+                    answered(server, speculative=speculative, **sampling) for speculative in (False, True)
+                )
+                assert plain == drafted and none == 0 and some > 0
+                texts.append(drafted)
+            wait_idle()
     assert texts[: len(SAMPLING)] == texts[len(SAMPLING) :] and len(set(texts)) == len(SAMPLING)

@@ -2,13 +2,12 @@
 family of attention kernels, on one GPU and several."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.bench.quality import gsm8k
-from tests.e2e.serving import ray_cluster, serving, wait_idle
+from tests.e2e.serving import serving, wait_idle
 from tests.support import MODELS
 
 pytestmark = [pytest.mark.ray, pytest.mark.gpu, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -23,12 +22,6 @@ TRTLLM = {  # has no kernels for prompts, and drafts chains only
     "draft_attention": {"prefill": "triton", "extend": "trtllm", "decode": "trtllm"},
 }
 MAX_STEP_TOKENS = 256  # a prompt with its eight shots has three times as many
-
-
-@pytest.fixture(scope="module")
-def http_port() -> Iterator[int]:
-    with ray_cluster() as port:
-        yield port
 
 
 def asked(port: int, args: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -51,15 +44,15 @@ def asked(port: int, args: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_prompts_in_chunks_are_answered(
-    http_port: int, shape: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    ray_port: int, shape: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In bfloat16 two best tokens often tie, so that some answers part."""
-    figures = asked(http_port, {"speculative": shape}, capsys)
+    figures = asked(ray_port, {"speculative": shape}, capsys)
     assert figures["equal_share"] >= 0.4, figures["first_unequal"]
 
 
-def test_deterministic_answers_are_equal(http_port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = asked(http_port, {"speculative": CHAIN, "deterministic": True}, capsys)
+def test_deterministic_answers_are_equal(ray_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = asked(ray_port, {"speculative": CHAIN, "deterministic": True}, capsys)
     assert figures["equal_share"] == 1.0, figures["first_unequal"]
 
 
@@ -74,7 +67,7 @@ def test_deterministic_answers_are_equal(http_port: int, capsys: pytest.CaptureF
     ],
 )
 def test_flashinfers_kernels_in_every_phase_they_have(
-    http_port: int,
+    ray_port: int,
     backends: dict[str, Any],
     shape: dict[str, Any],
     tensor_parallel: int,
@@ -82,5 +75,5 @@ def test_flashinfers_kernels_in_every_phase_they_have(
 ) -> None:
     pytest.importorskip("flashinfer", reason="the extra aerie-serve[cuda] is not installed")
     args = {"speculative": shape, "parallel": {"tensor_parallel": tensor_parallel}, **backends}
-    figures = asked(http_port, args, capsys)
+    figures = asked(ray_port, args, capsys)
     assert figures["equal_share"] >= 0.4, figures["first_unequal"]

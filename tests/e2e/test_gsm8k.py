@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.bench.quality import gsm8k
-from tests.e2e.serving import Server, ray_cluster, serving, wait_idle
+from tests.e2e.serving import Server, serving, wait_idle
 from tests.support import MODELS
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -14,14 +14,14 @@ NUM_QUESTIONS = 8
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(ray_port: int) -> Iterator[Server]:
     args = {
         "model": {"path": "target", "device": "cpu"},
         "speculative": {"path": "draft", "num_steps": 3, "num_draft_tokens": 4, "adaptive": False},
         "cache": {"num_pages": 1024},
         "scheduler": {"max_running": 8},
     }
-    with ray_cluster() as port, serving(port, args, MODELS) as running:
+    with serving(ray_port, args, MODELS) as running:
         yield running
 
 

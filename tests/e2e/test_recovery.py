@@ -16,7 +16,7 @@ import pytest
 
 from cluster.replica.supervisor import WATCH_PERIOD_S
 from tests.e2e.checkpoint import make_tokenizer
-from tests.e2e.serving import Server, actor_pids, engine_stats, ray_cluster, serving, wait_idle
+from tests.e2e.serving import Server, actor_pids, engine_stats, serving, wait_idle
 from tests.support.scripted import VOCABULARY, scripted_token
 from tests.support.tiny_models import make_target
 
@@ -24,12 +24,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarni
 
 PROMPT = [5, 6, 7]
 RECOVERY_LIMIT_S = 60.0  # process starts on a loaded two-core machine
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with ray_cluster() as port:
-        yield port
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +43,8 @@ def _args(**engine: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(port: int, folder: Path) -> Iterator[Server]:
-    with serving(port, _args(), folder, scripted=True) as running:
+def server(ray_port: int, folder: Path) -> Iterator[Server]:
+    with serving(ray_port, _args(), folder, scripted=True) as running:
         yield running
 
 
@@ -119,7 +113,7 @@ def _assert_all_complete(outcomes: list[Outcome]) -> None:
         assert outcome.tokens == expected, f"seed {seed}: lost, repeated or wrong tokens"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_worker_loses_no_token(server: Server, rank: int) -> None:
     workers = actor_pids("Worker")
     assert len(workers) == 2
@@ -226,7 +220,7 @@ def test_overload_is_refused_with_retry_after(server: Server) -> None:
     wait_idle()
 
 
-def test_drained_application_ends_its_streams(port: int, folder: Path, server: Server) -> None:
+def test_drained_application_ends_its_streams(ray_port: int, folder: Path, server: Server) -> None:
     from ray import serve
 
     async def run() -> Outcome:
@@ -240,10 +234,10 @@ def test_drained_application_ends_its_streams(port: int, folder: Path, server: S
 
 
 @pytest.fixture(scope="module")
-def strict(port: int, folder: Path, server: Server) -> Iterator[Server]:
+def strict(ray_port: int, folder: Path, server: Server) -> Iterator[Server]:
     """Ends streams when a worker dies, and keeps spare workers. After the module's other server, which a test has
     deleted by then."""
-    with serving(port, _args(on_worker_loss="error", spare_workers=True), folder, scripted=True) as running:
+    with serving(ray_port, _args(on_worker_loss="error", spare_workers=True), folder, scripted=True) as running:
         yield running
 
 

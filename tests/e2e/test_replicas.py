@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.e2e.checkpoint import make_tokenizer
-from tests.e2e.serving import Server, actor_pids, engine_stats, ray_cluster, serving
+from tests.e2e.serving import Server, actor_pids, engine_stats, serving
 from tests.support.scripted import VOCABULARY, scripted_token
 from tests.support.tiny_models import make_target
 
@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with ray_cluster() as port, serving(port, _args(), folder, scripted=True) as running:
+def server(ray_port: int, folder: Path) -> Iterator[Server]:
+    with serving(ray_port, _args(), folder, scripted=True) as running:
         _wait_for_engines(2)
         time.sleep(1.5)  # until the ingress has found both
         yield running

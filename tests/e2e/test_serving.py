@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 from tests.e2e.checkpoint import make_checkpoints
-from tests.e2e.serving import Server, actor_pids, engine_stats, ray_cluster, serving, wait_idle
+from tests.e2e.serving import Server, actor_pids, engine_stats, serving, wait_idle
 
 # Ray leaves sockets and subprocesses to the garbage collector when it is shut down in the process that started it.
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("checkpoints")
     target, draft = make_checkpoints(folder)
     args: dict[str, Any] = {
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "parallel": {"tensor_parallel": 2},
         "engine": {"debug": True},
     }
-    with ray_cluster() as port, serving(port, args, folder) as running:
+    with serving(ray_port, args, folder) as running:
         yield running
 
 

@@ -25,7 +25,7 @@ class Case:
     exact: whether implementations must give the reference's bits. tolerance: if not, relative to the largest expected
     number; None: TOLERANCE of the result's type.
     seen: what of a result must agree, given the arguments and the result; None: all of it.
-    slow: under Triton's interpreter, for `make test-slow`.
+    slow: under Triton's interpreter; on GPUs it runs.
     """
 
     operation: Operation[..., Any]

@@ -25,6 +25,8 @@ from workers.scheduling.request import Request
 GREEDY = SamplingParams(14, 0.0, stop_token_ids=(EOS,))
 RANDOM = replace(GREEDY, temperature=1.0, seed=3)
 TOKENS = (8, 24)  # of steps of up to 32 prompt tokens, so that some have graphs and some have none
+LIMITS = {"all": GraphCapture(limit_s=1e9), "rarer kinds eager": GraphCapture()}
+QUICK = {("plain", "rarer kinds eager"), ("chain", "rarer kinds eager"), ("tree", "all")}
 MIX = (
     GREEDY,
     RANDOM,
@@ -55,8 +57,14 @@ def answers(engine: LocalEngine, prompts: list[list[int]]) -> list[list[int]]:
     return [request.output for request in alone + together]
 
 
-@pytest.mark.parametrize("limits", [GraphCapture(limit_s=1e9), GraphCapture()], ids=["all", "rarer kinds eager"])
-@pytest.mark.parametrize("shape", ["plain", "chain", "tree"])
+@pytest.mark.parametrize(
+    ("shape", "limits"),
+    [
+        pytest.param(shape, limits, id=f"{shape}-{name}", marks=() if (shape, name) in QUICK else pytest.mark.slow)
+        for shape in ("plain", "chain", "tree")
+        for name, limits in LIMITS.items()
+    ],
+)
 def test_nothing_is_recorded_while_requests_run(pair: Pair, shape: str, limits: GraphCapture) -> None:
     speculative: SpeculativeConfig | None = {"plain": None, "chain": pair.chain(), "tree": pair.tree()}[shape]
     spec: EngineSpec = pair.spec(speculative)
