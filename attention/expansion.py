@@ -7,7 +7,7 @@ many
 rows attend to each token.
 
 The memory must exist before the chunks are known: a captured step has room for a number of tokens, and runs if its
-    chunks
+chunks
 attend to no more. The device reads the actual number, and expands only those.
 """
 

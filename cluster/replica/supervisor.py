@@ -194,7 +194,7 @@ class Supervisor:
         """Wait until a rank is lost or hangs; return why. Raises CoordinatorLostError.
 
         A death shows in three ways, and the first counts: its actor call ends, its socket closes, the coordinator
-            reports it. Only the coordinator notices a hang.
+        reports it. Only the coordinator notices a hang.
         """
         assert self._worker_group is not None and self._coordinator_death is not None
         ended = asyncio.ensure_future(self._worker_group.failure())

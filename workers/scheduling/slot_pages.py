@@ -31,15 +31,14 @@ class SlotPages:
     num_pages: length of the page list.
     decoding: runs rounds.
     speculative: wants drafts.
-    rare_sampling: see `SamplingParams.is_rare`.
-    cache_salt: see `SamplingParams`.
+    rare_sampling, cache_salt: see `SamplingParams`.
     drafted: index of the shape that the last plan drafted; 0: none.
     user: number of the slot's request; results for another user are late.
     num_changes: grows whenever a slot is taken, starts to decode, or is freed.
     saves: saved states of recurrent layers; None without such layers, or without a prefix cache.
 
     Pages may be freed early: ranks execute plans in order, and a page gets a new owner only in a later plan. Steps in
-        flight write to it before that. Cached pages lie below the committed length, where no step writes again.
+    flight write to it before that. Cached pages lie below the committed length, where no step writes again.
     """
 
     def __init__(

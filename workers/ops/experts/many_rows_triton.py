@@ -106,7 +106,7 @@ def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes, down: Pr
     """Return the blocks of columns per down-projection program for which the last program ends soonest.
 
     Model: a program takes one unit per block plus `_START_COST`, and shared memory bounds how many run at once. It
-        ranks tiles as the sweep for 24 to 512 rows did (DeepSeek-V3, one of eight ranks).
+    ranks tiles as the sweep for 24 to 512 rows did (DeepSeek-V3, one of eight ranks).
     """
     columns, weight_bytes = sizes.size // down.block_n, 128 // sizes.step
     shared = (down.stages * down.block_n + block_m) * sizes.width * weight_bytes + (2 << 10)
@@ -132,7 +132,7 @@ def many_row_experts(
     out: [rows, size], contiguous.
 
     Scratch: rows * slots results in out's dtype, or as many columns of them as fit in 256 MB; as many inner
-        activations, and those of the unused rows of blocks.
+    activations, and those of the unused rows of blocks.
 
     Reference: `workers.ops.experts.grouped.experts_one_by_one`.
     """

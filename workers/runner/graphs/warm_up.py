@@ -16,8 +16,8 @@ def warm_up(worker: Worker, layout: EngineLayout) -> None:
     """Run each kind of step once, so that the first request compiles nothing and a broken step fails the start.
 
     The steps: a chunk that does not end a prompt; a prompt and a round of every shape, greedy and random; the first
-        token of a prompt with filters, penalties and log-probabilities, also of a one-token prompt. Slot 0 has no
-        pages, so all KV goes to the dummy page.
+    token of a prompt with filters, penalties and log-probabilities, also of a one-token prompt. Slot 0 has no pages, so
+    all KV goes to the dummy page.
     """
     tokens = pack_i32([1] * WARM_UP_TOKENS)
     greedy, random = SamplingParams(WARM_UP_TOKENS, 0.0), SamplingParams(WARM_UP_TOKENS, 1.0)
