@@ -33,6 +33,9 @@ The rule:
     delta_round             triggers   tables and counts of slots,    kernels before the pass; the embedding, launched
                                        masks, prefix lengths          normally, is the fence
                                        the gates' weights             constant
+    delta_step              triggers   as delta_round, and states,    kernels before the pass; the embedding, launched
+                                       histories, committed rows      normally, is the fence
+                                       weights but the norm's         constant
     merge_rows              triggers   counts of the plan             split_kv's planner; attend_decode is the fence
     rms_norm, add_rms_norm  triggers   the norm's weight              constant
     silu_mul                triggers   nothing

@@ -21,8 +21,19 @@ def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) 
     return fits_kernels(kept)
 
 
+def _is_step(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
+    return fits_kernels(kept) and tables.mask.shape[1] == 1
+
+
 @operation(
-    Implementation("triton", "attention.ops.delta_rule.rounds_triton:delta_rule_rounds", on_gpu, _fits, KERNEL_LIMITS)
+    Implementation(
+        "triton, one row",
+        "attention.ops.delta_rule.step_triton:delta_rule_rounds",
+        on_gpu,
+        _is_step,
+        f"R = 1; {KERNEL_LIMITS}",
+    ),
+    Implementation("triton", "attention.ops.delta_rule.rounds_triton:delta_rule_rounds", on_gpu, _fits, KERNEL_LIMITS),
 )
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor

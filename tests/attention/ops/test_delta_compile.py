@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.ops.delta_rule import chunks_triton, commit_triton, rounds_triton  # noqa: E402
+from attention.ops.delta_rule import chunks_triton, commit_triton, rounds_triton, step_triton  # noqa: E402
 from attention.ops.delta_rule.tables import DeltaHeads  # noqa: E402
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 
@@ -32,14 +32,27 @@ def round_constants(width: int, path: int) -> dict[str, Any]:
 
 
 DELTA_ROUND = (rounds_triton._delta_round, POINTERS, round_constants(4, 4))
+_OF_TILES = ("WIDTH", "ROWS", "PART")
+DELTA_STEP = (
+    step_triton._delta_step,
+    POINTERS,
+    {name: value for name, value in round_constants(1, 4).items() if name not in _OF_TILES},
+)
 
 
-@pytest.mark.parametrize("width,path", [(1, 1), (4, 4), pytest.param(8, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width,path", [(4, 4), pytest.param(8, 5, marks=pytest.mark.slow)])
 def test_rounds_fit_hopper(width: int, path: int, tmp_path: Path) -> None:
     constants = round_constants(width, path)
     warps = rounds_triton.round_warps(constants["ROWS"], HEADS.value_dim)
     spills, shared, ptx = compiled(rounds_triton._delta_round, tmp_path, POINTERS, constants, warps, 1)
     assert spills <= 8
+    assert 2 * shared <= SHARED_PER_SM
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # the state's
+
+
+def test_steps_fit_hopper(tmp_path: Path) -> None:
+    spills, shared, ptx = compiled(step_triton._delta_step, tmp_path, POINTERS, DELTA_STEP[2], step_triton.WARPS, 1)
+    assert spills == 0
     assert 2 * shared <= SHARED_PER_SM
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # the state's
 
