@@ -6,6 +6,7 @@ model (`test_mtp`) has texts of its own kind and drafts that are right by constr
 """
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,11 +43,13 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(chat, add_special_tokens=False).ids for chat in chats]
 
 
-def answers(shape: tuple[int, int, int] | None, ranks: int = 1, page_size: int = 16, **settings: Any) -> list[Request]:
+def answers(
+    shape: tuple[int, int, int] | None, ranks: int = 1, page_size: int = 16, model: Path = MODEL, **settings: Any
+) -> list[Request]:
     """Of every prompt, greedy and drawn; the ranks check each other in every step. settings: of the draft."""
     speculative = None if shape is None else SpeculativeConfig("", "mtp", *shape, adaptive=False, **settings)
     worker = WorkerConfig(
-        ModelSource(str(MODEL), dtype="float32", device="cpu"),
+        ModelSource(str(model), dtype="float32", device="cpu"),
         CacheConfig(page_size, num_pages=8192 // page_size),
         SchedulerConfig(max_running=CONCURRENCY, max_step_tokens=256),
         tensor_parallel=ranks,
