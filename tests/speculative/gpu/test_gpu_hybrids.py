@@ -1,0 +1,89 @@
+"""Hybrids on a GPU: answers are a CPU's, captured steps are eager ones, and a round is one launch without copies."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculative.build import EngineSpec, build_worker, plan_engine
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
+from tests.bench import hybrid_models
+from tests.bench.round import Setting, engine_spec, write_checkpoints
+from tests.bench.trace import figures, profile, start
+from tests.speculative.conftest import Pair
+from tests.speculative.test_backends import RefuseHostReads, step_of
+from tests.speculative.test_hybrid_rounds import make_pair
+from tests.support.kernels.gpu_waits import refuse_gpu_waits
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
+
+pytestmark = pytest.mark.gpu
+MODELS = ("qwen3.5-27b", "qwen3.5-35b-a3b")
+SHAPES = ("plain", "chain", "tree")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("hybrid"), "Qwen3_5")
+
+
+def of_shape(pair: Pair, shape: str) -> SpeculativeConfig | None:
+    return {"plain": None, "chain": pair.chain(), "tree": pair.tree()}[shape]
+
+
+def on_gpu(spec: EngineSpec, graphs: bool = True) -> EngineSpec:
+    """In float32."""
+    model = dataclasses.replace(spec.worker.model, device="cuda", dtype="float32")
+    worker = dataclasses.replace(spec.worker, model=model, cuda_graphs=graphs, debug=False)
+    return dataclasses.replace(spec, worker=worker)
+
+
+def answers(spec: EngineSpec, pair: Pair, sampling: SamplingParams) -> list[Request]:
+    with local_engine(spec) as engine:
+        return engine.generate(pair.prompts, sampling, 6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_answers_are_those_of_a_cpu(hybrid: Pair, shape: str) -> None:
+    """In float32: sums in another order, which a near tie of 240 tokens may show."""
+    sampling = SamplingParams(24, 0.0)
+    expected = answers(hybrid.spec(), hybrid, sampling)
+    found = answers(on_gpu(hybrid.spec(of_shape(hybrid, shape))), hybrid, sampling)
+    assert sum(a.output != b.output for a, b in zip(found, expected, strict=True)) <= 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_emit_what_eager_steps_emit(hybrid: Pair, shape: str, temperature: float) -> None:
+    spec, sampling = hybrid.spec(of_shape(hybrid, shape)), SamplingParams(40, temperature, seed=3)
+    eager, graphed = (answers(on_gpu(spec, graphs), hybrid, sampling) for graphs in (False, True))
+    assert sum(a.output != b.output for a, b in zip(eager, graphed, strict=True)) <= 1
+
+
+def small(name: str, shape: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> EngineSpec:
+    """An engine of four layers of a real model's sizes, dummy weights and three requests."""
+    few = {"num_hidden_layers": 4, "vocab_size": 32768}
+    monkeypatch.setitem(hybrid_models.CONFIGS, name, hybrid_models.CONFIGS[name] | few)
+    monkeypatch.setattr("tests.bench.configured.CONFIGS", dict(hybrid_models.CONFIGS))
+    write_checkpoints(folder, name)
+    return engine_spec(folder, shape, 3, Setting(), 1, cuda_graphs=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_round_is_one_launch_and_waits_for_nothing(
+    name: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small(name, shape, tmp_path, monkeypatch)
+    with local_engine(spec) as engine:
+        start(engine, 3, 512, 256)
+        seen = figures(profile(engine, 10), 10)
+    assert seen["graph_launches"] == 1 and seen["copies_to_host"] <= 1  # the result, which nothing waits for
+    eager = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, cuda_graphs=False))
+    worker = build_worker(eager, plan_engine(eager), 0, "")
+    with refuse_gpu_waits(), RefuseHostReads():
+        for index in range(len(worker._strategy.shapes)):
+            step_of(worker, index)
+    torch.cuda.empty_cache()
