@@ -8,7 +8,7 @@ import torch
 
 from attention.capability import Capability
 from attention.kv_cache.layout import LayerGroup
-from attention.ops.delta_rule.tables import TAPS, DeltaHeads
+from attention.ops.delta_rule.tables import KERNEL_DIMS, TAPS, DeltaHeads
 from attention.recurrent.layout import StateGroup, StateLayout
 from workers.distributed.tp_group import TPGroup
 from workers.layers.attention import Attention
@@ -72,6 +72,11 @@ class HybridConfig(LlamaConfig):
     def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
         if self.experts is not None:
             check_experts_device(device, dtype, source)
+        dims = {"linear_key_head_dim": self.heads.key_dim, "linear_value_head_dim": self.heads.value_dim}
+        for name, dim in dims.items() if device.captures_graphs else ():
+            if dim not in KERNEL_DIMS:
+                known = ", ".join(map(str, KERNEL_DIMS))
+                raise ValueError(f"{source}: {name}={dim}: on a GPU it is one of {known}; serve the model on a CPU")
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         (group,) = super().kv_groups(tensor_parallel, dtype)

@@ -116,13 +116,14 @@ class DeltaState:
         return LayerState(self.heads, state, conv, pending, committed, self.count)
 
 
+KERNEL_DIMS = (16, 32, 64, 128)  # dk and dv
 KERNEL_LIMITS = "dk and dv powers of 2 from 16 to 128; rows not float64"
 
 
 def fits_kernels(kept: LayerState) -> bool:
     """Whether the kernels take a layer of these sizes."""
     dims = (kept.heads.key_dim, kept.heads.value_dim)
-    return all(dim in (16, 32, 64, 128) for dim in dims) and kept.state.dtype is torch.float32
+    return all(dim in KERNEL_DIMS for dim in dims) and kept.state.dtype is torch.float32
 
 
 def state_shapes(heads: DeltaHeads, rows: int, path: int) -> dict[str, tuple[int, ...]]:

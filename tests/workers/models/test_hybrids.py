@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attention.capability import Capability
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us
@@ -111,6 +112,13 @@ HYBRID: dict[str, Any] = {
 def test_what_would_be_ignored_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         family_of("Qwen3_5ForCausalLM", "model x").read_config(HYBRID | changes, "model x")
+
+
+def test_sizes_without_kernels_are_refused_on_a_gpu() -> None:
+    config = family_of("Qwen3_5ForCausalLM", "model x").read_config(HYBRID | {"linear_key_head_dim": 24}, "model x")
+    config.check_device(Capability("cpu"), torch.float32, "model x")
+    with pytest.raises(ValueError, match="linear_key_head_dim=24: on a GPU it is one of 16, 32, 64, 128; serve"):
+        config.check_device(Capability("cuda", (9, 0)), torch.bfloat16, "model x")
 
 
 def test_ranks_share_key_heads() -> None:
