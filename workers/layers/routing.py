@@ -17,7 +17,7 @@ GATE, SHARED_GATE = "gate", "shared_expert_gate"
 class Router(WeightedModule):
     """The router, whole on every rank, so that all ranks choose alike. Never quantised; computes in float32.
 
-    weight: [num_logits, hidden_size], the row of a shared gate last.
+    weight: [num_logits, hidden_size]; after the experts' rows that of a shared gate, then zeros.
     e_score_correction_bias: [num_experts] float32; None without.
     """
 
@@ -56,7 +56,8 @@ class Router(WeightedModule):
         assert parameter is not None, "key not in `weight_keys`"
         experts, rows = self.routing.num_experts, parameter.data
         if key.part:
-            rows = rows[experts:] if key.part == SHARED_GATE else rows[:experts]
+            rows[experts + 1 :].zero_()
+            rows = rows[experts : experts + 1] if key.part == SHARED_GATE else rows[:experts]
         check_shape(full, rows.shape)
         rows.copy_(full)
 

@@ -45,6 +45,8 @@ def decode_tiles(packed_rows: int, head_dim: int, itemsize: int, density: float)
     if itemsize == 4:
         return DecodeTiles(min(MAX_BLOCK_M, max(16, triton.next_power_of_2(packed_rows))), 32, 4, 2, 2, 128)
     few, narrow = packed_rows <= 16, head_dim <= 128
+    if not narrow and (not few or density <= 2):  # not measured: what two programs' shared memory holds
+        return DecodeTiles(16 if few else 64, 32, 4, 3 if few else 2, 2, 64 if density <= 1 else 128)
     if density <= 1:
         return DecodeTiles(16, 64, 4, 3, 2, 64) if few else DecodeTiles(64, 32, 4, 4, 2, 64)
     if few and density > 2:

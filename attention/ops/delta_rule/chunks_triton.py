@@ -228,7 +228,7 @@ def _advance(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # of a step, in no fixed steps
 def _finish(
     z_ptr, out_ptr, norm_ptr, x_ptr, u_ptr, decay_ptr, begin_ptr,
     qo_ptr, starts_ptr, at_ptr,

@@ -146,6 +146,7 @@ def test_routing_fits_hopper(rows: int, first: int, held: int, tmp_path: Path) -
     constants = {
         "PARTS": 14,
         "EXPERTS": 256,
+        "WIDTH": 272 if rows == 64 else 256,
         "GATED": rows == 64,
         "FIRST": first,
         "HELD": held,

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
     [
         ("dsv3-rank", "chain", ()),
         pytest.param("dsv3-rank", "tree", (), marks=pytest.mark.slow),
+        pytest.param("qwen3.5-27b", "tree", (), marks=pytest.mark.slow),
+        pytest.param("qwen3.5-35b-a3b", "chain", (), marks=pytest.mark.slow),
         pytest.param("llama-3.1-8b", "chain", (), marks=pytest.mark.slow),
         pytest.param("llama-3.1-8b", "tree", (), marks=pytest.mark.slow),
         pytest.param("llama-3.1-8b", "tree", ("--deterministic",), marks=pytest.mark.slow),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 NO_EXPERT = -1  # for padding rows, and for experts of other ranks
 MAX_LISTED = 16  # rows up to which the used experts are listed
+_ALIGNMENT = 16  # numbers: kernels are compiled for steps that are multiples of it
 SCORINGS = ("softmax", "sigmoid")
 
 
@@ -37,8 +38,8 @@ class Routing:
 
     @property
     def num_logits(self) -> int:
-        """Of a row: one of each expert, then the shared experts'."""
-        return self.num_experts + self.shared_gate
+        """Logits of a row: the experts', then the shared experts' and padding, so that rows keep their alignment."""
+        return -(-(self.num_experts + 1) // _ALIGNMENT) * _ALIGNMENT if self.shared_gate else self.num_experts
 
     def check(self, source: str) -> None:
         """Raise ValueError, naming `source`, for an impossible combination."""
@@ -91,7 +92,7 @@ class RouterLogits:
 
     def shared_gate(self) -> Tensor:
         """Return the logit of the shared experts' weight: [rows, 1] float32."""
-        return self._whole()[:, self.routing.num_experts :]
+        return self._whole()[:, self.routing.num_experts : self.routing.num_experts + 1]
 
     def _whole(self) -> Tensor:
         return self.values if self.values.dim() == 2 else self.values.sum(0)

@@ -68,6 +68,7 @@ def _route(
     scale,
     PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     GATED: tl.constexpr,
     FIRST: tl.constexpr,
     HELD: tl.constexpr,
@@ -92,14 +93,13 @@ def _route(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     size: tl.constexpr = EXPERTS // GROUPS
-    width: tl.constexpr = EXPERTS + GATED
     slots: tl.constexpr = K + SHARED
     row = tl.program_id(0)
     group, member = tl.arange(0, GROUPS_PADDED), tl.arange(0, SIZE_PADDED)
     expert = group[:, None] * size + member[None, :]
     there = (group < GROUPS)[:, None] & (member < size)[None, :]
-    logit_ptr += row.to(tl.int64) * width
-    logits = _logits(logit_ptr + expert, there, rows * width, PARTS)
+    logit_ptr += row.to(tl.int64) * WIDTH
+    logits = _logits(logit_ptr + expert, there, rows * WIDTH, PARTS)
     if SOFTMAX:
         top = tl.max(tl.max(logits, 1), 0)
         scores = tl.exp(logits - top)
@@ -133,7 +133,7 @@ def _route(
         mine = tl.min(tl.where(left == tl.max(left, 0), numbers, EXPERTS - 1), 0)
         left = tl.where(numbers == mine, LEAST, left)
         chosen = tl.where(slot == i, mine, chosen)
-    logit = _logits(logit_ptr + chosen, slot < K, rows * width, PARTS)
+    logit = _logits(logit_ptr + chosen, slot < K, rows * WIDTH, PARTS)
     weight = tl.exp(logit - top) / norm if SOFTMAX else 1.0 / (1.0 + tl.exp(-logit))
     weight = tl.where(slot < K, weight, 0.0)
     total = tl.sum(weight, 0)
@@ -142,7 +142,7 @@ def _route(
         factor = scale / (total + 1e-20)
     of_shared = 1.0
     if GATED:
-        gate = _logits(logit_ptr + EXPERTS + slot, slot < 1, rows * width, PARTS)
+        gate = _logits(logit_ptr + EXPERTS + slot, slot < 1, rows * WIDTH, PARTS)
         of_shared = 1.0 / (1.0 + tl.exp(-tl.max(gate, 0)))
     weight = tl.where(slot < K, weight * factor, of_shared)
     if HELD < EXPERTS:
@@ -229,6 +229,7 @@ def route(
         routing.scale,
         PARTS=logits.shape[0] if logits.dim() == 3 else 1,
         EXPERTS=experts,
+        WIDTH=routing.num_logits,
         GATED=routing.shared_gate,
         FIRST=held.first,
         HELD=held.size,
