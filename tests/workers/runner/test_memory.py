@@ -12,7 +12,7 @@ from attention.config import CacheConfig
 from attention.expansion import MAX_TOKENS, pays
 from attention.metadata import ChunkLists
 from speculative.build import EngineSpec, plan_engine
-from tests.bench.deepseek_rank import write_config
+from tests.bench.configured import write_config
 from tests.support.embedded import TREE, embedded_spec
 from tests.support.thread_group import on_ranks
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
@@ -81,6 +81,38 @@ def test_kv_gets_what_nothing_else_needs() -> None:
     following, kept = rank.use(layout, GraphCount(4, 6), SOLO), 10 * GRAPH_BYTES + GB + 2 * GB
     assert following.graphs == kept, "graphs that are captured later take no other's memory"
     assert following.left == use.left - (kept - 4 * 10**8)
+
+
+@pytest.mark.parametrize(
+    "cache, snapshots, pages",
+    [
+        (CacheConfig(memory_gb=40.0), 53, (40 * GB - 10**8 - 53 * 150 * 10**6) // 10_000 - 1),
+        (CacheConfig(memory_gb=40.0, state_snapshots=7), 7, (40 * GB - 10**8 - 7 * 150 * 10**6) // 10_000 - 1),
+        (CacheConfig(num_pages=400_000), 6, 400_000),
+        (CacheConfig(memory_gb=40.0, prefix_cache=False), 0, (40 * GB - 10**8) // 10_000 - 1),
+        (CacheConfig(), None, None),
+    ],
+)
+def test_saved_states_take_a_fifth_of_the_memory_for_kv(
+    cache: CacheConfig, snapshots: int | None, pages: int | None
+) -> None:
+    worker, layout = settings(scheduler=SchedulerConfig(max_running=99), cache=cache)
+    layout = dataclasses.replace(layout, bytes_per_snapshot=150 * 10**6)
+    found, rank = settled(worker, layout, DescribedMemory(80 * GB), weights=16 * GB)
+    if snapshots is None:  # what is left
+        left = found.saved_bytes + (found.num_pages + 1) * 10_000
+        assert 0.2 * left - 150 * 10**6 < found.saved_bytes <= 0.2 * left + 10_000
+    else:
+        assert (found.num_snapshots, found.num_pages) == (snapshots, pages)
+    without = dataclasses.replace(layout, bytes_per_snapshot=0)
+    assert settled(worker, without, DescribedMemory(80 * GB), weights=16 * GB)[0].num_snapshots == 0
+
+
+def test_saved_states_that_leave_no_page_are_named() -> None:
+    worker, layout = settings(scheduler=SchedulerConfig(max_running=9), cache=CacheConfig(state_snapshots=999))
+    layout = dataclasses.replace(layout, bytes_per_snapshot=150 * 10**6)
+    with pytest.raises(ValueError, match=r"of KV pages 0 .*149.85 for cache.state_snapshots; give less"):
+        settled(worker, layout, DescribedMemory(80 * GB), weights=16 * GB)
 
 
 def test_a_small_gpu_keeps_less_for_graphs() -> None:
