@@ -92,10 +92,11 @@ def _shown(node: ast.AST) -> str:
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All that run: neither types, nor assertions of our own bugs, nor the texts of errors."""
+    """All that run: neither types and classes' options, nor assertions of our own bugs, nor the texts of errors."""
     yield node
     for name, value in ast.iter_fields(node):
-        if name not in ("annotation", "returns", "decorator_list"):
+        is_option = isinstance(node, ast.ClassDef) and name == "keywords"
+        if name not in ("annotation", "returns", "decorator_list") and not is_option:
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, ast.AST) and not isinstance(each, ast.Assert | ast.Raise):
                     yield from _nodes(each)

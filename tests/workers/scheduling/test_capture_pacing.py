@@ -1,7 +1,8 @@
 """When captures come while an engine serves, by a clock that the test turns."""
 
+from tests.support.simulation.scheduler import Simulation
 from workers.scheduling.capture_pacing import IDLE_S, CapturePacing
-from workers.scheduling.plan import GraphCount
+from workers.scheduling.plan import GraphCount, StepResult
 
 
 class Clock:
@@ -78,3 +79,18 @@ def test_under_load_there_is_an_interval_between_captures() -> None:
             pacing.has_ended(GraphCount(10, 100, missed_rows=1))
     gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
     assert len(times) == 7 and all(5.1 <= gap < 5.12 for gap in gaps)
+
+
+def test_a_capture_is_a_plan_by_itself_and_nothing_is_planned_before_its_result() -> None:
+    sim = Simulation()
+    scheduler = sim.scheduler
+    scheduler.captures.graphs = GraphCount(10, 1)
+    sim.clock.now += IDLE_S
+    plan = scheduler.schedule()
+    assert plan is not None and plan.capture and (plan.slots, plan.chunks) == (b"", ())
+    request = sim.submit([5, 6, 7], max_tokens=4)
+    assert scheduler.schedule() is None and scheduler.num_in_flight == 1
+    result = StepResult(scheduler.epoch, plan.step, b"", b"", b"", b"", graphs=GraphCount(11, 0))
+    assert scheduler.apply(result) == [] and scheduler.num_in_flight == 0
+    sim.run()
+    sim.check_output(request)
