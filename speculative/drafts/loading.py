@@ -80,7 +80,7 @@ def _trimmed_ids(method: DraftMethod, source: ModelSource, target: Decoder) -> T
     """Choose the rows of a trimmed head, and say so once."""
     size, whole = method.vocab_size, target.config.vocab_size
     ids = head_ids(source.path, whole, size, target.config.eos_token_ids)
-    if target.group.rank == 0 and next(target.parameters()).device.type != "meta":
+    if target.group.rank == 0 and Capability.of(next(target.parameters()).device).has_memory:
         by = FILE if (Path(source.path) / FILE).is_file() else f"the tokenizer's order; aerie token-map makes {FILE}"
         logger.info("draft: its vocabulary head has %d of the target's %d tokens, by %s", size, whole, by)
     return ids
