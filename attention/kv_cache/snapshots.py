@@ -7,6 +7,7 @@ from attention.kv_cache.radix_node import Node, Snapshot, SnapshotKind
 
 _PRIOR = 4.0  # snapshots of a kind that count as saved and used once each before any was
 _DECAY = 1 / 128  # of a kind's counts with each snapshot of it
+_MIN_USES = 1 / 64  # expected of a kind, so that one that was useless is tried again when the load has changed
 
 
 class Snapshots:
@@ -52,7 +53,7 @@ class Snapshots:
 
     def expected_uses(self, kind: SnapshotKind) -> float:
         """Uses of a snapshot of this kind, in the mean over the last ones."""
-        return self._num_used[kind] / self._num_saved[kind]
+        return max(_MIN_USES, self._num_used[kind] / self._num_saved[kind])
 
     def lend(self, cost: int, kind: SnapshotKind) -> tuple[int | None, Node | None]:
         """A row for a state that costs `cost` pages, and the node that lost a snapshot for it, if one did. None if the

@@ -170,6 +170,28 @@ def test_a_kind_that_is_used_outlives_one_that_is_not():
     assert found[-4:] == [8] * 4
 
 
+def test_a_kind_that_was_useless_is_tried_again():
+    """After a thousand ends of prompts that never came again, while other snapshots, once used, fill all rows."""
+    allocator, cache = cache_of(num_pages=1000, rows=range(2))
+    for i in range(1000):
+        row = cache.lend_row(8, KIND)
+        if row is not None:
+            insert(allocator, cache, tokens_of(*[100 + i] * 8))
+            cache.attach(tokens_of(*[100 + i] * 8), 8, row, KIND)
+        cache.snapshots.plan_ended()
+        cache.evict(4)
+    assert cache.snapshots.expected_uses(KIND) < 0.1
+    for i in range(2):
+        text = tokens_of(*[5 + i] * 40)
+        insert(allocator, cache, text)
+        cache.attach(text, 38, cache.lend_row(38, SnapshotKind.FORK), SnapshotKind.FORK)
+        assert resumed(allocator, cache, text)[1] == 38
+    tries = 0
+    while cache.lend_row(8, KIND) is None:
+        tries += 1
+        assert tries < 1000
+
+
 def test_rows_that_requests_write_are_never_taken_from_them():
     _, cache = cache_of(rows=range(2))
     assert {cache.lend_row(2, KIND), cache.lend_row(2, KIND)} == {0, 1}
