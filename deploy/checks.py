@@ -24,22 +24,23 @@ from deploy.config.hub import with_downloads
 def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool = True) -> AerieConfig:
     """The configuration, its checkpoints read and matched too (`cluster.checkpoints.check_checkpoints`), after they are
     downloaded where they are named by their names on the hub. base: where relative paths start. Raises ConfigError."""
-    from cluster.checkpoints import check_checkpoints
-
-    config = parse(with_downloads(args, base), base)
-    check_checkpoints(config, need_weights)
-    return config
+    return _read(args, base, need_weights)[0]
 
 
 def planned(args: Mapping[str, Any], nodes: Sequence[NodeResources], base: Path = PACKAGED) -> Plan:
     """The plan of an application on a cluster of `nodes`, everything checked. base: as for `checked`. Raises
     ConfigError."""
+    config, max_model_len = _read(args, base)
+    check_devices(config, nodes)
+    return resolve(config, max_model_len, nodes)
+
+
+def _read(args: Mapping[str, Any], base: Path, need_weights: bool = True) -> tuple[AerieConfig, int]:
+    """The configuration, and what `check_checkpoints` finds."""
     from cluster.checkpoints import check_checkpoints
 
     config = parse(with_downloads(args, base), base)
-    max_model_len = check_checkpoints(config)
-    check_devices(config, nodes)
-    return resolve(config, max_model_len, nodes)
+    return config, check_checkpoints(config, need_weights)
 
 
 def checked_file(path: Path, need_weights: bool = True) -> AerieConfig:

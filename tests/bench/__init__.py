@@ -1,7 +1,8 @@
 """Benchmarks: `python -m tests.bench` lists them, `python -m tests.bench NAME [options]` runs one.
 
-round, sampling, grammar, adaptive   engines with dummy weights, without HTTP; models: deepseek_rank, hybrid_models
-adaptive_pair, embedded              the embedded pair, without HTTP
+round, sampling, grammar             engines with dummy weights, without HTTP; models: deepseek_rank, hybrid_models
+embedded                             the embedded pair, without HTTP
+shapes                               adaptive tree shapes against static ones
 trace, profile_round                 what torch's profiler sees of a round
 open_loop, replicas                  load over HTTP, sent by `deploy.bench`
 served, served_model                 a server as a child process, and the model it serves

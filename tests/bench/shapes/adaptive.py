@@ -1,6 +1,6 @@
 """Shapes that follow the load against every one of them for ever, and against an engine without a draft.
 
-    python -m tests.bench.adaptive [--model llama-3.1-8b] [--shapes chain tree] [--batches 1 4 16 32 64 128 256]
+    python -m tests.bench adaptive [--model llama-3.1-8b] [--shapes chain tree] [--batches 1 4 16 32 64 128 256]
                                    [--contexts 1024 8192 32768] [--acceptances 1.3 2 3 4.5] [--tiny]
 
 Engines with dummy weights and synthetic acceptance (where a shape is not deep enough for it, as much as it holds), the

@@ -1,6 +1,6 @@
 """Shapes that follow the load on the embedded pair, whose acceptance is real: against every static shape and none.
 
-    python -m tests.bench.adaptive_pair --data eval/gsm8k.jsonl eval/mt_bench.jsonl [--device cuda] [--batches 1 8 32]
+    python -m tests.bench adaptive_pair --data eval/gsm8k.jsonl eval/mt_bench.jsonl [--device cuda] [--batches 1 8 32]
 
 Greedy chat answers to the first turns of each file's questions (JSON lines with "turns"), without --data to held-out
 prompts; local engines without Ray and HTTP, costs measured as a start measures them, the prefix cache off. A pass
