@@ -40,7 +40,7 @@ def _parameters() -> list[Any]:
 
 
 def _marks(case: Case, implementation: Implementation) -> list[pytest.MarkDecorator]:
-    if not INTERPRETED or implementation.name != "triton":
+    if not INTERPRETED or not implementation.name.startswith("triton"):
         return [pytest.mark.gpu]
     return [pytest.mark.slow] if case.slow else []
 

@@ -73,7 +73,7 @@ def _advanced(
     slot, count, h, request, state_ptr, conv_ptr, committed_ptr, weight_ptr, a_log, dt_bias,
     prefix_ptr, at_ptr, entry_ptr,
     KEYS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, PDL: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The state [DK, DV] of a slot's head after its committed rows, which is written, as a snapshot may be. Waits."""
     d, f = tl.arange(0, DK), tl.arange(0, DV)
@@ -89,7 +89,7 @@ def _advanced(
     state = _replayed(
         state, 0, border, h, k_column, v_column, a_log, dt_bias, history_ptr, committed_ptr, weight_ptr, C, R, HV
     )
-    if PDL:
+    if EARLY:
         tl.extra.cuda.gdc_wait()
     if due:
         entry = tl.load(entry_ptr + slot)
