@@ -10,13 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.backends.torch_backend import TorchBackend
 from attention.capability import Capability
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.pool import KVPool
+from attention.metadata import Mode, PrefillBatch
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
 from workers.config import ModelSource, WorkerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
+from workers.layers.forward_context import make_context
 from workers.layers.linear import finish_weights
 from workers.layers.moe import MixtureOfExperts
 from workers.layers.weighted import WeightedModule
@@ -182,6 +188,18 @@ def test_what_is_multiplied_by_nothing_counts_for_nothing(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", poisoned)
     torch.testing.assert_close(grouped_experts(x, chosen, weight, gate_up, down, partly=True), expected)
+
+
+def test_rows_whose_kv_is_there_are_no_padding_to_experts() -> None:
+    """They run for the states of recurrent layers, and write to page 0 as padding does (`PrefillBatch.kept_from`)."""
+    pool = KVPool([LayerGroup((0,), HeadsLayout(1, 8, torch.float32))], 4, 4, CPU)
+    table = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
+    chunks = PrefillBatch.from_lists([0, 0], [6, 2], table, num_rows=10)
+    chunks = dataclasses.replace(chunks, kept_from=torch.tensor([5, 0], dtype=torch.int32))
+    context = make_context(pool, {Mode.PREFILL: TorchBackend()}, None, None, chunks)
+    live = context.token_slots.slots >= context.token_slots.first
+    assert live.tolist() == [True] * 8 + [False] * 2
+    assert (context.slot_mapping >= 4).tolist() == [False] * 5 + [True] * 3 + [False] * 2
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from attention.capability import Capability
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us
+from workers.config import ModelSource, WorkerConfig
 from workers.models.registry import family_of
+from workers.runner.deterministic import refusal
 
 KINDS = ("linear_attention", "full_attention")
 
@@ -119,6 +121,11 @@ def test_sizes_without_kernels_are_refused_on_a_gpu() -> None:
     config.check_device(Capability("cpu"), torch.float32, "model x")
     with pytest.raises(ValueError, match="linear_key_head_dim=24: on a GPU it is one of 16, 32, 64, 128; serve"):
         config.check_device(Capability("cuda", (9, 0)), torch.bfloat16, "model x")
+
+
+def test_deterministic_is_refused() -> None:
+    config = family_of("Qwen3_5ForCausalLM", "model x").read_config(HYBRID, "model x")
+    assert "recurrent layers" in str(refusal(WorkerConfig(ModelSource()), config, torch.bfloat16))
 
 
 def test_ranks_share_key_heads() -> None:
