@@ -1,14 +1,11 @@
 """Prompt chunks over latent rows in expanded form.
 
 Absorbed, every head's queries are multiplied into the latent space, and each pair of a row and a token costs three
-times
-as much. Expanded, keys and values per head are computed once for all tokens that the chunks attend to. That pays if
-many
-rows attend to each token.
+times as much. Expanded, keys and values per head are computed once for all tokens that the chunks attend to. That pays
+if many rows attend to each token.
 
 The memory must exist before the chunks are known: a captured step has room for a number of tokens, and runs if its
-chunks
-attend to no more. The device reads the actual number, and expands only those.
+chunks attend to no more. The device reads the actual number, and expands only those.
 """
 
 from abc import ABC, abstractmethod

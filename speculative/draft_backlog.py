@@ -1,12 +1,11 @@
 """Writes the draft's KV of several plain rounds at a time. Used by `speculative.decoding` on CPUs.
 
 A plain round has one draft row per request. So few rows take almost as long as many: at batch 8 on a CPU, a tenth of
-the
-round. So rows wait until there are `MAX_ROUNDS` per request, or until another kind of step follows, which they precede.
+the round. So rows wait until there are `MAX_ROUNDS` per request, or until another kind of step follows, which they
+precede.
 
 On GPUs every plain round writes them. That costs 1.2 to 1.7 % of a round (H200, Llama-3.1-8B, batch 1 to 128). A
-backlog
-would need a second graph of plain rounds per batch size, and one that writes it.
+backlog would need a second graph of plain rounds per batch size, and one that writes it.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Names of prompt beginnings: one digest per page, chained, so that a page's digest covers all tokens up to its end.
 
 The prefix cache names its pages by them, and `cluster.ingress.routing` uses them to see which pages of a prompt an
-engine
-has. A collision (64 bits) costs a detour but no wrong token: reuse is decided by tokens
+engine has. A collision (64 bits) costs a detour but no wrong token: reuse is decided by tokens
 (`attention.kv_cache.prefix_cache`).
 """
 

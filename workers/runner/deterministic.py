@@ -1,14 +1,12 @@
 """`deterministic: true`: what it promises, and which configurations exclude it. Used by `workers.runner.build`.
 
 On a GPU, the logits of a token then depend only on the tokens before it, to the bit. GEMMs, experts and attention of
-the
-target compute a row with the same operations in the same order, whatever else is in the batch, whether the row is of a
-prompt, a plain round or a tree, and however prompts are chunked (`workers.ops.gemm.skinny_triton.fixed_rows`,
+the target compute a row with the same operations in the same order, whatever else is in the batch, whether the row is
+of a prompt, a plain round or a tree, and however prompts are chunked (`workers.ops.gemm.skinny_triton.fixed_rows`,
 `workers.ops.experts.many_rows_triton`, `attention.backends.triton_backend.fixed_span`). Norms, RoPE, gates and sampling
 are row-wise anyway. So a greedy or seeded answer is the same with and without speculation, alone and beside others,
-with
-a cached prefix and after a preemption, on GPUs of one kind with the same software. The draft is computed as usual: it
-affects acceptance, not the answer.
+with a cached prefix and after a preemption, on GPUs of one kind with the same software. The draft is computed as usual:
+it affects acceptance, not the answer.
 
 It costs speed, most of all for prompts: their GEMMs read the weights once per 64 rows. Experts use blocks of 64 rows,
 however few rows there are. On a CPU the option has no effect and promises nothing.

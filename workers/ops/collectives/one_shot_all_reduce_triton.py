@@ -13,8 +13,7 @@ an inbox is used with one width:
 - A rank writes words of call e after its call e - 1 ended. That one had seen every peer's words of call e - 1, which
   each peer wrote after its call e - 2 had ended. So no rank still reads the half that is written.
 - A program writes before it waits, and all programs of a launch fit on the GPU together (the caller ensures it), so
-  none
-  waits for one that cannot start. Launched early, it waits for all earlier kernels before it writes
+  none waits for one that cannot start. Launched early, it waits for all earlier kernels before it writes
   (`attention.ops.pdl`).
 
 A rank that never calls leaves the others spinning, as with NCCL. The watch over the worker group ends them.

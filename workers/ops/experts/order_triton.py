@@ -120,8 +120,7 @@ class ExpertOrder:
     """Rows sorted by expert, in blocks of `block_m` with one expert each.
 
     pairs: [blocks * block_m] int32, row * slots + slot; NO_EXPERT where a block has fewer rows. Blocks without an
-        expert
-        are not written.
+        expert are not written.
     experts: [blocks] int32 expert of each block: shared ones first, then routed ones, both ascending, then NO_EXPERT.
     shared: maximum number of blocks of shared experts.
     stride: one of every `stride` programs takes a shared block.

@@ -103,8 +103,7 @@ class Routed:
     """The experts of each row.
 
     chosen: [rows, slots] int32 experts by this rank's index, shared ones (numbered last) at the end; NO_EXPERT for
-        padding
-        rows and for experts of other ranks.
+        padding rows and for experts of other ranks.
     weight: [rows, slots] float32; 1 for shared experts without a gate, 0 for NO_EXPERT.
 
     With up to MAX_LISTED rows the used experts are listed, else None:

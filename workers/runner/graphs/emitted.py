@@ -16,8 +16,7 @@ class Emitted:
     """A step's output on the host: on the device, the next replay overwrites it.
 
     rows: [n, M + 3 + 2 W] int64, per entry: tokens, count, finish, accepted; for grammars also the tokens and parents
-        of the
-        next tree.
+        of the next tree.
     num_tokens: M.
     copied: marks the end of the copy; None without streams.
     """
