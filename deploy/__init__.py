@@ -3,7 +3,7 @@
 cli       the command `aerie`; arguments: of every command; run_command: runs it and tells what went wrong in one line
 serve     `aerie serve`: one server from start to end
 start     `aerie start`: a Ray node; stop: `aerie stop`
-plan      `aerie plan`; checks: what can be checked without a cluster
+plan      `aerie plan`; checks: what can be checked without a cluster; nodes: what the machines have
 doctor    `aerie doctor`: what this machine lacks
 bench, chat  commands that talk to a server; client: its HTTP API, server_options: its address and key
 evaluate  `aerie eval-draft`

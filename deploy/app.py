@@ -7,12 +7,14 @@ from ray.serve import Application
 
 from cluster.deployments import application
 from cluster.plan import Plan
-from deploy.checks import cluster_nodes, planned
+from deploy.nodes import cluster_nodes
 
 
 def build(args: dict[str, Any]) -> Application:
     """Called by Serve in a Ray process. Relative paths in `args` start at this folder: Serve does not say where their
     file lies. Raises ConfigError, which Serve prints as the cause."""
+    from deploy.checks import planned  # torch, which `build_planned` does without
+
     return application(planned(args, cluster_nodes()))
 
 

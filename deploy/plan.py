@@ -3,8 +3,9 @@
 import argparse
 
 from cluster.transport.folders import temporary_folder
-from deploy.checks import local_nodes, print_plan
+from deploy.checks import print_plan
 from deploy.config.model import chosen_config
+from deploy.nodes import local_nodes
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,10 +4,10 @@ import argparse
 
 from cluster.config import ConfigError
 from cluster.placement import place
-from deploy.checks import check_devices, checked_file, local_nodes
 from deploy.config.files import find_config
 from deploy.doctor.findings import Finding, findings
 from deploy.doctor.machine import read_machine
+from deploy.nodes import local_nodes
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,6 +25,8 @@ def run_doctor(given: str) -> int:
 
 
 def _configuration(given: str) -> Finding:
+    from deploy.checks import check_devices, checked_file  # torch: what is said of the machine comes first
+
     try:
         path = find_config(given)
         config, nodes = checked_file(path), local_nodes(1, None, None)

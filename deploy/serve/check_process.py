@@ -128,7 +128,7 @@ def run() -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Torch with its 1,000 modules first: nothing that is asked for goes without it.
-    from deploy.checks import counted_gpus
+    from deploy.nodes import counted_gpus
 
     gpus = counted_gpus()
     import speculative.build  # noqa: F401

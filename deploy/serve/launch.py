@@ -19,10 +19,10 @@ from cluster.logs import MARK
 from cluster.plan import resolve
 from cluster.start_log import StartLog, process_began_s
 from cluster.transport.folders import temporary_folder
-from deploy.checks import cluster_nodes
 from deploy.config.files import locate
 from deploy.config.hub import with_downloads
 from deploy.haproxy.process import ENDING, socket_root
+from deploy.nodes import cluster_nodes
 from deploy.processes import server_record
 from deploy.serve.address import checked_address
 from deploy.serve.announcement import Announcement

@@ -92,7 +92,8 @@ def serving(port: int, args: dict[str, Any], base: Path, scripted: bool = False)
 
     from cluster.deployments import application
     from cluster.replica.engine import Engine
-    from deploy.checks import cluster_nodes, planned
+    from deploy.checks import planned
+    from deploy.nodes import cluster_nodes
     from tests.e2e.scripted_rank import ScriptedEngine
 
     plan = planned(args, cluster_nodes(), base)

@@ -131,7 +131,8 @@ def _update(args: dict[str, Any], folder: Path) -> None:
     from ray import serve
 
     from cluster.deployments import application
-    from deploy.checks import cluster_nodes, planned
+    from deploy.checks import planned
+    from deploy.nodes import cluster_nodes
     from tests.e2e.scripted_rank import ScriptedEngine
 
     serve.run(application(planned(args, cluster_nodes(), folder), ScriptedEngine), name="aerie", route_prefix="/")

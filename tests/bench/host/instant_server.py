@@ -50,7 +50,8 @@ class PacedExecutor(InstantExecutor):
 def build(args: dict[str, Any]) -> object:
     """What Serve calls."""
     from cluster.deployments import application
-    from deploy.checks import cluster_nodes, planned
+    from deploy.checks import planned
+    from deploy.nodes import cluster_nodes
     from tests.bench.host.instant_engine import InstantEngine
 
     return application(planned(args, cluster_nodes()), InstantEngine)

@@ -18,6 +18,7 @@ from cluster.replica import rank_process
 from cluster.replica.rank_process import RankLostError, adopt
 from deploy import checks
 from deploy.config.files import PACKAGED, find_config
+from deploy.nodes import LocalGpus
 from deploy.serve.check_process import CheckProcess, Task
 
 LIMIT_S = 120.0  # for what takes seconds
@@ -93,5 +94,5 @@ def test_the_server_goes_on_while_the_plan_is_made(monkeypatch: pytest.MonkeyPat
     seen: list[object] = []
     monkeypatch.setattr(checks, "_print_plan", lambda *plan: seen.append("plan"))
     config = parse(read_args(find_config("eagle")), PACKAGED)
-    checks.check_and_begin("eagle", config, lambda: checks.LocalGpus(0), "", seen.append)
+    checks.check_and_begin("eagle", config, lambda: LocalGpus(0), "", seen.append)
     assert seen == [2048, "plan"]

@@ -12,8 +12,8 @@ import yaml
 from attention.config import BACKEND_NAMES, DraftAttention, TargetAttention
 from cluster.checkpoints import check_checkpoints, check_device
 from cluster.config import ConfigError, parse
-from deploy.checks import LocalGpus
 from deploy.cli import main
+from deploy.nodes import LocalGpus
 from tests.support import MODELS
 from tests.support.tiny_models import make_target
 

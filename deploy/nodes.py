@@ -1,0 +1,60 @@
+"""What the nodes have on which an engine may be placed: of this machine, and of a Ray cluster. Imports no torch."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.placement import NodeResources
+
+
+def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[NodeResources]:
+    """`count` nodes like this machine, or with the CPUs and GPUs given."""
+    cpus = float(os.cpu_count() or 1) if cpus is None else cpus
+    capability = None
+    if gpus is None:
+        here = counted_gpus()()
+        gpus, capability = float(here.count), here.capability
+    return [NodeResources(f"node{n}", f"node{n}", cpus, gpus, capability) for n in range(count)]
+
+
+def cluster_nodes() -> list[NodeResources]:
+    """What the nodes of the Ray cluster that are alive have in all."""
+    import ray
+
+    return [
+        NodeResources(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+@dataclass(frozen=True)
+class LocalGpus:
+    """The GPUs of this machine. capability: (major, minor) of all, None if there are none, or several kinds."""
+
+    count: int
+    capability: tuple[int, int] | None = None
+
+    @staticmethod
+    def listed(text: str) -> "LocalGpus":
+        """Of nvidia-smi's lines, a compute capability each."""
+        found = [match for line in text.splitlines() if (match := re.fullmatch(r"(\d+)\.(\d+)", line.strip()))]
+        kinds = {(int(match[1]), int(match[2])) for match in found}
+        return LocalGpus(len(found), kinds.pop() if len(kinds) == 1 else None)
+
+
+def counted_gpus() -> Callable[[], LocalGpus]:
+    """Begin to count; the function waits for the result."""
+    if shutil.which("nvidia-smi") is None:
+        return lambda: LocalGpus(0)
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    counting = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+    return lambda: LocalGpus.listed(counting.communicate(timeout=30)[0])
