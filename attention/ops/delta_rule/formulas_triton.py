@@ -13,24 +13,12 @@ NORM_EPS = tl.constexpr(1e-6)  # of the l2 norms of q and k
 
 @triton.jit
 def sigmoid(x):
-    """To some units in the last place, in four instructions; division and exponential of any numbers take twenty."""
-    if INTERPRETED:
-        y = 1.0 / (1.0 + tl.exp(-x))
-    else:
-        y = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;",
-            "=&f,f",
-            [x * -1.4426950408889634],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return y
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def silu(x):
-    return x * sigmoid(x)
+    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -52,16 +40,10 @@ def log_decay(a, a_log, dt_bias):
 
 
 @triton.jit
-def squares(x):
-    """[n] float32, the squared l2 norms of rows [n, d]."""
-    x = x.to(tl.float32)
-    return tl.sum(x * x, 1)
-
-
-@triton.jit
 def norm_factors(x):
     """[n] float32, one over the l2 norms of rows [n, d]."""
-    return tl.rsqrt(squares(x) + NORM_EPS)
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + NORM_EPS)
 
 
 @triton.jit
@@ -94,21 +76,20 @@ def dot(x, y):
 
 
 @triton.jit
-def add_product_with_rows(of_k, of_q, k, q, y):
-    """of_k + k @ y and of_q + q @ y of float32 y. Where k and q are bfloat16, y is the sum of three numbers of that
-    type, and all products are exact in float32; of_q goes without the last."""
+def product_with_rows(k, q, y):
+    """k @ y and q @ y of float32 y. Where k and q are bfloat16, y is the sum of three numbers of that type, and all
+    products are exact in float32."""
     if k.dtype == tl.bfloat16:
-        part = y.to(tl.bfloat16)
-        of_k += dot(k, part)
-        of_q += dot(q, part)
-        y -= part.to(tl.float32)
-        part = y.to(tl.bfloat16)
-        of_k += dot(k, part)
-        of_q += dot(q, part)
-        of_k += dot(k, (y - part.to(tl.float32)).to(tl.bfloat16))
+        high = y.to(tl.bfloat16)
+        y -= high.to(tl.float32)
+        middle = y.to(tl.bfloat16)
+        low = (y - middle.to(tl.float32)).to(tl.bfloat16)
+        k = settled(k)
+        of_k = dot(k, high) + dot(k, middle) + dot(k, low)
+        q = settled(q)
+        of_q = dot(q, high) + dot(q, middle)
     else:
-        of_k += dot(k, y)
-        of_q += dot(q, y)
+        of_k, of_q = dot(k, y), dot(q, y)
     return of_k, of_q
 
 

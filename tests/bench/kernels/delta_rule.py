@@ -1,13 +1,12 @@
 """The gated delta rule of one layer on a GPU: rounds by batch and rows, and prompt chunks.
 
     python -m tests.bench delta_rule [--models 27B 35B-A3B] [--batches 1 8 32 64] [--widths 1 4 8 16]
-                                     [--tokens 512 2048 8192] [--tiles 32 8 128]
+                                     [--tokens 512 2048 8192]
 
 Microseconds per layer of Qwen3.5's sizes, in bfloat16 with float32 states. A CUDA graph holds several layers, so that
 no cache has their states. Rounds replay up to three committed rows and verify chains. Prompts are one chunk after other
 tokens. floor: in rounds one read and one write of the states, in chunks one read and one write of the rows, over the
-rate of a copy measured in the same turns. --tiles: key dimensions at a time, warps and registers (0: the compiler's
-choice) of rounds, instead of the table's. GB/s: the floor's bytes over the time. Tables, then one JSON line.
+rate of a copy measured in the same turns. GB/s: the floor's bytes over the time. Tables, then one JSON line.
 """
 
 import argparse
@@ -118,13 +117,6 @@ def measured(clock: Clock, model: str, work: str, batch: int, size: int) -> Row:
     return Row(model, work, batch, size, round(us, 2), round(num_bytes / rate * 1e6, 2), round(num_bytes / us / 1e3))
 
 
-def use_tiles(piece: int, warps: int, registers: int | None) -> None:
-    """Run rounds with these tiles."""
-    from attention.ops.delta_rule import rounds_triton  # needs triton
-
-    rounds_triton.round_tiles = lambda *_: rounds_triton.RoundTiles(piece, warps, registers)
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,12 +124,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64])
     parser.add_argument("--widths", type=int, nargs="*", default=[1, 4, 8, 16])
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048, 8192])
-    parser.add_argument("--tiles", type=int, nargs=3, metavar=("PIECE", "WARPS", "REGISTERS"))
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    if args.tiles:
-        piece, warps, registers = args.tiles
-        use_tiles(piece, warps, registers or None)
     clock = Clock(args.rounds)
     found = [
         measured(clock, model, work, batch, size)
