@@ -40,7 +40,10 @@ MIX = (
 def with_recordings(engine: LocalEngine, limits: GraphCapture) -> tuple[EagerRecorder, GraphedDecoding]:
     worker, recorder = engine.executor, EagerRecorder()
     assert isinstance(worker, Worker)
-    graphs = GraphedDecoding(worker._strategy, worker._slots, bucket_sizes(6), 256, recorder, TOKENS)
+    has_states = worker._strategy._target.states is not None  # type: ignore[attr-defined]
+    graphs = GraphedDecoding(
+        worker._strategy, worker._slots, bucket_sizes(6), 256, recorder, TOKENS, has_states=has_states
+    )
     with torch.inference_mode():
         graphs.capture(limits, SOLO)
     worker._strategy = graphs
