@@ -60,7 +60,7 @@ class Capability:
 
     @property
     def has_streams(self) -> bool:
-        """Whether kernels and copies run asynchronously in streams."""
+        """Whether work is queued on streams, so that the host does not wait for kernels and copies."""
         return self.is_gpu
 
     @property

@@ -145,9 +145,10 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "bench",
         help="load on a server: latencies at each of several rates",
-        description="Poisson arrivals that wait for nobody, lognormal lengths, prompts of random token ids, streamed "
-        "greedy answers of a fixed length on /v1/completions. Seed, rate and lengths decide the requests, so that "
-        "every server gets the same. Prints a table, and JSON objects one a rate with --json.",
+        description="Sends requests to /v1/completions at random times (Poisson), whether or not earlier ones have "
+        "finished. Prompts are random token ids of lognormal lengths; answers are greedy, streamed and of a fixed "
+        "length. The same seed, rate and lengths give every server the same requests. Prints a table; --json writes "
+        "one JSON object per rate.",
     )
     add_server_options(parser)
     parser.add_argument("--rates", default="1,2,4", help="requests per second, one after another (default: 1,2,4)")
@@ -215,5 +216,5 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=0, help="of an answer (default: as many as fit)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--system", default="", help="what the model is told first")
+    parser.add_argument("--system", default="", help="system prompt (default: none)")
     parser.set_defaults(run="deploy.chat.command:run")

@@ -23,7 +23,6 @@ from deploy.nodes import LocalGpus, local_nodes
 def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool = True) -> AerieConfig:
     """The configuration, its checkpoints read and matched too (`cluster.checkpoints.check_checkpoints`), after they are
     downloaded where they are named by their names on the hub. base: where relative paths start. Raises ConfigError."""
-
     config = parse(with_downloads(args, base), base)
     check_checkpoints(config, need_weights)
     return config
@@ -32,7 +31,6 @@ def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool =
 def planned(args: Mapping[str, Any], nodes: Sequence[NodeResources], base: Path = PACKAGED) -> Plan:
     """The plan of an application on a cluster of `nodes`, everything checked. base: as for `checked`. Raises
     ConfigError."""
-
     config = parse(with_downloads(args, base), base)
     max_model_len = check_checkpoints(config)
     check_devices(config, nodes)
@@ -47,7 +45,6 @@ def checked_file(path: Path, need_weights: bool = True) -> AerieConfig:
 def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
     """Print what `path` would start on `nodes`; without nodes, only check what needs none. A folder that holds no
     weights yet is planned by its config.json. Raises ConfigError."""
-
     config = checked_file(path, need_weights=False)
     check_devices(config, nodes)
     _print_plan(path, config, nodes, print)
@@ -67,7 +64,6 @@ def check_and_begin(
     not known yet. ranks: a folder for the sockets of an engine's ranks, which are begun as soon as the configuration is
     found right; "": none are. tell: called before the plan is printed, which takes seconds on GPUs, with what
     `check_checkpoints` found. Raises ConfigError, if at all, before that."""
-
     log = StartLog("check")
     log.done("torch imported")
     set_process_environment(config.engine.threads_per_worker)
@@ -88,7 +84,6 @@ def check_and_begin(
 def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
     """Refuse what could not start on these nodes' devices, as far as that is known (see `check_device` in
     `cluster.checkpoints`); without nodes, what could start on none. Raises ConfigError."""
-
     if nodes:
         known = {node.capability for node in nodes}
         capability = known.pop() if len(known) == 1 else None
@@ -108,7 +103,6 @@ def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
 def _print_plan(
     path: str | Path, config: AerieConfig, nodes: Sequence[NodeResources], report: Callable[[str], None]
 ) -> None:
-
     if not nodes:
         report(f"{path} is valid; whether it fits is for the cluster to say")
         return
@@ -119,7 +113,6 @@ def _print_plan(
 
 def _begin_ranks(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources], folder: Path) -> None:
     """Begin the ranks of one engine. Where they cannot be, their actors build them."""
-
     try:
         begin_ranks(resolve_rank(config, max_model_len, choose_device(config, nodes)), folder)
     except (OSError, RuntimeError) as error:

@@ -45,7 +45,7 @@ class LocalGpus:
 
     @staticmethod
     def listed(text: str) -> "LocalGpus":
-        """Of nvidia-smi's lines, a compute capability each."""
+        """From the output of nvidia-smi: one line with a compute capability for each GPU."""
         found = [match for line in text.splitlines() if (match := re.fullmatch(r"(\d+)\.(\d+)", line.strip()))]
         kinds = {(int(match[1]), int(match[2])) for match in found}
         return LocalGpus(len(found), kinds.pop() if len(kinds) == 1 else None)

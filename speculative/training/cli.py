@@ -78,44 +78,37 @@ def _add_target(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _add_deepseek(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "train-deepseek",
-        help="train a small chat model of DeepSeek-V3's shape",
-        description="Trains a small model of DeepSeek-V3's architecture (latent attention, experts) and its module for "
-        "multi-token prediction together on your rows.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    _add_common(parser, lr=2e-3, epochs=12.0, batch_tokens=16384)
-    parser.add_argument("--size", choices=("small", "tiny"), default="small", help="31 MB, or 1 MB for tests on a CPU")
-    parser.add_argument("--tokenizer", type=Path, help="use this model folder's tokenizer instead of a new one")
-    _add_chat(parser)
-    _add_module(parser).add_argument(
+    module = _add_with_module(subparsers, "deepseek", "DeepSeek-V3", "latent attention, experts", megabytes=31)
+    module.add_argument(
         "--router-bias-speed", type=at_least(0, float), default=1e-3, help="change of a router's bias per step"
     )
-    parser.set_defaults(run="speculative.training.cli:run", function="run_train_deepseek")
 
 
 def _add_hybrid(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    _add_with_module(subparsers, "hybrid", "Qwen3.5", "gated delta rule, gated attention", megabytes=21)
+
+
+def _add_with_module(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, model: str, parts: str, megabytes: int
+) -> argparse._ArgumentGroup:
+    """The command `train-NAME` for a small target with a module for multi-token prediction. Returns the group of the
+    module's options. megabytes: of size "small"."""
     parser = subparsers.add_parser(
-        "train-hybrid",
-        help="train a small chat model of Qwen3.5's shape",
-        description="Trains a small model of Qwen3.5's architecture (gated delta rule, gated attention) and its module "
-        "for multi-token prediction together on your rows.",
+        f"train-{name}",
+        help=f"train a small chat model of {model}'s shape",
+        description=f"Trains a small model of {model}'s architecture ({parts}) and its module for multi-token "
+        "prediction together on your rows.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_common(parser, lr=2e-3, epochs=12.0, batch_tokens=16384)
-    parser.add_argument("--size", choices=("small", "tiny"), default="small", help="21 MB, or 1 MB for tests on a CPU")
+    sizes = f"{megabytes} MB, or 1 MB for tests on a CPU"
+    parser.add_argument("--size", choices=("small", "tiny"), default="small", help=sizes)
     parser.add_argument("--tokenizer", type=Path, help="use this model folder's tokenizer instead of a new one")
     _add_chat(parser)
-    _add_module(parser)
-    parser.set_defaults(run="speculative.training.cli:run", function="run_train_hybrid")
-
-
-def _add_module(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The options of a target's module; returns their group."""
     module = parser.add_argument_group("module")
     module.add_argument("--mtp-steps", type=at_least(1), default=3, help="steps it is unrolled on its own outputs")
     module.add_argument("--mtp-weight", type=at_least(0, float), default=0.3, help="its loss's, beside the target's")
+    parser.set_defaults(run="speculative.training.cli:run", function=f"run_train_{name}")
     return module
 
 

@@ -69,8 +69,8 @@ def _first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDE
 def _block(
     index, qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of block `index`: its chunk, the chunk's first row, its own first row in the chunk, and its rows; none if there
-    are fewer blocks."""
+    """The chunk that block `index` belongs to, the first row of that chunk, the first row of the block within it, and
+    the number of rows of the block: 0 if there are fewer blocks."""
     before, own = _first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
     mine = (before <= index) & (index < before + own)
     chunk = tl.sum(tl.where(mine, tl.arange(0, CHUNKS_PADDED), 0), 0)

@@ -40,6 +40,13 @@ def log_decay(a, a_log, dt_bias):
 
 
 @triton.jit
+def before(i, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
+    """Where the channels stand of token i of those that the new rows follow: three of the history, then the committed
+    rows."""
+    return tl.where(i < 3, conv_ptr + i * C, committed_ptr + (i - 3) * R)
+
+
+@triton.jit
 def norm_factors(x):
     """[n] float32, one over the l2 norms of rows [n, d]."""
     x = x.to(tl.float32)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention.ops.delta_rule.formulas_triton import (
     PRECISION,
+    before,
     dot,
     gate,
     inverse_of_unit_triangle,
@@ -32,10 +33,8 @@ from attention.ops.pdl import pdl_wait
 @triton.jit
 def _place(token, conv_ptr, committed_ptr, rows_ptr, stride, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr):
     """Where the channels of tokens stand: three before the tile, PATH committed ones, and the new rows."""
-    before = conv_ptr + token * C
-    committed = committed_ptr + (token - 3) * R
     new = rows_ptr + (token - 3 - PATH) * stride
-    return tl.where(token < 3, before, tl.where(token < 3 + PATH, committed, new))
+    return tl.where(token < 3 + PATH, before(token, conv_ptr, committed_ptr, C, R), new)
 
 
 @triton.jit
@@ -61,7 +60,7 @@ def _convolved(
 def _keep_history(target_ptr, first, column, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
     """Some channels of the three tokens from `first` on become a snapshot's history."""
     for i in tl.static_range(3):
-        source = _place(first + i, conv_ptr, committed_ptr, committed_ptr, 0, C, R, 64)
+        source = before(first + i, conv_ptr, committed_ptr, C, R)
         tl.store(target_ptr + i * C + column, tl.load(source + column))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attention.ops.delta_rule.formulas_triton import (
     NORM_EPS,
+    before,
     gate,
     log_decay,
     sigmoid,
@@ -18,13 +19,6 @@ from attention.ops.delta_rule.formulas_triton import (
 )
 from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
 from attention.ops.pdl import pdl_wait
-
-
-@triton.jit
-def _before(i, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
-    """Where the channels stand of token i of those that the new rows follow: three of the history, then the committed
-    rows."""
-    return tl.where(i < 3, conv_ptr + i * C, committed_ptr + (i - 3) * R)
 
 
 @triton.jit
@@ -52,8 +46,8 @@ def _replayed(
 ):  # fmt: skip
     """The state after committed rows first .. end - 1: the recurrence."""
     for j in range(first, end):
-        oldest, older = _before(j, conv_ptr, committed_ptr, C, R), _before(j + 1, conv_ptr, committed_ptr, C, R)
-        newest, own = _before(j + 2, conv_ptr, committed_ptr, C, R), committed_ptr + j * R
+        oldest, older = before(j, conv_ptr, committed_ptr, C, R), before(j + 1, conv_ptr, committed_ptr, C, R)
+        newest, own = before(j + 2, conv_ptr, committed_ptr, C, R), committed_ptr + j * R
         _, k = _convolved(
             oldest + k_column, older + k_column, newest + k_column, own + k_column, True, weight_ptr + k_column, C
         )
@@ -95,7 +89,7 @@ def _advanced(
         entry = tl.load(entry_ptr + slot)
         tl.store(state_ptr + entry * (HV * DK * DV) + place, state)
         for i in tl.static_range(3):
-            source = _before(passed + i, history_ptr, committed_ptr, C, R)
+            source = before(passed + i, history_ptr, committed_ptr, C, R)
             target = conv_ptr + entry * (3 * C) + i * C
             tl.store(target + v_column, tl.load(source + v_column))
             if h == key_head * (HV // HK):
@@ -137,9 +131,9 @@ def _delta_step(
     d, f = tl.arange(0, DK), tl.arange(0, DV)
     q_column, k_column, v_column = key_head * DK + d, KEYS + key_head * DK + d, 2 * KEYS + h * DV + f
     history_ptr, committed_ptr = conv_ptr + slot * (3 * C), committed_ptr + slot * (PATH * R)
-    oldest = _before(count, history_ptr, committed_ptr, C, R)
-    older = _before(count + 1, history_ptr, committed_ptr, C, R)
-    newest = _before(count + 2, history_ptr, committed_ptr, C, R)
+    oldest = before(count, history_ptr, committed_ptr, C, R)
+    older = before(count + 1, history_ptr, committed_ptr, C, R)
+    newest = before(count + 2, history_ptr, committed_ptr, C, R)
     own = qkv_ptr + request * qkv_stride
     q_raw, q = _convolved(
         oldest + q_column, older + q_column, newest + q_column, own + q_column, True, weight_ptr + q_column, C

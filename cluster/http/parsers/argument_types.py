@@ -20,7 +20,7 @@ class ArgumentTypes:
 
     @classmethod
     def unknown(cls) -> "ArgumentTypes":
-        """Of a function without a schema."""
+        """The types for a function that has no schema: all unknown."""
         return cls({}, frozenset())
 
     @classmethod
@@ -34,7 +34,7 @@ class ArgumentTypes:
         return cls(by_name, _types(schema.get("additionalProperties"), schema, _MAX_REFERENCES))
 
     def of(self, name: str) -> frozenset[str]:
-        """Of the argument `name`; empty: nothing is known."""
+        """The JSON types that the schema allows for argument `name`; empty if it says none."""
         return self.by_name.get(name, self.others)
 
 
