@@ -25,6 +25,8 @@ class CacheConfig:
     state_snapshots: saved states of recurrent layers per rank, of models that have such layers (Qwen3.5, Qwen3-Next): a
         prompt that begins like an earlier one resumes at one. auto: by the memory that pages leave; 0: every prompt is
         computed whole.
+    state_snapshot_dtype: of these saved states: float32 as they run, or bfloat16, half as large. A request that resumes
+        at one of bfloat16 has a rounded state, so its text may differ from one without the cache.
     state_interval: tokens of an answer between saved states, a multiple of `page_size`; the next turn of a conversation
         computes up to so many tokens again.
     """
@@ -35,6 +37,7 @@ class CacheConfig:
     memory_share: float = 0.9
     prefix_cache: bool = True
     state_snapshots: int | Literal["auto"] = "auto"
+    state_snapshot_dtype: Literal["float32", "bfloat16"] = "float32"
     state_interval: int = 256
 
     def __post_init__(self) -> None:

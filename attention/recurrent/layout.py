@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attention.config import CacheConfig
 from attention.ops.delta_rule.tables import DeltaHeads, state_shapes
 from attention.recurrent.sizes import StateSizes
 
@@ -17,17 +18,16 @@ class StateLayout:
     heads: DeltaHeads
     dtype: torch.dtype
 
-    @property
-    def bytes_per_snapshot(self) -> int:
-        """State and convolution history, after any number of tokens."""
+    def bytes_per_snapshot(self, state_dtype: torch.dtype = torch.float32) -> int:
+        """State of `state_dtype` and convolution history, after any number of tokens."""
         shapes = state_shapes(self.heads, 1, 1)
-        return 4 * math.prod(shapes["state"]) + self.dtype.itemsize * math.prod(shapes["conv"])
+        return state_dtype.itemsize * math.prod(shapes["state"]) + self.dtype.itemsize * math.prod(shapes["conv"])
 
     def bytes_per_slot(self, sizes: StateSizes) -> int:
         """The same, and the rows of the last round."""
         shapes = state_shapes(self.heads, sizes.rows, sizes.path)
         rows = math.prod(shapes["pending"]) + math.prod(shapes["committed"])
-        return self.bytes_per_snapshot + self.dtype.itemsize * rows
+        return self.bytes_per_snapshot() + self.dtype.itemsize * rows
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,17 @@ class StateGroup:
     layout: StateLayout
 
 
+def saved_dtype(cache: CacheConfig) -> torch.dtype:
+    """Of the states of snapshots."""
+    dtypes: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return dtypes[cache.state_snapshot_dtype]
+
+
 def slot_bytes(groups: Iterable[StateGroup], sizes: StateSizes) -> int:
     """Bytes of one slot in all layers of `groups`, on this rank."""
     return sum(len(group.layers) * group.layout.bytes_per_slot(sizes) for group in groups)
 
 
-def snapshot_bytes(groups: Iterable[StateGroup]) -> int:
-    """Bytes of one snapshot in all layers of `groups`, on this rank."""
-    return sum(len(group.layers) * group.layout.bytes_per_snapshot for group in groups)
+def snapshot_bytes(groups: Iterable[StateGroup], state_dtype: torch.dtype) -> int:
+    """Bytes of one snapshot, whose state is of `state_dtype`, in all layers of `groups`, on this rank."""
+    return sum(len(group.layers) * group.layout.bytes_per_snapshot(state_dtype) for group in groups)

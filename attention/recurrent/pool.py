@@ -12,22 +12,31 @@ from attention.recurrent.sizes import StateSizes
 
 
 class StatePool:
-    """The states of all recurrent layers: of every slot, of the padding slot, then of snapshots.
+    """The states of all recurrent layers: of every slot, of the padding slot, and of snapshots.
 
     Invariant between steps: a slot's state is that after its committed tokens, less the `count` rows that its next
-    round replays first (`DeltaState`). Snapshots are entries num_slots + 1 onwards.
+    round replays first (`DeltaState`).
 
     snapshot_at: [num_slots + 1] int32, by slot: a round that passes this position copies the state there; -1: none.
-    snapshot_entry: [num_slots + 1] int64, by slot: the entry that it is copied to.
+    snapshot_entry: [num_slots + 1] int64, by slot: the snapshot that it becomes.
     """
 
-    def __init__(self, groups: Sequence[StateGroup], sizes: StateSizes, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Sequence[StateGroup],
+        sizes: StateSizes,
+        num_slots: int,
+        device: torch.device,
+        saved_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """saved_dtype: of the states of snapshots."""
         self.groups = tuple(groups)
+        self.saved_dtype = saved_dtype
         self.sizes = sizes
         self.device = device
         self.num_slots = num_slots
         self.snapshot_at = torch.full((num_slots + 1,), -1, dtype=torch.int32, device=device)
-        self.snapshot_entry = torch.full((num_slots + 1,), num_slots, dtype=torch.int64, device=device)
+        self.snapshot_entry = torch.zeros((num_slots + 1,), dtype=torch.int64, device=device)
         self.num_snapshots = 0
         self.states: tuple[DeltaState, ...] = ()
         self._layers: dict[int, LayerState] = {}
@@ -50,6 +59,7 @@ class StatePool:
                 self.sizes.path,
                 group.layout.dtype,
                 self.device,
+                self.saved_dtype,
             )
             for group in self.groups
         )
@@ -66,13 +76,14 @@ class StatePool:
 
     def enter(self, slots: Tensor) -> None:
         """Forget the rows of the requests that had slots [n] int64 before. Their states are overwritten by the first
-        chunk, which begins at position 0 or after `copy`."""
+        chunk, which begins at position 0 or after `restore`."""
         for state in self.states:
             state.count.index_fill_(0, slots, 0)
         self.snapshot_at.index_fill_(0, slots, -1)
 
     def save(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
-        """Rounds of slots [n] int64 copy the state after positions [n] int32 to rows [n] int64, each once it passes."""
+        """Rounds of slots [n] int64 copy the state after positions [n] int32 to snapshots rows [n] int64, each once it
+        passes."""
         self.snapshot_at.index_copy_(0, slots, positions)
         self.snapshot_entry.index_copy_(0, slots, rows)
 
@@ -83,11 +94,11 @@ class StatePool:
             state.count.zero_()
             state.count[:num_slots] = 1
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the states of entries source [n] int64 to entries target [n] int64, in all layers."""
+    def restore(self, rows: Tensor, slots: Tensor) -> None:
+        """Copy snapshots rows [n] int64 to slots [n] int64, in all layers."""
         for state in self.states:
-            for tensor in (state.state, state.conv):
-                tensor.index_copy_(1, target, tensor.index_select(1, source))
+            for saved, own in ((state.saved_state, state.state), (state.saved_conv, state.conv)):
+                own.index_copy_(1, slots, saved.index_select(1, rows).to(own.dtype))
 
     def commit(self, slots: Tensor, path: Tensor, counts: Tensor) -> None:
         """Make the first counts [B] of the nodes path [B, D] int64 of each slot's last round its committed rows: see

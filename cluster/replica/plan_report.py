@@ -146,7 +146,7 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
         number = f"up to {SNAPSHOT_SHARE:.0%} of the KV cache's memory" if asked == "auto" else f"{asked} of them"
         lines.append(
             f"states      {layout.bytes_per_state / 1e6:.2f} MB of each slot are recurrent states; saved ones for the "
-            f"prefix cache: {number}, {layout.bytes_per_snapshot / 1e6:.2f} MB each"
+            f"prefix cache: {number}, {layout.bytes_per_snapshot / 1e6:.2f} MB each, of {cache.state_snapshot_dtype}"
         )
     if placement.uses_gpus:
         lines.append(

@@ -33,6 +33,7 @@ BENCHES = {
     "startup": ("host.startup", "a start of `aerie serve`, kernels, graphs, a restart (GPU with --gpu)"),
     "replicas": ("replicas", "the choice between several engines of one machine"),
     "gsm8k": ("quality.gsm8k", "accuracy, acceptance length and equal answers of a running server"),
+    "saved_states": ("quality.saved_states", "what saved states of bfloat16 cost in text (CPU)"),
     "attention": ("kernels.attention", "attention over K/V heads, by backend, mode and shape (GPU)"),
     "latent_attention": ("kernels.latent_attention", "attention over latent rows (GPU)"),
     "delta_rule": ("kernels.delta_rule", "recurrent layers of the gated delta rule: rounds and chunks (GPU)"),

@@ -15,24 +15,32 @@ from attention.ops.delta_rule.tables import ChunkTables, DeltaHeads, DeltaState,
 from tests.ops.case import TYPES, Case
 from tests.support.delta_rule import RandomTree, random_rows, random_weights
 
-SLOTS, PATH, SNAPSHOT = 4, 5, 6
+SLOTS, PATH = 4, 5
 SMALL = DeltaHeads(1, 2, 16, 16)
 GROUPS = (SMALL, DeltaHeads(2, 2, 16, 32), DeltaHeads(1, 3, 32, 16))
 QWEN = DeltaHeads(1, 3, 128, 128)
 Arguments = Callable[[torch.device], tuple[Any, ...]]
 
 
-def _kept(heads: DeltaHeads, width: int, counts: list[int], dtype: torch.dtype, device: torch.device) -> DeltaState:
+def _kept(
+    heads: DeltaHeads,
+    width: int,
+    counts: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    saved_dtype: torch.dtype = torch.float32,
+) -> DeltaState:
     """Numbers in what the slots may read of two layers, zeros in the padding slot, and NaN in everything else."""
-    kept = DeltaState.zeros(2, heads, SLOTS, 3, max(width, PATH), PATH, dtype, device)
+    kept = DeltaState.zeros(2, heads, SLOTS, 3, max(width, PATH), PATH, dtype, device, saved_dtype)
     generator = torch.Generator().manual_seed(width)
     for tensor in (kept.state, kept.conv, kept.pending, kept.committed):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     kept.state.mul_(0.3)
     for slot, count in enumerate(counts):
         kept.committed[:, slot, count:] = torch.nan
-    for tensor in (kept.state, kept.conv):
-        tensor[:, SLOTS], tensor[:, SLOTS + 1 :] = 0, torch.nan
+    kept.state[:, SLOTS], kept.conv[:, SLOTS] = 0, 0
+    for tensor in (kept.saved_state, kept.saved_conv):
+        tensor.fill_(torch.nan)
     kept.committed[:, SLOTS] = torch.nan
     kept.count[:SLOTS] = torch.tensor(counts)
     return kept
@@ -42,7 +50,13 @@ def _out(rows: int, heads: DeltaHeads, dtype: torch.dtype, device: torch.device)
     return torch.full((rows, heads.value_heads * heads.value_dim), torch.nan, dtype=dtype, device=device)
 
 
-def round_arguments(heads: DeltaHeads, batch: tuple[int, ...], width: int, dtype: torch.dtype) -> Arguments:
+def round_arguments(
+    heads: DeltaHeads,
+    batch: tuple[int, ...],
+    width: int,
+    dtype: torch.dtype,
+    saved_dtype: torch.dtype = torch.float32,
+) -> Arguments:
     """counts of 0, 1, and a whole path; a snapshot before, amid and after the replayed rows."""
     counts = [PATH, 0, 1, 3]
 
@@ -51,7 +65,7 @@ def round_arguments(heads: DeltaHeads, batch: tuple[int, ...], width: int, dtype
         masks = [RandomTree.draw(rng, width, min(width, 20)).masks for _ in batch]
         lengths = torch.tensor([counts[slot] + 7 + slot if slot < SLOTS else 0 for slot in batch], dtype=torch.int32)
         at = torch.tensor([9, 8, -1, 99, -1], dtype=torch.int32)  # after 2 of 5 rows; before the first; later
-        entries = torch.tensor([SNAPSHOT, SNAPSHOT - 1, 0, 0, 0])
+        entries = torch.tensor([1, 0, 0, 0, 0])
         tables = RoundTables(
             torch.tensor(batch).to(device),
             lengths.to(device),
@@ -60,7 +74,7 @@ def round_arguments(heads: DeltaHeads, batch: tuple[int, ...], width: int, dtype
             entries.to(device),
         )
         rows = random_rows(heads, len(batch) * width, dtype, device, width)
-        kept = _kept(heads, width, counts, dtype, device)
+        kept = _kept(heads, width, counts, dtype, device, saved_dtype)
         out = _out(len(batch) * width, heads, dtype, device)
         return rows, random_weights(heads, dtype, device), kept.layer(1), tables, out
 
@@ -68,20 +82,24 @@ def round_arguments(heads: DeltaHeads, batch: tuple[int, ...], width: int, dtype
 
 
 def chunk_arguments(
-    heads: DeltaHeads, chunks: tuple[tuple[int, int, int], ...], padding: int, dtype: torch.dtype
+    heads: DeltaHeads,
+    chunks: tuple[tuple[int, int, int], ...],
+    padding: int,
+    dtype: torch.dtype,
+    saved_dtype: torch.dtype = torch.float32,
 ) -> Arguments:
     """chunks: start, rows, and rows before the snapshot (0 for none)."""
 
     def arguments(device: torch.device) -> tuple[Any, ...]:
         starts, counts, borders = zip(*chunks, strict=True)
-        kept = _kept(heads, 1, [0] * SLOTS, dtype, device)
+        kept = _kept(heads, 1, [0] * SLOTS, dtype, device, saved_dtype)
         for c, start in enumerate(starts):
             if start == 0:
                 kept.state[:, c], kept.conv[:, c] = torch.nan, torch.nan
         ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
         at = [start + border if border else -1 for start, border in zip(starts, borders, strict=True)]
         int32 = (torch.tensor(each, dtype=torch.int32, device=device) for each in (ends, starts, at))
-        entries = torch.arange(SLOTS + 1, SLOTS + 1 + len(chunks), device=device)
+        entries = torch.arange(len(chunks), device=device)
         tables = ChunkTables(torch.arange(len(chunks), device=device), *int32, entries)
         total = ends[-1] + padding
         rows = random_rows(heads, total, dtype, device, total)
@@ -128,5 +146,12 @@ CASES = (
             *((QWEN, dtype, chunks, True) for dtype in TYPES for chunks in (*RAGGED, LONG)),
         )
     ),
+    *(
+        Case(delta_rule_rounds, f"bfloat16-snapshots-{width}",
+             round_arguments(SMALL, BATCHES[1], width, torch.bfloat16, torch.bfloat16), (2, 4), tolerance=2.0**-4)
+        for width in (1, 4)
+    ),
+    Case(delta_rule_chunks, "bfloat16-snapshots",
+         chunk_arguments(SMALL, RAGGED[0], 3, torch.bfloat16, torch.bfloat16), (2, 4), tolerance=2.0**-4),
     Case(commit_rows, "paths", _commit, (0,), exact=True),
 )  # fmt: skip

@@ -147,7 +147,15 @@ class DeltaLives:
         self.kept = DeltaState.zeros(
             2, self.heads, self.slots, self.snapshots, self.width, self.path, self.dtype, self.device
         )
-        for tensor in (self.kept.state, self.kept.conv, self.kept.pending, self.kept.committed):
+        kept = self.kept
+        for tensor in (
+            kept.state,
+            kept.conv,
+            kept.pending,
+            kept.committed,
+            kept.saved_state,
+            kept.saved_conv,
+        ):
             tensor.fill_(torch.nan)
         self.kept.state[:, self.slots], self.kept.conv[:, self.slots] = 0, 0
 
@@ -163,7 +171,7 @@ class DeltaLives:
             start + self.rng.randint(1, n) if n and self.rng.random() < 0.7 else -1
             for start, n in zip(starts, counts, strict=True)
         ]
-        entries = self.rng.sample(range(self.slots + 1, self.slots + 1 + self.snapshots), len(chunks))
+        entries = self.rng.sample(range(self.snapshots), len(chunks))
         rows = self._rows(sum(counts) + padding)
         out = self._out(sum(counts) + padding)
         borders = [sum(counts[:i]) for i in range(len(counts) + 1)]
@@ -183,7 +191,7 @@ class DeltaLives:
                 life, o = life.after(rows.part(i, i + 1))
                 self._close(out[i], o)
                 if starts[c] + i - borders[c] + 1 == at[c]:
-                    self._holds(entries[c], life)
+                    self._saved(entries[c], life)
             self.lives[slot], self.length[slot], self.replayed[slot] = life, starts[c] + n, [life]
             self.kept.count[slot] = 0
             self._holds(slot, life)
@@ -197,7 +205,7 @@ class DeltaLives:
         rows, out = self._rows(len(batch) * width), self._out(len(batch) * width)
         at, entries = torch.full((self.slots + 1,), -1), torch.zeros(self.slots + 1, dtype=torch.int64)
         if slots:
-            at[slots[0]], entries[slots[0]] = self.length[slots[0]] - self.rng.randint(0, self.path), self.slots + 1
+            at[slots[0]], entries[slots[0]] = self.length[slots[0]] - self.rng.randint(0, self.path), 1
         tables = RoundTables(
             self._tensor(batch),
             self._int32([*(self.length[slot] for slot in slots), *[0] * padding]),
@@ -208,7 +216,7 @@ class DeltaLives:
         delta_rule_rounds(rows, self.weights, self.layer, tables, out)
         assert out.isfinite().all()
         if slots and (back := self.length[slots[0]] - int(at[slots[0]])) < len(self.replayed[slots[0]]):
-            self._holds(self.slots + 1, self.replayed[slots[0]][-1 - back])
+            self._saved(1, self.replayed[slots[0]][-1 - back])
         paths, counts = torch.zeros((len(batch), self.path), dtype=torch.int64), [0] * len(batch)
         for r, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
             self._close(self.layer.state[slot], self.lives[slot].state)
@@ -234,6 +242,10 @@ class DeltaLives:
     def _holds(self, entry: int, life: Literal) -> None:
         self._close(self.layer.state[entry], life.state)
         self._close(self.layer.conv[entry], life.history)
+
+    def _saved(self, snapshot: int, life: Literal) -> None:
+        self._close(self.layer.saved_state[snapshot], life.state)
+        self._close(self.layer.saved_conv[snapshot], life.history)
 
     def _rows(self, count: int) -> DeltaRows:
         return random_rows(self.heads, count, self.dtype, self.device, self.rng.randrange(1 << 30))

@@ -108,36 +108,37 @@ class StateModel:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._rows: dict[int, tuple[int, ...]] = dict.fromkeys(range(num_slots), (_JUNK,))
+        self._slots: dict[int, tuple[int, ...]] = dict.fromkeys(range(num_slots), (_JUNK,))
+        self._saved: dict[int, tuple[int, ...]] = {}
         self.targets: dict[int, tuple[int, int]] = {}
 
     def enter(self, slot: int, row: int, tokens: list[int]) -> None:
         """A request enters `slot` with `tokens` that need not be computed."""
         self.targets.pop(slot, None)
         if row >= 0:
-            self._rows[slot] = self._rows[row]
-            assert self._rows[slot] == tuple(tokens), "a snapshot holds the state of other tokens"
+            self._slots[slot] = self._saved[row]
+            assert self._slots[slot] == tuple(tokens), "a snapshot holds the state of other tokens"
         else:
             assert not tokens, "a request resumes without a state"
 
     def chunk(self, slot: int, start: int, tokens: list[int], saved: tuple[int, int] | None) -> None:
         """Prompt tokens run from position `start` on."""
-        before = self._rows[slot] if start else ()
+        before = self._slots[slot] if start else ()
         assert len(before) == start and _JUNK not in before, "a chunk begins at another state"
-        self._rows[slot] = before + tuple(tokens)
+        self._slots[slot] = before + tuple(tokens)
         if saved is not None:
             position, row = saved
             assert start < position <= start + len(tokens), "a chunk does not pass the position that it saves"
-            self._rows[row] = self._rows[slot][:position]
+            self._saved[row] = self._slots[slot][:position]
 
     def round(self, slot: int, tokens: list[int]) -> None:
         """A round of `slot` begins, with `tokens` committed."""
-        before = self._rows[slot]
+        before = self._slots[slot]
         assert before == tuple(tokens[: len(before)]), "a slot's state has seen another request's tokens"
-        self._rows[slot] = tuple(tokens)
+        self._slots[slot] = tuple(tokens)
         position, row = self.targets.get(slot, (-1, -1))
         if len(before) <= position <= len(tokens):
-            self._rows[row] = tuple(tokens[:position])
+            self._saved[row] = tuple(tokens[:position])
 
 
 def _prompt_logprobs(chunk: Chunk) -> PromptLogprobs:

@@ -10,6 +10,7 @@ import torch
 
 from attention.capability import Capability
 from attention.kv_cache.pool import KVPool
+from attention.recurrent.layout import saved_dtype
 from attention.recurrent.pool import StatePool
 from attention.registry import Choice, choose_backends, deterministic_backend
 from workers.config import WorkerConfig
@@ -179,7 +180,8 @@ def load_parts(
     pool, beside = (KVPool(each, 1, worker.cache.page_size, device) for each in groups)
     recurrent = engine.target.state_groups(group.size, engine.dtype)
     with must_fit(f"the states of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
-        states = StatePool(recurrent, layout.state_sizes, layout.scheduler.num_slots, device) if recurrent else None
+        sizes = layout.state_sizes, layout.scheduler.num_slots, device
+        states = StatePool(recurrent, *sizes, saved_dtype(layout.cache)) if recurrent else None
     target = TargetRunner(model, pool, backends, states)
     sampler = Sampler(slots, model.lm_head.shard, masks)
     forgives = engine.speculation.heeds_no_choice

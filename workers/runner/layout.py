@@ -12,7 +12,7 @@ from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool, bytes_per_page
 from attention.metadata import Mode
-from attention.recurrent.layout import slot_bytes, snapshot_bytes
+from attention.recurrent.layout import saved_dtype, slot_bytes, snapshot_bytes
 from attention.recurrent.pool import StatePool
 from attention.registry import Choice
 from workers.config import AUTO_SLOTS, RoundShapes, WorkerConfig
@@ -176,7 +176,7 @@ def plan_engine(
         bytes_per_page=bytes_per_page([*of_target, *speculation.kv_groups(dtype)], cache.page_size),
         keeps_latent_rows=keeps_latent_rows(of_target),
         graph_capture=worker.graph_capture,
-        bytes_per_snapshot=snapshot_bytes(recurrent),
+        bytes_per_snapshot=snapshot_bytes(recurrent, saved_dtype(cache)),
     )
     per_state = slot_bytes(recurrent, layout.state_sizes)
     slot_row = SlotTable(0, _max_pages(layout), target.vocab_size, torch.device("meta"))  # the padding slot's alone

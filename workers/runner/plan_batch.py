@@ -133,7 +133,7 @@ def _enter_states(states: StatePool, columns: Mapping[str, Tensor]) -> None:
     if "init slots" in columns:
         states.enter(columns["init slots"])
     if "resumed slots" in columns:
-        states.copy(columns["resumed rows"], columns["resumed slots"])
+        states.restore(columns["resumed rows"], columns["resumed slots"])
     if "saving slots" in columns:
         states.save(columns["saving slots"], columns["saved positions"], columns["saved rows"])
 

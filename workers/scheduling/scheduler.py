@@ -61,8 +61,7 @@ class Scheduler:
         lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`).
         choose_shape: replaces `ShapeChoice`; called once per step for the index of the shape.
         graph_capture: limits captures while requests run.
-        num_snapshots: rows of saved states in each rank's state pool, after those of the slots; None without recurrent
-            layers.
+        num_snapshots: saved states that each rank's state pool has room for; None without recurrent layers.
         """
         self._config = config
         self.cache = cache
@@ -70,8 +69,7 @@ class Scheduler:
         self._shapes = shapes
         self.shape_choice = ShapeChoice(shapes, config.num_slots)
         self.allocator = PageAllocator(num_pages)
-        first_row = config.num_slots + 1
-        snapshots = Snapshots(range(first_row, first_row + num_snapshots)) if num_snapshots is not None else None
+        snapshots = Snapshots(range(num_snapshots)) if num_snapshots is not None else None
         of_pages = (self.allocator, cache.page_size, lookahead, snapshots)
         self.prefix_cache = PrefixCache(*of_pages) if cache.prefix_cache else None
         interval = cache.state_interval

@@ -38,7 +38,7 @@ def delta_rule_chunks(
     nothing.
 
     rows     [N] rows, N >= qo_indptr[-1]
-    kept     state and conv of the chunks' slots and snapshots are written
+    kept     state and conv of the chunks' slots, and snapshots, are written
     out      [N, Hv * dv] of the model's type, last stride 1, written: the gated norm of the outputs; zeros for padding
     """
     heads, full = kept.heads, kept.state.dtype
@@ -62,7 +62,7 @@ def delta_rule_chunks(
             outputs.append(o)
             done = stop
             if stop == snapshot_at - start:
-                kept.state[entry], kept.conv[entry] = state, qkv[stop : stop + HISTORY]
+                kept.saved_state[entry], kept.saved_conv[entry] = state, qkv[stop : stop + HISTORY]
         kept.state[slot], kept.conv[slot] = state, qkv[-HISTORY:]
         out[first:end] = gated_norm(torch.cat(outputs, 1).transpose(0, 1), rows.z[first:end], weights)
     out[borders[-1] :] = 0

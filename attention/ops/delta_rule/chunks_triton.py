@@ -155,7 +155,7 @@ def _history(qkv_ptr, history_ptr, chunk_row, token, column, stride, has_history
 
 @triton.jit
 def _move_history(
-    qkv_ptr, conv_ptr, slot, entry, chunk_row, rows, snapshot, column, stride, has_history, C: tl.constexpr,
+    qkv_ptr, conv_ptr, saved_ptr, slot, entry, chunk_row, rows, snapshot, column, stride, has_history, C: tl.constexpr,
 ):  # fmt: skip
     """The last three tokens of a chunk become its slot's history, and those before the snapshot become its."""
     history_ptr = conv_ptr + slot * (3 * C)
@@ -163,7 +163,7 @@ def _move_history(
     second = _history(qkv_ptr, history_ptr, chunk_row, rows - 2, column, stride, has_history, C)
     third = _history(qkv_ptr, history_ptr, chunk_row, rows - 1, column, stride, has_history, C)
     if snapshot > 0:
-        target_ptr = conv_ptr + entry * (3 * C) + column
+        target_ptr = saved_ptr + entry * (3 * C) + column
         for i in tl.static_range(3):
             channels = _history(qkv_ptr, history_ptr, chunk_row, snapshot - 3 + i, column, stride, has_history, C)
             tl.store(target_ptr + i * C, channels)
@@ -176,7 +176,7 @@ def _move_history(
 
 @triton.jit
 def _advance(
-    qkv_ptr, x_ptr, w_ptr, u_ptr, decay_ptr, begin_ptr, state_ptr, conv_ptr,
+    qkv_ptr, x_ptr, w_ptr, u_ptr, decay_ptr, begin_ptr, state_ptr, conv_ptr, saved_state_ptr, saved_conv_ptr,
     slots_ptr, qo_ptr, starts_ptr, at_ptr, entry_ptr,
     qkv_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr,
@@ -214,17 +214,39 @@ def _advance(
             added *= tl.where(live, tl.exp(last - decay) * norm_factors(k), 0.0)[:, None]
             state = tl.exp(last) * state + dot(tl.trans(k), added.to(k.dtype))
             if first + count == snapshot:
-                tl.store(state_ptr + entry * (HV * DK * DV) + of_head, state)
+                tl.store(saved_state_ptr + entry * (HV * DK * DV) + of_head, state)
         tl.store(state_ptr + slot * (HV * DK * DV) + of_head, state)
         snapshot = tl.where(snapshot <= rows, snapshot, 0)
         _move_history(
-            qkv_ptr, conv_ptr, slot, entry, chunk_row, rows, snapshot, 2 * KEYS + h * DV + e, qkv_stride, start > 0, C
+            qkv_ptr,
+            conv_ptr,
+            saved_conv_ptr,
+            slot,
+            entry,
+            chunk_row,
+            rows,
+            snapshot,
+            2 * KEYS + h * DV + e,
+            qkv_stride,
+            start > 0,
+            C,
         )
         if (part == 0) & (h == key_head * (HV // HK)):
             for keys in tl.static_range(2):
                 column = keys * KEYS + key_head * DK + d
                 _move_history(
-                    qkv_ptr, conv_ptr, slot, entry, chunk_row, rows, snapshot, column, qkv_stride, start > 0, C
+                    qkv_ptr,
+                    conv_ptr,
+                    saved_conv_ptr,
+                    slot,
+                    entry,
+                    chunk_row,
+                    rows,
+                    snapshot,
+                    column,
+                    qkv_stride,
+                    start > 0,
+                    C,
                 )
 
 
@@ -315,7 +337,7 @@ def delta_rule_chunks(
         **sizes, num_warps=tiles.solve, num_stages=1,
     )  # fmt: skip
     _advance[(heads.value_heads, heads.value_dim // tiles.part, num_chunks)](
-        rows.qkv, x, w, u, decay, begin, kept.state, kept.conv,
+        rows.qkv, x, w, u, decay, begin, kept.state, kept.conv, kept.saved_state, kept.saved_conv,
         tables.slots, *of_chunks, tables.snapshot_entry, rows.qkv.stride(0),
         **sizes, PART=tiles.part, num_warps=tiles.advance, num_stages=2,
     )  # fmt: skip

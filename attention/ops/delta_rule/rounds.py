@@ -41,13 +41,13 @@ def delta_rule_rounds(
     """Outputs of B requests of R rows each, whose states advance by the committed rows alone.
 
     1. Replay: the recurrence over a slot's `count` committed rows in float32. The new state is written once; where it
-       passes `snapshot_at`, it is also written to `snapshot_entry`, with its convolution's history.
+       passes `snapshot_at`, it also becomes snapshot `snapshot_entry`, with its convolution's history.
     2. The new rows: each sees the replayed state, its ancestors and itself, as if the recurrence had run along its own
        path. They change no state. They become the slot's pending rows.
 
     rows     [B * R] rows, those of a request side by side, by node
-    kept     state, conv (of snapshots alone) and pending are written; committed, conv and count of slots are not:
-             `commit_rows` writes them after the pass
+    kept     state, pending and snapshots are written; committed, conv and count are not: `commit_rows` writes them
+             after the pass
     out      [B * R, Hv * dv] of the model's type, last stride 1, written: the gated norm of the outputs
     """
     batch, width = tables.mask.shape
@@ -89,7 +89,7 @@ def _replay(
         # by selection: what stands after the committed rows may be NaN
         for j in ((passed == i) & (i <= count)).nonzero().flatten().tolist():
             entry = tables.snapshot_entry[tables.slots[j]]
-            kept.state[entry], kept.conv[entry] = state[j], seen[j, i : i + HISTORY]
+            kept.saved_state[entry], kept.saved_conv[entry] = state[j], seen[j, i : i + HISTORY]
         if i < path:
             then = advanced(state, k[:, i], v[:, i], g[:, i], beta[:, i])
             state = torch.where((i < count)[:, None, None, None], then, state)

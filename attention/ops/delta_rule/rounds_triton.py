@@ -67,7 +67,7 @@ def _keep_history(target_ptr, first, column, conv_ptr, committed_ptr, C: tl.cons
 @triton.jit(do_not_specialize=["mask_stride"])
 def _delta_round(
     qkv_ptr, z_ptr, b_ptr, a_ptr, out_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr,
-    state_ptr, conv_ptr, pending_ptr, committed_ptr, count_ptr,
+    state_ptr, conv_ptr, pending_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, count_ptr,
     slots_ptr, prefix_ptr, mask_ptr, at_ptr, entry_ptr, mask_stride,
     qkv_stride, z_stride, b_stride, a_stride, out_stride, scale_eps,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr,
@@ -154,15 +154,15 @@ def _delta_round(
             until = tl.sum(tl.where(r < passed, g, 0.0), 0)
             some = tl.where(r < passed, tl.exp(until - decay) * k_scale, 0.0)[:, None]
             kept = tl.exp(until) * state + product_with_columns(keys, some * added)
-            tl.store(state_ptr + entry * (HV * DK * DV) + of_part + part * PART, kept)
-            _keep_history(conv_ptr + entry * (3 * C), passed, v_column, conv_ptr_of_slot, committed_ptr, C, R)
+            tl.store(saved_state_ptr + entry * (HV * DK * DV) + of_part + part * PART, kept)
+            _keep_history(saved_conv_ptr + entry * (3 * C), passed, v_column, conv_ptr_of_slot, committed_ptr, C, R)
         if count > 0:
             state = tl.exp(all_decay) * state + product_with_columns(keys, adds * added)
             tl.store(own_state_ptr + of_part + part * PART, state)
     if due & (h == key_head * (HV // HK)):
         for i in tl.static_range(2):
             column = i * KEYS + key_head * DK + d
-            _keep_history(conv_ptr + entry * (3 * C), passed, column, conv_ptr_of_slot, committed_ptr, C, R)
+            _keep_history(saved_conv_ptr + entry * (3 * C), passed, column, conv_ptr_of_slot, committed_ptr, C, R)
 
     # 4. The gated norm.
     o = tl.reshape(o, (ROWS, DV)) * norm_factors(q)[:, None] * DK**-0.5
@@ -205,7 +205,7 @@ def delta_rule_rounds(
     part, warps = round_tiles(tile, heads.value_dim, heads.value_heads * batch)
     _delta_round[(heads.value_heads, batch)](
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
-        kept.state, kept.conv, kept.pending, kept.committed, kept.count,
+        kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
         tables.slots, tables.prefix_len, tables.mask, tables.snapshot_at, tables.snapshot_entry, tables.mask.stride(0),
         rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0), out.stride(0), weights.eps,
         WIDTH=width, ROWS=tile, PENDING=kept.pending.shape[1], PATH=path, HK=heads.key_heads,

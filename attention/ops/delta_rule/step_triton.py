@@ -64,8 +64,8 @@ def _replayed(
 
 @triton.jit
 def _advanced(
-    slot, count, h, request, state_ptr, conv_ptr, committed_ptr, weight_ptr, a_log, dt_bias,
-    prefix_ptr, at_ptr, entry_ptr,
+    slot, count, h, request, state_ptr, conv_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, weight_ptr,
+    a_log, dt_bias, prefix_ptr, at_ptr, entry_ptr,
     KEYS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -87,10 +87,10 @@ def _advanced(
         tl.extra.cuda.gdc_wait()
     if due:
         entry = tl.load(entry_ptr + slot)
-        tl.store(state_ptr + entry * (HV * DK * DV) + place, state)
+        tl.store(saved_state_ptr + entry * (HV * DK * DV) + place, state)
         for i in tl.static_range(3):
             source = before(passed + i, history_ptr, committed_ptr, C, R)
-            target = conv_ptr + entry * (3 * C) + i * C
+            target = saved_conv_ptr + entry * (3 * C) + i * C
             tl.store(target + v_column, tl.load(source + v_column))
             if h == key_head * (HV // HK):
                 tl.store(target + q_column, tl.load(source + q_column))
@@ -107,7 +107,7 @@ def _advanced(
 @triton.jit
 def _delta_step(
     qkv_ptr, z_ptr, b_ptr, a_ptr, out_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr,
-    state_ptr, conv_ptr, pending_ptr, committed_ptr, count_ptr,
+    state_ptr, conv_ptr, pending_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, count_ptr,
     slots_ptr, prefix_ptr, at_ptr, entry_ptr,
     qkv_stride, z_stride, b_stride, a_stride, out_stride, scale_eps,
     PENDING: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr,
@@ -123,8 +123,8 @@ def _delta_step(
     count = tl.load(count_ptr + slot)
     a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_bias_ptr + h).to(tl.float32)
     state = _advanced(
-        slot, count, h, request, state_ptr, conv_ptr, committed_ptr, weight_ptr, a_log, dt_bias,
-        prefix_ptr, at_ptr, entry_ptr, KEYS, C, R, PATH, HK, HV, DK, DV, PDL,
+        slot, count, h, request, state_ptr, conv_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, weight_ptr,
+        a_log, dt_bias, prefix_ptr, at_ptr, entry_ptr, KEYS, C, R, PATH, HK, HV, DK, DV, PDL,
     )  # fmt: skip
 
     key_head = h // (HV // HK)
@@ -176,7 +176,7 @@ def delta_rule_rounds(
     assert all(each.is_contiguous() for each in (kept.state, kept.conv, kept.pending, kept.committed))
     _delta_step[(heads.value_heads, batch)](
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
-        kept.state, kept.conv, kept.pending, kept.committed, kept.count,
+        kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
         tables.slots, tables.prefix_len, tables.snapshot_at, tables.snapshot_entry,
         rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0), out.stride(0), weights.eps,
         PENDING=kept.pending.shape[1], PATH=kept.committed.shape[1], HK=heads.key_heads, HV=heads.value_heads,

@@ -53,19 +53,22 @@ class LayerState:
     conv: Tensor
     pending: Tensor
     committed: Tensor
+    saved_state: Tensor
+    saved_conv: Tensor
     count: Tensor
 
 
 @dataclass(frozen=True)
 class DeltaState:
-    """What L layers keep of S slots, the padding slot S, and of snapshots. Memory index: 0 .. S-1 are the slots, S is
-    the padding slot, later ones are snapshots; "entries" are all of them.
+    """What L layers keep of S slots, of the padding slot S, and of N snapshots.
 
-    state:     [L, entries, Hv, dk, dv] float32, after all tokens but the committed rows.
-    conv:      [L, entries, 3, C] of the model's type: the channels of the last three tokens that `state` has seen,
+    state:     [L, S + 1, Hv, dk, dv] float32, after all tokens but the committed rows.
+    conv:      [L, S + 1, 3, C] of the model's type: the channels of the last three tokens that `state` has seen,
                the newest last; zeros before the first token.
     pending:   [L, S + 1, W, row_size] of the model's type: the rows of the last round, as many as the widest has.
     committed: [L, S + 1, P, row_size], the accepted rows after `state`; P = nodes of the longest path.
+    saved_state: [L, N, Hv, dk, dv] float32 or bfloat16, snapshots of `state`.
+    saved_conv:  [L, N, 3, C], of `conv`.
     count:     [S + 1] int32, committed rows of each slot, the same for all layers; always 0 for the padding slot.
 
     Invariant between steps: `state` of slot s is that after seq_len[s] - count[s] tokens; the tokens after it are
@@ -77,6 +80,8 @@ class DeltaState:
     conv: Tensor
     pending: Tensor
     committed: Tensor
+    saved_state: Tensor
+    saved_conv: Tensor
     count: Tensor
 
     @staticmethod
@@ -89,18 +94,20 @@ class DeltaState:
         path: int,
         dtype: torch.dtype,
         device: torch.device,
+        saved_dtype: torch.dtype = torch.float32,
     ) -> "DeltaState":
         """State of `slots` empty slots. rows: W. path: P. dtype: of rows; the state's is float32 (float64 with
-        float64, for tests)."""
+        float64, for tests). saved_dtype: of the states of snapshots."""
         assert path <= rows <= MAX_ROWS
-        shapes = state_shapes(heads, rows, path)
-        entries = {"state": slots + 1 + snapshots, "conv": slots + 1 + snapshots}
         full = torch.float64 if dtype is torch.float64 else torch.float32
+        dtypes = {"state": full, "saved_state": full if full is torch.float64 else saved_dtype}
+        shapes = state_shapes(heads, rows, path)
+        saved = {f"saved_{name}": shapes[name] for name in ("state", "conv")}
+        sizes = {name: (slots + 1, *shape) for name, shape in shapes.items()}
+        sizes |= {name: (snapshots, *shape) for name, shape in saved.items()}
         tensors = {
-            name: torch.zeros(
-                (layers, entries.get(name, slots + 1), *shape), dtype=full if name == "state" else dtype, device=device
-            )
-            for name, shape in shapes.items()
+            name: torch.zeros((layers, *size), dtype=dtypes.get(name, dtype), device=device)
+            for name, size in sizes.items()
         }
         return DeltaState(heads, **tensors, count=torch.zeros(slots + 1, dtype=torch.int32, device=device))
 
@@ -110,10 +117,8 @@ class DeltaState:
 
     def layer(self, index: int) -> LayerState:
         """Views of one layer."""
-        state, conv, pending, committed = (
-            each[index] for each in (self.state, self.conv, self.pending, self.committed)
-        )
-        return LayerState(self.heads, state, conv, pending, committed, self.count)
+        names = ("state", "conv", "pending", "committed", "saved_state", "saved_conv")
+        return LayerState(self.heads, **{name: getattr(self, name)[index] for name in names}, count=self.count)
 
 
 KERNEL_DIMS = (16, 32, 64, 128)  # dk and dv
@@ -127,7 +132,7 @@ def fits_kernels(kept: LayerState) -> bool:
 
 
 def state_shapes(heads: DeltaHeads, rows: int, path: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of `DeltaState`'s tensors, for one layer and entry."""
+    """Shapes of `DeltaState`'s tensors, for one layer and slot."""
     return {
         "state": (heads.value_heads, heads.key_dim, heads.value_dim),
         "conv": (HISTORY, heads.channels),
@@ -186,7 +191,7 @@ class RoundTables:
     mask:         [B, R] int64, bit j of row i: node j is i or an ancestor of i. Bit 0 and bit i are set, bits above i
                   are not; R <= 63 and at most W.
     snapshot_at:  [S + 1] int32, by slot: the state after exactly so many tokens is kept; -1 for none.
-    snapshot_entry: [S + 1] int64, by slot: the memory index that it is kept at.
+    snapshot_entry: [S + 1] int64, by slot: the snapshot that it becomes.
     """
 
     slots: Tensor
@@ -206,7 +211,7 @@ class ChunkTables:
     starts:       [N_c] int32, the position of each chunk's first row.
     snapshot_at:  [N_c] int32, a position with starts < snapshot_at <= starts + rows: the state after exactly so many
                   tokens is kept; -1 for none.
-    snapshot_entry: [N_c] int64, the memory index that it is kept at.
+    snapshot_entry: [N_c] int64, the snapshot that it becomes.
     """
 
     slots: Tensor

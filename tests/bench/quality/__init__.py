@@ -1,5 +1,6 @@
 """What a running server answers: GSM8K's accuracy, acceptance length, and equality with speculation off.
 
 gsm8k           the client
+saved_states    texts of a hybrid whose saved states are rounded
 word_problems   questions of GSM8K's form, made from a seed
 """
