@@ -1,7 +1,9 @@
 """KV pages and their contents.
 
 page_allocator   free list and reference counts of pages (pure Python)
-prefix_cache     finds pages and states of earlier prompts with the same beginning, and evicts (pure Python)
+spoilt_pages     pages that may hold NaN, zeroed before their next owner
+prefix_cache     finds pages and states of earlier prompts with the same beginning (pure Python)
+eviction         which of its pages go first
 radix_node       a node of its tree
 snapshots        rows with states of recurrent layers, and their eviction (pure Python)
 prefix_digests   names of prompt beginnings, which engines advertise (pure Python)

@@ -67,6 +67,8 @@ class Scheduler:
         self.cache = cache
         self._clock = clock
         self._shapes = shapes
+        self.num_slots = config.num_slots  # maximum number of running requests
+        self.num_draft_tokens = shapes.num_draft_tokens  # per speculative round; 0 without a draft
         self.shape_choice = ShapeChoice(shapes, config.num_slots)
         self.allocator = PageAllocator(num_pages)
         snapshots = Snapshots(range(num_snapshots)) if num_snapshots is not None else None
@@ -111,16 +113,6 @@ class Scheduler:
 
     def _use_budget(self, budget: LatencyBudget) -> None:
         self._prefill.budget = self.admission.budget = budget
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens drafted per speculative round; 0 without a draft."""
-        return self._shapes.num_draft_tokens
-
-    @property
-    def num_slots(self) -> int:
-        """Maximum number of running requests."""
-        return self._config.num_slots
 
     @property
     def num_running(self) -> int:
@@ -296,8 +288,8 @@ class Scheduler:
 
     def _plan_capture(self) -> StepPlan:
         """Return a plan to capture a graph: with nothing in flight, and nothing planned before its result."""
-        nobody = np.empty(0, np.int64)
-        self._in_flight.append(InFlightStep(self._next_step, [], nobody, nobody, 0, 0, nobody, "", []))
+        none = np.empty(0, np.int64)
+        self._in_flight.append(InFlightStep(self._next_step, [], none, none, 0, 0, none, "", []))
         self.captures.in_flight = True
         self._next_step += 1
         return StepPlan(self.epoch, self._next_step - 1, b"", 0, 0, capture=True)

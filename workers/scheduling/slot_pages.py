@@ -9,15 +9,15 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from attention.kv_cache.page_allocator import PageAllocator
+from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
 from attention.kv_cache.prefix_cache import Match, PrefixCache
+from attention.kv_cache.spoilt_pages import SpoiltPages
 from workers.config import RoundShape
 from workers.scheduling.plan import pack_i32
 from workers.scheduling.state_saves import StateSaves
 
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int64]
-DUMMY_PAGE = 0  # receives writes that are never read
 
 
 class SlotPages:
@@ -74,16 +74,14 @@ class SlotPages:
         self.pages: list[list[int]] = [[] for _ in range(num_slots)]
         self._free_slots = list(range(num_slots))  # heap: the lowest slot first
         self._updates: dict[tuple[int, int], int] = {}  # (slot, index in its table) -> page
-        self._spoilt: set[int] = set()  # pages that may hold NaN: zeroed before the next owner
-        self._cleared: list[int] = []  # by the next plan
+        self.spoilt = SpoiltPages()
 
     def reset(self) -> None:
         """Free all slots and pages and empty the prefix cache, with the ranks' memory."""
         for slot in np.flatnonzero(self.user >= 0).tolist():
             self._clear(slot)
         self._updates.clear()
-        self._spoilt.clear()
-        self._cleared.clear()
+        self.spoilt.reset()
         self.allocator.reset()
         if self.cache is not None:
             self.cache.reset()
@@ -229,15 +227,12 @@ class SlotPages:
 
     def spoil(self, slot: int, tokens: npt.NDArray[np.int32], salt: bytes) -> None:
         """The KV of `tokens` may hold NaN: drop it from the prefix cache, and zero its pages before they get another
-        owner.
+        owner (`SpoiltPages`).
 
         slot: the request's slot; -1 if it has none.
         """
-        if self.cache is not None:
-            self._spoilt.update(self.cache.forget(tokens, salt))
-        if slot >= 0:
-            self._spoilt.update(self.pages[slot])
-        self._cleared.append(DUMMY_PAGE)  # the request's drafts may have been written there
+        cached = self.cache.forget(tokens, salt) if self.cache is not None else []
+        self.spoilt.add(cached + (self.pages[slot] if slot >= 0 else []))
 
     def save_states(self, slots: Slots, margin: int) -> bytes:
         """The states that the plan saves, as `StepPlan.saved_states`, which has rounds of `slots` that are not counted
@@ -249,7 +244,7 @@ class SlotPages:
 
     def take_cleared(self) -> bytes:
         """Return the pages that the next plan zeroes, as `StepPlan.cleared_pages`."""
-        cleared, self._cleared = self._cleared, []
+        cleared = self.spoilt.take()
         return pack_i32(cleared) if cleared else b""
 
     def take_updates(self) -> bytes:
@@ -282,10 +277,7 @@ class SlotPages:
 
     def _allocate(self, count: int) -> list[int]:
         pages = self.allocator.allocate(count)
-        if self._spoilt:
-            spoilt = self._spoilt.intersection(pages)
-            self._cleared += sorted(spoilt)
-            self._spoilt -= spoilt
+        self.spoilt.allocated(pages)
         return pages
 
     def _extend(self, slot: int, pages: list[int]) -> None:
@@ -297,14 +289,9 @@ class SlotPages:
 
     def _clear(self, slot: int) -> None:
         self.num_changes += 1
-        for lengths in (self.committed, self.num_tokens, self.max_len):
-            lengths[slot] = 0
-        for counts in (self.max_pending, self.min_pending, self.num_pages):
-            counts[slot] = 0
-        self.decoding[slot] = False
-        self.speculative[slot] = False
-        self.rare_sampling[slot] = False
-        self.drafted[slot] = 0
+        lengths = (self.committed, self.num_tokens, self.max_len, self.max_pending, self.min_pending, self.num_pages)
+        for values in (*lengths, self.decoding, self.speculative, self.rare_sampling, self.drafted):
+            values[slot] = 0
         self.user[slot] = -1
         self.pages[slot] = []
         heapq.heappush(self._free_slots, slot)

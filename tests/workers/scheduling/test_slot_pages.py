@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from attention.kv_cache.page_allocator import PageAllocator
+from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
 from attention.kv_cache.prefix_cache import Match, PrefixCache
 from workers.scheduling.plan import unpack_i32
-from workers.scheduling.slot_pages import DUMMY_PAGE, SlotPages
+from workers.scheduling.slot_pages import SlotPages
 
 PAGE = 4
 TOKENS = np.arange(100, 100 + 3 * PAGE, dtype=np.int32)

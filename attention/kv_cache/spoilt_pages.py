@@ -1,0 +1,37 @@
+"""Pages that may hold NaN, and must be zeroed before another request gets them. Used by the scheduler.
+
+Masked attention multiplies unread positions by 0, and 0 * NaN is NaN: a page with NaN would hurt its next owner.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from attention.kv_cache.page_allocator import DUMMY_PAGE
+
+
+class SpoiltPages:
+    """Pages to zero once they are allocated again, and those that the next plan zeroes."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all; the ranks' memory is new."""
+        self.pages: set[int] = set()
+        self._to_clear: list[int] = []
+
+    def add(self, pages: Iterable[int]) -> None:
+        """A request computed NaN and may have written it to `pages`, and its drafts' KV to the dummy page."""
+        self.pages.update(pages)
+        self._to_clear.append(DUMMY_PAGE)
+
+    def allocated(self, pages: Sequence[int]) -> None:
+        """`pages` get another owner in the next plan, which zeroes those that are spoilt."""
+        if self.pages:
+            spoilt = self.pages.intersection(pages)
+            self._to_clear += sorted(spoilt)
+            self.pages -= spoilt
+
+    def take(self) -> list[int]:
+        """Return the pages that the next plan zeroes, and forget them."""
+        cleared, self._to_clear = self._to_clear, []
+        return cleared
