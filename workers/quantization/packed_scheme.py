@@ -1,0 +1,75 @@
+"""`PackedScheme`: how a checkpoint stores one matrix of few bits. A scheme cuts and reads the tensors of a matrix; the
+methods of layers (`packed_linear`, `packed_experts`) hold them until `finish`, then build a `PackedWeight`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.layers.linear_method import Part
+from workers.ops.packed.weight import Code
+from workers.span import Span
+
+
+@dataclass(frozen=True)
+class MatrixCodes:
+    """A matrix as `workers.ops.packed.weight.pack` takes it.
+
+    codes: uint8 [rows, columns], one code each.
+    scales: [rows, columns / group].
+    zeros: as scales, or None.
+    row_scale: float32 [rows], or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    row_scale: Tensor | None = None
+
+
+class PackedScheme(ABC):
+    """A plain value.
+
+    code: see `PackedWeight`.
+    group: inputs that share a scale; None for a scale per output.
+    kinds: the tensors of a matrix, as last components of names.
+    unused: tensors that a checkpoint may have, and which change nothing here.
+    """
+
+    code: Code
+    group: int | None
+    kinds: tuple[str, ...]
+    unused: tuple[str, ...] = ()
+
+    @abstractmethod
+    def storage(self, part: Part) -> dict[str, Tensor]:
+        """Allocate this rank's share of a matrix, by kind. A rank holds whole groups: `widened`.
+
+        Raises ValueError if the matrix has no such form.
+        """
+
+    @abstractmethod
+    def copy(self, kind: str, part: Part, full: Tensor, out: Tensor) -> None:
+        """Copy this rank's share of `full`, the checkpoint's tensor of `kind`, to `out`, which `storage` made.
+
+        Raises WrongTensorError for a wrong shape or dtype.
+        """
+
+    @abstractmethod
+    def read(self, stored: Mapping[str, Tensor]) -> MatrixCodes:
+        """Return the matrix, columns `widened`. stored: what `copy` filled, by kind. Raises ValueError for scales that
+        are no numbers."""
+
+    @abstractmethod
+    def dummy(self, stored: Mapping[str, Tensor], fan_in: int, generator: torch.Generator) -> None:
+        """Fill what `storage` made with random codes of which a product is as large as its inputs."""
+
+    def widened(self, columns: Span) -> Span:
+        """Return `columns` with the rest of the groups that the borders of ranks cut. A rank's inputs there must be
+        zero."""
+        if self.group is None:
+            return columns
+        first, end = columns.first // self.group, -(-columns.end // self.group)
+        return Span(first * self.group, end * self.group, columns.total)
