@@ -13,6 +13,7 @@ from workers.layers.linear import rank_span
 from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
+from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.experts.grouped import experts_one_by_one, grouped_experts, numbered_here
 from workers.ops.experts.route import RouterLogits
 from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
@@ -33,6 +34,7 @@ class ExpertsShape:
     down: down_proj of one expert.
     num_shared: shared experts that may be joined; every row uses them.
     experts_per_token: routed experts per row, over all ranks.
+    biased: every matrix has a bias.
     """
 
     held: Span
@@ -40,6 +42,8 @@ class ExpertsShape:
     down: LinearShape
     num_shared: int = 0
     experts_per_token: int = 1
+    activation: GatedActivation = SWIGLU
+    biased: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -91,6 +95,10 @@ class ExpertsMethod(nn.Module, ABC):
         expert: index on this rank.
         Raises WrongTensorError for a wrong shape or dtype.
         """
+
+    def fill_missing(self, kind: str) -> bool:
+        """See `workers.layers.weighted.WeightedModule.fill_missing`."""
+        return False
 
     @abstractmethod
     def fill_dummy(self, generator: torch.Generator) -> None:
@@ -223,9 +231,12 @@ class Experts(WeightedModule):
         experts_per_token: int,
         num_shared: int = 0,
         whole: bool = False,
+        activation: GatedActivation = SWIGLU,
+        biased: bool = False,
     ) -> None:
         """width: intermediate size of an expert in the model.
         num_shared: experts that may be joined.
+        biased: every matrix has a bias.
         whole: this rank holds some whole experts; else a slice of each expert.
         """
         super().__init__()
@@ -240,6 +251,8 @@ class Experts(WeightedModule):
             LinearShape.stacked([("down_proj", hidden)], span),
             num_shared,
             experts_per_token,
+            activation,
+            biased,
         )
         self.method = UnquantizedExperts(self.shape)
 
@@ -258,6 +271,9 @@ class Experts(WeightedModule):
         held = self.shape.held
         if held.first <= key.expert < held.end:
             self.method.load(key.kind, key.expert - held.first, part, full)
+
+    def fill_missing(self, key: WeightKey) -> bool:
+        return self.method.fill_missing(key.kind)
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         self.method.fill_dummy(generator)

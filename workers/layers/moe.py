@@ -10,6 +10,7 @@ from workers.layers.mlp import GatedMLP
 from workers.layers.routing import Router
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.ops.activation import sigmoid_mul
+from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
@@ -23,6 +24,7 @@ class MixtureOfExperts(FeedForward, WeightedModule):
         those that chose its experts, and the parts are summed. The shared experts' MLP is cut along its width in any
         case.
         Their weight is 1, or the sigmoid of the router's last logit (`Routing.shared_gate`).
+    activation, biased_experts: of the routed experts.
     """
 
     def __init__(
@@ -33,6 +35,8 @@ class MixtureOfExperts(FeedForward, WeightedModule):
         group: TPGroup,
         shared_width: int = 0,
         whole_experts: bool = False,
+        activation: GatedActivation = SWIGLU,
+        biased_experts: bool = False,
     ) -> None:
         super().__init__()
         self.group = group
@@ -40,7 +44,15 @@ class MixtureOfExperts(FeedForward, WeightedModule):
         whole = whole_experts and group.size > 1
         num_shared = 0 if whole or shared_width % width else shared_width // width
         self.experts = Experts(
-            routing.num_experts, hidden_size, width, group, routing.experts_per_token, num_shared, whole
+            routing.num_experts,
+            hidden_size,
+            width,
+            group,
+            routing.experts_per_token,
+            num_shared,
+            whole,
+            activation,
+            biased_experts,
         )
         self.shared_experts = GatedMLP(hidden_size, shared_width, group) if shared_width else None
 

@@ -7,4 +7,6 @@ channel_fp8    FP8 with a scale per output, of compressed-tensors
 fp8_quant      what both share: which layers; fp8_weight: loading, dummy weights, dequantisation
 fp8_linear     a linear layer that keeps its weight in FP8 if the GPU multiplies it
 fp8_experts    the same for stacked experts
+fp4            4-bit floats: MXFP4 and NVFP4; fp4_scheme: their tensors
+packed_scheme  how a checkpoint stores a matrix of few bits; packed_linear, packed_experts: layers of such matrices
 """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.layers.linear_method import Part
-from workers.ops.packed.weight import Code
+from workers.ops.packed.weight import Code, PackedWeight, pack
 from workers.span import Span
 
 
@@ -73,3 +73,31 @@ class PackedScheme(ABC):
             return columns
         first, end = columns.first // self.group, -(-columns.end // self.group)
         return Span(first * self.group, end * self.group, columns.total)
+
+
+def with_rows(matrix: MatrixCodes, first: int, num_rows: int) -> MatrixCodes:
+    """Return `matrix` from row `first` of `num_rows`; the other rows are zero, because their scales are."""
+
+    def padded(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.shape[0] == num_rows:
+            return tensor
+        whole = tensor.new_zeros((num_rows, *tensor.shape[1:]))
+        whole[first : first + tensor.shape[0]].copy_(tensor)
+        return whole
+
+    codes, scales = padded(matrix.codes), padded(matrix.scales)
+    assert codes is not None and scales is not None
+    return MatrixCodes(codes, scales, padded(matrix.zeros), padded(matrix.row_scale))
+
+
+def packed_below(matrices: list[MatrixCodes], scheme: PackedScheme) -> PackedWeight:
+    """Pack matrices below each other."""
+
+    def joined(tensors: list[Tensor | None]) -> Tensor | None:
+        given = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(given) if given else None
+
+    codes = torch.cat([matrix.codes for matrix in matrices])
+    scales = torch.cat([matrix.scales for matrix in matrices])
+    zeros, row_scale = joined([each.zeros for each in matrices]), joined([each.row_scale for each in matrices])
+    return pack(codes, scales, zeros, row_scale, scheme.group or codes.shape[1], scheme.code)

@@ -8,16 +8,24 @@ from typing import Any
 
 from workers.quantization.block_fp8 import read_block_fp8
 from workers.quantization.channel_fp8 import read_channel_fp8
+from workers.quantization.fp4 import read_compressed_fp4, read_modelopt, read_mxfp4
 from workers.quantization.quant_method import QuantMethod, Unquantized
 
 # From quantization_config and what it is of, for errors.
 QuantReader = Callable[[Mapping[str, Any], str], QuantMethod]
 
 
+def read_compressed_tensors(quantization: Mapping[str, Any], source: str) -> QuantMethod:
+    """See `QuantReader`."""
+    return read_compressed_fp4(quantization, source) or read_channel_fp8(quantization, source)
+
+
 # By quantization_config.quant_method.
 QUANT_METHODS: dict[str, QuantReader] = {
     "fp8": read_block_fp8,
-    "compressed-tensors": read_channel_fp8,
+    "compressed-tensors": read_compressed_tensors,
+    "modelopt": read_modelopt,
+    "mxfp4": read_mxfp4,
 }
 
 

@@ -222,11 +222,13 @@ def test_speculation_changes_no_token(tmp_path: Path) -> None:
     check_speculation(tmp_path, target)
 
 
-def check_speculation(folder: Path, target: Path) -> None:
+def check_speculation(folder: Path, target: Path, plain: Path | None = None) -> None:
     """Chains and trees of a head that guesses well, on two ranks too, and of one that does not, answer as the target
-    alone does."""
-    eagle = make_eagle(folder / "eagle", target, copying=True)
-    eagle3 = make_eagle3(folder / "eagle3", target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+    alone does. plain: the target without quantisation, for which heads are made."""
+    eagle = make_eagle(folder / "eagle", plain or target, copying=True)
+    eagle3 = make_eagle3(
+        folder / "eagle3", plain or target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    )
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 41, 18, 60, 9)]
     pair, greedy = Pair(target, eagle, eagle3, prompts), SamplingParams(16, 0.0)
@@ -236,11 +238,11 @@ def check_speculation(folder: Path, target: Path) -> None:
             requests = engine.generate(pair.prompts, greedy, 3)
         return [r.output for r in requests], sum(k * n for r in requests for k, n in enumerate(r.acceptance_histogram))
 
-    plain, _ = answers(None)
+    alone, _ = answers(None)
     other = SpeculativeConfig(str(eagle3), "eagle3", 3, 4, 12)
     for speculative, ranks in ((pair.chain(), 1), (pair.tree(), 1), (pair.tree(), 2), (other, 1)):
         outputs, accepted = answers(speculative, ranks)
-        assert outputs == plain
+        assert outputs == alone
         assert accepted > 10 or speculative.method == "eagle3"  # equality means little where nothing is accepted
 
 

@@ -2,4 +2,5 @@
 
 weight    `PackedWeight`: `pack` builds one from a checkpoint's codes, `dequantize` is the reference
 product   y = x W^T + b
+experts   the weighted sum of each row's experts
 """

@@ -1,0 +1,153 @@
+"""Stacked experts whose weights have few bits: held as the checkpoint stores them until `finish`, then packed expert by
+expert."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from workers.layers.experts import ExpertsMethod, ExpertsShape
+from workers.layers.linear_method import Part, check_plain
+from workers.layers.weighted import check_shape
+from workers.ops.experts.route import RouterLogits
+from workers.ops.fp8.rows import Fp8Rows
+from workers.ops.gemm.workspace import GEMMOptions
+from workers.ops.packed.experts import PackedExpertWeights, packed_expert_products
+from workers.ops.packed.weight import TILE, PackedWeight
+from workers.quantization.packed_scheme import MatrixCodes, PackedScheme, packed_below, with_rows
+
+BIAS = "bias"
+
+
+class PackedExperts(ExpertsMethod):
+    """stored: of all experts, by part and kind; empty after `finish`.
+    biases: [experts, rows] of each part on this rank, in the model's dtype; empty without.
+
+    A rank holds whole groups of the down projection, and a width that is a multiple of 64. Beside its own gate and up
+    rows there are zeros, so that inner activations there are zero.
+    """
+
+    def __init__(self, shape: ExpertsShape, scheme: PackedScheme) -> None:
+        super().__init__(shape)
+        self.scheme, self._dtype = scheme, torch.get_default_dtype()
+        self.kinds = (*scheme.kinds, *scheme.unused, *((BIAS,) if shape.biased else ()))
+        self.stored = nn.ParameterDict(
+            {
+                _key(part, kind): _parameter(one.expand(shape.num_experts, *one.shape).contiguous())
+                for part in shape.parts
+                for kind, one in scheme.storage(part).items()
+            }
+        )
+        self.biases = nn.ParameterDict(
+            {
+                part.name: _parameter(torch.empty(shape.num_experts, part.rows.size))
+                for part in shape.parts
+                if shape.biased
+            }
+        )
+        self._weights: PackedExpertWeights | None = None
+        self._options = GEMMOptions()
+
+    def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
+        if kind == BIAS:
+            check_plain(full)
+            check_shape(full, (part.rows.total,))
+            self.biases[part.name].data[expert].copy_(full[part.rows.first : part.rows.end])
+        elif kind in self.scheme.kinds:
+            self.scheme.copy(kind, part, full, self.stored[_key(part, kind)].data[expert])
+
+    def fill_missing(self, kind: str) -> bool:
+        return kind in self.scheme.unused
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        for part in self.shape.parts:
+            self.scheme.dummy(self._matrix(part), part.columns.total, generator)
+            if part.name in self.biases:
+                self.biases[part.name].data.fill_(1.0)
+
+    def finish(self, options: GEMMOptions) -> None:
+        if self._weights is not None:
+            return
+        shape, (down,) = self.shape, self.shape.down.parts
+        columns = self.scheme.widened(down.columns)
+        first, width = down.columns.first - columns.first, -(-columns.size // TILE) * TILE
+        gate_up = self._packed(shape.gate_up.parts, lambda matrix: with_rows(matrix, first, width))
+        weights = self._packed(shape.down.parts, lambda matrix: _with_columns(matrix, self.scheme.group, width))
+        gate_up_bias = down_bias = None
+        if shape.biased:
+            each = [self.biases[part.name].data.float() for part in shape.gate_up.parts]
+            gate_up_bias = torch.cat(
+                [nn.functional.pad(bias, (first, width - first - bias.shape[1])) for bias in each], 1
+            )
+            # the ranks' parts are summed
+            down_bias = self.biases[down.name].data.float() if down.columns.first == 0 else None
+        self._weights = PackedExpertWeights(
+            gate_up, weights, gate_up_bias, down_bias, shape.activation, shape.held_if_some
+        )
+        self._options, self.stored, self.biases = options, nn.ParameterDict(), nn.ParameterDict()
+
+    def _packed(self, parts: tuple[Part, ...], padded: Callable[[MatrixCodes], MatrixCodes]) -> PackedWeight:
+        """Pack expert by expert, which bounds the scratch memory."""
+        whole: PackedWeight | None = None
+        for expert in range(self.shape.num_experts):
+            matrices = [padded(self.scheme.read(self._matrix(part, expert))) for part in parts]
+            one = packed_below(matrices, self.scheme)
+            if whole is None:
+                whole = _room_for(one, self.shape.num_experts)
+            _copy(one, whole.expert(expert))
+        assert whole is not None, "there is an expert"
+        return whole
+
+    def _matrix(self, part: Part, expert: int | None = None) -> dict[str, Tensor]:
+        every = {kind: self.stored[_key(part, kind)].data for kind in self.scheme.kinds}
+        return every if expert is None else {kind: tensor[expert] for kind, tensor in every.items()}
+
+    def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        assert self._weights is not None, "call finish first"
+        return packed_expert_products(x, router, self._weights, self._options, out)
+
+
+def _key(part: Part, kind: str) -> str:
+    return f"{part.name}-{kind}"
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _with_columns(matrix: MatrixCodes, group: int | None, num_columns: int) -> MatrixCodes:
+    """Return `matrix` with `num_columns`, the last of which are of codes and scales zero: they are multiplied by
+    zeros."""
+    num_groups = 1 if group is None else num_columns // group
+
+    def padded(tensor: Tensor, columns: int) -> Tensor:
+        return nn.functional.pad(tensor, (0, columns - tensor.shape[1]))
+
+    zeros = None if matrix.zeros is None else padded(matrix.zeros, num_groups)
+    codes, scales = padded(matrix.codes, num_columns), padded(matrix.scales, num_groups)
+    return MatrixCodes(codes, scales, zeros, matrix.row_scale)
+
+
+def _room_for(one: PackedWeight, num_experts: int) -> PackedWeight:
+    """Allocate the weights of `num_experts` experts as large as `one`."""
+
+    def room(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.new_empty((num_experts, *tensor.shape))
+
+    codes, scales = room(one.codes), room(one.scales)
+    assert codes is not None and scales is not None
+    return replace(one, codes=codes, scales=scales, zeros=room(one.zeros), row_scale=room(one.row_scale))
+
+
+def _copy(one: PackedWeight, out: PackedWeight) -> None:
+    pairs = (
+        (one.codes, out.codes),
+        (one.scales, out.scales),
+        (one.zeros, out.zeros),
+        (one.row_scale, out.row_scale),
+    )
+    for source, target in pairs:
+        if source is not None and target is not None:
+            target.copy_(source)
