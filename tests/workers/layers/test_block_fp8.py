@@ -16,6 +16,7 @@ from workers.quantization.block_fp8 import BlockFp8, read_block_fp8
 from workers.quantization.fp8_weight import FP8
 
 BLOCK = (16, 24)  # of which neither divides all sizes
+_QUANTISED = tuple(f"{each}.weight" for each in ("_proj", "_with_mqa", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"))
 
 
 def quantised(source: Path, folder: Path, block: tuple[int, int] = BLOCK, **quantization: Any) -> Path:
@@ -23,7 +24,7 @@ def quantised(source: Path, folder: Path, block: tuple[int, int] = BLOCK, **quan
     tensors, plain = load_file(str(source / "model.safetensors")), {}
     for name, weight in list(tensors.items()):
         plain[name] = weight
-        if name.endswith(("_proj.weight", "_with_mqa.weight")) and "eh_proj" not in name:
+        if name.endswith(_QUANTISED) and "eh_proj" not in name:
             shape = [-(-size // step) for size, step in zip(weight.shape, block, strict=True)]
             padded = torch.zeros(shape[0] * block[0], shape[1] * block[1])
             padded[: weight.shape[0], : weight.shape[1]] = weight

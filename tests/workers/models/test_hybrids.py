@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from attention.capability import Capability
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 from tests.support.tiny_models import make_target
+from tests.workers.layers.test_block_fp8 import quantised
 from tests.workers.models.test_targets import by_transformers, by_us
 from workers.config import ModelSource, WorkerConfig
 from workers.models.registry import family_of
@@ -39,15 +40,19 @@ def test_sizes_of_heads_are_free(tmp_path: Path, settings: dict[str, Any]) -> No
 
 
 def within_a_model_of_images(target: Path, folder: Path) -> Path:
-    """The checkpoint as Qwen publishes it: the text model's names and configuration within the whole, experts stacked,
-    a vision tower and a module for drafting beside."""
+    """The checkpoint as Qwen publishes it: the text model's names and configuration within the whole, experts stacked
+    unless they are FP8, a vision tower and a module for drafting beside."""
     config = json.loads((target / "config.json").read_text())
-    whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {"depth": 1}}
+    whole = {"vision_config": {"depth": 1}}
+    whole["architectures"] = [name.replace("CausalLM", "ConditionalGeneration") for name in config["architectures"]]
+    is_fp8 = "quantization_config" in config
+    if is_fp8:
+        whole["quantization_config"] = config.pop("quantization_config")
     tensors, stacks = {}, dict[str, dict[int, dict[str, torch.Tensor]]]()
     for name, tensor in load_file(str(target / "model.safetensors")).items():
         name = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
         layer, experts, rest = name.partition(".mlp.experts.")
-        if experts:
+        if experts and not is_fp8:
             number, part, _ = rest.split(".")
             stacks.setdefault(layer, {}).setdefault(int(number), {})[part] = tensor
         else:
@@ -68,6 +73,22 @@ def test_the_text_model_of_a_model_of_images_is_served(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", architecture="Qwen3_5Moe")
     whole = within_a_model_of_images(target, tmp_path / "whole")
     assert by_us(whole) == by_transformers(target)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5", "Qwen3_5Moe", "Qwen3Next"])
+def test_fp8_checkpoints_answer_as_their_weights_mean(tmp_path: Path, architecture: str) -> None:
+    """Blocks of weights have scales; what the published checkpoints list stays in bf16."""
+    target = make_target(tmp_path / "target", architecture=architecture)
+    is_packed = architecture == "Qwen3Next"
+    prefix = "model" if is_packed else "model.language_model"
+    left = ("linear_attn.in_proj_ba",) if is_packed else ("linear_attn.in_proj_a", "linear_attn.in_proj_b")
+    left += ("linear_attn.conv1d", "mlp.gate", "mlp.shared_expert_gate")
+    names = [f"{prefix}.layers.{i}.{module}" for i in range(4) for module in left]
+    folder = quantised(target, tmp_path / "q", modules_to_not_convert=["lm_head", f"{prefix}.embed_tokens", *names])
+    expected = by_transformers(folder / "plain")
+    served = folder if is_packed else within_a_model_of_images(folder, tmp_path / "whole")
+    assert by_us(served) == expected
+    assert by_us(served, tensor_parallel=2) == expected
 
 
 def test_a_packed_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
