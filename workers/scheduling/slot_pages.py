@@ -211,15 +211,17 @@ class SlotPages:
         if self.saves is not None:
             self.saves.inserted(slot, tokens, len(kept), self.cache_salt[slot])
 
-    def release(self, slot: int, tokens: npt.NDArray[np.int32], num_committed: int) -> None:
+    def release(self, slot: int, tokens: npt.NDArray[np.int32], num_committed: int, has_ended: bool = False) -> None:
         """Free the slot and its pages. Pages that are full below `num_committed` go to the prefix cache, and so do the
-        states at their ends."""
+        states at their ends. has_ended: on the ranks, too, where steps in flight commit nothing more of it."""
         table = self.pages[slot]
         if self.cache is not None:
             kept = self.cache.insert(tokens, table[: num_committed >> self._shift], self.cache_salt[slot])
             if self.saves is not None:
-                max_length = int(self.committed[slot] + self.max_pending[slot])
-                self.saves.leave(slot, tokens, len(kept), max_length, self.cache_salt[slot])
+                next_start, in_flight = int(self.committed[slot]), int(self.min_pending[slot])
+                max_start = next_start if has_ended or in_flight <= 1 else next_start + int(self.max_pending[slot])
+                starts = (next_start, max_start) if in_flight else None
+                self.saves.leave(slot, tokens, len(kept), starts, self.cache_salt[slot])
         self.allocator.release(table)
         self._clear(slot)
         # Its table is not read any more. It is emptied when the slot gets a new user, perhaps in the same plan.

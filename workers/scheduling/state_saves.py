@@ -5,8 +5,9 @@ A prompt's state is saved
 - at the last page border before its end, where the same prompt resumes;
 - at a fork: where the text of another prompt has left it, so that the next one resumes there;
 - at the ends of chunks, every `PROMPT_INTERVALS` intervals, as long as rows are free.
-An answer's state is saved once an interval, each time into the same row. So the next turn of a conversation resumes
-near the answer's end.
+An answer's state is saved once an interval, and the one before is given up once it is certain that the new one is
+written. So the next turn of a conversation resumes near the answer's end. Where no row is free for a second one, the
+first is overwritten.
 
 Nothing is read from the device. A prompt's state is written by its chunk's step. An answer's is written by the first
 round that begins at or after its position, because rounds fold what earlier ones have accepted. Lengths on the host are
@@ -50,7 +51,8 @@ class StateSaves:
 
     target: by slot, the position that the row of the answer is to hold next; 0 while there is none.
     folded: by slot, the length at which the newest round began whose result is known: the state has seen so much.
-    saved: by slot, the position of the state that the row surely holds; 0 for none.
+    saved: by slot, the position of the answer's state before `target`; 0 for none.
+    former: by slot, the row that still holds that state; -1: it is in the same row as `target`, until that is written.
     """
 
     def __init__(self, cache: PrefixCache, num_slots: int, interval: int) -> None:
@@ -64,6 +66,7 @@ class StateSaves:
         self.target = np.zeros(num_slots, np.int64)
         self.folded = np.zeros(num_slots, np.int64)
         self.saved = np.zeros(num_slots, np.int64)
+        self.former = np.full(num_slots, -1, np.int64)
         self._declined = np.zeros(num_slots, np.int64)  # the last target that got no row
         self._this_plan: dict[int, tuple[int, int]] = {}  # by slot, position and row of the plan being built
 
@@ -73,6 +76,7 @@ class StateSaves:
         self._this_plan.clear()
         for numbers in (self.target, self.folded, self.saved, self._declined):
             numbers[:] = 0
+        self.former[:] = -1
 
     def enter(self, slot: int, match: Match, num_tokens: int) -> None:
         """A request of `num_tokens` prompt tokens has a slot; match: what the cache had."""
@@ -128,13 +132,19 @@ class StateSaves:
         """The plan has a round of `slots`, the state of which has seen at most `lengths` tokens when it ends. margin:
         tokens before a position at which it is planned, at least as many as a round emits."""
         following = (lengths // self.interval + 1) * self.interval
-        is_due = (following - lengths <= margin) & (self.target[slots] != following)
-        is_due &= (self.target[slots] <= self.folded[slots]) & (self._declined[slots] != following)
+        is_written = self.target[slots] <= self.folded[slots]
+        for slot in slots[is_written & (self.former[slots] >= 0)].tolist():
+            self._snapshots.give_back(int(self.former[slot]))
+            self.former[slot] = -1
+        is_due = is_written & (following - lengths <= margin)
+        is_due &= (self.target[slots] != following) & (self._declined[slots] != following)
         for index in np.flatnonzero(is_due).tolist():
             slot, position = int(slots[index]), int(following[index])
             saves = self._slots[slot]
             if saves.row < 0:
                 saves.row = self._lend_for_answer(position - saves.last)
+            elif (free := self._cache.lend_row(0, SnapshotKind.ANSWER)) is not None:
+                self.former[slot], saves.row = saves.row, free
             if saves.row < 0:
                 self._declined[slot] = position
                 continue
@@ -157,31 +167,49 @@ class StateSaves:
         for position in [p for p in planned if p <= num_pages * self._size and (new is None or new[0] != p)]:
             self._cache.attach(tokens, position, *planned.pop(position), salt)
 
-    def leave(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int, max_length: int, salt: bytes) -> None:
+    def leave(
+        self,
+        slot: int,
+        tokens: npt.NDArray[np.int32],
+        num_pages: int,
+        starts: tuple[int, int] | None,
+        salt: bytes,
+    ) -> None:
         """A request leaves its slot. num_pages: of its `tokens`, which the tree has; 0: nothing of it may be kept.
-        max_length: tokens that the steps in flight may have committed at most."""
+        starts: lengths at which the next of its rounds in flight begins, and the last one at most; None: there are
+        none."""
         self.inserted(slot, tokens, num_pages, salt)
         saves = self._slots.pop(slot)
         self._this_plan.pop(slot, None)
         for row, _ in saves.planned.values():
             self._snapshots.give_back(row)
-        if saves.row >= 0:
-            held = 0  # a round in flight may have written over what was there
-            if self.target[slot] <= self.folded[slot]:
-                held = int(self.target[slot])
-            elif max_length < self.target[slot]:
-                held = int(self.saved[slot])
-            if 0 < held <= num_pages * self._size:
-                self._cache.attach(tokens, held, saves.row, SnapshotKind.ANSWER, salt)
-            else:
-                self._snapshots.give_back(saves.row)
+        self._leave_answer(slot, saves.row, tokens, num_pages * self._size, starts or (0, 0), salt)
         for numbers in (self.target, self.folded, self.saved, self._declined):
             numbers[slot] = 0
+        self.former[slot] = -1
+
+    def _leave_answer(
+        self, slot: int, row: int, tokens: npt.NDArray[np.int32], end: int, starts: tuple[int, int], salt: bytes
+    ) -> None:
+        """Keep the newest state of an answer that is certain and at most at position `end`; give other rows back."""
+        target, saved, former = int(self.target[slot]), int(self.saved[slot]), int(self.former[slot])
+        is_written = target <= max(int(self.folded[slot]), starts[0])
+        held = {former: saved, row: target if is_written else 0}
+        if former < 0 and not is_written and starts[1] < target:  # nothing has been written over the one before
+            held[row] = saved
+        held = {row: position for row, position in held.items() if row >= 0}
+        newest = max((position for position in held.values() if position <= end), default=0)
+        for row, position in held.items():
+            if 0 < position == newest:
+                self._cache.attach(tokens, position, row, SnapshotKind.ANSWER, salt)
+            else:
+                self._snapshots.give_back(row)
 
     def rows(self) -> list[int]:
         """Those that requests have."""
         of_prompts = [row for each in self._slots.values() for row, _ in each.planned.values()]
-        return of_prompts + [each.row for each in self._slots.values() if each.row >= 0]
+        of_answers = [each.row for each in self._slots.values()] + self.former.tolist()
+        return of_prompts + [row for row in of_answers if row >= 0]
 
     def _save(self, slot: int, position: int, kind: SnapshotKind) -> bool:
         """Save a prompt's state in the plan being built; whether there was a row for it. A long prompt's way takes only

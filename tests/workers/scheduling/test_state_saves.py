@@ -66,6 +66,35 @@ def test_the_next_turn_resumes_near_the_answers_end():
     sim.run()
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_the_next_turn_resumes_near_the_answers_end_wherever_that_is(max_in_flight):
+    """Also where the answer ends beside a page's end whose state a round in flight may write. A round has up to 4
+    tokens, and what the last one commits is not kept. The prompt's state is at 28, the answer's first one at 48."""
+    for length in range(20, 70):
+        sim = simulation(num_pages=300, max_model_len=300, max_in_flight=max_in_flight)
+        request, _ = ask(sim, list(range(30)), max_tokens=length)
+        end = 30 + len(request.output)
+        turn = [*request.prompt, *request.output, 7, 7, 7]
+        _, cost = ask(sim, turn)
+        assert cost <= len(turn) - (28 if end < 58 else (end - 10) // 16 * 16), f"an answer of {length} tokens"
+        sim.run()
+
+
+def test_a_request_that_is_taken_out_keeps_a_state_of_its_answer():
+    """Whatever steps are in flight: at most an interval and three rounds are computed again."""
+    for steps in range(12, 50):
+        sim = simulation(num_pages=300, max_model_len=300)
+        request = sim.submit(list(range(30)), max_tokens=200)
+        for _ in range(steps):
+            sim.step()
+        known = [*request.prompt, *request.output]
+        sim.scheduler.abort(request.request_id)
+        sim.finish()
+        _, cost = ask(sim, [*known, 7])
+        assert cost <= 16 + 3 * 4 + 1 or len(known) < 60, f"{len(known)} tokens were known"
+        sim.run()
+
+
 def test_a_chunk_that_passes_a_fork_and_the_end_is_cut_at_the_fork():
     sim = simulation(max_step_tokens=200, max_model_len=200)
     ask(sim, [*range(100, 141), *range(200, 220)])

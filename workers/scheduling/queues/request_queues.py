@@ -120,17 +120,18 @@ class RequestQueues:
 
         last_step: the last step that may run it.
         """
-        self._leave_slot(sequence, int(self.slot_pages.committed[sequence.slot]))
+        self._leave_slot(sequence, int(self.slot_pages.committed[sequence.slot]), has_ended=False)
         sequence.not_before = last_step
         sequence.request.num_preemptions += 1
         self._wait(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, num_kept: int | None, now: float) -> None:
-        """End a request, in whatever state. num_kept: KV tokens that the prefix cache may keep; None: all committed."""
+        """End a request, in whatever state. num_kept: KV tokens that the prefix cache may keep, of a request that the
+        ranks have ended; None: all committed."""
         request = sequence.request
         if sequence.slot >= 0:
             committed = int(self.slot_pages.committed[sequence.slot])
-            self._leave_slot(sequence, committed if num_kept is None else num_kept)
+            self._leave_slot(sequence, committed if num_kept is None else num_kept, has_ended=num_kept is not None)
         else:
             self.waiting.remove(sequence)
         del self._by_id[request.request_id]
@@ -202,8 +203,8 @@ class RequestQueues:
         assert len(self._by_id) == len(self.active) + len(self.waiting)
         self.slot_pages.check_integrity()
 
-    def _leave_slot(self, sequence: Sequence, num_kept: int) -> None:
-        self.slot_pages.release(sequence.slot, sequence.known_tokens(), num_kept)
+    def _leave_slot(self, sequence: Sequence, num_kept: int, has_ended: bool) -> None:
+        self.slot_pages.release(sequence.slot, sequence.known_tokens(), num_kept, has_ended)
         del self.active[sequence.number], self.by_slot[sequence.slot]
         self.prefilling.pop(sequence.number, None)
         sequence.slot = -1
