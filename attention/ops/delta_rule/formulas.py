@@ -58,7 +58,9 @@ def block(
     seen     [..., n, n] bool, row i sees row j <= i; a tree's ancestors, or a triangle for a run of tokens
     """
     decay = (seen.to(g.dtype) @ g.unsqueeze(-1)).squeeze(-1)
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
+    # Never positive where a row sees its ancestors' ancestors too. Padding rows may not, and must stay finite.
+    since = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).clamp(max=0.0)
+    between = since.masked_fill(~seen, -torch.inf).exp()
     system = (beta.unsqueeze(-1) * (k @ k.mT) * between).tril(-1)
     wanted = beta.unsqueeze(-1) * (v - decay.exp().unsqueeze(-1) * (k @ state))
     added = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)

@@ -129,7 +129,8 @@ def _delta_round(
     k = _convolved(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
     k_scale = norm_factors(k)
     decay = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
-    between = tl.exp(tl.where(sees, decay[:, None] - decay[None, :], -float("inf"))) * k_scale[None, :]
+    since = tl.minimum(decay[:, None] - decay[None, :], 0.0)  # as in `formulas.block`
+    between = tl.exp(tl.where(sees, since, -float("inf"))) * k_scale[None, :]
     keys = tl.trans(k)
     system = tl.where(above, dot(k, keys) * between * (beta * k_scale)[:, None], 0.0)
     scores = dot(q, keys) * between

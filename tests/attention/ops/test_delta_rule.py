@@ -37,6 +37,22 @@ def test_blocks_and_the_recurrence_are_those_of_transformers(rule: str, count: i
     torch.testing.assert_close(state, last, rtol=0, atol=2e-5)
 
 
+def test_padding_rows_are_finite_whatever_they_see() -> None:
+    """Rows after a narrow tree keep the masks of a wider one: row 4 sees row 2, whose ancestor 1 it does not see."""
+    *tokens, state = _tokens(5)
+    q, k, v, g, beta = (each.transpose(1, 2) for each in tokens)
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    seen[4, 1] = seen[4, 3] = False
+    g[..., 1] = -150.0
+    o, added, _ = block(state, q, k, v, g, beta, seen)
+    assert o.isfinite().all() and added.isfinite().all()
+    o[..., 4, :] = added[..., 4, :] = 0.0
+    seen[4, :4] = True
+    expected, adds, _ = block(state, q, k, v, g, beta, seen)
+    expected[..., 4, :] = adds[..., 4, :] = 0.0
+    assert torch.equal(o, expected) and torch.equal(added, adds)
+
+
 @pytest.mark.parametrize(
     "count,border,expected",
     [
