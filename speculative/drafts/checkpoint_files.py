@@ -30,7 +30,7 @@ def draft_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[C
         yield from checkpoint_tensors(folder, device)
         return
     for name, tensor in _unpickled(folder).items():
-        is_header = not Capability.of(device).has_memory and tensor.dtype.is_floating_point
+        is_header = not Capability.of(device).has_memory and (tensor.dtype.is_floating_point or tensor.dim() > 1)
         yield CheckpointTensor(name, tensor.to(device) if is_header else tensor, _PICKLE)
 
 

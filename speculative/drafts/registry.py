@@ -1,6 +1,7 @@
 """All draft methods, and the draft that a configuration names. Used by `speculative.build`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from speculative.drafts.config import draft_architecture
@@ -10,6 +11,7 @@ from speculative.drafts.method import DraftMethod
 from speculative.drafts.mtp_deepseek import DeepseekMtp
 from speculative.drafts.mtp_qwen import QwenMtp
 from workers.models.config import ModelConfig, read_config_json
+from workers.models.loading import fitted_quant
 
 # By name; of several, the one that recognises the checkpoint.
 METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
@@ -32,7 +34,9 @@ def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig
     raw = read_config_json(path)
     for method in METHODS[name]:
         if method.recognises(raw):
-            return method.read(path, raw, target)
+            draft = method.read(path, raw, target)
+            quant = fitted_quant(draft.model.quant, path, draft.weight_names)
+            return replace(draft, model=replace(draft.model, quant=quant))
     raise ValueError(_other_method(name, path, raw))
 
 

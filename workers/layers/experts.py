@@ -96,6 +96,15 @@ class ExpertsMethod(nn.Module, ABC):
         Raises WrongTensorError for a wrong shape or dtype.
         """
 
+    @property
+    def format(self) -> str:
+        """See `LinearMethod.format`."""
+        return "unquantised"
+
+    def num_bytes(self, options: GEMMOptions) -> int:
+        """See `LinearMethod.num_bytes`."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
     def fill_missing(self, kind: str) -> bool:
         """See `workers.layers.weighted.WeightedModule.fill_missing`."""
         return False

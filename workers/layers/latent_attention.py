@@ -49,7 +49,7 @@ class LatentUpProjection(ColumnParallelLinear):
 
     def finish(self, options: GEMMOptions) -> None:
         # multiplied in the model's dtype, by `workers.ops.latent`
-        super().finish(dataclasses.replace(options, fp8=False, deterministic=False))
+        super().finish(dataclasses.replace(options, fp8=False, packed=False, deterministic=False))
         self.deterministic = options.deterministic
         assert isinstance(self.method, DenseLinearMethod), "only dense weights have views per head"
         self.keys_and_values = self.method.dense_weight()

@@ -33,7 +33,7 @@ class LinearBase(WeightedModule):
 
     def weight_keys(self) -> Iterator[WeightKey]:
         for part in self.shape.parts:
-            for kind in self.method.kinds:
+            for kind in self.method.kinds_of(part):
                 yield WeightKey(kind, part.name)
             if self.bias is not None:
                 yield WeightKey("bias", part.name)

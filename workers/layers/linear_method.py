@@ -103,6 +103,19 @@ class LinearMethod(nn.Module, ABC):
         """Copy this rank's share of `full`, the checkpoint's whole tensor of `kind` and `part`. Raises WrongTensorError
         for a wrong shape or dtype."""
 
+    @property
+    def format(self) -> str:
+        """How the checkpoint stores the weight, for the log."""
+        return "unquantised"
+
+    def num_bytes(self, options: GEMMOptions) -> int:
+        """Return the bytes of the weight after `finish(options)`. Known before weights are loaded."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+    def kinds_of(self, part: Part) -> tuple[str, ...]:
+        """Return the checkpoint's tensors of one part; all of `kinds` unless parts are stored differently."""
+        return self.kinds
+
     def fill_missing(self, kind: str, part: Part) -> bool:
         """See `workers.layers.weighted.WeightedModule.fill_missing`."""
         return False

@@ -41,11 +41,11 @@ def packed_experts(config: HybridConfig, theirs: str) -> tuple[Packed, ...]:
     experts = [f"{theirs}.mlp.experts.{i}" for i in range(config.experts.routing.num_experts)]
     gate_up = tuple(f"{each}.{part}.weight" for each in experts for part in ("gate_proj", "up_proj"))
     return (
-        Packed(f"{theirs}.mlp.experts.gate_up_proj", gate_up, lambda full: _stacked(full, len(experts), 2)),
+        Packed(f"{theirs}.mlp.experts.gate_up_proj", gate_up, lambda full, _: _stacked(full, len(experts), 2)),
         Packed(
             f"{theirs}.mlp.experts.down_proj",
             tuple(f"{each}.down_proj.weight" for each in experts),
-            lambda full: _stacked(full, len(experts), 1),
+            lambda full, _: _stacked(full, len(experts), 1),
         ),
     )
 

@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from workers.models.decoder import Decoder
 from workers.models.finite import check_finite
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of
-from workers.models.weights import Advance, checkpoint_tensors, counted, fill_dummy, load_weights
+from workers.models.weights import Advance, checkpoint_tensors, counted, fill_dummy, load_weights, modules_with_weight
 from workers.quantization.quant_method import QuantMethod
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ def read_target_config(source: ModelSource, tensor_parallel: int, expert_paralle
     raw, name = read_config_json(source.path), f"model {source.path}"
     family = family_of(architecture_of(raw), name)
     config: ModelConfig = family.read_config(raw, name)
+    config = replace(config, quant=fitted_quant(config.quant, source.path, family.weight_names(config)))
     if expert_parallel:
         config = config.with_whole_experts(name)
     config.check_shards(tensor_parallel, name)
@@ -44,6 +47,11 @@ def read_target_config(source: ModelSource, tensor_parallel: int, expert_paralle
             f"{config.max_position}; leave it out to take that"
         )
     return config
+
+
+def fitted_quant(quant: QuantMethod, folder: str | Path, names: NameMap) -> QuantMethod:
+    """How the checkpoint's files are quantised, which may have more unquantised modules than its config.json says."""
+    return quant.fitted(lambda: frozenset(map(names.canonical_module, modules_with_weight(folder))))
 
 
 def load_target(

@@ -20,12 +20,13 @@ class Packed:
 
     name: of such a tensor, with holes as in the rules.
     parts: what it holds, by the names that the rules give them; a hole is filled as in `name`.
-    split: the whole tensor -> its parts, in their order. Raises WrongTensorError where its shape does not fit.
+    split: the whole tensor and its kind ("" where the name has none) -> its parts, in their order. Raises
+    WrongTensorError where its shape does not fit.
     """
 
     name: str
     parts: tuple[str, ...]
-    split: Callable[[Tensor], Sequence[Tensor]]
+    split: Callable[[Tensor, str], Sequence[Tensor]]
 
     def pieces(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
         """The parts of tensor `name` and their names; None if it is no such tensor."""
@@ -33,7 +34,7 @@ class Packed:
         if match is None:
             return None
         names = [part.format_map(match.groupdict()) for part in self.parts]
-        return list(zip(names, self.split(tensor), strict=True))
+        return list(zip(names, self.split(tensor, match.groupdict().get("kind", "")), strict=True))
 
     def holder(self, module: str) -> str | None:
         """The checkpoint's module that holds the part `module`; None if it holds none of that name. Of tensors whose
@@ -130,6 +131,10 @@ class NameMap:
             if name.startswith(prefix):
                 name = ours + name.removeprefix(prefix)
         return name
+
+    def canonical_module(self, module: str) -> str:
+        """A module's name in the checkpoint as the rules spell it."""
+        return self.canonical(f"{module}.").removesuffix(".")
 
     def ignores(self, name: str) -> bool:
         """Whether nobody loads the canonical `name`."""

@@ -9,6 +9,7 @@ from workers.models.family import ModelFamily
 from workers.models.hybrid import HybridConfig, HybridForCausalLM
 from workers.models.hybrid_names import layer_rules, packed_experts, split_rows
 from workers.models.name_map import NameMap, Packed
+from workers.quantization.integers.format import split_outputs
 
 # Of the whole model, beside text_config.
 _OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
@@ -34,10 +35,11 @@ def weight_names(config: HybridConfig) -> NameMap:
     theirs = f"{prefix}.layers.{{layer}}"
     heads = config.heads
     keys, values = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+    rows = (keys, keys, values)
     qkv = Packed(
         f"{theirs}.linear_attn.in_proj_qkv.{{kind}}",
         tuple(f"{theirs}.linear_attn.in_proj_{part}.{{kind}}" for part in "qkv"),
-        lambda full: split_rows(full, (keys, keys, values), "q, k and v"),
+        lambda full, kind: split_outputs(full, kind, rows, lambda matrix: split_rows(matrix, rows, "q, k and v")),
     )
     others = [(f"{other}.{each}.", f"{prefix}.{each}.") for other in _spellings(prefix) for each in _TEXT_MODULES]
     return NameMap(

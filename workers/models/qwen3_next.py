@@ -11,6 +11,7 @@ from workers.models.family import ModelFamily
 from workers.models.hybrid import HybridConfig, HybridForCausalLM, read_config
 from workers.models.hybrid_names import layer_rules, packed_experts, split_rows
 from workers.models.name_map import NameMap, Packed
+from workers.quantization.integers.format import split_outputs
 
 
 def _packed_projections(config: HybridConfig, theirs: str) -> tuple[Packed, ...]:
@@ -21,14 +22,19 @@ def _packed_projections(config: HybridConfig, theirs: str) -> tuple[Packed, ...]
         Packed(
             f"{theirs}.in_proj_qkvz.{{kind}}",
             tuple(f"{theirs}.in_proj_{part}.{{kind}}" for part in "qkvz"),
-            lambda full: _by_key_heads(full, heads, qkvz, "q, k, v and z"),
+            lambda full, kind: _split(full, kind, heads, qkvz, "q, k, v and z"),
         ),
         Packed(
             f"{theirs}.in_proj_ba.{{kind}}",
             tuple(f"{theirs}.in_proj_{part}.{{kind}}" for part in "ba"),
-            lambda full: _by_key_heads(full, heads, ba, "b and a"),
+            lambda full, kind: _split(full, kind, heads, ba, "b and a"),
         ),
     )
+
+
+def _split(full: Tensor, kind: str, heads: DeltaHeads, sizes: Sequence[int], what: str) -> list[Tensor]:
+    rows = [heads.key_heads * size for size in sizes]
+    return split_outputs(full, kind, rows, lambda matrix: _by_key_heads(matrix, heads, sizes, what))
 
 
 def _by_key_heads(full: Tensor, heads: DeltaHeads, sizes: Sequence[int], what: str) -> list[Tensor]:
@@ -37,7 +43,7 @@ def _by_key_heads(full: Tensor, heads: DeltaHeads, sizes: Sequence[int], what: s
         raise WrongTensorError(
             f"has shape {tuple(full.shape)}, which cannot be cut into linear_num_key_heads={heads.key_heads} parts"
         )
-    parts = [split_rows(each, sizes, what) for each in full.view(heads.key_heads, -1, full.shape[1])]
+    parts = [split_rows(each, sizes, what) for each in full.reshape(heads.key_heads, -1, full.shape[1])]
     return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 

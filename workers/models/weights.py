@@ -48,7 +48,7 @@ class CheckpointTensor(NamedTuple):
 def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[CheckpointTensor]:
     """Every tensor in the folder's safetensors files, one at a time, on the CPU. The files are mapped: of a tensor of
     which a part is copied, that part is read. device: "meta" gives tensors of the headers' shapes and types; only
-    those of integers, such as a draft's token ids, have values.
+    lists of integers, such as a draft's token ids, have values.
 
     Raises ValueError, naming the file, if there are none, an index names one that is missing, or one cannot be read.
     """
@@ -73,7 +73,7 @@ def _read(file: Any, name: str, device: torch.device, path: Path) -> Tensor:
     if dtype is None:
         raise ValueError(f"{path}: {name} is of type {header.get_dtype()}, which is not supported; convert it to BF16")
     if not Capability.of(device).has_memory:
-        is_weight = dtype.is_floating_point
+        is_weight = dtype.is_floating_point or len(header.get_shape()) > 1
         return torch.empty(header.get_shape(), dtype=dtype, device=device) if is_weight else torch.tensor(header[:])
     tensor: Tensor = file.get_tensor(name)
     return tensor
@@ -109,7 +109,26 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
     return files
 
 
+def modules_with_weight(folder: str | Path) -> frozenset[str]:
+    """Modules that have a tensor `weight`, by the names of the checkpoint; empty without files."""
+    folder = Path(folder)
+    index = folder / INDEX
+    names: list[str] = []
+    if index.exists():
+        names = list(_weight_map(index))
+    else:
+        for path in sorted(folder.glob("*.safetensors")):
+            with opened(path, torch.device("meta")) as file:
+                names += file.keys()
+    return frozenset(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+
+
 def _indexed_files(index: Path) -> list[str]:
+    return sorted(set(_weight_map(index).values()))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor. Raises ValueError that names the index."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -117,7 +136,7 @@ def _indexed_files(index: Path) -> list[str]:
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"{index}: has no weight_map from tensors to files; download it again")
-    return sorted(set(files.values()))
+    return files
 
 
 def load_weights(

@@ -1,7 +1,10 @@
 """Quantised weights of checkpoints: how they are stored and multiplied.
 
+integers/      W4A16 and W8A16: AWQ, GPTQ, AutoRound, compressed-tensors' pack-quantized
 quant_method   `QuantMethod`: chooses the method of a checkpoint's layers
 table          all quantisations, by their names in config.json
+scheme         `Scheme`, and a checkpoint whose modules differ in it; separate_parts: a layer whose matrices do
+module_lists   which modules the entries of a quantization_config mean
 block_fp8      FP8 with a scale per block of rows and columns (DeepSeek, Qwen)
 channel_fp8    FP8 with a scale per output, of compressed-tensors
 fp8_quant      what both share: which layers; fp8_weight: loading, dummy weights, dequantisation

@@ -47,6 +47,15 @@ class Fp8Linear(DenseLinearMethod):
     def dtype(self) -> torch.dtype:
         return self._dtype
 
+    @property
+    def format(self) -> str:
+        return str(self.scheme)
+
+    def num_bytes(self, options: GEMMOptions) -> int:
+        assert self.weight is not None, "is finished"
+        is_kept = options.fp8 and unreadable(self.shape.parts, self.scheme) is None
+        return self.weight.numel() * (1 if is_kept else self._dtype.itemsize) + sum(int(s.nbytes) for s in self.scales)
+
     def dense_weight(self) -> Tensor:
         """Dequantised at each call if the weight stays in FP8; for layers that multiply by a part of it."""
         return self._dequantised() if self._dense is None else self._dense

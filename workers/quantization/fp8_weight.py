@@ -25,6 +25,11 @@ class Fp8Scheme:
     kind: str
     block: Block | None
 
+    def __str__(self) -> str:
+        return (
+            "FP8, a scale per output" if self.block is None else f"FP8 in blocks of {self.block[0]} x {self.block[1]}"
+        )
+
     def block_of(self, part: Part) -> Block:
         return self.block or (1, part.columns.total)
 

@@ -21,6 +21,11 @@ class QuantMethod(ABC):
         nothing."""
         return None
 
+    def fitted(self, with_weight: Callable[[], frozenset[str]]) -> "QuantMethod":
+        """Return the method of a checkpoint whose modules `with_weight()` have a tensor `weight`, which its
+        quantization_config may not say."""
+        return self
+
     @abstractmethod
     def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
         """Return the method of the layer with the checkpoint's modules `names` ("model.layers.0.self_attn.q_proj",

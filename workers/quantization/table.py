@@ -9,6 +9,10 @@ from typing import Any
 from workers.quantization.block_fp8 import read_block_fp8
 from workers.quantization.channel_fp8 import read_channel_fp8
 from workers.quantization.fp4 import read_compressed_fp4, read_modelopt, read_mxfp4
+from workers.quantization.integers.auto_round import read_auto_round
+from workers.quantization.integers.awq import read_awq
+from workers.quantization.integers.gptq import read_gptq
+from workers.quantization.integers.pack_quantized import read_pack_quantized
 from workers.quantization.quant_method import QuantMethod, Unquantized
 
 # From quantization_config and what it is of, for errors.
@@ -17,7 +21,9 @@ QuantReader = Callable[[Mapping[str, Any], str], QuantMethod]
 
 def read_compressed_tensors(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     """See `QuantReader`."""
-    return read_compressed_fp4(quantization, source) or read_channel_fp8(quantization, source)
+    others = (read_compressed_fp4, read_pack_quantized)
+    found = (read(quantization, source) for read in others)
+    return next((method for method in found if method is not None), None) or read_channel_fp8(quantization, source)
 
 
 # By quantization_config.quant_method.
@@ -26,6 +32,10 @@ QUANT_METHODS: dict[str, QuantReader] = {
     "compressed-tensors": read_compressed_tensors,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "awq": read_awq,
+    "gptq": read_gptq,
+    "auto-round": read_auto_round,
+    "intel/auto-round": read_auto_round,
 }
 
 

@@ -40,11 +40,13 @@ class GEMMOptions:
     """workspace: shared by all layers of a 16-bit model on a GPU, else None.
     deterministic: a row's result must not depend on the rows beside it (needs the workspace).
     fp8: the device multiplies FP8 (needs the workspace).
+    packed: the device multiplies weights of few bits (`workers.ops.packed`).
     """
 
     workspace: Workspace | None = None
     deterministic: bool = False
     fp8: bool = False
+    packed: bool = False
 
     @staticmethod
     def of(
@@ -61,9 +63,9 @@ class GEMMOptions:
         """
         here = Capability.of(device)
         if not here.is_gpu or dtype.itemsize != 2:
-            return GEMMOptions()
+            return GEMMOptions(packed=here.is_gpu)
         sizes = [workspace_size(shapes), *others]
         if here.multiplies_fp8:
             sizes.append(fp8_workspace_size(shapes))
         workspace = Workspace.of_size(max(cells for cells, _ in sizes), max(tickets for _, tickets in sizes), device)
-        return GEMMOptions(workspace, deterministic, here.multiplies_fp8)
+        return GEMMOptions(workspace, deterministic, here.multiplies_fp8, packed=True)

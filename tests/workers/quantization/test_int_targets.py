@@ -1,0 +1,33 @@
+"""Targets whose weights have 4 or 8 bits answer as what their weights mean, by transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.int_checkpoints import Recipe, auto_round, awq, gptq, pack_quantized, quantise
+from tests.support.tiny_models import make_target
+from tests.workers.models.test_targets import by_transformers, by_us
+
+RECIPES: dict[str, Recipe] = {
+    "awq": awq(),
+    "gptq": gptq(),
+    "gptq 8 bits": gptq(bits=8, group=None),
+    "gptq desc_act": gptq(desc_act=True),
+    "gptq asymmetric": gptq(symmetric=False),
+    "gptq_v2 asymmetric desc_act": gptq(symmetric=False, v2=True, desc_act=True),
+    "auto-round gptq": auto_round(),
+    "auto-round awq": auto_round("auto_awq", symmetric=False),
+    "pack-quantized": pack_quantized(),
+    "pack-quantized channel, asymmetric": pack_quantized(group=None, symmetric=False),
+    "pack-quantized g_idx, asymmetric": pack_quantized(symmetric=False, ordered=True),
+    "pack-quantized 8 bits": pack_quantized(bits=8, group=None, scale_dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
+    source = make_target(tmp_path / "t", num_hidden_layers=2)
+    folder = quantise(source, tmp_path / "q", RECIPES[name])
+    assert by_us(folder) == by_transformers(folder / "plain")

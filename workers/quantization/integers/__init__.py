@@ -1,0 +1,10 @@
+"""Weights of 4- or 8-bit integers with 16-bit activations (W4A16, W8A16).
+
+readers of quantization_config
+    awq, gptq, auto_round, pack_quantized
+scheme          `IntScheme`: gives layers their methods
+    linear, experts
+format          `IntFormat`: the tensors of each layout, cut for a rank and read
+stored          a matrix's tensors until they are packed
+packing         to `workers.ops.packed`, in the order of `input_order`
+"""

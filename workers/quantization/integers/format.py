@@ -1,0 +1,264 @@
+"""Checkpoints' formats of 4- and 8-bit integers: which tensors a module has, which part of them a rank needs, and what
+they mean. Pure functions of tensors; layers are in `linear` and `experts`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from workers.layers.linear_method import Part, check_plain
+from workers.layers.weighted import WrongTensorError, check_shape
+from workers.ops.packed.weight import SYMMETRIC_ZERO, Code
+from workers.span import Span
+
+# Word w of AutoAWQ's GEMM layout has column 8 w + _AWQ_ORDER[i] in its bits 4 i to 4 i + 3.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_OUTPUTS_LAST = ("qweight", "qzeros", "scales")  # kinds whose last dimension counts outputs
+_OF_INPUTS = ("g_idx", "weight_g_idx")
+Layout = Literal["pack-quantized", "awq", "gptq"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The dimension of a stored tensor that counts outputs, or inputs.
+
+    per: outputs or inputs per element.
+    whole: every rank keeps all of it.
+    """
+
+    dim: int
+    per: int
+    whole: bool = False
+
+    def size(self, total: int) -> int:
+        return -(-total // self.per)
+
+    def span(self, share: Span) -> Span:
+        """Return the elements that hold a rank's share, of which the first and the last may hold more."""
+        size = self.size(share.total)
+        if self.whole:
+            return Span.whole(size)
+        return Span(share.first // self.per, -(-share.end // self.per), size)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a module. dtype: None for floating point of any size."""
+
+    dtype: torch.dtype | None
+    outputs: Axis | None
+    inputs: Axis | None
+
+    def shape(self, part: Part) -> tuple[int, ...]:
+        """Return the shape of this rank's share."""
+        return tuple(span.size for span in self._spans(part))
+
+    def cut(self, full: Tensor, part: Part) -> Tensor:
+        """Return this rank's share. Raises WrongTensorError for a wrong shape or dtype."""
+        if self.dtype is None:
+            check_plain(full)
+        elif full.dtype != self.dtype:
+            raise WrongTensorError(
+                f"is {full.dtype}, not {self.dtype}, which config.json's quantization_config implies"
+            )
+        spans = self._spans(part)
+        check_shape(full, [span.total for span in spans])
+        return full[tuple(slice(span.first, span.end) for span in spans)]
+
+    def _spans(self, part: Part) -> list[Span]:
+        axes = ((self.outputs, part.rows), (self.inputs, part.columns))
+        return [axis.span(share) for axis, share in sorted(_present(axes), key=lambda pair: pair[0].dim)]
+
+
+def _present(axes: Sequence[tuple[Axis | None, Span]]) -> list[tuple[Axis, Span]]:
+    return [(axis, share) for axis, share in axes if axis is not None]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What the tensors of a part mean on this rank: weight = (code - zero) * scale.
+
+    codes: [rows, columns] uint8.
+    scales: [rows, groups], as stored.
+    zeros: [rows, groups] uint8.
+    groups: [columns] int64 group of each column.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    groups: Tensor
+
+
+@dataclass(frozen=True)
+class IntFormat:
+    """layout: whose tensors.
+    bits: 4 or 8.
+    group: inputs that share a scale; None: all of an output's.
+    symmetric: zeros are 8 or 128; compressed-tensors then stores none.
+    ordered: groups have any inputs, told by a tensor of indexes.
+    zeros_less_one: as the first version of GPTQ's layout stores them.
+    """
+
+    layout: Layout
+    bits: int
+    group: int | None
+    symmetric: bool
+    ordered: bool = False
+    zeros_less_one: bool = False
+
+    KINDS: ClassVar[dict[Layout, tuple[str, str, str, str]]] = {  # codes, scales, zeros, groups of inputs
+        "pack-quantized": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+        "awq": ("qweight", "scales", "qzeros", ""),
+        "gptq": ("qweight", "scales", "qzeros", "g_idx"),
+    }
+    SHAPE: ClassVar[str] = "weight_shape"  # of compressed-tensors: int64 [2], which config.json implies
+
+    def __str__(self) -> str:
+        groups = ", a scale per output" if self.group is None else f" in groups of {self.group}"
+        return f"{self.code}{groups}" + (", of any inputs" if self.ordered else "")
+
+    @property
+    def code(self) -> Code:
+        return "int4" if self.bits == 4 else "int8"
+
+    @property
+    def symmetric_zero(self) -> int:
+        return SYMMETRIC_ZERO[self.code]
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        codes, scales, zeros, order = self.KINDS[self.layout]
+        if self.layout == "awq":
+            return codes, scales, zeros
+        if self.layout == "gptq":
+            return codes, scales, zeros, order
+        optional = ((zeros, not self.symmetric), (order, self.ordered))
+        return codes, scales, self.SHAPE, *(kind for kind, is_there in optional if is_there)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Tensors that are checked and not kept, because the others say as much; some exporters leave them out."""
+        return (self.SHAPE, *(() if self.ordered else (self.KINDS[self.layout][3],)))
+
+    @property
+    def zeros_kind(self) -> str:
+        return self.KINDS[self.layout][2]
+
+    def tensors(self, part: Part) -> dict[str, StoredTensor]:
+        """Return the tensors that a rank keeps until it packs them, by kind."""
+        codes, scales, zeros, order = self.KINDS[self.layout]
+        word, group = 32 // self.bits, self.group or part.columns.total
+        if self.layout == "pack-quantized":
+            found = {
+                codes: StoredTensor(torch.int32, Axis(0, 1), Axis(1, word)),
+                scales: StoredTensor(None, Axis(0, 1), Axis(1, group, self.ordered)),
+                zeros: StoredTensor(torch.int32, Axis(0, word), Axis(1, group, self.ordered)),
+            }
+        else:
+            along_outputs = self.layout == "awq"
+            found = {
+                codes: StoredTensor(
+                    torch.int32, Axis(1, word if along_outputs else 1), Axis(0, 1 if along_outputs else word)
+                ),
+                scales: StoredTensor(None, Axis(1, 1), Axis(0, group, self.ordered)),
+                zeros: StoredTensor(torch.int32, Axis(1, word), Axis(0, group, self.ordered)),
+            }
+        if self.ordered:
+            found[order] = StoredTensor(torch.int32, None, Axis(0, 1))
+        return {kind: tensor for kind, tensor in found.items() if kind in self.kinds}
+
+    def check_values(self, kind: str, full: Tensor, part: Part) -> None:
+        """Raise WrongTensorError if a tensor of indexes or of sizes does not fit: the order of inputs must give each
+        of them a group, in ascending order if the format is not `ordered`. Reads values."""
+        if kind == self.SHAPE:
+            implied = [part.rows.total, part.columns.total]
+            if full.tolist() != implied:
+                raise WrongTensorError(f"is {full.tolist()}, config.json implies {implied}")
+            return
+        check_shape(full, (part.columns.total,))
+        group, total = self.group or part.columns.total, part.columns.total
+        last = -(-total // group) - 1
+        if bool(((full < 0) | (full > last)).any()):
+            raise WrongTensorError(f"has groups of inputs beyond 0 to {last}")
+        if not self.ordered and not torch.equal(full.long(), torch.arange(total) // group):
+            raise WrongTensorError(
+                "puts inputs into groups out of order, which quantization_config's desc_act=false denies"
+            )
+
+    def symmetric_word(self) -> int:
+        """Return the int32 word of stored zeros of a symmetric weight."""
+        value = self.symmetric_zero - self.zeros_less_one
+        word = sum(value << shift for shift in range(0, 32, self.bits))
+        return word - (1 << 32) if word >= 1 << 31 else word
+
+    def read(self, stored: dict[str, Tensor], part: Part) -> Codes:
+        """Return what this rank's tensors of a part mean. stored: by kind, of the shapes of `tensors`."""
+        tensors = self.tensors(part)
+        codes_kind, scales_kind, zeros_kind, order = self.KINDS[self.layout]
+        codes = self._values(stored[codes_kind], tensors[codes_kind], part)
+        scales = _by_output(stored[scales_kind], tensors[scales_kind])
+        if zeros_kind in stored:
+            zeros = self._values(stored[zeros_kind], tensors[zeros_kind], part)
+            if self.zeros_less_one:  # wraps, as a zero of 0 is stored as 15
+                zeros = (zeros + 1) & ((1 << self.bits) - 1)
+        else:
+            zeros = torch.full(scales.shape, self.symmetric_zero, dtype=torch.uint8, device=scales.device)
+        if self.ordered:
+            groups = stored[order].long()
+        else:
+            group, first = self.group or part.columns.total, part.columns.first
+            groups = torch.arange(first, part.columns.end, device=codes.device) // group - first // group
+        return Codes(codes, scales, zeros, groups)
+
+    def _values(self, words: Tensor, stored: StoredTensor, part: Part) -> Tensor:
+        """Return [rows, columns or groups] uint8 of words that hold several outputs, or several inputs."""
+        assert stored.outputs is not None and stored.inputs is not None
+        along, share = (stored.outputs, part.rows) if stored.outputs.per > 1 else (stored.inputs, part.columns)
+        words = words.transpose(0, 1) if along.dim == 0 else words
+        first = share.first % along.per
+        values = unpacked(words.contiguous(), self.bits, self.layout == "awq")[:, first : first + share.size]
+        return values if along is stored.inputs else values.transpose(0, 1)
+
+
+def _by_output(tensor: Tensor, stored: StoredTensor) -> Tensor:
+    assert stored.outputs is not None
+    return tensor if stored.outputs.dim == 0 else tensor.transpose(0, 1)
+
+
+def unpacked(words: Tensor, bits: int, awq: bool = False) -> Tensor:
+    """Return the values of words, the lowest bits first: [n, m * 32 / bits] uint8.
+
+    words: [n, m] int32, contiguous.
+    awq: within each word in the order of AutoAWQ's GEMM layout.
+    """
+    values = words.view(torch.uint8)  # of a little-endian machine, as all that PyTorch's CUDA runs on are
+    if bits == 4:
+        values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
+    if awq and bits == 4:
+        place = torch.tensor([_AWQ_ORDER.index(i) for i in range(8)], device=words.device)
+        values = values.view(len(values), -1, 8).index_select(2, place).flatten(1)
+    return values
+
+
+def split_outputs(
+    full: Tensor, kind: str, rows: Sequence[int], split: Callable[[Tensor], list[Tensor]]
+) -> list[Tensor]:
+    """Return the tensors of the matrices that a checkpoint's matrix holds below each other.
+
+    full: its tensor of `kind`, of any format.
+    rows: outputs of each matrix.
+    split: the same for a tensor whose first dimension counts outputs, or groups of outputs.
+    """
+    if kind in _OUTPUTS_LAST:
+        return [part.transpose(0, 1) for part in split(full.transpose(0, 1))] if full.dim() == 2 else split(full)
+    if kind in _OF_INPUTS:
+        return [full] * len(rows)
+    if kind == IntFormat.SHAPE:
+        if full.tolist()[:1] != [sum(rows)]:
+            raise WrongTensorError(f"is {full.tolist()}, config.json implies {sum(rows)} rows")
+        return [torch.tensor([count, *full.tolist()[1:]]) for count in rows]
+    return split(full)

@@ -1,0 +1,106 @@
+"""compressed-tensors' `pack-quantized`: 4- and 8-bit integers with 16-bit activations, in groups of modules that may
+differ (`quant_method: compressed-tensors`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workers.quantization.integers.format import IntFormat, Layout
+from workers.quantization.integers.scheme import IntScheme
+from workers.quantization.module_lists import bits_of, check_pattern, flag_in, group_of, matches, refuse
+from workers.quantization.quant_method import QuantMethod, list_of_names
+from workers.quantization.scheme import Scheme, SchemeQuant
+
+_FORMAT: Layout = "pack-quantized"
+_LINEAR = "Linear"  # the class of all linear layers
+_PRESETS: dict[str, dict[str, Any]] = {  # of compressed-tensors 0.20, compressed_tensors/quantization/quant_scheme.py
+    "W4A16": {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": True},
+    "W4A16_ASYM": {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": False},
+    "W8A16": {"num_bits": 8, "strategy": "group", "group_size": 128, "symmetric": True},
+}
+
+
+@dataclass(frozen=True)
+class PackQuantized(SchemeQuant):
+    """groups: targets and their scheme. A name goes before a pattern, a pattern before the class.
+    ignored: modules that are not quantised.
+    """
+
+    groups: tuple[tuple[str, IntScheme], ...]
+    ignored: tuple[str, ...]
+
+    def declared(self, name: str) -> Scheme | None:
+        if any(entry == _LINEAR or matches(entry, name) for entry in self.ignored):
+            return None
+        found = [(target, scheme) for target, scheme in self.groups if target == _LINEAR or matches(target, name)]
+        found.sort(key=lambda pair: (pair[0] == _LINEAR, pair[0].startswith("re:")))
+        return found[0][1] if found else None
+
+
+def read_pack_quantized(quantization: Mapping[str, Any], source: str) -> QuantMethod | None:
+    """Read weights of integers; None if all weights are others. See `workers.quantization.table.QuantReader`."""
+    given = quantization.get("config_groups")
+    groups = {name: _expanded(name, group) for name, group in given.items()} if isinstance(given, dict) else {}
+    if not any(_weights(group).get("type", "int") == "int" for group in groups.values()):
+        return None
+    _refuse_others(quantization, source)
+    found = []
+    for name, group in groups.items():
+        scheme = _scheme(name, group, quantization.get("format"), source)
+        targets = list_of_names(group, "targets", source)
+        for target in targets:
+            if target.startswith("re:"):
+                check_pattern(target[3:], f"config_groups.{name}.targets", source)
+            elif target != _LINEAR and "." not in target and target[:1].isupper():
+                refuse(source, f"config_groups.{name}.targets", target, f"is not supported; of classes {_LINEAR} is")
+        found += [(target, scheme) for target in targets]
+    ignored = list_of_names(quantization, "ignore", source)
+    for entry in ignored:
+        if entry.startswith("re:"):
+            check_pattern(entry[3:], "ignore", source)
+    return PackQuantized(source, tuple(found), ignored)
+
+
+def _expanded(name: str, group: Any) -> Mapping[str, Any]:
+    """Return a group in full; a group may be a preset's name with its targets."""
+    if isinstance(group, list) and name.upper() in _PRESETS:
+        return {"targets": group, "weights": {"type": "int", **_PRESETS[name.upper()]}}
+    return group if isinstance(group, dict) else {}
+
+
+def _weights(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    weights = group.get("weights")
+    return weights if isinstance(weights, dict) else {"type": ""}
+
+
+def _refuse_others(quantization: Mapping[str, Any], source: str) -> None:
+    if quantization.get("kv_cache_scheme"):
+        refuse(source, "kv_cache_scheme", quantization["kv_cache_scheme"], "is not supported")
+    sparsity = quantization.get("sparsity_config") or {}
+    if sparsity and sparsity.get("format") != "dense":
+        refuse(source, "sparsity_config", sparsity, "is not supported; only dense weights are")
+    transforms = quantization.get("transform_config") or {}
+    if transforms.get("config_groups"):
+        refuse(source, "transform_config", transforms, "is not supported: inputs would have to be rotated, too")
+
+
+def _scheme(name: str, group: Mapping[str, Any], layout: Any, source: str) -> IntScheme:
+    key, weights = f"config_groups.{name}", _weights(group)
+    layout = group.get("format") or layout
+    if layout != _FORMAT:
+        refuse(source, "format", layout, f"is not supported for weights of integers; {_FORMAT!r} is")
+    for activations in ("input_activations", "output_activations"):
+        if group.get(activations):
+            refuse(source, f"{key}.{activations}", group[activations], "is not supported beside weights of integers")
+    if weights.get("type", "int") != "int":
+        refuse(source, f"{key}.weights.type", weights.get("type"), "is not supported beside groups of integers")
+    bits = bits_of(weights, f"{source}: {key}.weights", "num_bits")
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
+    if strategy not in ("group", "channel"):
+        refuse(source, f"{key}.weights.strategy", strategy, "is not supported; 'group' and 'channel' are")
+    size = group_of(weights, source, "group_size") if strategy == "group" else None
+    order = weights.get("actorder")
+    if order not in (None, False, True, "weight", "static", "group", "dynamic"):
+        refuse(source, f"{key}.weights.actorder", order, "is not supported")
+    ordered = order in (True, "group", "dynamic") and size is not None
+    return IntScheme(IntFormat(_FORMAT, bits, size, flag_in(weights, source, "symmetric", True), ordered))

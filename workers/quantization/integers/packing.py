@@ -1,0 +1,90 @@
+"""From the checkpoint's tensors of stacked matrices to `workers.ops.packed`: layers and experts pack alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.layers.linear_method import LinearShape
+from workers.ops.packed.weight import PackedWeight, dequantize, empty, pack
+from workers.quantization.integers.format import Codes, IntFormat
+from workers.quantization.integers.input_order import InputOrder, input_order
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Consecutive rows of a layer. gather: int32 [in_features of `weight`] input of each place, on the weight's device;
+    None: all of them in their order."""
+
+    weight: PackedWeight
+    gather: Tensor | None
+
+    def dense(self, in_features: int, dtype: torch.dtype) -> Tensor:
+        """Return [rows, in_features], exact in float32."""
+        dense = dequantize(self.weight, dtype)
+        if self.gather is None:
+            return dense
+        out = dense.new_zeros((dense.shape[0], in_features))
+        return out.index_add_(1, self.gather, dense)  # padding adds zeros
+
+
+def pack_parts(stored: Sequence[dict[str, Tensor]], shape: LinearShape, layout: IntFormat) -> list[PackedPart]:
+    """Return the packed rows of a layer; one part unless the order of inputs differs between matrices.
+
+    stored: per part of `shape`, its tensors by kind (`IntFormat.tensors`).
+    """
+    read = [layout.read(tensors, part) for tensors, part in zip(stored, shape.parts, strict=True)]
+    orders = [input_order(codes.groups) for codes in read]
+    if shape.padding:
+        assert len(read) == 1, "a vocabulary head has one part"
+        read = [_padded(read[0], shape.padding)]
+    if any(order != orders[0] for order in orders):
+        return [_packed([codes], order, layout) for codes, order in zip(read, orders, strict=True)]
+    return [_packed(read, orders[0], layout)]
+
+
+def _packed(parts: list[Codes], order: InputOrder, layout: IntFormat) -> PackedPart:
+    device = parts[0].codes.device
+    order = order.to(device)
+    sorted_parts = [_sorted(codes, order) for codes in parts]
+    codes, scales, zeros = (
+        torch.cat([getattr(each, name) for each in sorted_parts]).contiguous() for name in ("codes", "scales", "zeros")
+    )
+    is_symmetric = bool((zeros == layout.symmetric_zero).all())  # a wait, once per layer of a load
+    weight = pack(codes, scales, None if is_symmetric else zeros, None, order.block, layout.code)
+    return PackedPart(weight, None if order.gather is None else order.gather.int())
+
+
+def _sorted(codes: Codes, order: InputOrder) -> Codes:
+    """Return codes in `order`, with scales and zeros per block."""
+    scales, zeros = (each.index_select(1, order.group_of_block) for each in (codes.scales, codes.zeros))
+    if order.gather is None:
+        return replace(codes, scales=scales, zeros=zeros)
+    values = codes.codes.index_select(1, order.gather)
+    if order.is_padding is not None:  # a weight of zero
+        values = torch.where(order.is_padding, zeros.repeat_interleave(order.block, 1), values)
+    return replace(codes, codes=values, scales=scales, zeros=zeros)
+
+
+def _padded(codes: Codes, rows: int) -> Codes:
+    """Return codes with further rows, of scale zero."""
+    values, scales, zeros = (F.pad(each, (0, 0, 0, rows)) for each in (codes.codes, codes.scales, codes.zeros))
+    return replace(codes, codes=values, scales=scales, zeros=zeros)
+
+
+def packed_bytes(shape: LinearShape, layout: IntFormat, scale_dtype: torch.dtype) -> int:
+    """Return the bytes of a packed layer, before its order of inputs is known."""
+    columns = shape.parts[0].columns
+    group = layout.group or columns.total
+    size = columns.size
+    if layout.ordered and columns.size < columns.total:  # every group padded by half a block on average
+        block = 32
+        size = -(-(size + block // 2 * -(-columns.total // group)) // block) * block
+    else:
+        order = input_order(torch.arange(columns.first, columns.end) // group)
+        block, size = order.block, len(order.group_of_block) * order.block
+    meta = torch.device("meta")
+    weight = empty(shape.out_features, size, block, layout.code, meta, scale_dtype, not layout.symmetric, False)
+    return weight.num_bytes

@@ -1,0 +1,62 @@
+"""The checkpoint's tensors of a matrix of 4- or 8-bit integers, as a rank keeps them until they are packed."""
+
+import torch
+from torch import Tensor, nn
+
+from workers.layers.linear_method import Part
+from workers.quantization.integers.format import IntFormat
+
+_DEVIATION = {4: 4.61, 8: 73.9}  # of codes that are chosen evenly
+
+
+class StoredInt(nn.Module):
+    """tensors: by kind, this rank's share; with a leading dimension for experts if `num_experts` is given.
+
+    Scales are kept in the checkpoint's type, which is known once they are loaded.
+    """
+
+    def __init__(self, layout: IntFormat, part: Part, num_experts: int | None = None) -> None:
+        super().__init__()
+        self.layout, self.part = layout, part
+        self._shares = layout.tensors(part)
+        leading = () if num_experts is None else (num_experts,)
+        self.tensors = nn.ParameterDict(
+            {
+                kind: nn.Parameter(torch.empty(*leading, *share.shape(part), dtype=share.dtype), requires_grad=False)
+                for kind, share in self._shares.items()
+            }
+        )
+
+    def load(self, kind: str, full: Tensor, expert: int | None = None) -> None:
+        """Copy this rank's share of the checkpoint's tensor. Raises WrongTensorError for a wrong shape, dtype or order
+        of inputs."""
+        if kind in self.layout.optional:
+            self.layout.check_values(kind, full, self.part)
+            return
+        share, parameter = self._shares[kind], self.tensors[kind]
+        mine = share.cut(full, self.part)
+        if share.outputs is None:
+            self.layout.check_values(kind, full, self.part)
+        if share.dtype is None and parameter.dtype != full.dtype:
+            both = full.dtype if not expert else torch.promote_types(parameter.dtype, full.dtype)
+            parameter.data = parameter.data.to(both)
+        (parameter.data if expert is None else parameter.data[expert]).copy_(mine)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        """Fill with random codes of which a product is as large as its inputs."""
+        columns = self.part.columns
+        for kind, share in self._shares.items():
+            tensor = self.tensors[kind].data
+            if share.dtype is None:
+                tensor.fill_(columns.total**-0.5 / _DEVIATION[self.layout.bits])
+            elif share.outputs is None:
+                inputs = torch.arange(columns.first, columns.end, device=tensor.device)
+                tensor.copy_(inputs // (self.layout.group or columns.total))
+            elif kind == self.layout.zeros_kind:
+                tensor.fill_(self.layout.symmetric_word())
+            else:
+                tensor.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
+
+    def matrix(self, expert: int | None = None) -> dict[str, Tensor]:
+        """Return the tensors of the matrix, or of an expert's."""
+        return {kind: tensor.data if expert is None else tensor.data[expert] for kind, tensor in self.tensors.items()}

@@ -1,0 +1,88 @@
+"""`Scheme`: how the weight of one module is stored, and `SchemeQuant`: a checkpoint whose modules may differ in it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from workers.quantization.quant_method import QuantMethod
+from workers.quantization.separate_parts import SeparateParts
+
+
+class Scheme(ABC):
+    """A plain value, equal for modules that may be multiplied together."""
+
+    @property
+    @abstractmethod
+    def kinds(self) -> tuple[str, ...]:
+        """The checkpoint's tensors of a module, as the last components of names."""
+
+    @abstractmethod
+    def linear_method(self, shape: LinearShape) -> LinearMethod:
+        """See `QuantMethod.linear_method`."""
+
+    @abstractmethod
+    def experts_method(self, shape: ExpertsShape) -> ExpertsMethod:
+        """See `QuantMethod.experts_method`."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """For the log, such as "int4 in groups of 128"."""
+
+
+@dataclass(frozen=True)
+class SchemeQuant(QuantMethod):
+    """Chooses a scheme by a module's name.
+
+    source: names the checkpoint in errors.
+    stored_plain: modules whose files have a 16-bit weight, whatever quantization_config says; see `fitted`.
+    """
+
+    source: str
+    stored_plain: frozenset[str] = field(default=frozenset(), kw_only=True)
+
+    @abstractmethod
+    def declared(self, name: str) -> Scheme | None:
+        """Return the scheme that quantization_config declares for a module; None: it is not quantised."""
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        return None if name in self.stored_plain else self.declared(name)
+
+    def fitted(self, with_weight: Callable[[], frozenset[str]]) -> Self:
+        """Published lists of modules are not always whole: a module with a plain `weight` in the files is unquantised
+        where the declared scheme has no tensor of that name."""
+
+        def is_plain(name: str) -> bool:
+            scheme = self.declared(name)
+            return scheme is not None and "weight" not in scheme.kinds
+
+        return replace(self, stored_plain=frozenset(filter(is_plain, with_weight())))
+
+    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
+        schemes = [self.scheme_of(name) for name in names]
+        if len(set(schemes)) == 1:
+            return _method(schemes[0], shape)
+        return SeparateParts(
+            shape,
+            [
+                _method(scheme, LinearShape((replace(part, offset=0),)))
+                for scheme, part in zip(schemes, shape.parts, strict=True)
+            ],
+        )
+
+    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
+        schemes = {name: self.scheme_of(name) for name in names}
+        if len(set(schemes.values())) > 1:
+            told = ", ".join(f"{name} {scheme or 'unquantised'}" for name, scheme in schemes.items())
+            raise ValueError(
+                f"{self.source}: quantization_config: the matrices of an expert are quantised differently ({told}), "
+                "which is not supported; use a checkpoint that quantises all of them alike"
+            )
+        scheme = next(iter(schemes.values()))
+        return UnquantizedExperts(shape) if scheme is None else scheme.experts_method(shape)
+
+
+def _method(scheme: Scheme | None, shape: LinearShape) -> LinearMethod:
+    return UnquantizedLinearMethod(shape) if scheme is None else scheme.linear_method(shape)
