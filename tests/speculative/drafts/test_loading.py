@@ -37,8 +37,8 @@ def edited(source: Path, folder: Path, **changes: Any) -> Path:
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "quant_method='gptq' is not .*: compressed-tensors, fp8; use",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method='bitsandbytes' is not .*: auto-round, awq, .*; use",
         ),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' is not supported; it is one of default"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "needs 'original_max_position_embeddings'"),

@@ -24,10 +24,41 @@ RECIPES: dict[str, Recipe] = {
     "pack-quantized g_idx, asymmetric": pack_quantized(symmetric=False, ordered=True),
     "pack-quantized 8 bits": pack_quantized(bits=8, group=None, scale_dtype=torch.float32),
 }
+# Multiples of the groups of 32 that recipes have.
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 64, "v_head_dim": 24, "moe_intermediate_size": 64}
+SIZES: dict[str, dict[str, Any]] = {
+    "Qwen2": {"num_hidden_layers": 2},
+    "Qwen3Moe": {"moe_intermediate_size": 64, "num_hidden_layers": 2},
+    "DeepseekV3": LATENT | {"num_hidden_layers": 2},
+    "Qwen3_5Moe": {"moe_intermediate_size": 64},
+    "Qwen3Next": {"moe_intermediate_size": 64},
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
     source = make_target(tmp_path / "t", num_hidden_layers=2)
+    folder = quantise(source, tmp_path / "q", RECIPES[name])
+    assert by_us(folder) == by_transformers(folder / "plain")
+
+
+@pytest.mark.parametrize(
+    "architecture,name",
+    [
+        ("Qwen2", "gptq desc_act"),
+        ("Qwen3Moe", "gptq"),
+        ("Qwen3Moe", "pack-quantized g_idx, asymmetric"),
+        ("DeepseekV3", "awq"),
+        ("DeepseekV3", "gptq desc_act"),
+        ("Qwen3_5", "gptq asymmetric"),
+        ("Qwen3_5", "pack-quantized channel, asymmetric"),
+        ("Qwen3_5Moe", "awq"),
+        ("Qwen3Next", "awq"),
+        ("Qwen3Next", "pack-quantized"),
+    ],
+)
+def test_every_family_is_read(tmp_path: Path, architecture: str, name: str) -> None:
+    """Fused and merged projections, routed and shared experts, and what latent attention absorbs."""
+    source = make_target(tmp_path / "t", architecture=architecture, **SIZES.get(architecture, {}))
     folder = quantise(source, tmp_path / "q", RECIPES[name])
     assert by_us(folder) == by_transformers(folder / "plain")
