@@ -57,7 +57,9 @@ class Fp8Experts(DenseExperts):
         shapes = (self.shape.gate_up, self.shape.down)
         is_kept = options.fp8 and all(unreadable(one.parts, self.scheme) is None for one in shapes)
         size = 1 if is_kept else self._dtype.itemsize
-        return sum(int(w.numel()) * size for w in self.weights) + sum(int(scale.nbytes) for scale in self.scales.values())
+        return sum(int(w.numel()) * size for w in self.weights) + sum(
+            int(scale.nbytes) for scale in self.scales.values()
+        )
 
     def dense_weights(self) -> tuple[Tensor, Tensor]:
         assert self._dense is not None, "finish comes first, and FP8 is multiplied elsewhere"

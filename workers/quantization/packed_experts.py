@@ -55,7 +55,12 @@ class PackedExperts(ExpertsMethod):
             check_shape(full, (part.rows.total,))
             self.biases[part.name].data[expert].copy_(full[part.rows.first : part.rows.end])
         elif kind in self.scheme.kinds:
-            self.scheme.copy(kind, part, full, self.stored[_key(part, kind)].data[expert])
+            stored = self.stored[_key(part, kind)]
+            if kind in self.scheme.any_float and stored.dtype != full.dtype:
+                stored.data = stored.data.to(
+                    full.dtype if expert == 0 else torch.promote_types(stored.dtype, full.dtype)
+                )
+            self.scheme.copy(kind, part, full, stored.data[expert])
 
     def fill_missing(self, kind: str) -> bool:
         return kind in self.scheme.unused

@@ -36,12 +36,14 @@ class PackedScheme(ABC):
     group: inputs that share a scale; None for a scale per output.
     kinds: the tensors of a matrix, as last components of names.
     unused: tensors that a checkpoint may have, and which change nothing here.
+    any_float: tensors that are kept in the type that the checkpoint has.
     """
 
     code: Code
     group: int | None
     kinds: tuple[str, ...]
     unused: tuple[str, ...] = ()
+    any_float: tuple[str, ...] = ()
 
     @abstractmethod
     def storage(self, part: Part) -> dict[str, Tensor]:

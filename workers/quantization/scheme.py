@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from workers.layers.experts import ExpertsMethod, ExpertsShape
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from workers.quantization.quant_method import QuantMethod
+from workers.quantization.quant_method import QuantMethod, unquantized_experts
 from workers.quantization.separate_parts import SeparateParts
 
 
@@ -81,7 +81,7 @@ class SchemeQuant(QuantMethod):
                 "which is not supported; use a checkpoint that quantises all of them alike"
             )
         scheme = next(iter(schemes.values()))
-        return UnquantizedExperts(shape) if scheme is None else scheme.experts_method(shape)
+        return unquantized_experts(list(names), shape) if scheme is None else scheme.experts_method(shape)
 
 
 def _method(scheme: Scheme | None, shape: LinearShape) -> LinearMethod:

@@ -1,4 +1,11 @@
-"""Stacked experts whose weights have 4 or 8 bits."""
+"""Stacked experts whose weights have 4 or 8 bits.
+
+They are packed by `workers.quantization.packed_experts`, unless inputs are in groups out of order: those of the first
+matrices differ from expert to expert, and a row would be gathered for each."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -6,13 +13,83 @@ from torch import Tensor, nn
 from workers.layers.experts import DenseExperts, ExpertsShape
 from workers.layers.linear_method import LinearShape, Part
 from workers.ops.gemm.workspace import GEMMOptions
+from workers.ops.packed.weight import Code
 from workers.quantization.integers.format import IntFormat
 from workers.quantization.integers.packing import pack_parts
-from workers.quantization.integers.stored import StoredInt
+from workers.quantization.integers.stored import StoredInt, fill_dummy
+from workers.quantization.packed_scheme import MatrixCodes, PackedScheme
+
+logger = logging.getLogger(__name__)
 
 
-class IntExperts(DenseExperts):
-    """stored: by part; empty after `finish`."""
+@dataclass(frozen=True)
+class IntMatrix(PackedScheme):
+    """`IntFormat` of an expert's matrix."""
+
+    layout: IntFormat
+
+    @property
+    def code(self) -> Code:  # type: ignore[override]
+        return self.layout.code
+
+    @property
+    def group(self) -> int | None:  # type: ignore[override]
+        return self.layout.group
+
+    @property
+    def kinds(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.layout.kept
+
+    @property
+    def any_float(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.layout.scales_kind,)
+
+    @property
+    def unused(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(kind for kind in self.layout.kinds if kind not in self.layout.kept)
+
+    def _whole_groups(self, part: Part) -> Part:
+        return replace(part, columns=self.widened(part.columns))
+
+    def storage(self, part: Part) -> dict[str, Tensor]:
+        word = 32 // self.layout.bits
+        if part.columns.total % (self.layout.group or 1):
+            raise ValueError(f"{part.name}: {part.columns.total} inputs are not whole groups of {self.layout.group}")
+        for what, span in (("rows", part.rows), ("columns", self.widened(part.columns))):
+            if span.first % word or span.end % word:
+                raise ValueError(
+                    f"{part.name}: {what} {span.first} to {span.end} of a rank are no multiple of the {word} integers "
+                    "of a word; set another tensor_parallel, or parallel.expert_parallel: true"
+                )
+        whole = self._whole_groups(part)
+        shares = self.layout.tensors(whole).items()
+        return {kind: torch.empty(share.shape(whole), dtype=share.dtype) for kind, share in shares}
+
+    def copy(self, kind: str, part: Part, full: Tensor, out: Tensor) -> None:
+        whole = self._whole_groups(part)
+        out.copy_(self.layout.tensors(whole)[kind].cut(full, whole))
+
+    def read(self, stored: Mapping[str, Tensor]) -> MatrixCodes:
+        read = self.layout.read_whole(stored)
+        if not self.layout.symmetric:
+            return MatrixCodes(read.codes, read.scales, read.zeros)
+        if bool((read.zeros != self.layout.symmetric_zero).any()):
+            raise ValueError(
+                "quantization_config says that weights are symmetric, but zeros of experts are not; download the "
+                "checkpoint again, or set sym=false in its config.json"
+            )
+        return MatrixCodes(read.codes, read.scales)
+
+    def dummy(self, stored: Mapping[str, Tensor], fan_in: int, generator: torch.Generator) -> None:
+        for kind, tensor in stored.items():
+            fill_dummy(self.layout, kind, tensor, fan_in, generator)
+
+
+class UnorderedIntExperts(DenseExperts):
+    """Experts whose inputs are in groups out of order, dequantised to the model's dtype.
+
+    stored: by part; empty after `finish`.
+    """
 
     def __init__(self, shape: ExpertsShape, layout: IntFormat) -> None:
         super().__init__(shape)
@@ -23,7 +100,7 @@ class IntExperts(DenseExperts):
 
     @property
     def format(self) -> str:
-        return str(self.layout)
+        return f"{self.layout}, dequantised"
 
     def num_bytes(self, options: GEMMOptions) -> int:
         return sum(
@@ -52,6 +129,8 @@ class IntExperts(DenseExperts):
 
     def finish(self, options: GEMMOptions) -> None:
         if self._dense is None:
+            if options.packed:
+                logger.warning("experts [%d, %d] are dequantised: desc_act", self.shape.size, self.shape.width)
             self._dense = self._dequantised(self.shape.gate_up), self._dequantised(self.shape.down)
             self.stored = nn.ModuleDict()
         super().finish(options)

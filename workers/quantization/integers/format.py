@@ -1,7 +1,7 @@
 """Checkpoints' formats of 4- and 8-bit integers: which tensors a module has, which part of them a rank needs, and what
 they mean. Pure functions of tensors; layers are in `linear` and `experts`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -139,10 +139,19 @@ class IntFormat:
         optional = ((zeros, not self.symmetric), (order, self.ordered))
         return codes, scales, self.SHAPE, *(kind for kind, is_there in optional if is_there)
 
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        """Tensors that a rank keeps until they are packed."""
+        return tuple(kind for kind in self.kinds if kind not in self.optional)
+
     @property
     def optional(self) -> tuple[str, ...]:
         """Tensors that are checked and not kept, because the others say as much; some exporters leave them out."""
         return (self.SHAPE, *(() if self.ordered else (self.KINDS[self.layout][3],)))
+
+    @property
+    def scales_kind(self) -> str:
+        return self.KINDS[self.layout][1]
 
     @property
     def zeros_kind(self) -> str:
@@ -169,7 +178,7 @@ class IntFormat:
             }
         if self.ordered:
             found[order] = StoredTensor(torch.int32, None, Axis(0, 1))
-        return {kind: tensor for kind, tensor in found.items() if kind in self.kinds}
+        return {kind: tensor for kind, tensor in found.items() if kind in self.kept}
 
     def check_values(self, kind: str, full: Tensor, part: Part) -> None:
         """Raise WrongTensorError if a tensor of indexes or of sizes does not fit: the order of inputs must give each
@@ -195,7 +204,17 @@ class IntFormat:
         word = sum(value << shift for shift in range(0, 32, self.bits))
         return word - (1 << 32) if word >= 1 << 31 else word
 
-    def read(self, stored: dict[str, Tensor], part: Part) -> Codes:
+    def read_whole(self, stored: Mapping[str, Tensor]) -> Codes:
+        """`read` for a share of whole words and groups, whatever the matrix around it is."""
+        codes, scales = stored[self.KINDS[self.layout][0]], stored[self.scales_kind]
+        word = 32 // self.bits
+        if self.layout == "pack-quantized":
+            rows, columns = scales.shape[0], codes.shape[1] * word
+        else:
+            rows, columns = scales.shape[1], codes.shape[0] * (1 if self.layout == "awq" else word)
+        return self.read(stored, Part("", Span.whole(rows), Span.whole(columns), 0))
+
+    def read(self, stored: Mapping[str, Tensor], part: Part) -> Codes:
         """Return what this rank's tensors of a part mean. stored: by kind, of the shapes of `tensors`."""
         tensors = self.tensors(part)
         codes_kind, scales_kind, zeros_kind, order = self.KINDS[self.layout]
@@ -220,7 +239,7 @@ class IntFormat:
         along, share = (stored.outputs, part.rows) if stored.outputs.per > 1 else (stored.inputs, part.columns)
         words = words.transpose(0, 1) if along.dim == 0 else words
         first = share.first % along.per
-        values = unpacked(words.contiguous(), self.bits, self.layout == "awq")[:, first : first + share.size]
+        values = unpacked(words, self.bits, self.layout == "awq")[:, first : first + share.size]
         return values if along is stored.inputs else values.transpose(0, 1)
 
 
@@ -232,9 +251,10 @@ def _by_output(tensor: Tensor, stored: StoredTensor) -> Tensor:
 def unpacked(words: Tensor, bits: int, awq: bool = False) -> Tensor:
     """Return the values of words, the lowest bits first: [n, m * 32 / bits] uint8.
 
-    words: [n, m] int32, contiguous.
+    words: [n, m] int32.
     awq: within each word in the order of AutoAWQ's GEMM layout.
     """
+    words = words.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps strides of dimensions of size 1
     values = words.view(torch.uint8)  # of a little-endian machine, as all that PyTorch's CUDA runs on are
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)

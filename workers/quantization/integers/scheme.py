@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from workers.layers.experts import ExpertsMethod, ExpertsShape
 from workers.layers.linear_method import LinearMethod, LinearShape
-from workers.quantization.integers.experts import IntExperts
+from workers.quantization.integers.experts import IntMatrix, UnorderedIntExperts
 from workers.quantization.integers.format import IntFormat
 from workers.quantization.integers.linear import IntLinear
+from workers.quantization.packed_experts import PackedExperts
 from workers.quantization.scheme import Scheme
 
 
@@ -23,7 +24,9 @@ class IntScheme(Scheme):
         return IntLinear(shape, self.layout)
 
     def experts_method(self, shape: ExpertsShape) -> ExpertsMethod:
-        return IntExperts(shape, self.layout)
+        if self.layout.ordered:
+            return UnorderedIntExperts(shape, self.layout)
+        return PackedExperts(shape, IntMatrix(self.layout))
 
     def __str__(self) -> str:
         return str(self.layout)

@@ -47,16 +47,22 @@ class StoredInt(nn.Module):
         columns = self.part.columns
         for kind, share in self._shares.items():
             tensor = self.tensors[kind].data
-            if share.dtype is None:
-                tensor.fill_(columns.total**-0.5 / _DEVIATION[self.layout.bits])
-            elif share.outputs is None:
+            if share.outputs is None:
                 inputs = torch.arange(columns.first, columns.end, device=tensor.device)
                 tensor.copy_(inputs // (self.layout.group or columns.total))
-            elif kind == self.layout.zeros_kind:
-                tensor.fill_(self.layout.symmetric_word())
             else:
-                tensor.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
+                fill_dummy(self.layout, kind, tensor, columns.total, generator)
 
     def matrix(self, expert: int | None = None) -> dict[str, Tensor]:
         """Return the tensors of the matrix, or of an expert's."""
         return {kind: tensor.data if expert is None else tensor.data[expert] for kind, tensor in self.tensors.items()}
+
+
+def fill_dummy(layout: IntFormat, kind: str, tensor: Tensor, fan_in: int, generator: torch.Generator) -> None:
+    """Fill one tensor of a matrix, so that a product of random codes is as large as its inputs."""
+    if tensor.is_floating_point():
+        tensor.fill_(fan_in**-0.5 / _DEVIATION[layout.bits])
+    elif kind == layout.zeros_kind:
+        tensor.fill_(layout.symmetric_word())
+    else:
+        tensor.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
