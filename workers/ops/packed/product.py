@@ -1,8 +1,14 @@
-"""y = x W^T + b for a weight of few bits (`workers.ops.packed.weight`)."""
+"""y = x W^T + b for a weight of few bits (`workers.ops.packed.weight`). `choose_product` chooses once per layer."""
+
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.capability import Capability
+from attention.ops.operation import Implementation
+from workers.ops.activation import silu_mul
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.ops.packed.weight import PackedWeight, dequantize
 
 
@@ -18,3 +24,38 @@ def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, 
     """
     y = F.linear(x.float(), dequantize(weight, x.float().dtype), None if bias is None else bias.float())
     return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+@dataclass(frozen=True)
+class PackedProduct:
+    """Products with one weight, by the reference."""
+
+    weight: PackedWeight
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """See `packed_product`."""
+        return packed_product(x, self.weight, bias, out)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        """Return silu(first half of the outputs) * second half, [rows, out_features / 2]."""
+        return silu_mul(self.multiply(x, None))
+
+
+PRODUCT = Implementation(
+    "triton",
+    "workers.ops.packed.product_triton:TritonPackedProduct",
+    lambda here: here.reaches((8, 0)),
+    lambda weight, options: (
+        options.workspace is not None and weight.scales.dtype.itemsize == 2 and weight.in_features % 8 == 0
+    ),
+    "16-bit rows and scales, inputs a multiple of 8",
+)
+
+
+def choose_product(weight: PackedWeight, options: GEMMOptions) -> PackedProduct:
+    """Choose how to multiply 16-bit rows by a final weight, which must stay in place."""
+    here = Capability.of(weight.codes.device)
+    if PRODUCT.needs(here) and PRODUCT.serves is not None and PRODUCT.serves(weight, options):
+        made: PackedProduct = PRODUCT.function(weight, options.workspace, options.deterministic)
+        return made
+    return PackedProduct(weight)

@@ -39,7 +39,7 @@ class PackedWeight:
 
     codes: int32, see above.
     scales: bfloat16, float16 or float32 as given to `pack`, see above.
-    zeros: as scales; None: 8 for int4, 128 for int8, 0 for e2m1.
+    zeros: int16, in the order of scales; None: 8 for int4, 128 for int8, 0 for e2m1.
     row_scale: float32 [out_features], multiplied with a row's sum; or None.
     group: inputs that share a scale and a zero.
     """
@@ -122,7 +122,7 @@ def empty(
     return PackedWeight(
         torch.empty((*experts, tiles, chunks, *words), dtype=torch.int32, device=device),
         scales,
-        torch.empty_like(scales) if has_zeros else None,
+        torch.empty_like(scales, dtype=torch.int16) if has_zeros else None,
         torch.empty((*experts, n), dtype=torch.float32, device=device) if has_row_scale else None,
         n,
         k,

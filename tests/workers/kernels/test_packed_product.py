@@ -1,0 +1,146 @@
+"""Products with weights of few bits against float64: on a GPU, or under Triton's interpreter (TRITON_INTERPRET=1), which
+`tests/ops/test_triton_interpreter.py` starts in a process of its own."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from workers.ops.activation import silu_mul  # noqa: E402
+from workers.ops.gemm.workspace import Workspace  # noqa: E402
+from workers.ops.packed.dequantize_triton import dequantize_rows  # noqa: E402
+from workers.ops.packed.product_triton import TritonPackedProduct  # noqa: E402
+from workers.ops.packed.tiles import MAX_STREAM_ROWS, packed_workspace_size  # noqa: E402
+from workers.ops.packed.weight import BITS, Code, PackedWeight, dequantize, pack  # noqa: E402
+
+pytestmark = MARKS
+
+KINDS: list[tuple[Code, int, bool, torch.dtype]] = [
+    # code, group (0: a scale per output), zeros, scales
+    ("int4", 128, False, torch.bfloat16),
+    ("int4", 32, True, torch.float16),
+    ("int4", 0, True, torch.bfloat16),
+    ("int8", 128, True, torch.bfloat16),
+    ("int8", 0, False, torch.bfloat16),
+    ("e2m1", 32, False, torch.bfloat16),
+    ("e2m1", 16, False, torch.bfloat16),
+]
+SMALL = [(70, 384), (192, 640)]
+# Llama-3 8B and 70B, Qwen3-8B and 27B, gpt-oss
+LARGE = [
+    *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    *((10240, 8192), (8192, 28672), (24576, 4096), (4096, 12288)),
+    *((34816, 5120), (5120, 17408), (5120, 2880), (2880, 4096)),
+]
+ROWS = (1, 5, 12, 33) if INTERPRETED else (*range(1, 65), 96, 200)
+DTYPES = [torch.float16, torch.bfloat16]
+# One rounding of the result (2^-9 and 2^-12 of it at most, less on average), sums in float32.
+BOUND = {torch.bfloat16: 2.2e-3, torch.float16: 3e-4}
+# More rows multiply weights that are rounded to the rows' type.
+DENSE_BOUND = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+def weight_of(n: int, k: int, code: Code, group: int, zeros: bool, dtype: torch.dtype, device: str) -> PackedWeight:
+    generator = torch.Generator(device).manual_seed(n + k)
+    group = group or k
+    codes = torch.randint(1 << BITS[code], (n, k), generator=generator, dtype=torch.uint8, device=device)
+    scales = 0.02 * (0.5 + torch.rand((n, k // group), generator=generator, device=device))
+    scales = scales.to(torch.float8_e4m3fn).to(dtype) if group == 16 else scales.to(dtype)
+    zero = None
+    if zeros:
+        zero = torch.randint(1 << BITS[code], scales.shape, generator=generator, dtype=torch.uint8, device=device)
+    row_scale = torch.rand(n, generator=generator, device=device) if group == 16 else None
+    return pack(codes, scales, zero, row_scale, group, code)
+
+
+def product_of(weight: PackedWeight, deterministic: bool = False) -> TritonPackedProduct:
+    shape = weight.out_features, weight.in_features
+    workspace = Workspace.of_size(*packed_workspace_size([shape]), torch.device(DEVICE))
+    return TritonPackedProduct(weight, workspace, deterministic)
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_product_is_that_of_float64(kind: tuple[Code, int, bool, torch.dtype], dtype: torch.dtype) -> None:
+    code, group, zeros, scales = kind
+    for (n, k), bias in product(SMALL, (False, True)):
+        weight = weight_of(n, k, code, group, zeros, scales, DEVICE)
+        ours, exact = product_of(weight), dequantize(weight, torch.float32).double()
+        b = torch.randn(n, device=DEVICE).to(dtype) if bias else None
+        for rows in ROWS:
+            x = torch.randn(rows, 2 * k, generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)[:, :k]
+            expected = x.double() @ exact.T + (0.0 if b is None else b.double())
+            out = torch.full((rows, n), float("nan"), dtype=dtype, device=DEVICE)
+            assert ours.multiply(x, b, out) is out
+            bound = (BOUND if rows <= MAX_STREAM_ROWS else DENSE_BOUND)[dtype]
+            assert error(out, expected) < bound, (n, k, rows)
+        assert int(ours.workspace.tickets.abs().sum()) == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="large")
+@pytest.mark.parametrize("n,k", LARGE)
+def test_products_of_known_models_are_those_of_float64(n: int, k: int) -> None:
+    for code, group in (("int4", 64 if k == 2880 else 128), ("e2m1", 32)):
+        weight = weight_of(n, k, code, group, False, torch.bfloat16, DEVICE)  # type: ignore[arg-type]
+        ours, exact = product_of(weight), dequantize(weight, torch.float32).double()
+        x = torch.randn(200, k, device=DEVICE).bfloat16()
+        expected = x.double() @ exact.T
+        for rows in (*range(1, 65), 65, 128, 200):
+            bound = (BOUND if rows <= MAX_STREAM_ROWS else DENSE_BOUND)[torch.bfloat16]
+            assert error(ours.multiply(x[:rows], None), expected[:rows]) < bound, rows
+            gated = silu_mul(expected[:rows].float()).double()
+            # two roundings before the product, one after
+            assert error(ours.multiply_gated(x[:rows]), gated) < 2 * bound, rows
+
+
+def test_gated_product_is_silu_mul_of_the_product() -> None:
+    for (n, k), rows in product([(256, 384), (128, 640)], ROWS[:3]):
+        weight = weight_of(n, k, "int4", 128, True, torch.bfloat16, DEVICE)
+        x = torch.randn(rows, k, device=DEVICE).half()
+        ours = product_of(weight)
+        expected = silu_mul((x.double() @ dequantize(weight, torch.float32).double().T).float()).double()
+        assert error(ours.multiply_gated(x), expected) < 1e-3
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    n, k = SMALL[1]
+    weight = weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE)
+    ours = product_of(weight)
+    x = torch.randn(12, k, device=DEVICE).half()
+    whole = ours.multiply(x, None)
+    x[:7], x[8:] = 3.0, float("inf")
+    assert torch.equal(ours.multiply(x, None)[7], whole[7])
+
+
+def test_deterministic_products_of_a_row_do_not_depend_on_the_number_of_rows() -> None:
+    n, k = SMALL[0]
+    weight = weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE)
+    ours = product_of(weight, deterministic=True)
+    x = torch.randn(MAX_STREAM_ROWS + 6, k, device=DEVICE).half()
+    whole = ours.multiply(x, None)
+    for first in (0, MAX_STREAM_ROWS):
+        assert torch.equal(ours.multiply(x[first : first + 5], None), whole[first : first + 5])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantised_rows_are_rounded_once(kind: tuple[Code, int, bool, torch.dtype], dtype: torch.dtype) -> None:
+    code, group, zeros, scales = kind
+    for n, k in SMALL:
+        weight = weight_of(n, k, code, group, zeros, scales, DEVICE)
+        expected = dequantize(weight, torch.float32)
+        for first, end in ((0, n), (64, n)):
+            out = torch.full((end - first, k), float("nan"), dtype=dtype, device=DEVICE)
+            dequantize_rows(weight, first, out)
+            if weight.row_scale is None:
+                assert torch.equal(out, expected[first:end].to(dtype))
+            else:
+                assert error(out, expected[first:end].double()) < DENSE_BOUND[dtype]

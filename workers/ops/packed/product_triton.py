@@ -1,0 +1,74 @@
+"""The Triton implementation of `workers.ops.packed.product`: chooses kernels by the number of rows."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.ops.activation import silu_mul
+from workers.ops.gemm.workspace import Workspace
+from workers.ops.packed.dequantize_triton import dequantize_rows
+from workers.ops.packed.product import PackedProduct
+from workers.ops.packed.stream_triton import packed_stream
+from workers.ops.packed.tiles import MAX_STREAM_ROWS, gated_tiles, outputs_at_once, stream_tiles
+
+
+@dataclass(frozen=True)
+class TritonPackedProduct(PackedProduct):
+    """workspace: at least `packed_workspace_size` for the weight's shape.
+    deterministic: a row's bits depend on that row alone.
+    """
+
+    workspace: Workspace
+    deterministic: bool
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        rows, n, k = x.shape[0], self.weight.out_features, self.weight.in_features
+        if out is None:
+            out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+        if self.deterministic:
+            return self._in_passes(x, bias, out)
+        tiles = stream_tiles(rows, n, k)
+        if tiles is None:
+            return self._dequantized(x, bias, out)
+        return packed_stream(_aligned(x), self.weight, bias, self.workspace, tiles, out)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        rows, n, k = x.shape[0], self.weight.out_features, self.weight.in_features
+        tiles = None if self.deterministic else gated_tiles(rows, n, k)
+        if tiles is None:
+            return silu_mul(self.multiply(x, None))
+        out = torch.empty((rows, n // 2), dtype=x.dtype, device=x.device)
+        return packed_stream(_aligned(x), self.weight, None, self.workspace, tiles, out, gated=True)
+
+    def _in_passes(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """Any number of rows, MAX_STREAM_ROWS per launch and always with the same tiles."""
+        tiles = stream_tiles(MAX_STREAM_ROWS, *self._shape)
+        assert tiles is not None
+        for first in range(0, x.shape[0], MAX_STREAM_ROWS):
+            rows = slice(first, first + MAX_STREAM_ROWS)
+            packed_stream(_aligned(x[rows]), self.weight, bias, self.workspace, tiles, out[rows])
+        return out
+
+    def _dequantized(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """Many rows: dequantise some outputs at a time and let the library multiply while they are in L2."""
+        n, k = self._shape
+        step = outputs_at_once(n, k)
+        scratch = self.workspace.part.view(x.dtype)
+        for first in range(0, n, step):
+            end = min(n, first + step)
+            some = dequantize_rows(self.weight, first, scratch[: (end - first) * k].view(end - first, k))
+            if bias is None:
+                torch.mm(x, some.t(), out=out[:, first:end])
+            else:
+                torch.addmm(bias[first:end], x, some.t(), out=out[:, first:end])
+        return out
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.weight.out_features, self.weight.in_features
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows that start at multiples of 16 bytes."""
+    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()

@@ -1,0 +1,254 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+"""y = x W^T, or silu(x G^T) * (x U^T), for up to 64 rows and a weight of 4 or 8 bits: streams the codes.
+
+A weight of 4 bits has a quarter of the bytes, so what a multiprocessor does per byte counts four times. Here nothing
+stands between memory and tensor cores: each lane loads 16 bytes of codes, which are its own part of operands
+(`workers.ops.packed.weight`), and 16 bytes of rows likewise. No shared memory, no barrier and no other warp takes part
+until the sums are complete. Tensors are one-dimensional: element 128 w + 4 l + r is register r of lane l of warp w.
+
+A tensor core multiplies 16 outputs with 8 rows (m16n8k16). Codes become 16-bit numbers by a mask and an exponent, and
+lose their zero by a subtraction that is exact. The sum of a group is multiplied by its scale in float32.
+
+The warps of a program share the inputs, programs share them further (split K); the last program adds the splits in
+order, so equal inputs give equal bits. A row's result depends on the other rows only through the tiles that the table
+chooses.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
+from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from workers.ops.gemm.workspace import Workspace
+from workers.ops.packed.fragments_triton import add_scaled, decode, multiply
+from workers.ops.packed.sums_triton import sums_of_warps
+from workers.ops.packed.tiles import StreamTiles
+from workers.ops.packed.weight import PackedWeight
+
+
+@triton.jit
+def _load_codes(base, index, chunk, has, CHUNKS: tl.constexpr, COUNT: tl.constexpr, PIECES: tl.constexpr):
+    """Codes of COUNT chunks from `chunk` on: per chunk and 16 outputs a tensor (int8: one per half)."""
+    codes = ()
+    for each in tl.static_range(COUNT):
+        for piece in tl.static_range(4 * PIECES):
+            cells = base + (chunk + each) * (512 * PIECES) + piece * 128 + index
+            codes = codes + (tl.load(cells, mask=has & (chunk + each < CHUNKS), other=0, cache_modifier=".cg"),)
+    return codes
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _packed_stream(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    ticket_ptr,
+    rows,
+    x_words,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS_N: tl.constexpr,
+    WARPS_K: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    TYPE: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    # N: outputs of W; gated: half of them
+    CHUNKS: tl.constexpr = (K + 63) // 64
+    GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
+    PIECES: tl.constexpr = 2 if CODE == "int8" else 1
+    # blocks of 16 differ between lanes of an operand, which takes their scales; codes and scales of e2m1 are exact so
+    OPERAND_SCALE: tl.constexpr = SCALE_TYPE if GROUP == 16 else None
+    PER_CHUNK: tl.constexpr = GROUP % 64 == 0 or GROUP == K
+    tile, split = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, WARPS_N * WARPS_K * 128)
+    word, warp = index % 128, index // 128
+    r, t, g = index % 4, index // 4 % 4, index // 16 % 8
+    block = tile + warp % WARPS_N * (N // 64) if GATED else tile * WARPS_N + warp % WARPS_N
+    HAS_TAIL: tl.constexpr = (N + 63) // 64 % WARPS_N != 0
+    has = block < (N + 63) // 64 if HAS_TAIL and not GATED else block >= 0
+    start_chunk = (split * STEPS * WARPS_K + warp // WARPS_N) * COUNT
+    codes_base = codes_ptr + block * (CHUNKS * 512 * PIECES)
+    scales_base = scales_ptr.to(tl.pointer_type(tl.int32)) + block * (GROUPS * 32) + g * 4 + r
+    if zeros_ptr is not None:
+        zeros_base = zeros_ptr.to(tl.pointer_type(tl.int32)) + block * (GROUPS * 32) + g * 4 + r
+    x_base = x_ptr.to(tl.pointer_type(tl.int32)) + g * x_words + 4 * t + r
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    ahead = _load_codes(codes_base, word, start_chunk, has, CHUNKS, COUNT, PIECES)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = ()
+    for _ in tl.static_range(4 * ROW_TILES):
+        acc = acc + (tl.zeros([WARPS_N * WARPS_K * 128], tl.float32),)
+    for step in range(STEPS):
+        codes = ahead
+        chunk = start_chunk + step * (WARPS_K * COUNT)
+        ahead = _load_codes(codes_base, word, chunk + WARPS_K * COUNT, has & (step + 1 < STEPS), CHUNKS, COUNT, PIECES)
+        for each in tl.static_range(COUNT):
+            k = (chunk + each) * 64
+            inputs = ()
+            for j in tl.static_range(ROW_TILES):
+                for s in tl.static_range(2):
+                    there = (g + 8 * j < rows) & (k + 32 * s + 8 * t < K)
+                    inputs = inputs + (tl.load(x_base + 8 * j * x_words + k // 2 + 16 * s, mask=there, other=0),)
+            scales, zeros = (), ()
+            for s in tl.static_range(1 if PER_CHUNK else 2):
+                start = k + 32 * s
+                if GROUP == 16:
+                    start += t // 2 * 16
+                group = scales_base + start // GROUP * 32
+                scales = scales + (tl.load(group, mask=has & (start < K), other=0),)
+                if zeros_ptr is not None:
+                    zeros = zeros + (tl.load(zeros_base + start // GROUP * 32, mask=has & (start < K), other=0),)
+                else:
+                    zeros = zeros + (scales[s],)
+            if PER_CHUNK:
+                scales, zeros = scales + scales, zeros + zeros
+            sums = ()
+            for i in tl.static_range(4):
+                words = codes[(4 * each + i) * PIECES], codes[(4 * each + i) * PIECES + PIECES - 1]
+                low, high = decode(
+                    words[0], zeros[0], scales[0], i, 0, CODE, zeros_ptr is not None, OPERAND_SCALE, TYPE, INTERPRETED
+                )
+                low2, high2 = decode(
+                    words[1], zeros[1], scales[1], i, 1, CODE, zeros_ptr is not None, OPERAND_SCALE, TYPE, INTERPRETED
+                )
+                for j in tl.static_range(ROW_TILES):
+                    part = acc[i * ROW_TILES + j]
+                    if GROUP == 16:
+                        part = multiply(low, high, inputs[2 * j], part, TYPE, INTERPRETED)
+                        part = multiply(low2, high2, inputs[2 * j + 1], part, TYPE, INTERPRETED)
+                    elif PER_CHUNK:
+                        first = multiply(low, high, inputs[2 * j], None, TYPE, INTERPRETED)
+                        first = multiply(low2, high2, inputs[2 * j + 1], first, TYPE, INTERPRETED)
+                        part = add_scaled(part, first, scales[0], i, SCALE_TYPE, INTERPRETED)
+                    else:
+                        first = multiply(low, high, inputs[2 * j], None, TYPE, INTERPRETED)
+                        part = add_scaled(part, first, scales[0], i, SCALE_TYPE, INTERPRETED)
+                        second = multiply(low2, high2, inputs[2 * j + 1], None, TYPE, INTERPRETED)
+                        part = add_scaled(part, second, scales[1], i, SCALE_TYPE, INTERPRETED)
+                    sums = sums + (part,)
+            acc = sums
+    # accumulator R i + j, element 128 w + 4 l + r: the sum of output 16 i + 8 (r / 2) + g and row 8 j + 2 t + r % 2
+    PARTS: tl.constexpr = 4 * ROW_TILES
+    WARPS: tl.constexpr = WARPS_N * WARPS_K
+    RESULTS: tl.constexpr = (PARTS + WARPS - 1) // WARPS if GATED else (PARTS + WARPS_K - 1) // WARPS_K
+    sums = sums_of_warps(acc, PARTS, WARPS_N, WARPS_K, GATED and SPLITS == 1, INTERPRETED)
+    if SPLITS > 1:
+        cells = part_ptr + tile * (SPLITS * PARTS * WARPS_N * 128) + word
+        for q in tl.static_range((PARTS + WARPS_K - 1) // WARPS_K):
+            part = q * WARPS_K + warp // WARPS_N
+            here = cells + ((split * PARTS + part) * WARPS_N + warp % WARPS_N) * 128
+            tl.store(here, sums[q], mask=(part < PARTS) & (part % ROW_TILES * 8 + 2 * t < rows))
+        if not comes_last(ticket_ptr + tile, SPLITS):
+            return
+        sums = ()
+        for q in tl.static_range(RESULTS):
+            part = q * WARPS + warp if GATED else q * WARPS_K + warp // WARPS_N
+            live = (part < PARTS) & (part % ROW_TILES * 8 + 2 * t < rows)
+            if GATED:
+                here = cells + part * 256
+                sums = sums + (sum_of_splits(here, live, PARTS * 256, SPLITS),)
+                sums = sums + (sum_of_splits(here + 128, live, PARTS * 256, SPLITS),)
+            else:
+                here = cells + (part * WARPS_N + warp % WARPS_N) * 128
+                sums = sums + (sum_of_splits(here, live, PARTS * WARPS_N * 128, SPLITS),)
+    for q in tl.static_range(RESULTS):
+        part = q * WARPS + warp if GATED else q * WARPS_K + warp // WARPS_N
+        row = part % ROW_TILES * 8 + 2 * t + r % 2
+        n = (tile if GATED else block) * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
+        live = (part < PARTS) & (row < rows) & (n < N)
+        if GATED:
+            result, up = sums[2 * q], sums[2 * q + 1]
+            if row_scale_ptr is not None:
+                result *= tl.load(row_scale_ptr + n, mask=live, other=0.0)
+                up *= tl.load(row_scale_ptr + N + n, mask=live, other=0.0)
+            # rounded as the plain product and `silu_mul` round
+            result = result.to(out_ptr.dtype.element_ty).to(tl.float32)
+            result = (result / (1.0 + tl.exp(-result))).to(out_ptr.dtype.element_ty).to(tl.float32)
+            result *= up.to(out_ptr.dtype.element_ty).to(tl.float32)
+        else:
+            result = sums[q]
+            if row_scale_ptr is not None:
+                result *= tl.load(row_scale_ptr + n, mask=live, other=0.0)
+            if bias_ptr is not None:
+                result += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row.to(tl.int64) * N + n, result.to(out_ptr.dtype.element_ty), mask=live)
+
+
+TL_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def packed_stream(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    workspace: Workspace,
+    tiles: StreamTiles,
+    out: Tensor,
+    gated: bool = False,
+) -> Tensor:
+    """Write x W^T + b to `out`; gated: silu(x G^T) * (x U^T), where W is G above U.
+
+    x: [rows, in_features] bfloat16 or float16, last stride 1, rows at multiples of 16 bytes.
+    weight: int4 with groups of a multiple of 64 and 16-bit scales, on the same device.
+    tiles: from `stream_tiles` for at least as many rows.
+    out: [rows, N] or [rows, N / 2], contiguous, of 16 or 32 bits.
+
+    Reference: `workers.ops.packed.product.packed_product`.
+    """
+    (rows, n), k = out.shape, weight.in_features
+    assert x.shape == (rows, k) and x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % 8 == 0
+    assert rows <= 8 * tiles.row_tiles and out.is_contiguous()
+    assert weight.out_features == n * (1 + gated) and not (gated and (n % 64 or bias is not None or tiles.warps_n != 2))
+    if rows == 0:
+        return out
+    grid = (n // 64 if gated else triton.cdiv(triton.cdiv(n, 64), tiles.warps_n), tiles.splits)
+    _packed_stream[grid](
+        x,
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        weight.row_scale,
+        bias,
+        out,
+        workspace.part,
+        workspace.tickets,
+        rows,
+        x.stride(0) // 2,
+        N=n,
+        K=k,
+        CODE=weight.code,
+        GROUP=weight.group,
+        ROW_TILES=tiles.row_tiles,
+        WARPS_N=tiles.warps_n,
+        WARPS_K=tiles.warps_k,
+        COUNT=tiles.chunks,
+        STEPS=tiles.steps(k),
+        SPLITS=tiles.splits,
+        GATED=gated,
+        TYPE=TL_TYPES[x.dtype],
+        SCALE_TYPE=TL_TYPES[weight.scales.dtype],
+        INTERPRETED=INTERPRETED,
+        num_warps=tiles.warps_n * tiles.warps_k,
+        maxnreg=tiles.registers,
+        **pdl_wait(x.device),
+    )
+    return out

@@ -1,0 +1,84 @@
+"""Tile sizes of products with weights of few bits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workers.ops.blocks import cdiv, next_power_of_2
+from workers.ops.gemm.tiles import MULTIPROCESSORS
+
+MAX_STREAM_ROWS = 64
+_MAX_CELLS = 16 << 20  # of 16 bits: outputs that are dequantised at once stay in L2
+_TILE = 64  # outputs, and inputs of a chunk
+
+
+@dataclass(frozen=True)
+class StreamTiles:
+    """Tiles of `workers.ops.packed.stream_triton`.
+
+    row_tiles: tiles of 8 rows.
+    warps_n: warps with different outputs, 64 each; for a gated product 2, gate and up projection.
+    warps_k: warps that share a sum.
+    splits: programs that share a sum (split K).
+    chunks: of 64 inputs, loaded at once by a warp.
+    registers: at most so many a thread; None: as many as it takes.
+    """
+
+    row_tiles: int
+    warps_n: int
+    warps_k: int
+    splits: int
+    chunks: int = 2
+    registers: int | None = None
+
+    def steps(self, k: int) -> int:
+        """Loads of a warp, one after another."""
+        return -(-k // (64 * self.chunks * self.warps_k * self.splits))
+
+    def part_cells(self, n: int) -> int:
+        """Floats of partial sums."""
+        parts = cdiv(n, _TILE * self.warps_n) * self.splits if self.splits > 1 else 0
+        return parts * _TILE * self.warps_n * 8 * self.row_tiles
+
+
+def stream_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
+    """Return tiles for a weight [n, k]; None for too many rows."""
+    if rows > MAX_STREAM_ROWS:
+        return None
+    row_tiles = max(1, next_power_of_2(rows) // 8)
+    chunks = 2 if row_tiles <= 2 else 1
+    programs = 4 * MULTIPROCESSORS // (1 if row_tiles <= 2 else 2)
+    splits = _splits(cdiv(n, _TILE), cdiv(k, _TILE * 4 * chunks), programs)
+    return StreamTiles(row_tiles, 1, 4, splits, chunks)
+
+
+def gated_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
+    """Return tiles for a gated product with weight [n, k]; None if it does not fit."""
+    if rows > MAX_STREAM_ROWS or n % (2 * _TILE):
+        return None
+    row_tiles = max(1, next_power_of_2(rows) // 8)
+    chunks = 2 if row_tiles <= 2 else 1
+    splits = _splits(n // 2 // _TILE, cdiv(k, _TILE * 4 * chunks), 2 * MULTIPROCESSORS)
+    return StreamTiles(row_tiles, 2, 4, splits, chunks)
+
+
+def _splits(tiles: int, steps: int, programs: int) -> int:
+    """Programs that share a sum: as many as fill the device, a step each at least."""
+    return max(1, min(steps, programs // tiles))
+
+
+def outputs_at_once(n: int, k: int) -> int:
+    """Outputs of a weight [n, k] that are dequantised at once."""
+    return min(cdiv(n, _TILE) * _TILE, max(_TILE, _MAX_CELLS // k // _TILE * _TILE))
+
+
+def packed_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return cells and tickets for weights of these shapes [N, K]."""
+    cells = num_tiles = 0
+    for n, k in shapes:
+        cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2))
+        num_tiles = max(num_tiles, cdiv(n, _TILE))
+        for row_tiles in (1, 2, 4, 8):
+            for tiles in (stream_tiles(8 * row_tiles, n, k), gated_tiles(8 * row_tiles, n, k)):
+                if tiles is not None:
+                    cells = max(cells, tiles.part_cells(n))
+    return cells, num_tiles
