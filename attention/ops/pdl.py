@@ -46,6 +46,8 @@ The rule:
     fp8_gemm                triggers   the first columns of W         constant
     fp8_gemm_ahead          triggers   W                              constant
     fp8_gemm_wide           triggers   nothing
+    packed_stream           triggers   the first codes                constant
+    dequantize              triggers   codes, scales and zeros        constant
     latent_values           triggers   W                              constant
     route                   triggers   nothing
     order                   triggers   nothing

@@ -24,6 +24,7 @@ SLOW_FILES = (
     "tests/workers/kernels/test_fp8_gemm.py",
     "tests/workers/distributed/test_one_shot_all_reduce.py",
     "tests/workers/sampling/test_sampling_kernels.py",
+    "tests/workers/kernels/test_packed_product.py",
     "tests/workers/kernels/test_skinny_gemm.py",
 )
 # Each row is a process, and both take about as long.

@@ -56,6 +56,9 @@ class LinearBase(WeightedModule):
         if self.bias is not None:
             self.bias.data.fill_(1.0)
 
+    def workspace_size(self) -> tuple[int, int]:
+        return self.method.workspace_size()
+
     def finish(self, options: GEMMOptions) -> None:
         self.method.finish(options)
 

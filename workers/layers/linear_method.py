@@ -124,6 +124,10 @@ class LinearMethod(nn.Module, ABC):
     def fill_dummy(self, generator: torch.Generator) -> None:
         """See `workers.layers.weighted.WeightedModule.fill_dummy`."""
 
+    def workspace_size(self) -> tuple[int, int]:
+        """See `workers.layers.weighted.WeightedModule.workspace_size`."""
+        return 0, 0
+
     @abstractmethod
     def finish(self, options: GEMMOptions) -> None:
         """Prepare the final weights for multiplication; call again after a change. Raises ValueError if

@@ -57,7 +57,7 @@ class WeightedModule(nn.Module, ABC):
         """
 
     def workspace_size(self) -> tuple[int, int]:
-        """Return the workspace that this module needs beside its linear method: (float32 cells, tickets)."""
+        """Return the workspace that this module needs beside its 16-bit or FP8 products: (float32 cells, tickets)."""
         return 0, 0
 
     def finish(self, options: GEMMOptions) -> None:

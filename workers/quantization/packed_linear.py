@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from workers.layers.linear_method import DenseLinearMethod, LinearShape, Part
-from workers.ops.activation import silu_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
-from workers.ops.packed.product import packed_product
-from workers.ops.packed.weight import PackedWeight, dequantize
+from workers.ops.packed.product import PackedProduct, choose_product
+from workers.ops.packed.tiles import packed_workspace_size
+from workers.ops.packed.weight import dequantize
 from workers.quantization.packed_scheme import PackedScheme, packed_below, with_rows
 
 
@@ -29,7 +29,7 @@ class PackedLinear(DenseLinearMethod):
         columns = shape.parts[0].columns
         widened = scheme.widened(columns)
         self._margins = columns.first - widened.first, widened.end - columns.end
-        self._weight: PackedWeight | None = None
+        self._product: PackedProduct | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -37,9 +37,8 @@ class PackedLinear(DenseLinearMethod):
 
     def dense_weight(self) -> Tensor:
         """Dequantised at each call; for layers that multiply by a part of it."""
-        assert self._weight is not None, "call finish first"
         before, _ = self._margins
-        return dequantize(self._weight, self._dtype)[:, before : before + self.shape.in_features]
+        return dequantize(self._chosen.weight, self._dtype)[:, before : before + self.shape.in_features]
 
     def load(self, kind: str, part: Part, full: Tensor) -> None:
         if kind in self.scheme.kinds:
@@ -55,22 +54,31 @@ class PackedLinear(DenseLinearMethod):
     def _matrix(self, index: int) -> dict[str, Tensor]:
         return {kind: self.stored[f"{index}-{kind}"].data for kind in self.scheme.kinds}
 
+    def workspace_size(self) -> tuple[int, int]:
+        widened = self.shape.in_features + sum(self._margins)
+        return packed_workspace_size([(self.shape.out_features, widened)])
+
     def finish(self, options: GEMMOptions) -> None:
-        if self._weight is not None:
+        if self._product is not None:
             return
         matrices = [self.scheme.read(self._matrix(i)) for i in range(len(self.shape.parts))]
         if self.shape.padding:
             last = matrices[-1].codes.shape[0]
             matrices[-1] = with_rows(matrices[-1], 0, last + self.shape.padding)
-        self._weight = packed_below(matrices, self.scheme)
+        self._product = choose_product(packed_below(matrices, self.scheme), options)
         self.stored = nn.ParameterDict()
 
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor), "fp8_inputs is None"
-        assert self._weight is not None, "call finish first"
-        if any(self._margins):
-            x = nn.functional.pad(x, self._margins)
-        return packed_product(x, self._weight, bias, out)
+        return self._chosen.multiply(self._widened(x), bias, out)
 
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
-        return silu_mul(self.multiply(x, None))
+        return self._chosen.multiply_gated(self._widened(x))
+
+    @property
+    def _chosen(self) -> PackedProduct:
+        assert self._product is not None, "call finish first"
+        return self._product
+
+    def _widened(self, x: Tensor | Fp8Rows) -> Tensor:
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        return nn.functional.pad(x, self._margins) if any(self._margins) else x

@@ -12,6 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
+import triton.language as tl  # noqa: E402
+
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
@@ -30,6 +32,7 @@ from tests.attention.ops.test_delta_compile import DELTA_ROUND, DELTA_STEP
 from tests.attention.ops.test_kernel_options import kernels  # noqa: E402
 from tests.attention.ops.test_triton_compile import compiled, decode_constants, latent_constants  # noqa: E402
 from tests.workers.kernels.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
+from tests.workers.kernels.test_packed_compile import PACKED_STREAM  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
 from workers.ops import gate_triton, norm_triton  # noqa: E402
 from workers.ops.collectives import one_shot_all_reduce_triton as one_shot_all_reduce  # noqa: E402
@@ -37,6 +40,7 @@ from workers.ops.fp8 import norm_triton as fp8_norm  # noqa: E402
 from workers.ops.fp8 import rows_triton as fp8_rows  # noqa: E402
 from workers.ops.latent import head_products_triton as head_products  # noqa: E402
 from workers.ops.latent import normed_latents_triton as latent  # noqa: E402
+from workers.ops.packed import dequantize_triton, stream_triton  # noqa: E402
 from workers.ops.rotary import Angles  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -152,6 +156,17 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         {"WORLD": 4, "NORM": True, "HALF": one_shot_all_reduce.tl.bfloat16, "BLOCK": 2048, "PDL": True},
         True,
         {"weight_ptr", "inboxes_ptr"},
+    ),
+}
+CASES |= {
+    "packed_stream": (stream_triton._packed_stream, *PACKED_STREAM, False, {"codes_ptr"}),
+    "dequantize": (
+        dequantize_triton._dequantize,
+        {"scales_ptr": "bf16", "zeros_ptr": "i16", "out_ptr": "bf16"},
+        {"K": 4096, "CODE": "int4", "GROUP": 128, "TYPE": tl.bfloat16, "SCALE_TYPE": tl.bfloat16, "WARPS": 4}
+        | {"PDL": True, "INTERPRETED": False},
+        False,
+        {"codes_ptr", "scales_ptr", "zeros_ptr"},
     ),
 }
 # Read W through a tensor map, no pointer: `test_kernels_compile` and `test_expert_kernels_compile` of

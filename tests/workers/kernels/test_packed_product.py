@@ -1,5 +1,5 @@
-"""Products with weights of few bits against float64: on a GPU, or under Triton's interpreter (TRITON_INTERPRET=1), which
-`tests/ops/test_triton_interpreter.py` starts in a process of its own."""
+"""Products with weights of few bits against float64: on a GPU, or under Triton's interpreter (TRITON_INTERPRET=1),
+which `tests/ops/test_triton_interpreter.py` starts in a process of its own."""
 
 from itertools import product
 
@@ -21,30 +21,32 @@ pytestmark = MARKS
 
 KINDS: list[tuple[Code, int, bool, torch.dtype]] = [
     # code, group (0: a scale per output), zeros, scales
-    ("int4", 128, False, torch.bfloat16),
+    ("int4", 64, False, torch.bfloat16),
     ("int4", 32, True, torch.float16),
     ("int4", 0, True, torch.bfloat16),
-    ("int8", 128, True, torch.bfloat16),
+    ("int8", 64, True, torch.bfloat16),
     ("int8", 0, False, torch.bfloat16),
     ("e2m1", 32, False, torch.bfloat16),
     ("e2m1", 16, False, torch.bfloat16),
 ]
-SMALL = [(70, 384), (192, 640)]
+SMALL = [(70, 192)] if INTERPRETED else [(70, 384), (192, 640)]
 # Llama-3 8B and 70B, Qwen3-8B and 27B, gpt-oss
 LARGE = [
     *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
     *((10240, 8192), (8192, 28672), (24576, 4096), (4096, 12288)),
     *((34816, 5120), (5120, 17408), (5120, 2880), (2880, 4096)),
 ]
-ROWS = (1, 5, 12, 33) if INTERPRETED else (*range(1, 65), 96, 200)
-DTYPES = [torch.float16, torch.bfloat16]
+ROWS = (3, 12) if INTERPRETED else (*range(1, 65), 96, 200)
+DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 # One rounding of the result (2^-9 and 2^-12 of it at most, less on average), sums in float32.
 BOUND = {torch.bfloat16: 2.2e-3, torch.float16: 3e-4}
 # More rows multiply weights that are rounded to the rows' type.
 DENSE_BOUND = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 
-def weight_of(n: int, k: int, code: Code, group: int, zeros: bool, dtype: torch.dtype, device: str) -> PackedWeight:
+def weight_of(
+    n: int, k: int, code: Code, group: int, zeros: bool, dtype: torch.dtype, device: torch.device
+) -> PackedWeight:
     generator = torch.Generator(device).manual_seed(n + k)
     group = group or k
     codes = torch.randint(1 << BITS[code], (n, k), generator=generator, dtype=torch.uint8, device=device)
@@ -102,8 +104,8 @@ def test_products_of_known_models_are_those_of_float64(n: int, k: int) -> None:
 
 
 def test_gated_product_is_silu_mul_of_the_product() -> None:
-    for (n, k), rows in product([(256, 384), (128, 640)], ROWS[:3]):
-        weight = weight_of(n, k, "int4", 128, True, torch.bfloat16, DEVICE)
+    for (n, k), rows in product([(128, 192)], ROWS[:2]):
+        weight = weight_of(n, k, "int4", 64, True, torch.bfloat16, DEVICE)
         x = torch.randn(rows, k, device=DEVICE).half()
         ours = product_of(weight)
         expected = silu_mul((x.double() @ dequantize(weight, torch.float32).double().T).float()).double()
@@ -111,18 +113,18 @@ def test_gated_product_is_silu_mul_of_the_product() -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    n, k = SMALL[1]
-    weight = weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE)
+    n, k = SMALL[-1]
+    weight = weight_of(n, k, "int4", 64, False, torch.bfloat16, DEVICE)
     ours = product_of(weight)
     x = torch.randn(12, k, device=DEVICE).half()
     whole = ours.multiply(x, None)
-    x[:7], x[8:] = 3.0, float("inf")
+    x[:7], x[8:] = 3.0, -80.0
     assert torch.equal(ours.multiply(x, None)[7], whole[7])
 
 
 def test_deterministic_products_of_a_row_do_not_depend_on_the_number_of_rows() -> None:
     n, k = SMALL[0]
-    weight = weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE)
+    weight = weight_of(n, k, "int4", 64, False, torch.bfloat16, DEVICE)
     ours = product_of(weight, deterministic=True)
     x = torch.randn(MAX_STREAM_ROWS + 6, k, device=DEVICE).half()
     whole = ours.multiply(x, None)

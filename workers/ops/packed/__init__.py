@@ -1,6 +1,9 @@
 """Weights of 4 or 8 bits with a scale per group of inputs, and products with 16-bit rows.
 
 weight    `PackedWeight`: `pack` builds one from a checkpoint's codes, `dequantize` is the reference
-product   y = x W^T + b
+product   y = x W^T + b; product_triton chooses a kernel by the number of rows:
+  stream_triton      up to 64 rows: streams the codes into tensor cores (fragments_triton, decode_ptx, sums_triton)
+  dequantize_triton  more: some outputs at a time for the library's product
+tiles     tile sizes, and the workspace
 experts   the weighted sum of each row's experts
 """

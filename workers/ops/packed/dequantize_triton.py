@@ -1,8 +1,8 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
 """Some outputs of a weight of few bits as 16-bit numbers, for products of many rows: a library multiplies them.
 
-A lane decodes its parts of operands (`workers.ops.packed.fragments_triton`), which are 8 inputs in a row of two outputs,
-and stores 16 bytes of each. A number is rounded once, if there is no scale of the row.
+A lane decodes its parts of operands (`workers.ops.packed.fragments_triton`), which are 8 inputs in a row of two
+outputs, and stores 16 bytes of each. A number is rounded once, if there is no scale of the row.
 """
 
 import triton

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
 """y = x W^T, or silu(x G^T) * (x U^T), for up to 64 rows and a weight of 4 or 8 bits: streams the codes.
 
 A weight of 4 bits has a quarter of the bytes, so what a multiprocessor does per byte counts four times. Here nothing
@@ -52,7 +52,7 @@ def _packed_stream(
     part_ptr,
     ticket_ptr,
     rows,
-    x_words,
+    row_stride,
     N: tl.constexpr,
     K: tl.constexpr,
     CODE: tl.constexpr,
@@ -88,7 +88,7 @@ def _packed_stream(
     scales_base = scales_ptr.to(tl.pointer_type(tl.int32)) + block * (GROUPS * 32) + g * 4 + r
     if zeros_ptr is not None:
         zeros_base = zeros_ptr.to(tl.pointer_type(tl.int32)) + block * (GROUPS * 32) + g * 4 + r
-    x_base = x_ptr.to(tl.pointer_type(tl.int32)) + g * x_words + 4 * t + r
+    x_base = x_ptr.to(tl.pointer_type(tl.int32)) + g * row_stride + 4 * t + r
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     ahead = _load_codes(codes_base, word, start_chunk, has, CHUNKS, COUNT, PIECES)
@@ -107,7 +107,7 @@ def _packed_stream(
             for j in tl.static_range(ROW_TILES):
                 for s in tl.static_range(2):
                     there = (g + 8 * j < rows) & (k + 32 * s + 8 * t < K)
-                    inputs = inputs + (tl.load(x_base + 8 * j * x_words + k // 2 + 16 * s, mask=there, other=0),)
+                    inputs = inputs + (tl.load(x_base + 8 * j * row_stride + k // 2 + 16 * s, mask=there, other=0),)
             scales, zeros = (), ()
             for s in tl.static_range(1 if PER_CHUNK else 2):
                 start = k + 32 * s

@@ -23,8 +23,8 @@ def sums_of_warps(
     PAIRED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return ceil(COUNT / WARPS_K) tensors: in warp (wk, wn) the q-th is accumulator WARPS_K q + wk (modulo COUNT) of the
-    warps with this wn, summed over wk in order.
+    """Return ceil(COUNT / WARPS_K) tensors: in warp (wk, wn) the q-th is accumulator WARPS_K q + wk (modulo COUNT) of
+    the warps with this wn, summed over wk in order.
 
     parts: COUNT accumulators; COUNT and WARPS_K are powers of two.
     PAIRED: WARPS_N is 2. Instead, return 2 * ceil(COUNT / all warps) tensors: in warp w the 2 q-th and the next are the
