@@ -4,9 +4,10 @@
 
 32 streams at a time ask for answers after grammars that hypothesis makes (`tests.support.hostile_grammars`), or that a
 file lists (`--file`, lines of JSON: bodies of /v1/completions without model and prompt); four plain streams run beside
-them. Prints one line of JSON, and ends with 1 unless every plain stream's longest gap is within twice its median and
-one ITL target, no worker was restarted, no plain text changed, and every request was answered or refused with a reason.
-With `--pid`, of a server on this machine, the time for which other programs had the cores does not count.
+them, in a process of their own (`tests.load.plain_streams`). Prints one line of JSON, and ends with 1 unless every
+plain stream's longest gap is within twice its median and one ITL target, no worker was restarted, no plain text
+changed, and every request was answered or refused with a reason. With `--pid`, of a server on this machine, the time
+for which other programs had the cores does not count.
 """
 
 import argparse
@@ -16,28 +17,27 @@ import contextlib
 import itertools
 import json
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.load.cpu_lent import CpuLent
+from tests.load.plain_streams import ANSWER_LIMIT_S, Plain
+from tests.support import ROOT
 from tests.support.hostile_grammars import grammars
 from workers.scheduling.plan import Grammar
 
-Lent = Callable[[float, float], float]
-
 NUM_STREAMS = 32
-NUM_PLAIN = 4
-PLAIN_TOKENS = 400
 MAX_TOKENS = 60
-ANSWER_LIMIT_S = 180.0
-PLAIN_PROMPTS = ("Count", "Once upon a time", "The weather", "A list of")
+_LINE_BYTES = 1 << 26  # of what the plain streams say
 
 
 @dataclass
@@ -102,60 +102,44 @@ def body_of(grammar: Grammar) -> dict[str, Any]:
 
 
 class Attack:
-    """client: of the server. bodies: endless. lent: of `attack`."""
+    """client: of the server. bodies: endless. server: its process on this machine, if its gaps are to be without what
+    other programs took."""
 
-    def __init__(self, client: httpx.AsyncClient, model: str, bodies: Iterator[Mapping[str, Any]], lent: Lent) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, model: str, bodies: Iterator[Mapping[str, Any]], server: int | None
+    ) -> None:
         self.report = Report()
-        self._lent = lent
-        self._stamps: list[list[float]] = []  # of `Report.gaps_ms`
+        self._server = server
         self._client = client
         self._model = model
         self._bodies = bodies
-        self._texts: dict[str, str] = {}
 
     async def run(self, seconds: float) -> Report:
         """Plain streams alone first, then both."""
+        report = self.report
         before = await self._restarts()
-        await asyncio.gather(*(self._plain(prompt) for prompt in PLAIN_PROMPTS))
-        self.report.alone_ms, self.report.gaps_ms, self._stamps = self.report.gaps_ms, [], []
-        end_s = time.monotonic() + seconds
-        await asyncio.gather(
-            *(self._plain_until(end_s, PLAIN_PROMPTS[i % len(PLAIN_PROMPTS)]) for i in range(NUM_PLAIN)),
-            *(self._hostile_until(end_s) for _ in range(NUM_STREAMS)),
+        program = [sys.executable, "-m", "tests.load.plain_streams", str(self._client.base_url), self._model]
+        streams = await asyncio.create_subprocess_exec(
+            *program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=_LINE_BYTES
         )
-        self.report.own_ms = [
-            [1000 * (end_s - start_s) - self._lent(start_s, end_s) for start_s, end_s in itertools.pairwise(stamps)]
-            for stamps in self._stamps
-        ]  # at last, since it takes the time of some gaps
+        try:
+            alone = await _said(streams)
+            sampled = CpuLent(self._server, streams.pid) if self._server else None
+            with sampled or contextlib.nullcontext():
+                end_s = time.monotonic() + seconds
+                await asyncio.gather(*(self._hostile_until(end_s) for _ in range(NUM_STREAMS)))
+                streams.stdin.write(b"\n")  # type: ignore[union-attr]
+                plain = await _said(streams)
+        finally:
+            if streams.returncode is None:
+                streams.kill()
+            await streams.wait()
+        report.alone_ms, report.gaps_ms = alone.gaps_ms(), plain.gaps_ms()
+        report.own_ms = report.gaps_ms if sampled is None else sampled.without_lent(plain.stamps)
+        report.faults += alone.faults + plain.faults
         if (after := await self._restarts()) != before:
-            self.report.faults.append(f"workers were restarted {after - before} times")
-        return self.report
-
-    async def _plain_until(self, end_s: float, prompt: str) -> None:
-        while time.monotonic() < end_s:
-            await self._plain(prompt)
-
-    async def _plain(self, prompt: str) -> None:
-        body = {"prompt": prompt, "max_tokens": PLAIN_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-        stamps, text = list[float](), ""
-        async with self._client.stream("POST", "/v1/completions", json={"model": self._model} | body) as answer:
-            if answer.status_code != 200:
-                self.report.faults.append(f"a plain request got {answer.status_code}")
-                return
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        self.report.faults.append(f"a plain stream ended with {event['error']}")
-                        return
-                    stamps.append(time.monotonic())
-                    text += "".join(choice["text"] for choice in event["choices"])
-        if self._texts.setdefault(prompt, text) != text:
-            self.report.faults.append(f"the plain text after {prompt!r} changed")
-        gaps = [1000 * (later - earlier) for earlier, later in itertools.pairwise(stamps)]
-        if len(gaps) > 10:
-            self.report.gaps_ms.append(gaps)
-            self._stamps.append(stamps)
+            report.faults.append(f"workers were restarted {after - before} times")
+        return report
 
     async def _hostile_until(self, end_s: float) -> None:
         while time.monotonic() < end_s:
@@ -179,20 +163,26 @@ class Attack:
         return int(sum(float(line.rpartition(" ")[2]) for line in found))
 
 
+async def _said(streams: asyncio.subprocess.Process) -> Plain:
+    """What the plain streams say next."""
+    assert streams.stdout is not None
+    return msgspec.json.decode(await streams.stdout.readline(), type=Plain)
+
+
 async def attack(
     url: str,
     model: str,
     seconds: float,
     number: int = 0,
     lines: list[dict[str, Any]] | None = None,
-    lent: Lent = lambda start_s, end_s: 0.0,
+    server: int | None = None,
 ) -> Report:
-    """number: seed of the grammars; lines: bodies instead of them. lent: milliseconds between two times that the
-    machine lent to others."""
+    """number: seed of the grammars; lines: bodies instead of them. server: the process of `aerie serve`, if it runs on
+    this machine."""
     bodies = lines or made_bodies(number, 400)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=ANSWER_LIMIT_S, limits=limits) as client:
-        return await Attack(client, model, itertools.cycle(bodies), lent).run(seconds)
+        return await Attack(client, model, itertools.cycle(bodies), server).run(seconds)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -208,8 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pid", type=int, help="of `aerie serve` on this machine")
     given_ = parser.parse_args(arguments)
     lines = [json.loads(line) for line in given_.file.read_text().splitlines()] if given_.file else None
-    with CpuLent(given_.pid) if given_.pid else contextlib.nullcontext(lambda start_s, end_s: 0.0) as lent:
-        report = asyncio.run(attack(given_.url, given_.model, given_.seconds, given_.seed, lines, lent))
+    report = asyncio.run(attack(given_.url, given_.model, given_.seconds, given_.seed, lines, given_.pid))
     report.judge(given_.target_ms)
     print(json.dumps(report.summary(given_.target_ms), ensure_ascii=False))
     return int(bool(report.faults))
