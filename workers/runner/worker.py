@@ -131,7 +131,7 @@ class Worker:
         if pending.emitted is not None:
             pending.emitted.wait()
             if self._grammars is not None:
-                news = self._grammars.news()
+                news = self._grammars.news(pending.emitted)
         return pending.result(news, self.graphs)
 
     def _assert_ranks_agree(self, tensors: StepTensors) -> None:

@@ -29,6 +29,8 @@ from workers.structured_output.mask_table import HELD, MaskTable
 GUIDED_NODES = 256  # of a step: each takes some 20 us of the host, which the target's pass must hide
 LEAST_GUIDED = 4  # of each tree
 MAX_CRASHES = 2  # of the process, while it filled masks of a request
+FIRST_RETRY_S = 0.02  # until a request that another rank held is tried again, doubled each time
+MAX_RETRY_S = 0.64
 
 
 class Emitted(Protocol):
@@ -61,12 +63,14 @@ class _Stay:
     number: of the request.
     output: tokens that it has emitted.
     is_over: it has ended.
+    is_held: one of its masks was late, so that it emits nothing more in this slot.
     """
 
     number: int
     grammar: Grammar
     output: list[int]
     is_over: bool = False
+    is_held: bool = False
 
 
 @dataclass
@@ -109,6 +113,9 @@ class SlotGrammars:
         self._num_announced = 0
         self._crashes: dict[int, int] = {}
         self._news = News()
+        self._had_masks: list[tuple[Emitted, list[tuple[int, _Stay]]]] = []  # by step whose result was not taken
+        self._num_held: dict[int, int] = {}  # times in a row that other ranks held a request
+        self._retries: list[tuple[float, int]] = []  # when requests shall be tried again
 
     def begin(self) -> None:
         """Start the process, so that the first grammar need not wait for it."""
@@ -124,6 +131,7 @@ class SlotGrammars:
         for number in dropped:
             self._stays.pop(number, None)
             self._crashes.pop(number, None)
+            self._num_held.pop(number, None)
         for init in plan.inits:
             self._by_slot.pop(init.slot, None)
             grammar = init.sampling.grammar
@@ -135,8 +143,9 @@ class SlotGrammars:
             return
         self._link.tell(Order(0, prepared, tuple(dropped), tuple(entered)))
 
-    def news(self) -> News:
-        """What was said since the last call."""
+    def news(self, taken: Emitted) -> News:
+        """What was said since the last call. taken: what the step emitted whose result is being taken, on the host."""
+        self._find_held(taken)
         if self._stays or self._prepared:
             for notice in self._link.notices():
                 self._news.ready += notice.ready
@@ -181,6 +190,7 @@ class SlotGrammars:
         for place, (_, slot, _) in enumerate(asked):
             row = LATE if filled is None else filled.rows[place]
             masks.host_index[slot] = HELD if row == LATE else row
+            stays[slot].is_held |= row == LATE
             if masks.host_guides is not None and row != LATE:
                 masks.host_guides.index[slot] = place
         masks.upload(num_rows)
@@ -208,10 +218,32 @@ class SlotGrammars:
         """A step was launched whose entries are these slots."""
         mine = [(i, self._by_slot[slot]) for i, slot in enumerate(entries) if slot in self._by_slot]
         self._unread.append((emitted, mine))
+        self._had_masks.append((emitted, [(i, stay) for i, stay in mine if not stay.is_held]))
 
     def close(self) -> None:
         """End the process."""
         self._link.close()
+
+    def _find_held(self, taken: Emitted) -> None:
+        """Find the requests that had their masks here and emitted nothing in a step, because another rank held them.
+
+        Only rank 0's news reach the scheduler, and its own process has nothing to say of them: they are tried again
+        after a while, and later each time, since the other rank may need long.
+        """
+        now_s = time.monotonic()
+        if self._had_masks and self._had_masks[0][0] is taken:
+            _, entries = self._had_masks.pop(0)
+            counts = taken.counts.tolist() if entries else []
+            for entry, stay in entries:
+                if counts[entry]:
+                    self._num_held.pop(stay.number, None)
+                elif not (stay.is_held or stay.is_over) and self._stays.get(stay.number) is stay:
+                    stay.is_held = True
+                    times = self._num_held[stay.number] = self._num_held.get(stay.number, -1) + 1
+                    self._retries.append((now_s + min(MAX_RETRY_S, FIRST_RETRY_S * 2**times), stay.number))
+        if self._retries:
+            self._news.ready += [number for due_s, number in self._retries if due_s <= now_s]
+            self._retries = [each for each in self._retries if each[0] > now_s]
 
     def _digests(self) -> Tensor:
         """[num_slots + 1] int32 on the device: of each slot's guide, of which ranks may have learnt other things."""

@@ -1,9 +1,15 @@
 """The processes that fill masks may end at any time, and be late on one rank alone: answers stay what they were."""
 
 import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch import Tensor
 
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, embedded_spec
@@ -12,9 +18,11 @@ from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.thread_group import on_ranks
 from workers.distributed.tp_group import TPGroup
 from workers.ops.sampling.masks import FREE
+from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.plan import Grammar, SamplingParams
-from workers.scheduling.request import Request
+from workers.scheduling.request import FinishReason, Request, RequestOutput
+from workers.slots.slot_table import SlotTable
 from workers.structured_output.guide_table import NOWHERE
 from workers.structured_output.mask_table import HELD, MaskTable
 from workers.structured_output.slot_grammars import SlotGrammars
@@ -53,6 +61,86 @@ def test_answers_are_the_same_though_the_process_is_killed_again_and_again() -> 
             num_unfinished -= sum(output.finish_reason is not None for output in engine.step())
     assert [request.output for request in disturbed] == [request.output for request in undisturbed]
     assert link.generation > first
+
+
+@dataclass(frozen=True)
+class OtherRank(TPGroup):
+    """What this rank gathers, and what another one would have given whose masks are late as `late` says, given an index
+    in `GRAMMARS` and how often a mask of it was there."""
+
+    slots: SlotTable | None = None
+    late: Callable[[int, int], bool] = lambda grammar, times: False
+    times: Counter[int] = field(default_factory=Counter)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        assert self.slots is not None
+        other = x.clone()
+        if x.shape != (2, self.slots.finished.shape[0]):
+            return torch.stack((x, other))  # not of masks
+        for slot in ((x[0] != FREE) & (x[0] != HELD)).nonzero().flatten().tolist():
+            grammar = GRAMMARS.index(self.slots.facts[slot].sampling.grammar)
+            self.times[grammar] += 1
+            if self.late(grammar, self.times[grammar]):
+                other[0, slot] = HELD
+        return torch.stack((x, other))
+
+
+Late = Callable[[Callable[[int, int], bool]], None]
+
+
+def _ends(engine: LocalEngine, requests: list[Request]) -> list[RequestOutput]:
+    """The last output of each request, in the order in which they end."""
+    for request in requests:
+        engine.scheduler.submit(request)
+    ends: list[RequestOutput] = []
+    limit_s = time.monotonic() + 60
+    while len(ends) < len(requests) and time.monotonic() < limit_s:
+        ends += [output for output in engine.step() if output.finish_reason is not None]
+    return ends
+
+
+@pytest.fixture
+def engine() -> Iterator[LocalEngine]:
+    torch.set_num_threads(1)
+    with local_engine(embedded_spec(CHAIN)) as made:
+        yield made
+
+
+@pytest.fixture
+def others(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> Late:
+    """Gives the engine another rank."""
+    worker = engine.executor
+    assert isinstance(worker, Worker)
+    return lambda late: monkeypatch.setattr(worker, "_group", OtherRank(0, 2, slots=worker._slots, late=late))
+
+
+LONG = SamplingParams(300, 0.0, speculative=False)
+
+
+@pytest.mark.parametrize(("number", "share"), [(1, 0.3), pytest.param(2, 0.6, marks=pytest.mark.slow)])
+def test_masks_that_are_late_on_another_rank_delay_their_request_alone(
+    engine: LocalEngine, others: Late, number: int, share: float
+) -> None:
+    """Beside a long answer: without rounds, the scheduler waits for no mask."""
+    undisturbed, disturbed = _asked(), [*_asked(), Request("long", PROMPTS[3], LONG)]
+    engine.run(undisturbed, 4)
+    others(lambda grammar, times: random.Random(f"{number} {grammar} {times}").random() < share)
+    ends = _ends(engine, disturbed)
+    assert [request.output for request in disturbed[:4]] == [request.output for request in undisturbed]
+    assert ends[-1].request is disturbed[-1], "the long answer was waited for"
+
+
+def test_a_mask_that_never_comes_on_another_rank_ends_its_request_alone(
+    engine: LocalEngine, others: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.scheduling.queues.grammar_queue.LATE_LIMIT_S", 0.5)
+    undisturbed, disturbed = _asked(), [*_asked(), Request("long", PROMPTS[3], LONG)]
+    engine.run(undisturbed, 4)
+    others(lambda grammar, times: grammar == 1)
+    ends = {output.request.request_id: output for output in _ends(engine, disturbed)}
+    assert ends["r1"].finish_reason is FinishReason.ERROR and "was not there in time" in str(ends["r1"].error)
+    assert [request.output for request in disturbed[:4:2]] == [request.output for request in undisturbed[::2]]
+    assert len(disturbed[-1].output) == 300
 
 
 @pytest.mark.parametrize("late", [0, 1])
