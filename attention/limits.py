@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from attention.capability import Capability
+from attention.fp8 import FP8
 from attention.metadata import Mode
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)  # the first whose instructions convert it
 MAX_LATENT = 512  # a program's registers hold the sums of 64 rows of that size
 FLASHINFER_CAPABILITY = (8, 0)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -43,6 +45,7 @@ class AttentionUse:
     layout: `kind` of its `KVLayout`.
     value_dim: size of a head's output, if not head_dim: for latent rows, the leading part that is also the value.
     window: maximum tokens that a row sees; None for all.
+    kv_dtype: of the cache; None: `dtype`, of the queries.
     """
 
     mode: Mode
@@ -56,6 +59,12 @@ class AttentionUse:
     layout: str = "heads"
     value_dim: int | None = None
     window: int | None = None
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether KV is kept in FP8 beside queries of more bits."""
+        return self.kv_dtype == FP8
 
     @property
     def group(self) -> int:
@@ -69,6 +78,9 @@ def torch_refusal(use: AttentionUse) -> str | None:
 
 def triton_refusal(use: AttentionUse) -> str | None:
     reason = _gpu_refusal(use, TRITON_CAPABILITY)
+    if reason is None and use.is_fp8:
+        refused = _gpu_refusal(use, FP8_CAPABILITY)
+        reason = None if refused is None else f"KV in FP8: {refused}"
     if reason is not None:
         return reason
     if use.value_dim is None:
@@ -94,7 +106,7 @@ def triton_head_dim_refusal(head_dim: int) -> str | None:
 
 
 def flashinfer_refusal(use: AttentionUse) -> str | None:
-    reason = _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use)
+    reason = _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use) or _fp8_refusal(use)
     if reason is None and use.value_dim is not None:
         return _flashinfer_latent_refusal(use)
     if reason is None and use.head_dim not in FLASHINFER_HEAD_DIMS:
@@ -115,7 +127,7 @@ def _flashinfer_latent_refusal(use: AttentionUse) -> str | None:
 
 
 def trtllm_refusal(use: AttentionUse) -> str | None:
-    reason = _gpu_refusal(use, (9, 0)) or _dtype_refusal(use)
+    reason = _gpu_refusal(use, (9, 0)) or _dtype_refusal(use) or _fp8_refusal(use)
     if reason is not None:
         return reason
     if use.value_dim is not None:
@@ -182,6 +194,10 @@ def _capability_refusal(use: AttentionUse, wanted: str) -> str:
 
 def _dtype_refusal(use: AttentionUse) -> str | None:
     return None if use.dtype in HALF_TYPES else f"dtype={_name(use.dtype)}: must be bfloat16 or float16"
+
+
+def _fp8_refusal(use: AttentionUse) -> str | None:
+    return "cache.dtype=fp8_e4m3: it reads KV of the model's dtype" if use.is_fp8 else None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,10 +10,13 @@ class LayerKV:
     """One layer that keeps keys and values by heads, as backends see it.
 
     k, v: [num_pages + 1, page_size, kv_heads, head_dim], contiguous; page 0 takes the writes of padding rows.
+    k_scale, v_scale: factors on what is stored, 1 unless it is FP8 (`attention.fp8`).
     """
 
     k: Tensor
     v: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,12 @@ class LatentKV:
     rows: [num_pages + 1, page_size, latent + rotated], contiguous, what q [rows, q_heads, latent + rotated] is
         multiplied with.
     latent: the leading dimensions, whose weighted sums [rows, q_heads, latent] `forward` returns.
+    scale: factor on what is stored, 1 unless it is FP8 (`attention.fp8`).
     """
 
     rows: Tensor
     latent: int
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
+from attention.fp8 import read_pages
 from attention.metadata import DecodeBatch, PrefillBatch
 from attention.views import LatentKV, LayerKV
 
@@ -35,20 +36,22 @@ class _PreparedDecode(Prepared):
         page_size = page_size_of(kv)
         pages, first = _pages_seen(batch, page_size)
         length = pages.shape[1] * page_size
-        k, v = _keys_and_values(kv, pages.flatten())
+        k, v = _keys_and_values(kv, pages.flatten(), q.dtype)
+        k_scale, v_scale = _scales(kv)
         num_kv_heads, head_dim = k.shape[1:]
         k, v = (x.view(batch.num_requests, length, num_kv_heads, -1) for x in (k, v))
         group = q.shape[1] // num_kv_heads
         # [B, kv_heads, group * R, head_dim]: all rows of a request that share a KV head read it once
         rows = q.view(batch.num_requests, batch.rows, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
         rows = rows.reshape(batch.num_requests, num_kv_heads, group * batch.rows, head_dim)
-        scores = (rows * scale) @ k.permute(0, 2, 3, 1)
+        scores = (rows * (scale * k_scale)) @ k.permute(0, 2, 3, 1)
         scores = scores.view(batch.num_requests, num_kv_heads, group, batch.rows, length)
         scores = scores.masked_fill(self._hidden(page_size, first, length), float("-inf"))
         weights = torch.softmax(scores.float(), dim=-1).to(q.dtype)
         out = weights.view(batch.num_requests, num_kv_heads, group * batch.rows, length) @ v.permute(0, 2, 1, 3)
         out = out.view(batch.num_requests, num_kv_heads, group, batch.rows, -1).permute(0, 3, 1, 2, 4)
-        return out.reshape(batch.num_rows, q.shape[1], -1)
+        out = out.reshape(batch.num_rows, q.shape[1], -1)
+        return out if v_scale == 1.0 else out * v_scale
 
     def _hidden(self, page_size: int, first: Tensor | None, length: int) -> Tensor:
         if page_size not in self.hidden_of:
@@ -103,14 +106,15 @@ def _attend_chunk(
     """Causal attention of one chunk: q [n, q_heads, head_dim] at positions start .. start + n - 1."""
     page_size, end = page_size_of(kv), start + q.shape[0]
     first = 0 if batch.window is None else max(start + 1 - batch.window, 0) // page_size
-    k, v = _keys_and_values(kv, batch.page_table[chunk, first : -(-end // page_size)].long())
+    k, v = _keys_and_values(kv, batch.page_table[chunk, first : -(-end // page_size)].long(), q.dtype)
+    k_scale, v_scale = _scales(kv)
     first *= page_size
     length = end - first
     k, v = k[:length].transpose(0, 1), v[:length].transpose(0, 1)
     num_kv_heads, head_dim = k.shape[0], k.shape[2]
     group = q.shape[1] // num_kv_heads
     rows = q.view(q.shape[0], num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-    scores = ((rows * scale) @ k.transpose(1, 2)).view(num_kv_heads, group, q.shape[0], length)
+    scores = ((rows * (scale * k_scale)) @ k.transpose(1, 2)).view(num_kv_heads, group, q.shape[0], length)
     position = torch.arange(length, device=q.device)
     own = position[start - first :].unsqueeze(1)
     hidden = position > own
@@ -119,17 +123,23 @@ def _attend_chunk(
     scores = scores.masked_fill(hidden, float("-inf"))
     weights = torch.softmax(scores.float(), dim=-1).to(q.dtype).view(num_kv_heads, -1, length)
     out = (weights @ v).view(num_kv_heads, group, q.shape[0], -1)
-    return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
+    out = out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
+    return out if v_scale == 1.0 else out * v_scale
 
 
 def page_size_of(kv: LayerKV | LatentKV) -> int:
     return (kv.rows if isinstance(kv, LatentKV) else kv.k).shape[1]
 
 
-def _keys_and_values(kv: LayerKV | LatentKV, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """[tokens, kv_heads, dim] each, of all tokens of pages [n] int64. Latent rows are one head, whose values are a part
-    of its keys."""
+def _keys_and_values(kv: LayerKV | LatentKV, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[tokens, kv_heads, dim] each, of all tokens of pages [n] int64, without their scales. Latent rows are one head,
+    whose values are a part of its keys. dtype: of FP8 numbers."""
     if isinstance(kv, LatentKV):
-        rows = kv.rows.index_select(0, pages).flatten(0, 1).unsqueeze(1)
+        rows = read_pages(kv.rows, pages, dtype).flatten(0, 1).unsqueeze(1)
         return rows, rows[..., : kv.latent]
-    return kv.k.index_select(0, pages).flatten(0, 1), kv.v.index_select(0, pages).flatten(0, 1)
+    return read_pages(kv.k, pages, dtype).flatten(0, 1), read_pages(kv.v, pages, dtype).flatten(0, 1)
+
+
+def _scales(kv: LayerKV | LatentKV) -> tuple[float, float]:
+    """Of keys and values."""
+    return (kv.scale, kv.scale) if isinstance(kv, LatentKV) else (kv.k_scale, kv.v_scale)

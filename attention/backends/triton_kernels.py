@@ -25,7 +25,8 @@ class LayerShape:
     num_kv_heads: 1 of latent rows, which all heads share.
     dim: of what comes out of a head.
     rotated: of a latent row beside that, None for K/V heads.
-    itemsize: bytes of a number.
+    itemsize: bytes of a number of q.
+    kv_itemsize: bytes of a number of the cache.
     """
 
     num_heads: int
@@ -33,16 +34,17 @@ class LayerShape:
     dim: int
     rotated: int | None
     itemsize: int
+    kv_itemsize: int
 
     @staticmethod
     def of(q: Tensor, kv: LayerKV | LatentKV) -> "LayerShape":
         """Raises ValueError where the kernels have no tiles. q: as `Prepared.forward` takes it, by its shape."""
         if isinstance(kv, LatentKV):
             rotated = kv.rows.shape[2] - kv.latent
-            shape = LayerShape(q.shape[1], 1, kv.latent, rotated, kv.rows.itemsize)
+            shape = LayerShape(q.shape[1], 1, kv.latent, rotated, q.itemsize, kv.rows.itemsize)
             reason = triton_latent_refusal(kv.latent, rotated)
         else:
-            shape = LayerShape(q.shape[1], kv.k.shape[2], kv.k.shape[3], None, kv.k.itemsize)
+            shape = LayerShape(q.shape[1], kv.k.shape[2], kv.k.shape[3], None, q.itemsize, kv.k.itemsize)
             reason = triton_head_dim_refusal(shape.dim)
         if reason is not None:
             raise ValueError(f"attention backend 'triton': {reason}; choose another backend")

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from attention.fp8 import FP8, KVScales
 from attention.kv_cache.layout import KVLayout, PerToken
 from attention.ops.rope_store import rope_store
 from attention.views import LayerKV
@@ -14,7 +15,7 @@ from attention.views import LayerKV
 @dataclass(frozen=True)
 class HeadsLayout(KVLayout[LayerKV]):
     """num_kv_heads: of this rank.
-    dtype: of keys and values.
+    dtype: of keys and values; FP8 beside a model of any dtype.
     """
 
     num_kv_heads: int
@@ -28,8 +29,9 @@ class HeadsLayout(KVLayout[LayerKV]):
         each = PerToken((self.num_kv_heads, self.head_dim), self.dtype)
         return (each, each)
 
-    def view(self, tensors: tuple[Tensor, ...]) -> LayerKV:
-        return LayerKV(*tensors)
+    def view(self, tensors: tuple[Tensor, ...], scales: KVScales) -> LayerKV:
+        k, v = tensors
+        return LayerKV(k, v, scales.k, scales.v) if self.dtype == FP8 else LayerKV(k, v)
 
     def store(
         self,

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from attention.fp8 import FP8, KVScales, write_rows
 from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
 from attention.rotation import rotate_pairs
 from attention.views import LatentKV
@@ -17,7 +18,7 @@ from attention.views import LatentKV
 class LatentLayout(KVLayout[LatentKV]):
     """latent: size of the compressed keys and values, which have no position.
     rotated: size of the rotated part.
-    dtype: of both.
+    dtype: of both; FP8 beside a model of any dtype.
     """
 
     latent: int
@@ -30,8 +31,8 @@ class LatentLayout(KVLayout[LatentKV]):
     def per_token(self) -> tuple[PerToken, ...]:
         return (PerToken((self.latent + self.rotated,), self.dtype),)
 
-    def view(self, tensors: tuple[Tensor, ...]) -> LatentKV:
-        return LatentKV(tensors[0], self.latent)
+    def view(self, tensors: tuple[Tensor, ...], scales: KVScales) -> LatentKV:
+        return LatentKV(tensors[0], self.latent, scales.k if self.dtype == FP8 else 1.0)
 
     def store(
         self,
@@ -49,7 +50,7 @@ class LatentLayout(KVLayout[LatentKV]):
         """
         (row,), cos, sin = rows, cos[index], sin[index]
         turned = self._turned(row.unsqueeze(1), cos, sin).squeeze(1)
-        view.rows.view(-1, turned.shape[1]).index_copy_(0, slot_mapping, turned)
+        write_rows(view.rows, slot_mapping, turned, view.scale)
         return self._turned(q, cos, sin)
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

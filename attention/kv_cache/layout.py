@@ -3,8 +3,7 @@
 A layout is a plain value. It says what a token's KV takes in one layer, how the rows of a pass get in, how the KV of an
 accepted path gets to the front of its tree, and what a backend reads. `attention.kv_cache.pool` holds the memory and
 asks the layout; whoever else touches KV goes through the pool. The scheduler counts pages, slots hold page tables,
-strategies name rows and paths: none of them knows what is in a page. `docs/kv-layout.md` goes through the layouts that
-are to come: latent rows, FP8 with scales, sliding windows.
+strategies name rows and paths: none of them knows what is in a page. `docs/kv-layout.md` goes through the layouts.
 """
 
 import math
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from attention.fp8 import KVScales
 from attention.ops.move_path import move_path
 
 View = TypeVar("View")
@@ -50,8 +50,11 @@ class KVLayout(ABC, Generic[View]):
         return sum(math.prod(part.shape) * part.dtype.itemsize for part in self.per_token)
 
     @abstractmethod
-    def view(self, tensors: tuple[Tensor, ...]) -> View:
-        """Return a layer as backends see it, from its tensors [num_pages + 1, page_size, *shape]. Called once."""
+    def view(self, tensors: tuple[Tensor, ...], scales: KVScales) -> View:
+        """Return a layer as backends see it, from its tensors [num_pages + 1, page_size, *shape]. Called once.
+
+        scales: of the layer, for layouts in FP8.
+        """
 
     @abstractmethod
     def store(

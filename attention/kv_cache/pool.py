@@ -2,13 +2,14 @@
 
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.capability import Capability
+from attention.fp8 import KVScales
 from attention.kv_cache.layout import KVLayout, LayerGroup
 
 
@@ -24,11 +25,20 @@ class KVPool:
     (`attention.kv_cache.page_allocator`); this class only moves numbers.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], num_pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        scales: Mapping[int, KVScales] | None = None,
+    ) -> None:
         """groups: no layer twice; layers without KV are in none.
         num_pages: without page 0, which receives the writes of padding rows.
+        scales: by layer, for FP8; 1 without.
         """
         self.groups = tuple(groups)
+        self.scales = scales or {}
         self.page_size = page_size
         self.device = device
         self.tensors: tuple[tuple[Tensor, ...], ...] = ()
@@ -48,7 +58,10 @@ class KVPool:
             for group in self.groups
         )
         self._layers = {
-            layer: (group.layout, group.layout.view(tuple(tensor[i] for tensor in tensors)))
+            layer: (
+                group.layout,
+                group.layout.view(tuple(tensor[i] for tensor in tensors), self.scales.get(layer, KVScales())),
+            )
             for group, tensors in zip(self.groups, self.tensors, strict=True)
             for i, layer in enumerate(group.layers)
         }

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The kernel of `move_path`: one launch instead of sixteen."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,9 +37,9 @@ def _move_path(
     target = tl.load(table + target // PAGE, mask=moves, other=0).to(tl.int64) * PAGE + target % PAGE
     mask = moves[:, None] & (column < TOKEN)[None, :]
     offset = layer * layer_stride + column[None, :]
-    k = tl.load(k_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0.0)
+    k = tl.load(k_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0)
     if TWO:
-        v = tl.load(v_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0.0)
+        v = tl.load(v_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0)
     # sources and targets overlap: read all before writing any
 
     tl.debug_barrier()
@@ -49,6 +50,8 @@ def _move_path(
 
 def move_path(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
     """`attention.ops.move_path.move_path`."""
+    # FP8 is copied as bytes, on any GPU
+    tensors = tuple(tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors)
     k, v = tensors[0], tensors[1] if len(tensors) == 2 else None
     layers, _, page_size = k.shape[:3]
     batch, rows = path.shape

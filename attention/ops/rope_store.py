@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from attention.fp8 import write_rows
 from attention.ops.operation import Implementation, on_gpu, operation
 from attention.rotation import rotate
 from attention.views import LayerKV
@@ -30,11 +31,11 @@ def rope_store(
     k, v          [rows, kv_heads, head_dim], last stride 1, unchanged
     cos, sin      [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim
     index         [rows] int64, each row's line of cos and sin
-    kv            the layer's pages, written
+    kv            the layer's pages, written as `attention.fp8.stored`, after rounding to k's dtype
     slot_mapping  [rows] int64, token indices; rows that share one (padding) leave any one of their values
     ->            as q
     """
     cos, sin = cos[index], sin[index]
-    kv.k.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, rotate(k, cos, sin))
-    kv.v.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+    write_rows(kv.k, slot_mapping, rotate(k, cos, sin), kv.k_scale)
+    write_rows(kv.v, slot_mapping, v, kv.v_scale)
     return rotate(q, cos, sin)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.ops.fp8_triton import as_stored
+from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from attention.views import LayerKV
 
@@ -21,6 +23,8 @@ def _rope_store(
     k_pool_ptr,
     v_pool_ptr,
     slot_ptr,
+    k_inverse_scale,
+    v_inverse_scale,
     q_row_stride,
     q_head_stride,
     k_row_stride,
@@ -33,6 +37,7 @@ def _rope_store(
     D: tl.constexpr,
     ROTATED: tl.constexpr,
     PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
@@ -51,13 +56,15 @@ def _rope_store(
     k = k_ptr + row * k_row_stride + head * k_head_stride + half
     x, y = tl.load(k).to(tl.float32), tl.load(k + ROTATED // 2).to(tl.float32)
     target = (tl.load(slot_ptr + row) * KV_HEADS + head) * D
-    tl.store(k_pool_ptr + target + half, (x * cos - y * sin).to(k_pool_ptr.dtype.element_ty))
-    tl.store(k_pool_ptr + target + ROTATED // 2 + half, (y * cos + x * sin).to(k_pool_ptr.dtype.element_ty))
+    first = (x * cos - y * sin).to(k_ptr.dtype.element_ty)
+    second = (y * cos + x * sin).to(k_ptr.dtype.element_ty)
+    tl.store(k_pool_ptr + target + half, as_stored(first, k_pool_ptr, k_inverse_scale, INTERPRETED))
+    tl.store(k_pool_ptr + target + ROTATED // 2 + half, as_stored(second, k_pool_ptr, k_inverse_scale, INTERPRETED))
     if ROTATED < D:
         as_is = tl.load(k_ptr + row * k_row_stride + head * k_head_stride + d, mask=d >= ROTATED, other=0.0)
-        tl.store(k_pool_ptr + target + d, as_is, mask=d >= ROTATED)
+        tl.store(k_pool_ptr + target + d, as_stored(as_is, k_pool_ptr, k_inverse_scale, INTERPRETED), mask=d >= ROTATED)
     v = tl.load(v_ptr + row * v_row_stride + head * v_head_stride + d)
-    tl.store(v_pool_ptr + target + d, v.to(v_pool_ptr.dtype.element_ty))
+    tl.store(v_pool_ptr + target + d, as_stored(v, v_pool_ptr, v_inverse_scale, INTERPRETED))
 
 
 def rope_store(
@@ -79,6 +86,8 @@ def rope_store(
         kv.k,
         kv.v,
         slot_mapping,
+        1.0 / kv.k_scale,
+        1.0 / kv.v_scale,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -90,6 +99,7 @@ def rope_store(
         KV_HEADS=num_kv_heads,
         D=head_dim,
         ROTATED=2 * cos.shape[-1],
+        INTERPRETED=INTERPRETED,
         num_warps=1,
         **pdl_wait(q.device),
     )

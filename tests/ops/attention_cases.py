@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.fp8 import FP8
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.ops.move_path import move_path
 from attention.ops.rope_store import rope_store
@@ -17,6 +18,7 @@ from tests.ops.case import Case
 
 Arguments = Callable[[torch.device], tuple[Any, ...]]
 LAYERS, PAGES = 2, 24
+EIGHT_BITS = 32 / 448  # a number on the border of two of eight bits may become either
 # A chain that stays, trees whose path moves over itself, a path that ends at once.
 PATHS = ((0, 1, 3, 4), (0, 2, 3, 0), (0, 0, 0, 0), (0, 3, 4, 0), (0, 4, 5, 7))
 CHUNKS = (
@@ -86,8 +88,11 @@ def _move(page_size: int, *tokens: Sequence[int], dtype: torch.dtype = torch.flo
     return arguments
 
 
-def _rope(group: int, head_dim: int, rotated: int, dtype: torch.dtype) -> Arguments:
-    """Parts of one product; slots in no order."""
+def _rope(
+    group: int, head_dim: int, rotated: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> Arguments:
+    """Parts of one product; slots in no order. In FP8, some keys and values saturate, and on a GPU one of each is NaN,
+    which Triton's interpreter (3.6) does not have in FP8."""
 
     def arguments(device: torch.device) -> tuple[Any, ...]:
         heads, slots = 2, torch.tensor([3, 60, 17, 0, 33, 21, 5])
@@ -95,8 +100,13 @@ def _rope(group: int, head_dim: int, rotated: int, dtype: torch.dtype) -> Argume
         q, k, v = packed.split([group * heads, heads, heads], dim=1)
         angles = _numbers(40, rotated // 2).to(device) * 6
         index = torch.tensor([39, 4, 4, 0, 17, 8, 2], device=device)
-        pages = torch.zeros((2, 5, 16, heads, head_dim), dtype=dtype, device=device)
-        return q, k, v, angles.cos(), angles.sin(), index, LayerKV(*pages.unbind()), slots.to(device)
+        if kv_dtype is not None:
+            packed *= torch.logspace(-4, 4, len(slots), device=device, dtype=dtype).view(-1, 1, 1)
+            if device.type == "cuda":
+                k[1, 0, 0] = v[2, 1, 3] = float("nan")
+        pages = torch.zeros((2, 5, 16, heads, head_dim), dtype=kv_dtype or dtype, device=device)
+        kv = LayerKV(*pages.unbind(), *((0.3, 1.7) if kv_dtype else (1.0, 1.0)))
+        return q, k, v, angles.cos(), angles.sin(), index, kv, slots.to(device)
 
     return arguments
 
@@ -131,6 +141,8 @@ CASES = (
             "odd-heads": _move(4, (3, 32), (3, 32)),
             "latent-rows": _move(4, (48,), dtype=torch.bfloat16),
             "wide-latent-rows": _move(16, (576,), dtype=torch.bfloat16),
+            "fp8": _move(16, (8, 64), (8, 64), dtype=FP8),
+            "fp8-latent-rows": _move(4, (48,), dtype=FP8),
         }.items()
     ),
     *(
@@ -147,6 +159,21 @@ CASES = (
             (7, 64, 64, torch.bfloat16),
             (6, 256, 64, torch.bfloat16),
             (2, 16, 4, torch.float32),
+        )
+    ),
+    *(
+        Case(
+            rope_store,
+            f"fp8-group-{group}-head_dim-{head_dim}-{rotated}-{dtype}",
+            _rope(group, head_dim, rotated, dtype, FP8),
+            written=(6,),
+            tolerance=EIGHT_BITS,
+        )
+        for group, head_dim, rotated, dtype in (
+            (1, 16, 16, torch.float32),
+            (3, 32, 32, torch.bfloat16),
+            (4, 128, 128, torch.float16),
+            (6, 256, 64, torch.bfloat16),
         )
     ),
 )

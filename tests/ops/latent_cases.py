@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.fp8 import FP8, stored
 from attention.views import LatentKV
 from tests.ops.case import TYPES, Case
 from tests.ops.norm_cases import rows
@@ -30,7 +31,12 @@ def _angles(count: int, rotated: int, device: torch.device) -> Angles:
 
 
 def _normed(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, normed: bool, parts: int, wanted: Fp8Inputs | None
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    normed: bool,
+    parts: int,
+    wanted: Fp8Inputs | None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Arguments:
     """The last row is padding."""
     count, q, latent, rotated = sizes
@@ -41,7 +47,8 @@ def _normed(
             both = rows(parts, count, width, dtype=F32, device=device)
         else:
             both = rows(count, width + 8, dtype=dtype, device=device)[:, :width]
-        kv = LatentKV(torch.zeros((5, 16, latent + rotated), dtype=dtype, device=device), latent)
+        pages = torch.zeros((5, 16, latent + rotated), dtype=kv_dtype or dtype, device=device)
+        kv = LatentKV(pages, latent, 0.4 if kv_dtype else 1.0)
         slots = torch.arange(16, 16 + count, device=device)
         slots[-1] = 0
         weight = rows(q, dtype=dtype, device=device) if normed else None
@@ -78,12 +85,13 @@ def _values(count: int, heads: int, latent: int, dtype: torch.dtype, together: b
     return x, rows(heads * (16 + 128), latent, dtype=dtype, device=device) * 0.1, 16, together, False
 
 
-def _expansion(latent: int, rotated: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+def _expansion(latent: int, rotated: int, dtype: torch.dtype, fp8: bool, device: torch.device) -> tuple[Any, ...]:
     """Two chunks that look at 37 tokens and at one, and room for four more."""
     pool = rows(6, 16, latent + rotated, dtype=dtype, device=device)
+    pool = stored(pool, FP8, 0.4) if fp8 else pool
     tokens = torch.randperm(96, generator=torch.Generator().manual_seed(latent))[:42].to(device)
     ends = torch.tensor([0, 37, 38], dtype=torch.int32, device=device)
-    return pool, tokens, ends, rows(72, latent, dtype=dtype, device=device)
+    return pool, tokens, ends, rows(72, latent, dtype=dtype, device=device), 0.4 if fp8 else 1.0
 
 
 def _routed(count: int, experts: int, size: int, fixed: bool, device: torch.device) -> tuple[Any, ...]:
@@ -113,6 +121,19 @@ CASES = (
             (True, 3, None),
             *([(True, 0, Fp8Inputs(False, 128)), (True, 2, Fp8Inputs(True, 128))] if q % 128 == 0 else []),
         )
+    ),
+    *(
+        Case(
+            normed_latents,
+            f"fp8-pages-{count}-{q}-{latent}-{rotated}-{dtype}-{normed}-{parts}",
+            _normed((count, q, latent, rotated), dtype, normed, parts, None, FP8),
+            seen=_plainly,
+            tolerance=1 / 8,  # of the largest number, which a scale of the pool's makes any
+            slow=latent > 32,
+        )
+        for count, q, latent, rotated in ((6, 24, 32, 16), (5, 1536, 512, 64))
+        for dtype in TYPES
+        for normed, parts in ((True, 0), (False, 0), (True, 3))
     ),
     *(
         Case(
@@ -149,13 +170,14 @@ CASES = (
     *(
         Case(
             expand_latents,
-            f"{latent}-{rotated}-{dtype}",
-            lambda device, given=(latent, rotated, dtype): _expansion(*given, device),
+            f"{latent}-{rotated}-{dtype}{'-fp8' if fp8 else ''}",
+            lambda device, given=(latent, rotated, dtype, fp8): _expansion(*given, device),
             seen=lambda arguments, result: tuple(each[:38] for each in result),
             slow=latent > 48,
         )
         for latent, rotated in ((32, 16), (48, 32), (512, 64))
         for dtype in TYPES
+        for fp8 in (False, True)
     ),
     *(
         Case(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attention.capability import Capability
+from attention.fp8 import FP8
 from attention.ops.operation import OPERATIONS, Implementation
 from tests.ops.case import TOLERANCE, Case
 from tests.support import DOCS
@@ -111,6 +112,8 @@ def _compare(case: Case, ours: Any, expected: Any) -> None:
         assert ours == expected
         return
     assert ours.dtype == expected.dtype and ours.shape == expected.shape
+    if expected.dtype == FP8:
+        ours, expected = ours.float(), expected.float()
     if case.exact or not expected.is_floating_point():
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
         return

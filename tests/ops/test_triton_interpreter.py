@@ -38,6 +38,7 @@ FILES = {
     ),
     "attention": (
         "tests/attention/ops/test_latent_kernels.py",
+        "tests/attention/ops/test_fp8_kernels.py",
         "tests/attention/backends/test_triton_backend.py",
         "tests/attention/backends/test_triton_prefill.py",
         "tests/speculative/test_round_kernels.py",

@@ -170,8 +170,8 @@ class LatentAttention(AttentionLayer):
         q: [rows of chunks, heads, key_dim + rotated_dim], before RoPE.
         out: [rows of chunks, heads, value_dim], written.
         """
-        rows, up = context.pool.layer(self.layer).rows, self.kv_b_proj
-        kv, rotated = expand_latents(rows, expanded.tokens, expanded.ends, up.keys_and_values)
+        cached, up = context.pool.layer(self.layer), self.kv_b_proj
+        kv, rotated = expand_latents(cached.rows, expanded.tokens, expanded.ends, up.keys_and_values, cached.scale)
         made = ExpandedKV(kv.unflatten(1, (self.num_heads, -1)), rotated, expanded.first, self.key_dim)  # type: ignore[no-untyped-call]
         expanded.attend(q, made, angles.cos, angles.sin, angles.index, self.scale, out)
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.fp8 import read_pages
 from attention.metadata import DecodeBatch, Mode
 from attention.ops.attend.decode_plan_triton import FAN, MAX_SPLITS, DecodePlan, partial_rows
 from attention.ops.attend.merge_states_triton import merge_by_the_last, merge_rows
@@ -66,6 +67,7 @@ def _attend_decode(
     lse_ptr,
     ticket_ptr,
     scale_log2,
+    v_scale,
     q_row_stride,
     q_head_stride,
     mask_request_stride,
@@ -123,7 +125,7 @@ def _attend_decode(
         q_ptr + row[:, None] * q_row_stride + query_head[:, None] * q_head_stride + d[None, :],
         mask=live[:, None],
         other=0.0,
-    ).to(k_ptr.dtype.element_ty)
+    )
     if UPCAST:
         q = q.to(tl.float32)
     shared_end = high
@@ -133,7 +135,7 @@ def _attend_decode(
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
+        scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
         if start + BLOCK_N > prefix:
             over = column - prefix
             seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1
@@ -153,10 +155,10 @@ def _attend_decode(
                     seen = seen & (start + n >= oldest_seen(path, prefix, WINDOW))
                 column = tl.where(start + n < prefix, start + n, prefix + place)
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
-                scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
+                scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
                 scores = tl.where((packed // GROUP == r)[:, None] & seen[None, :], scores, float("-inf"))
                 top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None] * v_scale
     out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
     if count == 1:
         tl.store(out[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
@@ -219,7 +221,8 @@ def attend_decode(
         workspace.part,
         workspace.lse,
         workspace.tickets,
-        scale * LOG2_E,
+        scale * kv.k_scale * LOG2_E,
+        kv.v_scale,
         q.stride(0),
         q.stride(1),
         batch.mask.stride(0),
@@ -270,14 +273,16 @@ def merge_apart(
 
 
 def reference(q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
-    """Attention in float64, request by request."""
+    """Attention in float64 over what the pages hold, request by request."""
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for b, prefix in enumerate(batch.prefix_len.tolist()):
         pages = batch.page_table[b, : -(-(prefix + batch.suffix_len) // page_size)].long()
         keys, values = (
-            x[pages].double().view(-1, num_kv_heads, head_dim)[: prefix + batch.suffix_len].repeat_interleave(group, 1)
-            for x in (kv.k, kv.v)
+            (read_pages(x, pages, torch.float64).double() * factor)
+            .view(-1, num_kv_heads, head_dim)[: prefix + batch.suffix_len]
+            .repeat_interleave(group, 1)
+            for x, factor in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
         )
         seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
         seen = within_window(torch.cat((seen.new_ones(batch.rows, prefix), seen), 1), batch.window)

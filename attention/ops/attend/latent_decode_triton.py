@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.fp8 import FP8, read_pages
 from attention.metadata import DecodeBatch
 from attention.ops.attend.decode_plan_triton import FAN, MAX_SPLITS, DecodePlan, DecodeTiles, partial_rows
 from attention.ops.attend.decode_triton import TREE_MODES, merge_apart, path_columns, within_window
@@ -72,6 +73,7 @@ def _attend_latent(
     lse_ptr,
     ticket_ptr,
     scale_log2,
+    value_scale,
     q_row_stride,
     q_head_stride,
     mask_request_stride,
@@ -130,7 +132,7 @@ def _attend_latent(
         column = start + n
         latent, rotated = load_latent_tile(rows_ptr, latent_desc, rotated_desc, page, start, BLOCK_N, PAGE, D, ROTATED)
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS, UPCAST)
+        scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS)
         if start + BLOCK_N > prefix:
             over = column - prefix
             place = tl.expand_dims(tl.maximum(tl.minimum(over, 63), 0).to(tl.int64), 1 - TOKENS)
@@ -152,11 +154,12 @@ def _attend_latent(
                 column = tl.where(start + n < prefix, start + n, prefix + place)
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
                 latent, rotated = load_latent_rows(rows_ptr, token, D, ROTATED)
-                scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS, UPCAST)
+                scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS)
                 seen = tl.expand_dims(packed // HEADS == r, TOKENS) & tl.expand_dims(there, 1 - TOKENS)
                 scores = tl.where(seen, scores, float("-inf"))
                 top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED)
     total, acc = finish_latent(total, acc, TOKENS)
+    acc = acc * value_scale
     out = out_ptr + (row * HEADS + head) * D
     d = tl.expand_dims(tl.arange(0, D), 1 - TOKENS)
     stored = tl.expand_dims(live, TOKENS)
@@ -201,7 +204,7 @@ def attend_latent(
     """
     tiles, workspace, latent = plan.tiles, plan.workspace, kv.latent
     heads, packed_rows = q.shape[1], batch.rows * q.shape[1]
-    assert q.stride(2) == 1 and q.dtype == kv.rows.dtype and kv.rows.is_contiguous() and scale > 0
+    assert q.stride(2) == 1 and kv.rows.dtype in (q.dtype, FP8) and kv.rows.is_contiguous() and scale > 0
     assert q.shape[2] == kv.rows.shape[2] and batch.suffix_len <= 63
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous()
     out = torch.empty((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
@@ -220,7 +223,8 @@ def attend_latent(
         part,
         workspace.lse,
         workspace.tickets,
-        scale * LOG2_E,
+        scale * kv.scale * LOG2_E,
+        kv.scale,
         q.stride(0),
         q.stride(1),
         batch.mask.stride(0),
@@ -269,13 +273,13 @@ def token_axis(tiles: DecodeTiles) -> int:
 
 
 def reference(q: Tensor, kv: LatentKV, batch: DecodeBatch, scale: float) -> Tensor:
-    """Attention in float64, request by request."""
+    """Attention in float64 over what the pages hold, request by request."""
     out = torch.empty((*q.shape[:2], kv.latent), dtype=torch.float64, device=q.device)
     page_size, width = kv.rows.shape[1:]
     for b, prefix in enumerate(batch.prefix_len.tolist()):
         length = prefix + batch.suffix_len
         pages = batch.page_table[b, : -(-length // page_size)].long()
-        rows = kv.rows[pages].double().view(-1, width)[:length]
+        rows = (read_pages(kv.rows, pages, torch.float64).double() * kv.scale).view(-1, width)[:length]
         seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
         seen = within_window(torch.cat((seen.new_ones(batch.rows, prefix), seen), 1), batch.window)
         mine = slice(b * batch.rows, (b + 1) * batch.rows)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.fp8 import FP8, read_pages
 from attention.metadata import PrefillBatch
 from attention.ops.attend.latent_tile_triton import (
     accumulate_latent,
@@ -34,6 +35,7 @@ def _attend_latent_prefill(
     table_ptr,
     tiles_ptr,
     scale_log2,
+    value_scale,
     q_row_stride,
     q_head_stride,
     table_stride,
@@ -70,7 +72,7 @@ def _attend_latent_prefill(
         column = start + n
         latent, rotated = load_latent_tile(rows_ptr, latent_desc, rotated_desc, page, start, BLOCK_N, PAGE, D, ROTATED)
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, 1, UPCAST)
+        scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, 1)
         if start + BLOCK_N > start_position:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
         if WINDOW:
@@ -78,7 +80,7 @@ def _attend_latent_prefill(
         top, total, acc = accumulate_latent(scores, latent, top, total, acc, 1)
     total, acc = finish_latent(total, acc, 1)
     out = out_ptr + ((row * HEADS + head) * D)[:, None] + d[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+    tl.store(out, (acc * value_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
 def latent_prefill_tiles(itemsize: int) -> PrefillTiles:
@@ -103,7 +105,7 @@ def attend_latent_prefill(
     scale: positive.
     """
     page_table, heads, latent = batch.page_table, q.shape[1], kv.latent
-    assert q.stride(2) == 1 and q.dtype == kv.rows.dtype and kv.rows.is_contiguous() and scale > 0
+    assert q.stride(2) == 1 and kv.rows.dtype in (q.dtype, FP8) and kv.rows.is_contiguous() and scale > 0
     assert page_table.stride(1) == 1 and tile_list.is_contiguous() and q.shape[2] == kv.rows.shape[2]
     # Padding rows go through the model and write KV to page 0, whose masked values must be finite.
     make = torch.zeros if batch.is_padded else torch.empty
@@ -116,7 +118,8 @@ def attend_latent_prefill(
         out,
         page_table,
         tile_list,
-        scale * LOG2_E,
+        scale * kv.scale * LOG2_E,
+        kv.scale,
         q.stride(0),
         q.stride(1),
         page_table.stride(0),
@@ -136,7 +139,7 @@ def attend_latent_prefill(
 
 
 def reference(q: Tensor, kv: LatentKV, batch: PrefillBatch, scale: float) -> Tensor:
-    """Attention in float64, chunk by chunk."""
+    """Attention in float64 over what the pages hold, chunk by chunk."""
     out = torch.zeros((*q.shape[:2], kv.latent), dtype=torch.float64, device=q.device)
     page_size, width = kv.rows.shape[1:]
     starts, indptr = batch.starts.tolist(), batch.qo_indptr.tolist()
@@ -144,7 +147,7 @@ def reference(q: Tensor, kv: LatentKV, batch: PrefillBatch, scale: float) -> Ten
         mine = slice(indptr[c], indptr[c + 1])
         length = start + mine.stop - mine.start
         pages = batch.page_table[c, : -(-length // page_size)].long()
-        rows = kv.rows[pages].double().view(-1, width)[:length]
+        rows = (read_pages(kv.rows, pages, torch.float64).double() * kv.scale).view(-1, width)[:length]
         hidden = hidden_of_chunk(start, mine.stop - mine.start, batch.window).to(q.device)
         scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)

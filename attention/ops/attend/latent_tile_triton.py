@@ -77,11 +77,10 @@ def latent_maps(kv: LatentKV, block_n: int) -> tuple[TensorDescriptor | None, Te
 
 
 @triton.jit
-def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.constexpr, UPCAST: tl.constexpr):
+def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.constexpr):
     """Return scaled float32 scores of q [M, D], q_rotated [M, ROTATED] and a tile: [M, N], or [N, M] with TOKENS = 0;
-    and the values [N, D]."""
-    if UPCAST:
-        latent, rotated = latent.to(tl.float32), rotated.to(tl.float32)
+    and the values [N, D] in q's dtype, to which FP8 converts exactly, without the pool's scale."""
+    latent, rotated = latent.to(q.dtype), rotated.to(q.dtype)
     if TOKENS == 0:
         scores = tl.dot(rotated, tl.trans(q_rotated), input_precision="ieee")
         scores = tl.dot(latent, tl.trans(q), scores, input_precision="ieee") * scale_log2

@@ -8,14 +8,13 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr):
+def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr):
     """Return scores [M, N] float32 of q [M, D] and the keys of the pool's tokens `token` [N] int64, and their values
-    [N, D]. K is loaded like V and transposed in the product, so that both share addresses."""
+    [N, D] in q's dtype, to which FP8 converts exactly; both without the pool's scales. K is loaded like V and
+    transposed in the product, so that both share addresses."""
     offset = ((token * KV_HEADS + head) * D)[:, None] + d[None, :]
-    k = tl.load(k_ptr + offset)
-    v = tl.load(v_ptr + offset)
-    if UPCAST:
-        k, v = k.to(tl.float32), v.to(tl.float32)
+    k = tl.load(k_ptr + offset).to(q.dtype)
+    v = tl.load(v_ptr + offset).to(q.dtype)
     return tl.dot(q, tl.trans(k), input_precision="ieee"), v
 
 

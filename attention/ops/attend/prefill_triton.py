@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.fp8 import read_pages
 from attention.metadata import PrefillBatch
 from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate, score_tile
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
@@ -39,7 +40,6 @@ def _attend_span(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Attend to KV positions low .. high - 1 for rows at `position` [M]. Without MASKED every row sees all of them."""
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
@@ -47,7 +47,7 @@ def _attend_span(
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
+        scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
         if MASKED:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
             if WINDOW:
@@ -65,6 +65,7 @@ def _attend_prefill(
     table_ptr,
     tiles_ptr,
     scale_log2,
+    v_scale,
     q_row_stride,
     q_head_stride,
     table_stride,
@@ -93,7 +94,7 @@ def _attend_prefill(
         q_ptr + row.to(tl.int64)[:, None] * q_row_stride + query_head[:, None] * q_head_stride + d[None, :],
         mask=live[:, None],
         other=0.0,
-    ).to(k_ptr.dtype.element_ty)
+    )
     if UPCAST:
         q = q.to(tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -128,7 +129,6 @@ def _attend_prefill(
             BLOCK_N,
             True,
             WINDOW,
-            UPCAST,
         )
     top, total, acc = _attend_span(
         low,
@@ -152,7 +152,6 @@ def _attend_prefill(
         BLOCK_N,
         False,
         WINDOW,
-        UPCAST,
     )
     top, total, acc = _attend_span(
         common,
@@ -176,10 +175,9 @@ def _attend_prefill(
         BLOCK_N,
         True,
         WINDOW,
-        UPCAST,
     )
     out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
-    tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
+    tl.store(out, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,8 @@ def attend_prefill(
         out,
         page_table,
         tile_list,
-        scale * LOG2_E,
+        scale * kv.k_scale * LOG2_E,
+        kv.v_scale,
         q.stride(0),
         q.stride(1),
         page_table.stride(0),
@@ -247,7 +246,7 @@ def attend_prefill(
 
 
 def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
-    """Attention in float64, chunk by chunk."""
+    """Attention in float64 over what the pages hold, chunk by chunk."""
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
     starts, indptr = batch.starts.tolist(), batch.qo_indptr.tolist()
@@ -257,8 +256,10 @@ def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tens
         length = start + rows.stop - rows.start
         pages = batch.page_table[c, : -(-length // page_size)].long()
         keys, values = (
-            x[pages].double().view(-1, num_kv_heads, head_dim)[:length].repeat_interleave(group, 1)
-            for x in (kv.k, kv.v)
+            (read_pages(x, pages, torch.float64).double() * factor)
+            .view(-1, num_kv_heads, head_dim)[:length]
+            .repeat_interleave(group, 1)
+            for x, factor in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
         )
         hidden = hidden_of_chunk(start, rows.stop - rows.start, batch.window).to(q.device)
         scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * scale

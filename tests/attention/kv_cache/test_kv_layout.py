@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention.backends.torch_backend import TorchBackend
 from attention.config import CacheConfig
+from attention.fp8 import FP8, KVScales
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.latent import LatentLayout
 from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
@@ -28,7 +29,6 @@ CPU = torch.device("cpu")
 PAGE = 4
 HEADS = HeadsLayout(2, 8, torch.float32)
 LATENT = LatentLayout(24, 8, torch.float32)
-FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ScaledLayout(KVLayout[ScaledView]):
         scales = PerToken((self.num_kv_heads,), torch.float32)
         return (values, values, scales, scales)
 
-    def view(self, tensors: tuple[Tensor, ...]) -> ScaledView:
+    def view(self, tensors: tuple[Tensor, ...], scales: KVScales) -> ScaledView:
         k, v, k_scale, v_scale = tensors
         return ScaledView(LayerKV(k, v), LayerKV(k_scale, v_scale))
 

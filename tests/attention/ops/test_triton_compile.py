@@ -57,7 +57,7 @@ def built(
         elif name.endswith("_ptr"):
             signature[name] = "*" + pointers.get(name, "i32")
         else:
-            signature[name] = "fp32" if name.startswith("scale") else "i32"
+            signature[name] = "fp32" if "scale" in name else "i32"
         if name.endswith(("_ptr", "_stride")):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

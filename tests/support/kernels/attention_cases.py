@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.capability import Capability
+from attention.fp8 import FP8, KVScales, stored
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.latent import LatentLayout
 from attention.kv_cache.layout import KVLayout, LayerGroup
@@ -61,13 +62,15 @@ WINDOWED = tuple(
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model and a cache fix. latent: of latent rows, which all heads share, the part that is values too."""
+    """What a model and a cache fix. latent: of latent rows, which all heads share, the part that is values too.
+    kv_dtype: of the cache; None: the model's."""
 
     head_dim: int = 128
     group: int = 4
     page_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     latent: int | None = None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -83,14 +86,16 @@ class Shape:
 
     @property
     def layout(self) -> KVLayout[Any]:
+        dtype = self.kv_dtype or self.dtype
         if self.latent is None:
-            return HeadsLayout(NUM_KV_HEADS, self.head_dim, self.dtype)
-        return LatentLayout(self.latent, self.head_dim - self.latent, self.dtype)
+            return HeadsLayout(NUM_KV_HEADS, self.head_dim, dtype)
+        return LatentLayout(self.latent, self.head_dim - self.latent, dtype)
 
     @property
     def name(self) -> str:
         kept = "" if self.latent is None else f"l{self.latent}-"
-        return f"{kept}d{self.head_dim}-g{self.group}-p{self.page_size}-{str(self.dtype).removeprefix('torch.')}"
+        cache = "" if self.kv_dtype is None else "-fp8"
+        return f"{kept}d{self.head_dim}-g{self.group}-p{self.page_size}-{str(self.dtype).removeprefix('torch.')}{cache}"
 
 
 # Each value of each dimension with the others usual, then two unusual in all.
@@ -104,6 +109,9 @@ SHAPES = (
     Shape(dtype=torch.float16),
     Shape(64, 8, 64),
     Shape(128, 1, 1, torch.float16),
+    Shape(kv_dtype=FP8),
+    Shape(64, 8, 64, torch.float16, kv_dtype=FP8),
+    Shape(256, 2, 1, kv_dtype=FP8),
 )
 # DeepSeek's latent rows, and the heads of one of eight ranks, of one of four, and of all.
 LATENT_SHAPES = (
@@ -113,7 +121,10 @@ LATENT_SHAPES = (
     Shape(576, 32, 16, latent=512),
     Shape(576, 128, 64, latent=512),
     Shape(48, 5, 4, latent=32),
+    Shape(576, 16, 64, latent=512, kv_dtype=FP8),
+    Shape(48, 5, 4, torch.float16, latent=32, kv_dtype=FP8),
 )
+SCALES = KVScales(0.75, 1.3)  # of layers in FP8
 
 
 def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int, int] | None = H200) -> AttentionUse:
@@ -129,6 +140,7 @@ def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int
         shape.layout.kind,
         shape.latent,
         work.window,
+        shape.kv_dtype or shape.dtype,
     )
 
 
@@ -136,15 +148,23 @@ def uniform_pool(
     num_layers: int, num_pages: int, page_size: int, layout: KVLayout[Any], device: torch.device
 ) -> KVPool:
     """Empty, of layers that are all alike."""
-    return KVPool([LayerGroup(tuple(range(num_layers)), layout)], num_pages, page_size, device)
+    layers = tuple(range(num_layers))
+    return KVPool([LayerGroup(layers, layout)], num_pages, page_size, device, dict.fromkeys(layers, SCALES))
 
 
 def random_pool(shape: Shape, num_pages: int, device: torch.device) -> KVPool:
     """All pages filled, those of nobody and page 0 too: what a kernel must not read would be seen."""
     pool = uniform_pool(1, num_pages, shape.page_size, shape.layout, device)
-    for tensor in pool.tensors[0]:
-        tensor.normal_()
+    fill_randomly(pool)
     return pool
+
+
+def fill_randomly(pool: KVPool) -> None:
+    for tensor in pool.tensors[0]:
+        if tensor.dtype == FP8:
+            tensor.view(torch.uint8).copy_(stored(torch.randn(tensor.shape), FP8, 1.0).view(torch.uint8))
+        else:
+            tensor.normal_()
 
 
 def write_tokens(kv: LayerKV, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
@@ -228,5 +248,5 @@ def random_rows(num_rows: int, shape: Shape, device: torch.device) -> Tensor:
 
 def in_float64(kv: LayerKV | LatentKV) -> LayerKV | LatentKV:
     if isinstance(kv, LatentKV):
-        return LatentKV(kv.rows.double(), kv.latent)
-    return LayerKV(kv.k.double(), kv.v.double())
+        return LatentKV(kv.rows.float().double() * kv.scale, kv.latent)
+    return LayerKV(kv.k.float().double() * kv.k_scale, kv.v.float().double() * kv.v_scale)

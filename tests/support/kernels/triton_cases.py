@@ -11,7 +11,7 @@ from torch import Tensor
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode
-from tests.support.kernels.attention_cases import uniform_pool
+from tests.support.kernels.attention_cases import fill_randomly, uniform_pool
 from tests.support.kernels.triton_interpreter import DEVICE
 
 HALF_TYPES = [torch.bfloat16, torch.float16]
@@ -21,8 +21,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**
 def random_pool(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVPool:
     """All pages filled, those of nobody and page 0 too: what a kernel must not read would be seen."""
     pool = uniform_pool(1, num_pages, page_size, HeadsLayout(num_kv_heads, head_dim, dtype), DEVICE)
-    for tensor in pool.tensors[0]:
-        tensor.normal_()
+    fill_randomly(pool)
     return pool
 
 

@@ -5,8 +5,9 @@ they fill; input rows are the second."""
 import triton
 import triton.language as tl
 
+from attention.ops.fp8_triton import to_fp8
 from workers.ops.experts.gate_products_triton import add_gates, scales_of_gates, times_channels
-from workers.ops.fp8.rows_triton import scale_of, to_fp8
+from workers.ops.fp8.rows_triton import scale_of
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
 
 

@@ -5,9 +5,10 @@ the tensor core's first operand, which has at least 64 rows."""
 import triton
 import triton.language as tl
 
+from attention.ops.fp8_triton import to_fp8
 from workers.ops.experts.gate_products_triton import add_gates, scales_of_gates, times_channels
 from workers.ops.experts.order_triton import block_of_program, clear_counts
-from workers.ops.fp8.rows_triton import scale_of, to_fp8
+from workers.ops.fp8.rows_triton import scale_of
 
 
 @triton.jit(do_not_specialize=["shared", "stride"])

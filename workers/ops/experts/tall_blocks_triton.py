@@ -9,8 +9,9 @@ while one is multiplied and written.
 import triton
 import triton.language as tl
 
+from attention.ops.fp8_triton import to_fp8
 from workers.ops.experts.order_triton import block_of_program, clear_counts
-from workers.ops.fp8.rows_triton import scale_of, to_fp8
+from workers.ops.fp8.rows_triton import scale_of
 
 MIN_ROWS = 64  # per block
 

@@ -5,26 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.ops.fp8_triton import to_fp8
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.norm_triton import num_warps
 
 _COLUMNS = 1024  # per program
-
-
-@triton.jit
-def to_fp8(x, INTERPRETED: tl.constexpr):
-    """Round float32 x to the nearest FP8 numbers.
-
-    Triton's interpreter (3.6) loses a rounding's carry and all subnormals. There, float32 sums round first: to four
-    bits of mantissa, and to multiples of 2^-9.
-    """
-    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
-    if INTERPRETED:
-        split = x * 1048577.0
-        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, split - (split - x))
-    return x.to(tl.float8e4nv)
 
 
 @triton.jit

@@ -1,22 +1,31 @@
 """Expands cached latent rows to keys and values per head, for prompt chunks (`attention.expansion`)."""
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from attention.fp8 import FP8
 from attention.ops.operation import Implementation, on_gpu, operation
 
 
 @operation(Implementation("triton", "workers.ops.latent.expand_latents_triton:expand_latents", on_gpu))
-def expand_latents(rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return latent rows times `weight`, and their rotated parts.
+def expand_latents(
+    rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return latent rows times `weight`, and their rotated parts, in weight's dtype.
 
     rows    [pages, page_size, latent + rotated], contiguous; rotated a power of two, latent a multiple of 16
     tokens  [T] int64, token indices into all pages
     ends    [chunks + 1] int32: start of each chunk's tokens, and the end of the last; later rows of the result are
             undefined
 
-    weight  [N, latent], contiguous, of rows' type
+    weight  [N, latent], contiguous, of rows' type if that is not FP8
+    scale   factor on rows (`LatentKV.scale`)
     ->      [T, N]; [T, rotated]
     """
-    chosen, latent = rows.view(-1, rows.shape[2])[tokens], weight.shape[1]
-    return linear(chosen[:, :latent], weight), chosen[:, latent:]
+    flat, latent = rows.view(-1, rows.shape[2]), weight.shape[1]
+    if rows.dtype != FP8:
+        chosen = flat[tokens]
+        return linear(chosen[:, :latent], weight), chosen[:, latent:]
+    chosen = flat.view(torch.uint8)[tokens].view(FP8).to(weight.dtype)
+    return linear(chosen[:, :latent], weight) * scale, chosen[:, latent:] * scale

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attention.fp8 import FP8
 from attention.ops.interpreter_triton import INTERPRETED
 from workers.ops.gemm.tiles import MULTIPROCESSORS
 
@@ -24,6 +25,7 @@ def _expand_latents(
     kv_ptr,
     turned_ptr,
     num_chunks,
+    scale,
     N: tl.constexpr,
     LATENT: tl.constexpr,
     ROTATED: tl.constexpr,
@@ -44,25 +46,30 @@ def _expand_latents(
         row = rows_ptr + token[:, None] * (LATENT + ROTATED)
         place = m.to(tl.int64)[:, None]
         if first_n == 0:
-            tl.store(turned_ptr + place * ROTATED + column, tl.load(row + LATENT + column), mask=live)
+            turned = tl.load(row + LATENT + column)
+            if rows_ptr.dtype.element_ty == tl.float8e4nv:
+                turned = (turned.to(tl.float32) * scale).to(turned_ptr.dtype.element_ty)
+            tl.store(turned_ptr + place * ROTATED + column, turned, mask=live)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, LATENT, BLOCK_K):
-            latent = tl.load(row + start + k)
             weights = w_desc.load([first_n, start])
+            latent = tl.load(row + start + k).to(weights.dtype)
             if UPCAST:
                 latent, weights = latent.to(tl.float32), weights.to(tl.float32)
             acc = tl.dot(latent, tl.trans(weights), acc, input_precision="ieee")
         n = first_n + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(kv_ptr + place * N + n, acc.to(kv_ptr.dtype.element_ty), mask=live & (n < N))
+        tl.store(kv_ptr + place * N + n, (acc * scale).to(kv_ptr.dtype.element_ty), mask=live & (n < N))
 
 
-def expand_latents(rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def expand_latents(
+    rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """`workers.ops.latent.expand_latents.expand_latents`."""
     (n, latent), width = weight.shape, rows.shape[2]
-    assert rows.is_contiguous() and weight.is_contiguous() and rows.dtype == weight.dtype and latent % 16 == 0
-    kv = torch.empty((tokens.shape[0], n), dtype=rows.dtype, device=rows.device)
-    turned = torch.empty((tokens.shape[0], width - latent), dtype=rows.dtype, device=rows.device)
-    block_m, block_n, warps = (128, 128, 8) if rows.itemsize == 2 else (32, 32, 4)
+    assert rows.is_contiguous() and weight.is_contiguous() and rows.dtype in (weight.dtype, FP8) and latent % 16 == 0
+    kv = torch.empty((tokens.shape[0], n), dtype=weight.dtype, device=rows.device)
+    turned = torch.empty((tokens.shape[0], width - latent), dtype=weight.dtype, device=rows.device)
+    block_m, block_n, warps = (128, 128, 8) if weight.itemsize == 2 else (32, 32, 4)
     block_k = min(64, latent & -latent)
     tiles = triton.cdiv(n, block_n) * triton.cdiv(tokens.shape[0], block_m)
     _expand_latents[(min(tiles, 2 * MULTIPROCESSORS),)](
@@ -73,6 +80,7 @@ def expand_latents(rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor) -
         kv,
         turned,
         ends.shape[0] - 1,
+        scale,
         N=n,
         LATENT=latent,
         ROTATED=width - latent,

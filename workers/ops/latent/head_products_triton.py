@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.ops.attend.latent_tile_triton import turn_pairs
+from attention.ops.fp8_triton import to_fp8
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.fp8.rows import GROUP, Fp8Rows
-from workers.ops.fp8.rows_triton import scale_of, to_fp8
+from workers.ops.fp8.rows_triton import scale_of
 from workers.ops.rotary import Angles
 
 FEW_ROWS = 16  # up to here tiles are narrower and more numerous

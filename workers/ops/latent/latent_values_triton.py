@@ -7,10 +7,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attention.ops.fp8_triton import to_fp8
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.fp8.rows import GROUP, Fp8Rows
-from workers.ops.fp8.rows_triton import scale_of, to_fp8
+from workers.ops.fp8.rows_triton import scale_of
 from workers.ops.latent.latent_values import MAX_ROWS, fits_values
 
 

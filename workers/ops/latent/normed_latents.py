@@ -7,6 +7,7 @@ RoPE rotates adjacent dimensions, as in DeepSeek's checkpoints (`attention.rotat
 import torch
 from torch import Tensor
 
+from attention.fp8 import write_rows
 from attention.ops.operation import Implementation, on_gpu, operation
 from attention.rotation import rotate_pairs
 from attention.views import LatentKV
@@ -33,9 +34,9 @@ def normed_latents(
     both          [rows, q + latent + rotated], last stride 1; or, if q has a norm, its partial sums, float32 [parts,
                   rows, q + latent + rotated], contiguous (`LinearMethod.multiply_apart`)
     q_weight      [q]; None if q has no norm
-    row_weight    [latent]
+    row_weight    [latent], of the model's dtype
     angles        of the rows
-    kv            written
+    kv            written as `attention.fp8.stored`, after rounding to the model's dtype
     slot_mapping  [rows] int64 token indices; rows that share one (padding) leave any one of their values
     wanted        FP8 format of the returned q; None: the model's dtype
 
@@ -43,11 +44,11 @@ def normed_latents(
     ->            [rows, q]
     """
     width = kv.rows.shape[2]
-    both = both if both.dim() == 2 else both.sum(0).to(kv.rows.dtype)
+    both = both if both.dim() == 2 else both.sum(0).to(row_weight.dtype)
     q, row = both[:, :-width], both[:, -width:]
     rotated = rotate_pairs(row[:, kv.latent :].unsqueeze(1), angles.cos[angles.index], angles.sin[angles.index])
     cached = torch.cat((rms_norm.reference(row[:, : kv.latent], row_weight, eps), rotated.squeeze(1)), dim=-1)
-    kv.rows.view(-1, width).index_copy_(0, slot_mapping, cached)
+    write_rows(kv.rows, slot_mapping, cached, kv.scale)
     if q_weight is None:
         return q
     q = rms_norm.reference(q, q_weight, eps)

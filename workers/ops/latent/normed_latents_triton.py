@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.ops.fp8_triton import as_stored
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from attention.views import LatentKV
@@ -34,6 +35,7 @@ def _normed_latents(
     position_ptr,
     slot_ptr,
     q_scales_ptr,
+    inverse_scale,
     both_row_stride,
     part_step,
     q_row_step,
@@ -64,7 +66,7 @@ def _normed_latents(
         if FENCE:  # before the trigger, for the kernels that it starts: see `attention.ops.pdl`
             tl.extra.cuda.gdc_launch_dependents()
     both = both_ptr + row * both_row_stride
-    kept = pool_ptr.dtype.element_ty
+    kept = row_weight_ptr.dtype.element_ty
     if is_latent:
         latent = _load(both + Q + column, inside, part_step, PARTS, kept)
         pair = tl.arange(0, ROTATED // 2)
@@ -73,9 +75,11 @@ def _normed_latents(
         x = _load(both + Q + LATENT + 2 * pair, None, part_step, PARTS, kept)
         y = _load(both + Q + LATENT + 2 * pair + 1, None, part_step, PARTS, kept)
         target = pool_ptr + tl.load(slot_ptr + row) * (LATENT + ROTATED)
-        tl.store(target + column, normed(latent, weight, LATENT, eps, kept).to(kept), mask=inside)
-        tl.store(target + LATENT + 2 * pair, (x * cos - y * sin).to(kept))
-        tl.store(target + LATENT + 2 * pair + 1, (y * cos + x * sin).to(kept))
+        latent = normed(latent, weight, LATENT, eps, kept).to(kept)
+        first, second = (x * cos - y * sin).to(kept), (y * cos + x * sin).to(kept)
+        tl.store(target + column, as_stored(latent, pool_ptr, inverse_scale, INTERPRETED), mask=inside)
+        tl.store(target + LATENT + 2 * pair, as_stored(first, pool_ptr, inverse_scale, INTERPRETED))
+        tl.store(target + LATENT + 2 * pair + 1, as_stored(second, pool_ptr, inverse_scale, INTERPRETED))
     elif Q_NORMED:
         q = _load(both + q_column, q_inside, part_step, PARTS, kept)
         q = normed(q, q_weight, Q, eps, kept).to(kept)
@@ -108,7 +112,7 @@ def normed_latents(
     plain = parts[0, :, :q_size]
     q: Tensor | Fp8Rows = plain
     if q_weight is not None:
-        q = plain.new_empty(plain.shape, dtype=kv.rows.dtype) if wanted is None else wanted.empty(plain)
+        q = plain.new_empty(plain.shape, dtype=row_weight.dtype) if wanted is None else wanted.empty(plain)
     scales = None if isinstance(q, Tensor) else q.scales
     block_q = 1 if q_weight is None else triton.next_power_of_2(q_size)
     block_latent = triton.next_power_of_2(latent)
@@ -123,6 +127,7 @@ def normed_latents(
         angles.index,
         slot_mapping,
         scales,
+        1.0 / kv.scale,
         parts.stride(1),
         parts.stride(0) if parts.shape[0] > 1 else 0,
         0 if scales is None else scales.stride(0),

@@ -1,0 +1,46 @@
+"""FP8 (e4m3) in the KV cache: rounding rows to it and reading them back. Used by the layouts, by the torch references
+of kernels that write KV, and by the torch backend.
+
+A number x is stored as x / scale, rounded to the nearest of eight bits; beyond 448 it saturates, and NaN stays NaN. A
+stored number converts to float16, bfloat16 and float32 exactly. Attention multiplies in the dtype of its queries, never
+in FP8, and sums in float32; the scales go into the factor on q . k and into the output.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+MAX_FP8 = 448.0
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Scales of one layer, the same on all ranks: a stored number times its scale is the key or value. Latent rows have
+    the scale of k."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+def stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Return rows of any shape as a cache of `dtype` stores them."""
+    if dtype != FP8:
+        return rows
+    return (rows.float() * (1.0 / scale)).clamp(-MAX_FP8, MAX_FP8).to(FP8)
+
+
+def write_rows(pages: Tensor, slot_mapping: Tensor, rows: Tensor, scale: float) -> None:
+    """Write rows [n, ...] to token indexes slot_mapping [n] int64 of pages [num_pages, page_size, ...], in place."""
+    rows = stored(rows, pages.dtype, scale)
+    if pages.dtype == FP8:  # torch 2.13 copies no FP8 by index
+        pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
+    pages.view(-1, *rows.shape[1:]).index_copy_(0, slot_mapping, rows)
+
+
+def read_pages(pages: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return pages `numbers` [n] int64 in `dtype`, without their scale: [n, page_size, ...]."""
+    if pages.dtype != FP8:
+        return pages.index_select(0, numbers)
+    return pages.view(torch.uint8).index_select(0, numbers).view(FP8).to(dtype)
