@@ -2,8 +2,8 @@
 of kernels that write KV, and by the torch backend.
 
 A number x is stored as x / scale, rounded to the nearest of eight bits; beyond 448 it saturates, and NaN stays NaN. A
-stored number converts to float16, bfloat16 and float32 exactly. Attention multiplies in the dtype of its queries, never
-in FP8, and sums in float32; the scales go into the factor on q . k and into the output.
+stored number converts to float16, bfloat16 and float32 exactly. Attention multiplies in 16 or 32 bits, never in FP8,
+and sums in float32; the scales go into the factor on q . k and into the output.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
+WEIGHT_UNIT = 32768.0  # see `weight_unit`
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,9 @@ def read_pages(pages: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
     if pages.dtype != FP8:
         return pages.index_select(0, numbers)
     return pages.view(torch.uint8).index_select(0, numbers).view(FP8).to(dtype)
+
+
+def weight_unit(dtype: torch.dtype) -> float:
+    """Return what kernels multiply a softmax weight of 1 as, over pages of `dtype`. Over FP8 they multiply in float16,
+    in which weights from 2^-29 keep all their bits by it; the factor on the output takes it back."""
+    return WEIGHT_UNIT if dtype == FP8 else 1.0

@@ -36,6 +36,7 @@ BENCHES = {
     "saved_states": ("quality.saved_states", "what saved states of bfloat16 cost in text (CPU)"),
     "attention": ("kernels.attention", "attention over K/V heads, by backend, mode and shape (GPU)"),
     "latent_attention": ("kernels.latent_attention", "attention over latent rows (GPU)"),
+    "fp8_kv": ("kernels.fp8_kv", "attention over FP8 pages against bfloat16 (GPU)"),
     "delta_rule": ("kernels.delta_rule", "recurrent layers of the gated delta rule: rounds and chunks (GPU)"),
     "experts": ("kernels.experts", "routing and products of a layer of experts (GPU)"),
     "linear": ("kernels.linear", "linear layers, bf16 and FP8 (GPU)"),

@@ -22,13 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import read_pages
+from attention.fp8 import read_pages, weight_unit
 from attention.metadata import DecodeBatch, Mode
 from attention.ops.attend.decode_plan_triton import FAN, MAX_SPLITS, DecodePlan, partial_rows
 from attention.ops.attend.merge_states_triton import merge_by_the_last, merge_rows
 from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate, score_tile
 from attention.ops.attend.split_kv_triton import ITEM_FIELDS
 from attention.ops.attend.window_triton import oldest_seen
+from attention.ops.fp8_triton import as_multiplied
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from attention.views import LayerKV
@@ -92,6 +93,7 @@ def _attend_decode(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     head = tl.program_id(0) % KV_HEADS
     item = items_ptr + tl.program_id(1) * ITEM_FIELDS
@@ -126,8 +128,7 @@ def _attend_decode(
         mask=live[:, None],
         other=0.0,
     )
-    if UPCAST:
-        q = q.to(tl.float32)
+    q = as_multiplied(q, k_ptr, UPCAST)
     shared_end = high
     if PATHS:
         shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
@@ -143,7 +144,7 @@ def _attend_decode(
             scores = tl.where(seen, scores, float("-inf"))
         if WINDOW:
             scores = tl.where(column[None, :] >= oldest[:, None], scores, float("-inf"))
-        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
+        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED, UNIT)
     if PATHS:
         first_row = tl.program_id(0) // KV_HEADS * BLOCK_M // GROUP
         end_row = tl.minimum(ROWS, (tl.program_id(0) // KV_HEADS * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
@@ -157,7 +158,7 @@ def _attend_decode(
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
                 scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
                 scores = tl.where((packed // GROUP == r)[:, None] & seen[None, :], scores, float("-inf"))
-                top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
+                top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED, UNIT)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None] * v_scale
     out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
     if count == 1:
@@ -204,7 +205,7 @@ def attend_decode(
     columns = num_kv_heads * -(-batch.rows * group // tiles.block_m)
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.suffix_len <= 63
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out, unit = torch.empty(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
     # Fused multiply-adds round differently, and the compiler fuses other ones in each variant of a kernel. A fixed plan
     # allows none.
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
@@ -222,7 +223,7 @@ def attend_decode(
         workspace.lse,
         workspace.tickets,
         scale * kv.k_scale * LOG2_E,
-        kv.v_scale,
+        kv.v_scale / unit,
         q.stride(0),
         q.stride(1),
         batch.mask.stride(0),
@@ -242,6 +243,7 @@ def attend_decode(
         PART_M=part_m,
         WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,
+        UNIT=unit,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=not plan.fixed,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import FP8, read_pages
+from attention.fp8 import FP8, read_pages, weight_unit
 from attention.metadata import DecodeBatch
 from attention.ops.attend.decode_plan_triton import FAN, MAX_SPLITS, DecodePlan, DecodeTiles, partial_rows
 from attention.ops.attend.decode_triton import TREE_MODES, merge_apart, path_columns, within_window
@@ -99,6 +99,7 @@ def _attend_latent(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     item = items_ptr + tl.program_id(1) * ITEM_FIELDS
     request = tl.load(item)
@@ -124,7 +125,7 @@ def _attend_latent(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
-    q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
+    q, q_rotated = load_queries(q_ptr, rows_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
     shared_end = high
     if PATHS:
         shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
@@ -141,7 +142,7 @@ def _attend_latent(
             scores = tl.where(seen, scores, float("-inf"))
         if WINDOW:
             scores = tl.where(tl.expand_dims(column, 1 - TOKENS) >= oldest, scores, float("-inf"))
-        top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED)
+        top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED, UNIT)
     if PATHS:
         first_row = tl.program_id(0) * BLOCK_M // HEADS
         end_row = tl.minimum(ROWS, (tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // HEADS + 1)
@@ -157,7 +158,7 @@ def _attend_latent(
                 scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS)
                 seen = tl.expand_dims(packed // HEADS == r, TOKENS) & tl.expand_dims(there, 1 - TOKENS)
                 scores = tl.where(seen, scores, float("-inf"))
-                top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED)
+                top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED, UNIT)
     total, acc = finish_latent(total, acc, TOKENS)
     acc = acc * value_scale
     out = out_ptr + (row * HEADS + head) * D
@@ -210,7 +211,7 @@ def attend_latent(
     out = torch.empty((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
     columns = -(-packed_rows // tiles.block_m)
     part_m = partial_rows(tiles, packed_rows) if plan.fixed else tiles.block_m
-    part = _partials(plan, out.dtype)
+    part, unit = _partials(plan, out.dtype), weight_unit(kv.rows.dtype)
     _attend_latent[(columns, plan.items.items.shape[0])](
         q,
         kv.rows,
@@ -224,7 +225,7 @@ def attend_latent(
         workspace.lse,
         workspace.tickets,
         scale * kv.scale * LOG2_E,
-        kv.scale,
+        kv.scale / unit,
         q.stride(0),
         q.stride(1),
         batch.mask.stride(0),
@@ -249,6 +250,7 @@ def attend_latent(
         PART_M=part_m,
         WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,
+        UNIT=unit,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=not plan.fixed,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import FP8, read_pages
+from attention.fp8 import FP8, read_pages, weight_unit
 from attention.metadata import PrefillBatch
 from attention.ops.attend.latent_tile_triton import (
     accumulate_latent,
@@ -48,6 +48,7 @@ def _attend_latent_prefill(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     ROWS: tl.constexpr = BLOCK_M // HEADS_OF_TILE
     tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS
@@ -61,7 +62,7 @@ def _attend_latent_prefill(
     position = start_position + m // HEADS_OF_TILE
     last = start_position + tl.minimum(ROWS, end - first) - 1
     row = row.to(tl.int64)
-    q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
+    q, q_rotated = load_queries(q_ptr, rows_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
     top, total, acc = no_state(BLOCK_M, BLOCK_N, D, 1)
     table = table_ptr + chunk * table_stride
     low = 0
@@ -77,7 +78,7 @@ def _attend_latent_prefill(
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
         if WINDOW:
             scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        top, total, acc = accumulate_latent(scores, latent, top, total, acc, 1)
+        top, total, acc = accumulate_latent(scores, latent, top, total, acc, 1, False, UNIT)
     total, acc = finish_latent(total, acc, 1)
     out = out_ptr + ((row * HEADS + head) * D)[:, None] + d[None, :]
     tl.store(out, (acc * value_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
@@ -110,7 +111,7 @@ def attend_latent_prefill(
     # Padding rows go through the model and write KV to page 0, whose masked values must be finite.
     make = torch.zeros if batch.is_padded else torch.empty
     out = make((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
-    together = heads_of_tile(heads, tiles)
+    together, unit = heads_of_tile(heads, tiles), weight_unit(kv.rows.dtype)
     _attend_latent_prefill[(triton.cdiv(heads, together), tile_list.shape[0])](
         q,
         kv.rows,
@@ -119,7 +120,7 @@ def attend_latent_prefill(
         page_table,
         tile_list,
         scale * kv.scale * LOG2_E,
-        kv.scale,
+        kv.scale / unit,
         q.stride(0),
         q.stride(1),
         page_table.stride(0),
@@ -132,6 +133,7 @@ def attend_latent_prefill(
         BLOCK_N=tiles.block_n,
         WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,
+        UNIT=unit,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -12,20 +12,29 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.ops.attend.online_softmax_triton import sum_weights
+from attention.ops.fp8_triton import as_multiplied
 from attention.views import LatentKV
 
 
 @triton.jit
 def load_queries(
-    q_ptr, row, head, live, q_row_stride, q_head_stride, D: tl.constexpr, ROTATED: tl.constexpr, UPCAST: tl.constexpr
+    q_ptr,
+    rows_ptr,
+    row,
+    head,
+    live,
+    q_row_stride,
+    q_head_stride,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """Load [M, D] and [M, ROTATED] of q for rows `row` and heads `head` [M]; zeros where not `live`."""
+    """Load [M, D] and [M, ROTATED] of q for rows `row` and heads `head` [M], zeros where not `live`; in the dtype in
+    which they are multiplied with the pool's rows."""
     q = q_ptr + (row * q_row_stride + head * q_head_stride)[:, None]
     latent = tl.load(q + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
     rotated = tl.load(q + D + tl.arange(0, ROTATED)[None, :], mask=live[:, None], other=0.0)
-    if UPCAST:
-        latent, rotated = latent.to(tl.float32), rotated.to(tl.float32)
-    return latent, rotated
+    return as_multiplied(latent, rows_ptr, UPCAST), as_multiplied(rotated, rows_ptr, UPCAST)
 
 
 @triton.jit
@@ -79,7 +88,7 @@ def latent_maps(kv: LatentKV, block_n: int) -> tuple[TensorDescriptor | None, Te
 @triton.jit
 def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.constexpr):
     """Return scaled float32 scores of q [M, D], q_rotated [M, ROTATED] and a tile: [M, N], or [N, M] with TOKENS = 0;
-    and the values [N, D] in q's dtype, to which FP8 converts exactly, without the pool's scale."""
+    and the values [N, D] in q's dtype, without the pool's scale."""
     latent, rotated = latent.to(q.dtype), rotated.to(q.dtype)
     if TOKENS == 0:
         scores = tl.dot(rotated, tl.trans(q_rotated), input_precision="ieee")
@@ -93,7 +102,16 @@ def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.cons
 
 
 @triton.jit
-def accumulate_latent(scores, latent, top, total, acc, TOKENS: tl.constexpr, FIXED: tl.constexpr = False):
+def accumulate_latent(
+    scores,
+    latent,
+    top,
+    total,
+    acc,
+    TOKENS: tl.constexpr,
+    FIXED: tl.constexpr = False,
+    UNIT: tl.constexpr = 1.0,
+):
     """`online_softmax_triton.accumulate` for both orientations: acc [M, D], or [D, M] with TOKENS = 0. There `total`
     [N, M] keeps a sum per index of a tile, and `finish_latent` adds them up, because sums over tokens cross warps."""
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
@@ -103,9 +121,13 @@ def accumulate_latent(scores, latent, top, total, acc, TOKENS: tl.constexpr, FIX
     acc = acc * tl.expand_dims(shrink, TOKENS)
     if TOKENS == 0:
         total = total * shrink[None, :] + weights
+        if UNIT != 1.0:
+            weights = weights * UNIT
         acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision="ieee")
     else:
         total = total * shrink + sum_weights(weights, 1, FIXED)
+        if UNIT != 1.0:
+            weights = weights * UNIT
         acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
     return new_top, total, acc
 

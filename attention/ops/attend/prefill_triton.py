@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import read_pages
+from attention.fp8 import read_pages, weight_unit
 from attention.metadata import PrefillBatch
 from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate, score_tile
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
+from attention.ops.fp8_triton import as_multiplied
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.views import LayerKV
 
@@ -40,6 +41,7 @@ def _attend_span(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Attend to KV positions low .. high - 1 for rows at `position` [M]. Without MASKED every row sees all of them."""
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
@@ -52,7 +54,7 @@ def _attend_span(
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
             if WINDOW:
                 scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
+        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, False, UNIT)
     return top, total, acc
 
 
@@ -77,6 +79,7 @@ def _attend_prefill(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     ROWS: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
@@ -95,8 +98,7 @@ def _attend_prefill(
         mask=live[:, None],
         other=0.0,
     )
-    if UPCAST:
-        q = q.to(tl.float32)
+    q = as_multiplied(q, k_ptr, UPCAST)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
@@ -129,6 +131,7 @@ def _attend_prefill(
             BLOCK_N,
             True,
             WINDOW,
+            UNIT,
         )
     top, total, acc = _attend_span(
         low,
@@ -152,6 +155,7 @@ def _attend_prefill(
         BLOCK_N,
         False,
         WINDOW,
+        UNIT,
     )
     top, total, acc = _attend_span(
         common,
@@ -175,6 +179,7 @@ def _attend_prefill(
         BLOCK_N,
         True,
         WINDOW,
+        UNIT,
     )
     out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
     tl.store(out, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
@@ -218,7 +223,7 @@ def attend_prefill(
     assert page_table.stride(1) == 1 and tile_list.is_contiguous()
     # Padding rows go through the model and write KV to page 0, whose masked values must be finite.
     make = torch.zeros if batch.is_padded else torch.empty
-    out = make(q.shape, dtype=q.dtype, device=q.device)
+    out, unit = make(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
     _attend_prefill[(num_kv_heads, tile_list.shape[0])](
         q,
         kv.k,
@@ -227,7 +232,7 @@ def attend_prefill(
         page_table,
         tile_list,
         scale * kv.k_scale * LOG2_E,
-        kv.v_scale,
+        kv.v_scale / unit,
         q.stride(0),
         q.stride(1),
         page_table.stride(0),
@@ -239,6 +244,7 @@ def attend_prefill(
         BLOCK_N=tiles.block_n,
         WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,
+        UNIT=unit,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -100,6 +100,7 @@ def decode_constants(
         "WINDOW": 0,
         "PDL": True,
         "UPCAST": False,
+        "UNIT": 1.0,
     }
 
 
@@ -164,6 +165,7 @@ def latent_constants(rows: int, heads: int, page_size: int, tiles: decode_plan_t
         "WINDOW": 0,
         "PDL": True,
         "UPCAST": False,
+        "UNIT": 1.0,
     }
 
 
@@ -308,6 +310,7 @@ def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, wind
         "BLOCK_N": tiles.block_n,
         "WINDOW": window,
         "UPCAST": False,
+        "UNIT": 1.0,
     }
     spills, shared, ptx = compiled(
         prefill_triton._attend_prefill, tmp_path, pointers, constants, tiles.warps, tiles.stages

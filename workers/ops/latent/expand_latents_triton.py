@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.fp8 import FP8
+from attention.ops.fp8_triton import widened
 from attention.ops.interpreter_triton import INTERPRETED
 from workers.ops.gemm.tiles import MULTIPROCESSORS
 
@@ -53,7 +54,7 @@ def _expand_latents(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, LATENT, BLOCK_K):
             weights = w_desc.load([first_n, start])
-            latent = tl.load(row + start + k).to(weights.dtype)
+            latent = widened(tl.load(row + start + k), weights.dtype)
             if UPCAST:
                 latent, weights = latent.to(tl.float32), weights.to(tl.float32)
             acc = tl.dot(latent, tl.trans(weights), acc, input_precision="ieee")
