@@ -8,6 +8,8 @@ LATENT_PAGE_SIZE = 64  # best for latent rows: a tile of attention over them, wh
 MAX_MEMORY_SHARE = 0.95
 BACKEND_NAMES = ("torch", "triton", "flashinfer", "trtllm")  # the rows of `attention.registry.BACKENDS`
 ROUNDS_ONLY = frozenset({"trtllm"})  # backends that do not attend to prompt chunks
+FP8_E4M3 = "fp8_e4m3"
+KV_DTYPES = ("auto", "model", FP8_E4M3)
 MIN_WINDOW = 64  # of a draft: more than a round has columns, all of which a window then holds
 
 
@@ -21,6 +23,9 @@ class CacheConfig:
     memory_gb: memory per rank in GB (10^9 bytes) for the KV of target and draft and the tables of running requests;
         auto: what is left of `memory_share`.
     memory_share: share of the memory free at the start that a rank may take in all; at most 0.95.
+    dtype: of the target's KV: `fp8_e4m3`, half the bytes of 16 bits, with the scales of the checkpoint, or 1; `model`:
+        the model's; auto: as the checkpoint says (`kv_cache_scheme`, `kv_cache_quant_algo`), else the model's.
+    draft_dtype: the same of the draft's KV, whose scales are 1; auto: the model's.
     prefix_cache: keep pages of finished requests for prompts with the same beginning.
     state_snapshots: saved states of recurrent layers per rank, of models that have such layers (Qwen3.5, Qwen3-Next): a
         prompt that begins like an earlier one resumes at one. auto: by the memory that pages leave; 0: every prompt is
@@ -35,6 +40,8 @@ class CacheConfig:
     num_pages: int | None = None
     memory_gb: float | Literal["auto"] = "auto"
     memory_share: float = 0.9
+    dtype: str = "auto"
+    draft_dtype: str = "auto"
     prefix_cache: bool = True
     state_snapshots: int | Literal["auto"] = "auto"
     state_snapshot_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -43,6 +50,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={self.page_size}: must be a power of two up to 64; try 16 or 32")
+        for name, value in (("dtype", self.dtype), ("draft_dtype", self.draft_dtype)):
+            if value not in KV_DTYPES:
+                raise ValueError(f"{name}={value}: is no dtype of KV; choose one of {', '.join(KV_DTYPES)}")
         if self.num_pages is not None and self.num_pages < 2:
             raise ValueError(f"num_pages={self.num_pages}: must be at least 2; leave it out to size it from memory_gb")
         if self.memory_gb != "auto" and self.memory_gb <= 0:

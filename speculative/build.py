@@ -27,6 +27,7 @@ from workers.models.config import ModelConfig
 from workers.models.loading import fill_target, read_target_config
 from workers.models.registry import family_of
 from workers.models.weight_bytes import META, weight_bytes
+from workers.quantization.kv_scheme import kv_dtype
 from workers.runner import build
 from workers.runner.backends import Backends, ModelShape
 from workers.runner.build import BuiltRank, PhaseAdvance, PhaseReport
@@ -69,6 +70,7 @@ class DraftSpeculation:
     draft: its checkpoint's description, checked.
     draft_tp: ranks that share it.
     shapes: the tree shapes that it may draft, and plain decoding.
+    kv_setting: `cache.draft_dtype`.
     """
 
     config: SpeculativeConfig
@@ -76,6 +78,7 @@ class DraftSpeculation:
     draft: DraftMethod
     draft_tp: int
     shapes: RoundShapes
+    kv_setting: str = "auto"
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -98,10 +101,11 @@ class DraftSpeculation:
         return any(isinstance(shape, TreeShape) and not shape.is_chain for shape in self.shapes.shapes)
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
-        return self.draft.model.kv_groups(self.draft_tp, dtype)
+        return self.draft.model.kv_groups(self.draft_tp, kv_dtype(self.kv_setting, None, dtype))
 
     def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
-        shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device)
+        kept = kv_dtype(self.kv_setting, None, dtype)
+        shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device, kept)
         return draft_choices(self.attention_names, shape, self._drafts_trees, self.config.window)
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
@@ -217,7 +221,7 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
     draft = read_draft(config.method, config.path, spec.worker.model.path, target)
     draft = draft.trimmed(head_rows(config.draft_vocab_size, target.vocab_size, spec.worker.model.path))
     draft_tp = _draft_tp(config, spec.worker.tensor_parallel)
-    return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, config.shapes)
+    return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, config.shapes, spec.worker.cache.draft_dtype)
 
 
 def _draft_tp(speculative: SpeculativeConfig, tensor_parallel: int) -> int:

@@ -32,6 +32,7 @@ class EngineLayout:
     max_position: positions that a step may touch.
     lookahead: tokens after a page that the page's KV depends on.
     bytes_per_page: of a KV page in target and draft, on each rank.
+    kv_in_fp8: whether the target's KV is.
     bytes_per_slot: of a slot's row in all tables, on each rank, its recurrent states included.
     bytes_per_state: of a slot's recurrent states alone; 0 for models without recurrent layers.
     bytes_per_snapshot: of a copy of these states, on each rank.
@@ -48,6 +49,7 @@ class EngineLayout:
     max_position: int
     lookahead: int
     bytes_per_page: int = 0
+    kv_in_fp8: bool = False
     bytes_per_slot: int = 0
     bytes_per_state: int = 0
     bytes_per_snapshot: int = 0

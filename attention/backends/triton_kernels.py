@@ -58,8 +58,8 @@ class LayerShape:
     def decode_tiles(self, rows: int, density: float) -> DecodeTiles:
         """rows: of a request. density: requests x KV heads by multiprocessors."""
         if self.rotated is None:
-            return decode_tiles(rows * self.group, self.dim, self.itemsize, density)
-        return latent_tiles(rows * self.group, self.itemsize, density)
+            return decode_tiles(rows * self.group, self.dim, self.itemsize, density, self.kv_itemsize)
+        return latent_tiles(rows * self.group, self.itemsize, density, self.kv_itemsize)
 
     @property
     def fixed_tiles(self) -> DecodeTiles:
@@ -68,7 +68,7 @@ class LayerShape:
     @property
     def prefill_tiles(self) -> PrefillTiles:
         if self.rotated is None:
-            return prefill_tiles(self.group, self.dim, self.itemsize)
+            return prefill_tiles(self.group, self.dim, self.itemsize, self.kv_itemsize)
         return latent_prefill_tiles(self.itemsize)
 
     def rows_of_prefill_tile(self, tiles: PrefillTiles) -> int:

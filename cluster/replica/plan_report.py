@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from attention.config import LATENT_PAGE_SIZE
+from attention.config import FP8_E4M3, LATENT_PAGE_SIZE
 from cluster.config import AerieConfig
 from cluster.placement import NodeResources, Placement, RankPlace, describe_cluster
 from workers.config import AUTO_SLOTS, SchedulerConfig
@@ -136,6 +136,8 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
     size = f"{cache.page_size} tokens per page"
     if layout.keeps_latent_rows and placement.uses_gpus and cache.page_size < LATENT_PAGE_SIZE:
         size += f" (latent rows are read faster by pages of {LATENT_PAGE_SIZE}: set cache.page_size)"
+    if layout.kv_in_fp8:
+        size += f" in {FP8_E4M3}, {layout.bytes_per_page / cache.page_size / 1e3:.4g} kB per token on each rank"
     lines = [
         f"KV cache    {pages}, {size}, prefix cache {'on' if layout.cache.prefix_cache else 'off'}",
         f"slots       {_slots(config, placement)}, {layout.bytes_per_slot / 1e6:.2f} MB each per rank: page tables, "

@@ -99,6 +99,7 @@ def _text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+_KV_DTYPES = {"auto": "auto", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "bfloat16": "model", "float16": "model"}
 _DTYPES = {
     "auto": "auto",
     "float16": "float16",
@@ -131,6 +132,7 @@ OPTIONS: Sequence[Option] = (
     Option(("--max-num-seqs",), to_key("scheduler.max_running", whole_number)),
     Option(("--block-size",), to_key("cache.page_size", whole_number)),
     Option(("--num-gpu-blocks-override",), to_key("cache.num_pages", whole_number)),
+    Option(("--kv-cache-dtype",), to_key("cache.dtype", one_of(_KV_DTYPES))),
     Option(("--enable-prefix-caching",), to_key("cache.prefix_cache"), 0),
     Option(("--no-enable-prefix-caching",), lambda value: {"cache.prefix_cache": False}, 0),
     Option(("--dtype",), to_key("model.dtype", one_of(_DTYPES))),
@@ -199,7 +201,6 @@ OPTIONS: Sequence[Option] = (
         ("--generation-config",),
         generation_config,
     ),
-    Option(("--kv-cache-dtype",), only("auto", "KV has the model's dtype: leave it out")),
     Option(("--pipeline-parallel-size", "-pp"), only("1", "Aerie has no pipelines: raise --tensor-parallel-size")),
     # Refused.
     Option(("--chat-template",), refused(_TEMPLATE)),

@@ -5,6 +5,7 @@ from torch import Tensor
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
+from workers.layers.kv_scales import KVScaleWeights
 from workers.layers.linear import QKVParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.ops.activation import sigmoid_mul
@@ -48,6 +49,7 @@ class Attention(AttentionLayer):
         self.o_proj = RowParallelLinear(num_heads * head_dim, output_size, group, "num_attention_heads", o_bias)
         self.q_norm = None if norm_eps is None else norm(head_dim, norm_eps)
         self.k_norm = None if norm_eps is None else norm(head_dim, norm_eps)
+        self.kv_scales = KVScaleWeights(layer)
         self.gated = gated
 
     @property

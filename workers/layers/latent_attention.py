@@ -11,6 +11,7 @@ from attention.views import ExpandedKV
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
+from workers.layers.kv_scales import KVScaleWeights
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
 from workers.layers.linear_method import DenseLinearMethod
 from workers.layers.norm import RMSNorm
@@ -96,6 +97,7 @@ class LatentAttention(AttentionLayer):
         self.q_b_proj = None if q_rank is None else ColumnParallelLinear(q_rank, {"": q_rows})
         self.kv_a_layernorm = RMSNorm(latent, LATENT_EPS)
         self.kv_b_proj = LatentUpProjection(latent, heads, key_dim, value_dim)
+        self.kv_scales = KVScaleWeights(layer)  # latent rows are k
         self.o_proj = RowParallelLinear(num_heads * value_dim, hidden_size, group, "num_attention_heads")
         self._can_expand = all(size >= 16 and size.bit_count() == 1 for size in (key_dim, rotated_dim, value_dim))
 

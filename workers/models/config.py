@@ -28,6 +28,7 @@ class ModelConfig(ABC):
     num_kv_heads, head_dim: of what is kept, on all ranks together.
     dtype: of the checkpoint's unquantised weights.
     quant: how its linear layers are kept.
+    kv_scheme: how the checkpoint wants KV to be kept (`workers.quantization.kv_scheme`).
     whole_experts: ranks have some of the experts, each whole; not a fact of the checkpoint, see `with_whole_experts`.
     """
 
@@ -44,6 +45,7 @@ class ModelConfig(ABC):
     dtype: torch.dtype
     quant: QuantMethod
     eos_token_ids: tuple[int, ...]
+    kv_scheme: str | None = None
     whole_experts: bool = False
 
     def with_whole_experts(self, source: str) -> Self:
@@ -62,7 +64,7 @@ class ModelConfig(ABC):
     @abstractmethod
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         """The layers that keep KV, by how they keep it on one rank: what the model's `KVPool` is made of. dtype: of
-        what the model computes."""
+        KV."""
 
     def state_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[StateGroup, ...]:
         """The layers that keep a state of fixed size instead of KV, by how they keep it on one rank; as a rule none."""

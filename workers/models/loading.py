@@ -24,6 +24,7 @@ from workers.models.finite import check_finite
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of
 from workers.models.weights import Advance, checkpoint_tensors, counted, fill_dummy, load_weights, modules_with_weight
+from workers.quantization.kv_scheme import read_kv_scheme
 from workers.quantization.quant_method import QuantMethod
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ def read_target_config(source: ModelSource, tensor_parallel: int, expert_paralle
     raw, name = read_config_json(source.path), f"model {source.path}"
     family = family_of(architecture_of(raw), name)
     config: ModelConfig = family.read_config(raw, name)
-    config = replace(config, quant=fitted_quant(config.quant, source.path, family.weight_names(config)))
+    quant = fitted_quant(config.quant, source.path, family.weight_names(config))
+    config = replace(config, quant=quant, kv_scheme=read_kv_scheme(source.path, raw))
     if expert_parallel:
         config = config.with_whole_experts(name)
     config.check_shards(tensor_parallel, name)

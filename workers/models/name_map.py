@@ -12,6 +12,10 @@ from workers.layers.weighted import WeightKey
 
 _KIND = ".{kind}"
 _HOLE = re.compile(r"\{(\w+)\}")
+# Scales of KV in FP8, by the module that an exporter put them in: attention (compressed-tensors), a projection
+# (ModelOpt), or one inside attention (vLLM). Ours: `workers.layers.kv_scales`.
+_KV_SCALE = re.compile(r"(?:\.[kv]_proj|\.qkv_proj|\.attn)?\.([kv]_scale)$")
+_UNUSED = ("*.q_scale",)  # queries keep their bits
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class NameMap:
         for prefix, ours in self.aliases:
             if name.startswith(prefix):
                 name = ours + name.removeprefix(prefix)
-        return name
+        return _KV_SCALE.sub(r".kv_scales.\1", name)
 
     def canonical_module(self, module: str) -> str:
         """A module's name in the checkpoint as the rules spell it."""
@@ -138,7 +142,7 @@ class NameMap:
 
     def ignores(self, name: str) -> bool:
         """Whether nobody loads the canonical `name`."""
-        return any(fnmatchcase(name, pattern) for pattern in self.ignored)
+        return any(fnmatchcase(name, pattern) for pattern in (*self.ignored, *_UNUSED))
 
     def pieces(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """The tensors that the checkpoint's tensor `name` is to our modules, with canonical names: as a rule itself.

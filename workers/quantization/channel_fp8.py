@@ -48,6 +48,4 @@ def read_channel_fp8(quantization: Mapping[str, Any], source: str) -> QuantMetho
                 raise ValueError(
                     f"{source}: quantization_config: {name}.{key}={given.get(key)!r} is not supported; {_REMEDY}"
                 )
-    if quantization.get("kv_cache_scheme"):
-        raise ValueError(f"{source}: quantization_config.kv_cache_scheme is not supported; use the checkpoint in bf16")
     return ChannelFp8(list_of_names(quantization, "ignore", source))

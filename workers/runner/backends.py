@@ -21,17 +21,18 @@ Backends = dict[Mode, AttentionBackend]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One model on one rank, as attention sees it."""
+    """One model on one rank, as attention sees it. kv_dtype: of its KV; None: `dtype`."""
 
     config: ModelConfig
     tensor_parallel: int
     dtype: torch.dtype
     page_size: int
     device: Capability
+    kv_dtype: torch.dtype | None = None
 
     def use(self, mode: Mode, tree: bool = False, window: int | None = None) -> AttentionUse:
         """tree: whether masks branch in this mode. window: as in `AttentionUse`."""
-        layouts = [group.layout for group in self.config.kv_groups(self.tensor_parallel, self.dtype)]
+        layouts = [group.layout for group in self.config.kv_groups(self.tensor_parallel, self.kv_dtype or self.dtype)]
         layout = layouts[0]
         assert {each.kind for each in layouts} == {layout.kind}, "a mode has one backend, which reads one kind of view"
         return AttentionUse(
@@ -46,6 +47,7 @@ class ModelShape:
             layout=layout.kind,
             value_dim=layout.latent if isinstance(layout, LatentLayout) else None,
             window=window,
+            kv_dtype=self.kv_dtype,
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.capability import Capability
+from attention.fp8 import FP8, KVScales
 from attention.kv_cache.pool import KVPool
 from attention.recurrent.layout import saved_dtype
 from attention.recurrent.pool import StatePool
@@ -17,7 +18,9 @@ from workers.config import WorkerConfig
 from workers.device import make_current, resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.engine_layout import EngineLayout
+from workers.layers.kv_scales import kv_scales, warn_of_missing
 from workers.models.loading import load_target
+from workers.quantization.kv_scheme import kv_dtype
 from workers.runner.backends import (
     Backends,
     ModelShape,
@@ -176,8 +179,13 @@ def load_parts(
     with must_fit(f"the tables of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
         slots = slot_table(layout, engine.target.vocab_size, device)
         masks = MaskTable(layout.scheduler.num_slots, layout.mask_width, engine.target.vocab_size, device)
-    groups = engine.target.kv_groups(group.size, engine.dtype), engine.speculation.kv_groups(engine.dtype)
-    pool, beside = (KVPool(each, 1, worker.cache.page_size, device) for each in groups)
+    groups = engine.target.kv_groups(group.size, engine.kv_dtype), engine.speculation.kv_groups(engine.dtype)
+    scales: tuple[dict[int, KVScales], ...] = (kv_scales(model), {})
+    if engine.kv_dtype == FP8 and group.rank == 0:
+        warn_of_missing(model, f"model {worker.model.path}")
+    pool, beside = (
+        KVPool(each, 1, worker.cache.page_size, device, of) for each, of in zip(groups, scales, strict=True)
+    )
     recurrent = engine.target.state_groups(group.size, engine.dtype)
     with must_fit(f"the states of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
         sizes = layout.state_sizes, layout.scheduler.num_slots, device
@@ -224,7 +232,8 @@ def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: st
 
 def attention_choices(worker: WorkerConfig, engine: EnginePlan, dtype: torch.dtype, device: Capability) -> list[Choice]:
     """Return the configured backends of all models. dtype: their dtype on `device`."""
-    shape = ModelShape(engine.target, worker.tensor_parallel, dtype, worker.cache.page_size, device)
+    kept = kv_dtype(worker.cache.dtype, engine.target.kv_scheme, dtype)
+    shape = ModelShape(engine.target, worker.tensor_parallel, dtype, worker.cache.page_size, device, kept)
     return [
         *target_choices(worker.attention, shape, engine.speculation.verified_modes),
         *engine.speculation.attention(worker.cache.page_size, dtype, device),
@@ -236,7 +245,8 @@ def _backends_of_target(
 ) -> Backends:
     """Raises ValueError where one cannot do what it is named for."""
     kind = Capability.of(device)
-    shape = ModelShape(engine.target, worker.tensor_parallel, engine.dtype, worker.cache.page_size, kind)
+    tensor_parallel, page_size = worker.tensor_parallel, worker.cache.page_size
+    shape = ModelShape(engine.target, tensor_parallel, engine.dtype, page_size, kind, engine.kv_dtype)
     backend = deterministic_backend(engine.layout.max_model_len) if deterministic else None
     return target_backends(worker.attention, shape, engine.speculation.verified_modes, backend)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from attention.capability import Capability
+from attention.fp8 import FP8
 from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool, bytes_per_page
@@ -20,6 +21,7 @@ from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.engine_layout import EngineLayout, kv_bytes_asked, pages_asked, table_bytes
 from workers.models.config import ModelConfig
+from workers.quantization.kv_scheme import kv_dtype
 from workers.runner.backends import Backends
 from workers.runner.decoding import Autoregressive, CuttableStrategy
 from workers.runner.model_runner import TargetRunner
@@ -56,7 +58,7 @@ class Speculation(Protocol):
         """Whether drafts are accepted whatever the target chose, for benchmarks."""
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
-        """Layers whose KV is stored beside the target's, in pages with the same ids."""
+        """Layers whose KV is stored beside the target's, in pages with the same ids. dtype: of the model."""
 
     def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
         """Configured backends of the models beside the target."""
@@ -78,11 +80,13 @@ class Speculation(Protocol):
 class EnginePlan:
     """An engine before anything is loaded: its models, read and checked, and the layout.
 
-    dtype: of weights and KV.
+    dtype: of weights.
+    kv_dtype: of the target's KV; the draft's is `speculation`'s.
     """
 
     target: ModelConfig
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     speculation: Speculation
     layout: EngineLayout
 
@@ -158,7 +162,8 @@ def plan_engine(
     `cache.memory_gb`."""
     device = device or Capability(resolve_device(worker.model.device, 0).type)
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
-    of_target = target.kv_groups(worker.tensor_parallel, dtype)
+    kept = kv_dtype(worker.cache.dtype, target.kv_scheme, dtype)
+    of_target = target.kv_groups(worker.tensor_parallel, kept)
     recurrent = target.state_groups(worker.tensor_parallel, dtype)
     max_model_len = worker.model.max_model_len or target.max_position
     shapes = replace(speculation.shapes, eager=not device.captures_graphs or not worker.cuda_graphs)
@@ -174,6 +179,7 @@ def plan_engine(
         max_position=max_position,
         lookahead=speculation.lookahead,
         bytes_per_page=bytes_per_page([*of_target, *speculation.kv_groups(dtype)], cache.page_size),
+        kv_in_fp8=kept == FP8,
         keeps_latent_rows=keeps_latent_rows(of_target),
         graph_capture=worker.graph_capture,
         bytes_per_snapshot=snapshot_bytes(recurrent, saved_dtype(cache)),
@@ -188,7 +194,7 @@ def plan_engine(
     pages = pages_asked(cache, layout.bytes_per_page, tables + saved)
     known = None if scheduler.max_running == "auto" and cache.num_pages is None else pages
     layout = replace(layout, bytes_per_slot=per_slot, bytes_per_state=per_state, known_pages=known)
-    return EnginePlan(target, dtype, speculation, layout)
+    return EnginePlan(target, dtype, kept, speculation, layout)
 
 
 def slot_table(layout: EngineLayout, vocab_size: int, device: torch.device) -> SlotTable:

@@ -36,14 +36,19 @@ class DecodeTiles:
         return min(head_dim, max(16, 64 * 32 * self.warps // (FAN * self.block_m)))
 
 
-def decode_tiles(packed_rows: int, head_dim: int, itemsize: int, density: float) -> DecodeTiles:
+def decode_tiles(
+    packed_rows: int, head_dim: int, itemsize: int, density: float, kv_itemsize: int | None = None
+) -> DecodeTiles:
     """Return the tiles measured to be fastest on an H200 (tests/bench/RESULTS.md).
 
     packed_rows: rows x group of a request.
+    itemsize: bytes of a number of q; kv_itemsize: of the cache, None: the same.
     density: requests x KV heads / multiprocessors: programs per multiprocessor without splitting.
     """
     if itemsize == 4:
         return DecodeTiles(min(MAX_BLOCK_M, max(16, triton.next_power_of_2(packed_rows))), 32, 4, 2, 2, 128)
+    if kv_itemsize == 1:
+        return _fp8_tiles(packed_rows, head_dim, density)
     few, narrow = packed_rows <= 16, head_dim <= 128
     if not narrow and (not few or density <= 2):  # not measured: what two programs' shared memory holds
         return DecodeTiles(16 if few else 64, 32, 4, 3 if few else 2, 2, 64 if density <= 1 else 128)
@@ -57,6 +62,14 @@ def decode_tiles(packed_rows: int, head_dim: int, itemsize: int, density: float)
     if few and narrow:
         return DecodeTiles(16, 128, 4, 3, 1, 128)
     return DecodeTiles(64, 64, 4, 3, 2, 128)
+
+
+def _fp8_tiles(packed_rows: int, head_dim: int, density: float) -> DecodeTiles:
+    """Long tiles: each is converted to float16 in registers, which more warps do while others wait for memory."""
+    block_n = min(128, max(32, 128 * 128 // head_dim))
+    if packed_rows <= 16:
+        return DecodeTiles(16, block_n, 4, 3 if density <= 1 else 4, 2, 64 if density <= 1 else 128)
+    return DecodeTiles(32, block_n, 4, 3, 2, 64) if packed_rows <= 32 else DecodeTiles(64, block_n, 4, 2, 2, 64)
 
 
 @dataclass(frozen=True)

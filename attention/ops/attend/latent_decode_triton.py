@@ -39,7 +39,7 @@ TOKENS_FIRST_ROWS = (
 )
 
 
-def latent_tiles(packed_rows: int, itemsize: int, density: float) -> DecodeTiles:
+def latent_tiles(packed_rows: int, itemsize: int, density: float, kv_itemsize: int | None = None) -> DecodeTiles:
     """Return the tiles for packed_rows = rows x heads of a request. density: requests / multiprocessors.
 
     A multiprocessor's shared memory holds one program: a tile of 64 tokens of 576 numbers is 74 kB. Sums of 64 rows
@@ -51,6 +51,8 @@ def latent_tiles(packed_rows: int, itemsize: int, density: float) -> DecodeTiles
     if itemsize == 4:
         return DecodeTiles(16, 16, 4, 1, 1, 128)
     least = 64 if density <= 0.25 else 128
+    if kv_itemsize == 1:  # each tile is converted by way of shared memory, which all rows should share
+        return DecodeTiles(64, 64, 8, 3, 1, least)
     if packed_rows <= 16:
         return DecodeTiles(16, 64, 4, 2, 1, least)
     if packed_rows <= TOKENS_FIRST_ROWS or density * MAX_SPLITS <= 0.5:

@@ -198,13 +198,15 @@ class PrefillTiles:
     stages: int
 
 
-def prefill_tiles(group: int, head_dim: int, itemsize: int) -> PrefillTiles:
+def prefill_tiles(group: int, head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> PrefillTiles:
     """Return the tiles measured on an H200 (`bf86f5a`): 64 x 512 tokens take 555 us with tiles of 32, 709 with tiles of
     64."""
     if INTERPRETED:
         return PrefillTiles(max(16, triton.next_power_of_2(group)), 16, 1, 1)
     if itemsize == 4:
         return PrefillTiles(max(32, triton.next_power_of_2(group)), 16, 8, 2)
+    if kv_itemsize == 1 and head_dim <= 128:
+        return PrefillTiles(max(128, triton.next_power_of_2(group)), 64, 4, 3)
     return PrefillTiles(max(128, triton.next_power_of_2(group)), 32, 8, 3)
 
 

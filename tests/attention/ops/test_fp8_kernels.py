@@ -55,6 +55,8 @@ def test_rounds_read_fp8_pages(
     name: str, dtype: torch.dtype, rows: int, suffix_len: int, window: int | None, span: int | None
 ) -> None:
     """span: of the backend whose results depend on a row's path only; its rows are a chain."""
+    if span and dtype == torch.float32 and not INTERPRETED:
+        pytest.skip("fixed tiles are for 16 bits")
     torch.manual_seed(rows)
     page_size, prefixes = 16 if name != "d32" else 4, [0, 5, LONG]
     num_pages = sum(-(-(n + suffix_len) // page_size) for n in prefixes) + 2

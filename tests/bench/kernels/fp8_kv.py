@@ -3,9 +3,9 @@
     python -m tests.bench fp8_kv [--widths 1 4 8] [--shapes 64x8192 8x8192 1x32768 32x2048] [--latent]
 
 Microseconds per layer at Llama-3.1-8B's shape (`tests.bench.kernels.attention`), or with --latent at DeepSeek-V3's on
-one of eight ranks (`tests.bench.kernels.latent_attention`). A CUDA graph holds a pass of several layers with KV of their
-own, so that the L2 cache is cold for each. Both dtypes take turns. floor: the FP8 pages' bytes over the rate of a copy,
-measured in the same turns. Prompt chunks follow. A Markdown table, then one JSON line.
+one of eight ranks (`tests.bench.kernels.latent_attention`). A CUDA graph holds a pass of several layers with KV of
+their own, so that the L2 cache is cold for each. Both dtypes take turns. floor: the FP8 pages' bytes over the rate of a
+copy, measured in the same turns. Prompt chunks follow. A Markdown table, then one JSON line.
 """
 
 import argparse

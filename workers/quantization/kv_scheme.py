@@ -1,0 +1,60 @@
+"""How a checkpoint wants KV to be kept, and the dtype that an engine keeps it in."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention.config import FP8_E4M3
+from attention.fp8 import FP8
+
+# What quantization_config.kv_cache_scheme must say (compressed-tensors; ModelOpt's has fewer keys).
+_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_ALGORITHMS = {"FP8": FP8_E4M3}  # of ModelOpt's kv_cache_quant_algo
+_MODELOPT_FILE = "hf_quant_config.json"
+
+
+def read_kv_scheme(folder: str | Path, config: Mapping[str, Any]) -> str | None:
+    """Return `cache.dtype` of a checkpoint: FP8_E4M3; None if it says nothing of KV; or what it says, if that is not
+    supported.
+
+    folder: of the checkpoint. config: its config.json.
+    """
+    quantization = config.get("quantization_config")
+    found = [quantization, _modelopt_file(folder)]
+    found += [each.get("quantization") for each in found if isinstance(each, Mapping)]
+    for each in found:
+        if not isinstance(each, Mapping):
+            continue
+        scheme, algorithm = each.get("kv_cache_scheme"), each.get("kv_cache_quant_algo")
+        if isinstance(scheme, Mapping):
+            wrong = {key: scheme[key] for key, only in _SCHEME.items() if key in scheme and scheme[key] != only}
+            return f"kv_cache_scheme with {wrong}" if wrong else FP8_E4M3
+        if scheme or algorithm:
+            return _ALGORITHMS.get(str(algorithm), f"kv_cache_quant_algo={algorithm or scheme!r}")
+    return None
+
+
+def kv_dtype(setting: str, scheme: str | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of KV.
+
+    setting: `cache.dtype`.
+    scheme: from `read_kv_scheme`.
+    dtype: of the model.
+    Raises ValueError if the checkpoint wants what there is not, and the configuration leaves it to the checkpoint.
+    """
+    if setting == "auto" and scheme not in (None, FP8_E4M3):
+        raise ValueError(
+            f"cache.dtype=auto: the checkpoint's {scheme} is not supported; set cache.dtype: {FP8_E4M3}, or model"
+        )
+    return FP8 if FP8_E4M3 in (setting, scheme if setting == "auto" else None) else dtype
+
+
+def _modelopt_file(folder: str | Path) -> object:
+    """ModelOpt's own file, which says of KV what older exports leave out of config.json."""
+    try:
+        return json.loads((Path(folder) / _MODELOPT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
