@@ -9,6 +9,7 @@ import torch
 
 from attention.capability import Capability
 from attention.config import PAGE_SIZES
+from attention.fp8 import FP8
 from attention.limits import AttentionUse
 from attention.metadata import Mode
 from attention.registry import BACKENDS, limit
@@ -23,7 +24,7 @@ PLACES = {
 }
 LATENT = Shape(576, 128, 64, latent=512)  # DeepSeek's, all heads on a rank
 UNTRIED = {("trtllm", "latent rows")}  # kernels of GPUs that none of ours is
-GPU_10, GPU_12 = (Capability("cuda", (major, 0)) for major in (10, 12))
+GPU_8, GPU_10, GPU_12 = (Capability("cuda", (major, 0)) for major in (8, 10, 12))
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256, 512)
 GROUPS = (1, 3, 4, 8, 16, 32, 64)
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,8 +41,8 @@ def matrix() -> str:
     lines += [
         "",
         "| backend | KV kept as | page sizes | head dims | query heads per KV head | types | window of the draft | "
-        "reads lengths on the host |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "FP8 KV | reads lengths on the host |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [f"| `{name}` | {' | '.join(_facts(name))} |" for name in BACKENDS]
     lines += ["", "Refused, in the words of a refused start:", ""]
@@ -80,6 +81,7 @@ def _facts(name: str) -> list[str]:
         _able(name, {group: dataclasses.replace(home, num_heads=count) for group, count in heads.items()}),
         _able(name, {str(t).removeprefix("torch."): dataclasses.replace(home, dtype=t) for t in TYPES}),
         "no" if refusal(name, dataclasses.replace(home, window=1024)) else "yes",
+        "no" if refusal(name, dataclasses.replace(home, kv_dtype=FP8)) else "yes",
         ", ".join(sorted(mode.value for mode in BACKENDS[name].cpu_seq_lens_modes)) or "never",
     ]
 
@@ -101,6 +103,8 @@ def _refusals(name: str) -> list[str]:
         dataclasses.replace(home, num_heads=64 * home.num_kv_heads),
         dataclasses.replace(home, dtype=torch.float32),
         dataclasses.replace(home, window=1024),
+        dataclasses.replace(home, kv_dtype=FP8),
+        dataclasses.replace(home, kv_dtype=FP8, device=GPU_8),
         latent,
         dataclasses.replace(latent, mode=Mode.PREFILL),
         dataclasses.replace(latent, device=GPU_10),
