@@ -74,8 +74,6 @@ def _weights(group: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refuse_others(quantization: Mapping[str, Any], source: str) -> None:
-    if quantization.get("kv_cache_scheme"):
-        refuse(source, "kv_cache_scheme", quantization["kv_cache_scheme"], "is not supported")
     sparsity = quantization.get("sparsity_config") or {}
     if sparsity and sparsity.get("format") != "dense":
         refuse(source, "sparsity_config", sparsity, "is not supported; only dense weights are")
