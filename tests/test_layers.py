@@ -1,12 +1,15 @@
 """The folders' import rules: attention <- workers <- speculative <- cluster <- deploy <- aerie; Ray only on top."""
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.support import ROOT
+from tests.support.repository.names import imports
 
 LAYERS = ("attention", "workers", "speculative", "cluster", "deploy", "aerie")
 ABOVE_RAY = ("cluster", "deploy")
@@ -18,12 +21,9 @@ def _modules() -> list[Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+    for module, level, _ in imports(str(path.relative_to(ROOT))):
+        assert level == 0, f"{path}: relative import"
+        yield module
 
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -44,11 +44,13 @@ def test_environment_is_read_only_at_the_edge(path: Path) -> None:
     relative = str(path.relative_to(ROOT))
     if relative.startswith(READS_ENVIRONMENT):
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)) if re.search("environ|getenv|putenv", text) else ():
         named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
         assert not named, f"{relative}:{getattr(node, 'lineno', 0)} touches the environment"
 
 
+@cache
 def _graph() -> dict[str, set[str]]:
     """Which modules of ours each module of ours imports, in functions and for types too."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in _modules()}
@@ -57,9 +59,8 @@ def _graph() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for path, name in names.items():
         found = set(_imports(path))
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        for module, _, imported in imports(str(path.relative_to(ROOT))):
+            found |= {f"{module}.{each}" for each in imported}
         graph[name] = (found & ours) - {name} - _packages_of(found & ours)
     return graph
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
+from tests.support.repository.names import imports
 
 CLUSTER = ROOT / "cluster"
 
@@ -43,12 +44,10 @@ def _name(path: Path) -> str:
 
 def _imports(path: Path) -> Iterator[str]:
     """Dotted names of the modules of `cluster` that a module imports, also inside functions and for types only."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("cluster."))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "cluster":
-            assert node.module != "cluster", f"{path}: name the room"
-            yield str(node.module)
+    for module, _, _ in imports(str(path.relative_to(ROOT))):
+        if module.partition(".")[0] == "cluster":
+            assert module != "cluster", f"{path}: name the room"
+            yield module
 
 
 def test_the_order_of_the_rooms_is_one() -> None:

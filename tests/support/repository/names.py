@@ -11,6 +11,7 @@ import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tests.support import ROOT
 
@@ -34,11 +35,23 @@ def files() -> frozenset[str]:
 
 
 @cache
+def imports(name: str) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
+    """(module, level, names) of each import in a module's file, in functions and for types too; an `import a` has no
+    names."""
+    found: list[tuple[str, int, tuple[str, ...]]] = []
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, 0, ()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append((node.module or "", node.level, tuple(alias.name for alias in node.names)))
+    return tuple(found)
+
+
+@cache
 def bindings(module: str) -> dict[str, set[str]]:
     """name -> what can follow it after a dot, of a module's file; ANY where that cannot be told."""
-    tree = ast.parse((ROOT / module).read_text())
     bound: dict[str, set[str]] = {}
-    for node in _statements(tree.body):
+    for node in _statements(ast.parse((ROOT / module).read_text()).body):
         if isinstance(node, ast.ClassDef):
             bound[node.name] = _class_names(node)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -102,14 +115,12 @@ def prose(name: str) -> Iterator[tuple[int, str]]:
     if name.endswith(".md"):
         yield 1, _FENCED.sub(lambda fence: "\n" * fence.group().count("\n"), text)
     elif name.endswith(".py"):
-        yield from _comments(text)
-        for node in ast.walk(ast.parse(text)):
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ):
-                yield node.lineno, node.value.value
+        if re.search("#.*`", text):  # tokens take long, and comments are read for what stands in backticks
+            yield from _comments(text)
+        for node in _statements(ast.parse(text).body, ast.stmt):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(words))):
+                    yield node.lineno, words
     else:
         for number, line in enumerate(text.splitlines(), start=1):
             _, mark, comment = line.partition("#")
@@ -119,7 +130,7 @@ def prose(name: str) -> Iterator[tuple[int, str]]:
 
 def ticked(name: str) -> Iterator[tuple[int, str]]:
     """(line, text) of everything between backticks in a file's prose."""
-    for line, text in prose(name):
+    for line, text in prose(name) if "`" in (ROOT / name).read_text() else ():
         for match in _TICKED.finditer(text):
             yield line + text.count("\n", 0, match.start()), " ".join(match.group(2).split())
 
@@ -148,13 +159,13 @@ def _binds(bound: dict[str, set[str]], rest: list[str]) -> bool:
     return not more or ANY in names or more[0] in names
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module, and inside its `if`, `try` and `with`."""
+def _statements(body: list[ast.stmt], inside: Any = ast.If | ast.Try | ast.With) -> Iterator[ast.stmt]:
+    """Those of a module, and within its statements of the kinds `inside`."""
     for node in body:
         yield node
-        for field in ("body", "orelse", "finalbody"):
-            if isinstance(node, ast.If | ast.Try | ast.With):
-                yield from _statements(getattr(node, field, []))
+        if isinstance(node, inside):
+            for field in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(node, field, []), inside)
 
 
 def _targets(node: ast.stmt) -> Iterator[str]:
