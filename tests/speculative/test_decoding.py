@@ -143,7 +143,7 @@ def test_logprobs_do_not_change(pair: Pair) -> None:
 
 
 def test_a_stop_token_ends_an_accepted_run_at_every_offset(pair: Pair, plain: list[list[int]]) -> None:
-    cases = [(i, stop) for i, output in enumerate(plain[:6]) for stop in sorted(set(output))]
+    cases = [(i, stop) for i, output in enumerate(plain[:4]) for stop in sorted(set(output))]
     sampling = [SamplingParams(24, 0.0, stop_token_ids=(stop,)) for _, stop in cases]
     with local_engine(pair.spec(pair.chain())) as engine:
         requests = engine.generate([pair.prompts[i] for i, _ in cases], sampling, 6)
@@ -151,18 +151,17 @@ def test_a_stop_token_ends_an_accepted_run_at_every_offset(pair: Pair, plain: li
         assert request.output == plain[i][: plain[i].index(stop) + 1], (i, stop)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 9])
-def test_max_tokens_ends_an_accepted_run(pair: Pair, max_tokens: int) -> None:
-    sampling = SamplingParams(max_tokens, 0.0)
+def test_max_tokens_ends_an_accepted_run(pair: Pair) -> None:
+    lengths = [length for length in (1, 2, 3, 4, 5, 9) for _ in pair.prompts]
     with local_engine(pair.spec(pair.chain())) as engine:
-        requests = engine.generate(pair.prompts, sampling, 8)
-    assert all(len(r.output) == max_tokens for r in requests)
+        requests = engine.generate(pair.prompts * 6, [SamplingParams(length, 0.0) for length in lengths], 8)
+    assert [len(r.output) for r in requests] == lengths
 
 
 def test_synthetic_acceptance_reaches_its_length(pair: Pair) -> None:
     speculative = pair.chain(synthetic_acceptance_length=2.6)
-    requests = run(pair, speculative, SamplingParams(200, 0.0), scheduler=SchedulerConfig(14, 256))
-    # about 1,000 rounds of a Bernoulli choice: standard error 0.016
+    requests = run(pair, speculative, SamplingParams(110, 0.0), scheduler=SchedulerConfig(14, 256))
+    # about 400 rounds of up to three Bernoulli choices: standard error 0.06 at the most
     assert 1 + accepted_share(requests) == pytest.approx(2.6, abs=0.1)
 
 

@@ -50,9 +50,11 @@ def run_ranks(
     *arguments: Any,
     deadline_s: float = 120,
     environments: Sequence[dict[str, str]] | None = None,
+    grace_s: float = 10,
 ) -> list[Any]:
     """What function(rank, size, address, *arguments) returns on each rank; it must be a module's own, and give plain
-    values, no tensors. environments: variables for each rank, beside those that keep NVLink multicast off."""
+    values, no tensors. environments: variables for each rank, beside those that keep NVLink multicast off. grace_s:
+    that the others get once a rank has failed: they may wait for it in vain."""
     context = fresh_processes()
     address = f"tcp://127.0.0.1:{free_port()}"
     pipes: list[Connection] = []
@@ -67,7 +69,7 @@ def run_ranks(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        outcomes = _collect(pipes, time.monotonic() + deadline_s)
+        outcomes = _collect(pipes, time.monotonic() + deadline_s, grace_s)
     finally:
         for process in processes:
             process.kill()
@@ -79,8 +81,8 @@ def run_ranks(
     return [value for _, value in outcomes]
 
 
-def _collect(pipes: list[Connection], deadline_s: float) -> list[tuple[bool, Any]]:
-    """Each rank's outcome. Once one has failed the others get ten seconds: they may wait for it in vain."""
+def _collect(pipes: list[Connection], deadline_s: float, grace_s: float) -> list[tuple[bool, Any]]:
+    """Each rank's outcome."""
     outcomes: list[tuple[bool, Any]] = [(False, "did not finish in time")] * len(pipes)
     waiting = dict(enumerate(pipes))
     while waiting and time.monotonic() < deadline_s:
@@ -93,7 +95,7 @@ def _collect(pipes: list[Connection], deadline_s: float) -> list[tuple[bool, Any
             except EOFError:
                 outcomes[rank] = (False, "died without a word")
             if not outcomes[rank][0]:
-                deadline_s = min(deadline_s, time.monotonic() + 10)
+                deadline_s = min(deadline_s, time.monotonic() + grace_s)
     return outcomes
 
 

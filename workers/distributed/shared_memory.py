@@ -115,7 +115,7 @@ class SharedMemory:
     def _check(self, rank: int, waited_s: float) -> None:
         """Raises RankEndedError if it is in vain to wait on."""
         if waited_s > self._wait_limit_s:
-            raise RankEndedError(f"rank {rank} did not come within {self._wait_limit_s:.0f} s")
+            raise RankEndedError(f"rank {rank} did not come within {self._wait_limit_s:g} s")
         for descriptor, _ in self._ends.poll(0):
             if self._words[self._rank_of[descriptor] * _LINE] < self._piece:
                 raise RankEndedError(f"rank {self._rank_of[descriptor]} has ended")

@@ -187,4 +187,4 @@ def fails_on_rank_one(rank: int, size: int, address: str) -> None:
 
 def test_a_rank_that_waits_in_vain_ends_with_the_other_ones_error() -> None:
     with pytest.raises(RankError, match="rank 0: did not finish in time\n(.|\n)*a rank's own words"):
-        run_ranks(fails_on_rank_one, 2, deadline_s=60)
+        run_ranks(fails_on_rank_one, 2, deadline_s=60, grace_s=0.5)
