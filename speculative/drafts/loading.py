@@ -5,7 +5,7 @@ from collections.abc import Set
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention.capability import Capability
 from speculative.drafts.checkpoint_files import draft_tensors
@@ -16,12 +16,14 @@ from workers.config import ModelSource
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import finish_weights
 from workers.layers.vocab import LMHead
-from workers.layers.weighted import WeightKey
+from workers.layers.weighted import WeightedModule, WeightKey
 from workers.models.decoder import Decoder
 from workers.models.finite import check_finite
 from workers.models.loading import allocate
+from workers.models.name_map import NameMap
 from workers.models.registry import family_of
 from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
+from workers.quantization.quant_method import QuantMethod, Unquantized
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +100,12 @@ def _share_with_target(
     if method.head_rows is not None and "lm_head.weight" not in tensors:
         assert model.target_ids is not None, "its ids are read with the checkpoint"
         rows = gathered_rows(target.lm_head, model.target_ids, f"draft {method.path}")
+        model.lm_head = _head(model, Unquantized(), _target_names(source, target), target)
         model.lm_head.load(WeightKey("weight"), rows)
         return _share_with_target(model, tensors | {"lm_head.weight"}, method, source, target) | {"lm_head"}
-    lacking = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
+    lacking = [
+        name for name in ("embed_tokens", "lm_head") if not any(tensor.startswith(f"{name}.") for tensor in tensors)
+    ]
     if "lm_head" in lacking and method.vocab_size != method.model.vocab_size:
         raise ValueError(
             f"draft {method.path}: has its own vocabulary of {method.vocab_size} but no lm_head.weight; "
@@ -124,18 +129,48 @@ def _share_with_target(
         if "lm_head" in lacking:
             model.lm_head = target.lm_head
         return frozenset(lacking)
-    family = family_of(target.config.architecture, f"model {source.path}")
-    names = family.weight_names(target.config)
-    wanted = {names.tensor_name(name, WeightKey("weight")): name for name in ("embed_tokens", "lm_head")}
-    named = ((names.canonical(name), tensor) for name, tensor, _ in checkpoint_tensors(source.path))
-    found = {wanted[name]: tensor for name, tensor in named if name in wanted}
-    for name in lacking:
-        full = found.get(name, found.get("embed_tokens"))  # a tied target has no lm_head
-        if full is None:
-            raise ValueError(f"model {source.path}: has no {name} for the draft to share")
-        module = model.embed_tokens if name == "embed_tokens" else model.lm_head
-        module.load(WeightKey("weight"), full)
+    _copy_from_target(model, lacking, source, target)
     return frozenset(lacking)
+
+
+def _copy_from_target(model: DraftModel, lacking: list[str], source: ModelSource, target: Decoder) -> None:
+    """Fill embedding and vocabulary head from the target's checkpoint, the head in the format that it has there."""
+    names, tied = _target_names(source, target), target.config.tie_embeddings
+    if "lm_head" in lacking:
+        model.lm_head = _head(model, Unquantized() if tied else target.config.quant, names, target)
+    wanted: dict[str, list[tuple[WeightedModule, WeightKey]]] = {}
+    for name in lacking:
+        module: WeightedModule = model.embed_tokens if name == "embed_tokens" else model.lm_head
+        for key in module.weight_keys():
+            wanted.setdefault(names.tensor_name("embed_tokens" if tied else name, key), []).append((module, key))
+    for given, tensor, _ in checkpoint_tensors(source.path):
+        for module, key in wanted.pop(names.canonical(given), ()):
+            module.load(key, tensor)
+    for tensor_name, places in wanted.items():
+        if not all(module.fill_missing(key) for module, key in places):
+            raise ValueError(f"model {source.path}: has no {tensor_name} for the draft to share")
+
+
+def _head(model: DraftModel, quant: QuantMethod, names: NameMap, target: Decoder) -> LMHead:
+    """Return an empty vocabulary head like the draft's, stored as `quant` has the target's."""
+    shard, hidden = model.lm_head.shard, model.lm_head.shape.in_features
+    like = next(target.parameters())
+    made = allocate(
+        lambda: nn.ModuleDict({"lm_head": LMHead(shard.vocab_size, hidden, shard.group)}),
+        names,
+        quant,
+        like.dtype,
+        like.device,
+    )
+    head = made["lm_head"]
+    assert isinstance(head, LMHead)
+    return head
+
+
+def _target_names(source: ModelSource, target: Decoder) -> NameMap:
+    family = family_of(target.config.architecture, f"model {source.path}")
+    names: NameMap = family.weight_names(target.config)
+    return names
 
 
 def _ties_head(method: DraftMethod, lacking: list[str]) -> bool:
