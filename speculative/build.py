@@ -24,9 +24,10 @@ from workers.config import RoundShapes, WorkerConfig
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.models.config import ModelConfig
-from workers.models.loading import fill_target, read_target_config
+from workers.models.loading import allocate, fill_target, read_target_config
 from workers.models.registry import family_of
 from workers.models.weight_bytes import META, weight_bytes
+from workers.models.weight_formats import weight_formats
 from workers.quantization.kv_scheme import kv_dtype
 from workers.runner import build
 from workers.runner.backends import Backends, ModelShape
@@ -55,12 +56,14 @@ class WeightBytes:
 
     head_rows: rows of the draft's trimmed vocabulary head; None: it is not trimmed.
     head: bytes of that head.
+    formats: how the checkpoint stores the target's layers; "" if unquantised.
     """
 
     target: int
     draft: int
     head_rows: int | None = None
     head: int = 0
+    formats: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,8 @@ class DraftSpeculation:
         shared: tuple[str, ...] = ()
         if is_shared:
             shared = ("embed_tokens", "lm_head") if draft.head_rows is None else ("embed_tokens",)
-        return weight_bytes(
-            lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, dtype, multiplies_fp8, shared
-        )
+        model = allocate(lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, dtype, META)
+        return weight_bytes(model, multiplies_fp8, shared)
 
     def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
         worker, device = parts.worker, parts.slots.device
@@ -141,13 +143,14 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
     ranks, target, dtype = spec.worker.tensor_parallel, engine.target, engine.dtype
     group, family = TPGroup(0, ranks), family_of(target.architecture, f"model {spec.worker.model.path}")
     names = family.weight_names(target)
-    weights = weight_bytes(lambda: family.model(target, group, 1, META, ()), names, target.quant, dtype, multiplies_fp8)
+    model = allocate(lambda: family.model(target, group, 1, META, ()), names, target.quant, dtype, META)
+    weights, formats = weight_bytes(model, multiplies_fp8), weight_formats(model)
     draft_bytes = engine.speculation.weight_bytes(ranks, dtype, multiplies_fp8)
     speculation = engine.speculation
     if not isinstance(speculation, DraftSpeculation) or (rows := speculation.draft.head_rows) is None:
-        return WeightBytes(weights, draft_bytes)
+        return WeightBytes(weights, draft_bytes, formats=formats)
     head = -(-rows // speculation.draft_tp) * target.hidden_size * dtype.itemsize
-    return WeightBytes(weights, draft_bytes, rows, head)
+    return WeightBytes(weights, draft_bytes, rows, head, formats)
 
 
 def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePlan:

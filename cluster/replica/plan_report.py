@@ -33,6 +33,7 @@ def plan_lines(
         f"{' with whole experts' if parallel.expert_parallel else ''} on {placement.device}, "
         f"{placement.strategy}: {each}",
         *([] if weights is None else [_weights_line(weights, layout)]),
+        *([] if weights is None or not weights.formats else [f"formats     {weights.formats}"]),
         *_memory_lines(config, placement, layout),
         f"scheduler   {_slots(config, placement)} running, {_queue(scheduler)} waiting, "
         f"{layout.scheduler.step_token_limit} prompt tokens per step, {_target(scheduler)}",

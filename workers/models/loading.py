@@ -23,6 +23,7 @@ from workers.models.decoder import Decoder
 from workers.models.finite import check_finite
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of
+from workers.models.weight_formats import weight_formats
 from workers.models.weights import Advance, checkpoint_tensors, counted, fill_dummy, load_weights, modules_with_weight
 from workers.quantization.kv_scheme import read_kv_scheme
 from workers.quantization.quant_method import QuantMethod
@@ -76,6 +77,9 @@ def load_target(
     if fallback is not None and group.rank == 0:
         logger.warning("%s: %s", name, fallback)
     model = fill_target(source, config, group, device, max_position, capture, advance)
+    formats = weight_formats(model)
+    if formats and group.rank == 0:
+        logger.info("%s: layers by format: %s", name, formats)
     finish_weights(model, deterministic)
     return model.eval()
 

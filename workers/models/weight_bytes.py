@@ -1,7 +1,6 @@
 """How much memory a model's weights take on one rank once they are loaded, from its configuration alone: for `aerie
 plan`. Nothing is allocated."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,25 +10,18 @@ from workers.layers.experts import Experts, ExpertsMethod
 from workers.layers.latent_attention import LatentUpProjection
 from workers.layers.linear import LinearBase
 from workers.layers.linear_method import LinearMethod
-from workers.models.loading import allocate
-from workers.models.name_map import NameMap
 from workers.ops.gemm.workspace import GEMMOptions
-from workers.quantization.quant_method import QuantMethod
 
 META = torch.device("meta")
 
 
-def weight_bytes(
-    make: Callable[[], nn.Module],
-    names: NameMap,
-    quant: QuantMethod,
-    dtype: torch.dtype,
-    multiplies_fp8: bool,
-    without: tuple[str, ...] = (),
-) -> int:
-    """Of what `make` makes on a GPU, see `workers.models.loading.allocate`. multiplies_fp8: whether the device does, so
-    that weights of FP8 stay so where they can. without: modules that another model holds."""
-    model = allocate(make, names, quant, dtype, META)
+def weight_bytes(model: nn.Module, multiplies_fp8: bool, without: tuple[str, ...] = ()) -> int:
+    """Of a model on a GPU.
+
+    model: on the meta device, see `workers.models.loading.allocate`.
+    multiplies_fp8: whether the device does, so that weights of FP8 stay so where they can.
+    without: modules that another model holds.
+    """
     options = GEMMOptions(fp8=multiplies_fp8, packed=True)
     absorbed = replace(options, fp8=False, packed=False)  # multiplied head by head, in the model's type
     total = 0

@@ -47,6 +47,10 @@ class Fp4Scheme(PackedScheme):
         return (self.codes, self.scales, *((self.matrix_scale,) if self.matrix_scale else ()))
 
     @property
+    def has_row_scale(self) -> bool:  # type: ignore[override]
+        return bool(self.matrix_scale)
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn if self.matrix_scale else torch.uint8
 

@@ -33,11 +33,14 @@ def refuse(source: str, key: str, value: object, rule: str, remedy: str = "use t
     raise ValueError(f"{source}: quantization_config.{key}={value!r} {rule}; {remedy}")
 
 
-def bits_of(quantization: Mapping[str, Any], source: str, *keys: str, supported: tuple[int, ...] = (4, 8)) -> int:
+def bits_of(
+    quantization: Mapping[str, Any], source: str, *keys: str, supported: tuple[int, ...] = (4, 8), within: str = ""
+) -> int:
+    """within: the section that `quantization` is, for errors."""
     bits = setting(quantization, *keys)
     if type(bits) is not int or bits not in supported:
         known = " and ".join(map(str, supported))
-        refuse(source, keys[0], bits, f"is not supported; {known} bits are")
+        refuse(source, within + keys[0], bits, f"is not supported; {known} bits are")
     return bits
 
 

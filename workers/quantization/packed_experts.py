@@ -49,6 +49,17 @@ class PackedExperts(ExpertsMethod):
         self._weights: PackedExpertWeights | None = None
         self._options = GEMMOptions()
 
+    @property
+    def format(self) -> str:
+        return str(self.scheme)
+
+    def num_bytes(self, options: GEMMOptions) -> int:
+        shape = self.shape
+        width = -(-self.scheme.widened(shape.down.parts[0].columns).size // TILE) * TILE
+        sizes = ((2 * width, shape.size), (shape.size, width))
+        biases = sum(int(bias.numel()) * 4 for bias in self.biases.values())
+        return biases + sum(self.scheme.packed_bytes(*size, shape.num_experts) for size in sizes)
+
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
         if kind == BIAS:
             check_plain(full)

@@ -35,6 +35,16 @@ class PackedLinear(DenseLinearMethod):
     def dtype(self) -> torch.dtype:
         return self._dtype
 
+    @property
+    def format(self) -> str:
+        return str(self.scheme)
+
+    def num_bytes(self, options: GEMMOptions) -> int:
+        columns = self.scheme.widened(self.shape.parts[0].columns).size
+        packed = self.scheme.packed_bytes(self.shape.out_features, columns)
+        dense = self.shape.out_features * self.shape.in_features * self._dtype.itemsize
+        return packed if options.packed else packed + dense  # a layer that multiplies by a part of it keeps both
+
     def dense_weight(self) -> Tensor:
         """Dequantised at each call; for layers that multiply by a part of it."""
         before, _ = self._margins

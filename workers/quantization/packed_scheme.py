@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.layers.linear_method import Part
-from workers.ops.packed.weight import Code, PackedWeight, pack
+from workers.ops.packed.weight import Code, PackedWeight, empty, pack
 from workers.span import Span
 
 
@@ -37,6 +37,7 @@ class PackedScheme(ABC):
     kinds: the tensors of a matrix, as last components of names.
     unused: tensors that a checkpoint may have, and which change nothing here.
     any_float: tensors that are kept in the type that the checkpoint has.
+    has_zeros, has_row_scale: whether `MatrixCodes` has them.
     """
 
     code: Code
@@ -44,6 +45,12 @@ class PackedScheme(ABC):
     kinds: tuple[str, ...]
     unused: tuple[str, ...] = ()
     any_float: tuple[str, ...] = ()
+    has_zeros: bool = False
+    has_row_scale: bool = False
+
+    def __str__(self) -> str:
+        """For the log, such as "int4 in groups of 128"."""
+        return f"{self.code}, a scale per output" if self.group is None else f"{self.code} in groups of {self.group}"
 
     @abstractmethod
     def storage(self, part: Part) -> dict[str, Tensor]:
@@ -67,6 +74,14 @@ class PackedScheme(ABC):
     @abstractmethod
     def dummy(self, stored: Mapping[str, Tensor], fan_in: int, generator: torch.Generator) -> None:
         """Fill what `storage` made with random codes of which a product is as large as its inputs."""
+
+    def packed_bytes(self, rows: int, columns: int, *experts: int) -> int:
+        """Return the bytes of a packed matrix, with 16-bit scales."""
+        meta, group = torch.device("meta"), self.group or columns
+        weight = empty(
+            rows, columns, group, self.code, meta, torch.bfloat16, self.has_zeros, self.has_row_scale, *experts
+        )
+        return weight.num_bytes
 
     def widened(self, columns: Span) -> Span:
         """Return `columns` with the rest of the groups that the borders of ranks cut. A rank's inputs there must be

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import torch
+
+from attention.capability import Capability
 from workers.layers.experts import ExpertsMethod, ExpertsShape
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.quantization.quant_method import QuantMethod, unquantized_experts
@@ -42,6 +45,11 @@ class SchemeQuant(QuantMethod):
 
     source: str
     stored_plain: frozenset[str] = field(default=frozenset(), kw_only=True)
+
+    def fallback(self, device: torch.device) -> str | None:
+        if Capability.of(device).is_gpu:
+            return None
+        return "weights of few bits are multiplied in the model's type (this device has no product of them)"
 
     @abstractmethod
     def declared(self, name: str) -> Scheme | None:

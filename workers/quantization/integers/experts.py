@@ -45,6 +45,10 @@ class IntMatrix(PackedScheme):
         return (self.layout.scales_kind,)
 
     @property
+    def has_zeros(self) -> bool:  # type: ignore[override]
+        return not self.layout.symmetric
+
+    @property
     def unused(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(kind for kind in self.layout.kinds if kind not in self.layout.kept)
 

@@ -48,6 +48,8 @@ def read_pack_quantized(quantization: Mapping[str, Any], source: str) -> QuantMe
     for name, group in groups.items():
         scheme = _scheme(name, group, quantization.get("format"), source)
         targets = list_of_names(group, "targets", source)
+        if not targets:
+            refuse(source, f"config_groups.{name}.targets", targets, 'must name modules, such as ["Linear"]')
         for target in targets:
             if target.startswith("re:"):
                 check_pattern(target[3:], f"config_groups.{name}.targets", source)
@@ -92,7 +94,7 @@ def _scheme(name: str, group: Mapping[str, Any], layout: Any, source: str) -> In
             refuse(source, f"{key}.{activations}", group[activations], "is not supported beside weights of integers")
     if weights.get("type", "int") != "int":
         refuse(source, f"{key}.weights.type", weights.get("type"), "is not supported beside groups of integers")
-    bits = bits_of(weights, f"{source}: {key}.weights", "num_bits")
+    bits = bits_of(weights, source, "num_bits", within=f"{key}.weights.")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
     if strategy not in ("group", "channel"):
         refuse(source, f"{key}.weights.strategy", strategy, "is not supported; 'group' and 'channel' are")
