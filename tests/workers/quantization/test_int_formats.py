@@ -118,8 +118,8 @@ def test_scales_keep_the_type_of_the_checkpoint() -> None:
         method.finish(GEMMOptions(packed=True))
         assert method.dtype == torch.bfloat16
         assert torch.equal(method.dense_weight(), matrix.dense.to(torch.bfloat16))
-        (part,) = method._packed
-        assert part.weight.scales.dtype == torch.float16
+        (only,) = method._packed
+        assert only.part.weight.scales.dtype == torch.float16
     finally:
         torch.set_default_dtype(torch.float32)
 

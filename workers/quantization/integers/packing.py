@@ -11,6 +11,7 @@ from workers.layers.linear_method import LinearShape
 from workers.ops.packed.weight import PackedWeight, dequantize, empty, pack
 from workers.quantization.integers.format import Codes, IntFormat
 from workers.quantization.integers.input_order import InputOrder, input_order
+from workers.span import Span
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class PackedPart:
 
     weight: PackedWeight
     gather: Tensor | None
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return rows [rows, inputs] with the inputs in the weight's order."""
+        return x if self.gather is None else x.index_select(1, self.gather)
 
     def dense(self, in_features: int, dtype: torch.dtype) -> Tensor:
         """Return [rows, in_features], exact in float32."""
@@ -72,6 +77,15 @@ def _padded(codes: Codes, rows: int) -> Codes:
     """Return codes with further rows, of scale zero."""
     values, scales, zeros = (F.pad(each, (0, 0, 0, rows)) for each in (codes.codes, codes.scales, codes.zeros))
     return replace(codes, codes=values, scales=scales, zeros=zeros)
+
+
+def max_inputs(columns: Span, layout: IntFormat) -> int:
+    """Return the most inputs that a packed weight has, with the padding of its groups."""
+    group = layout.group or columns.total
+    if layout.ordered:
+        return columns.size + 31 * -(-columns.total // group)
+    order = input_order(torch.arange(columns.first, columns.end) // group)
+    return order.block * len(order.group_of_block)
 
 
 def packed_bytes(shape: LinearShape, layout: IntFormat, scale_dtype: torch.dtype) -> int:
