@@ -47,7 +47,7 @@ class SchemeQuant(QuantMethod):
     stored_plain: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def fallback(self, device: torch.device) -> str | None:
-        if Capability.of(device).is_gpu:
+        if Capability.of(device).runs_kernels:
             return None
         return "weights of few bits are multiplied in the model's type (this device has no product of them)"
 

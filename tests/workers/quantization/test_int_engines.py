@@ -27,9 +27,9 @@ LATENT |= {"moe_intermediate_size": 64, "num_hidden_layers": 2}
         (pack_quantized(symmetric=False, ordered=True), 2, {"vocab_size": 101}),
         pytest.param(pack_quantized(8, None), 4, {"intermediate_size": 224}, marks=pytest.mark.slow),
         (awq(), 4, {"intermediate_size": 160}),  # 40 inputs of a rank: one group and a quarter
-        (awq(), 2, MOE),
+        pytest.param(awq(), 2, MOE, marks=pytest.mark.slow),
         pytest.param(gptq(bits=8), 4, MOE, marks=pytest.mark.slow),
-        (gptq(symmetric=False), 2, LATENT),
+        pytest.param(gptq(symmetric=False), 2, LATENT, marks=pytest.mark.slow),
         pytest.param(pack_quantized(), 4, LATENT, marks=pytest.mark.slow),
     ],
     ids=lambda value: value.config["quant_method"] if isinstance(value, Recipe) else None,
@@ -92,7 +92,9 @@ SHAPES: dict[str, tuple[Callable[[Pair], SpeculativeConfig], int]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=pytest.mark.slow if shape == "EAGLE-3" else ()) for shape in SHAPES]
+)
 def test_a_draft_in_16_bits_changes_no_token(packed: Pair, alone: list[list[int]], shape: str) -> None:
     make, ranks = SHAPES[shape]
     speculative = make(packed)
@@ -109,8 +111,15 @@ def test_a_draft_in_4_bits_changes_no_token(packed: Pair, alone: list[list[int]]
     assert outputs == alone and accepted > 10
 
 
-@pytest.mark.parametrize("quantises_module", [False, True], ids=["in 16 bits", "in 4 bits"])
-@pytest.mark.parametrize("family", ["DeepseekV3", "Qwen3_5"])
+@pytest.mark.parametrize(
+    "family,quantises_module",
+    [
+        ("DeepseekV3", True),
+        ("Qwen3_5", False),
+        pytest.param("DeepseekV3", False, marks=pytest.mark.slow),
+        pytest.param("Qwen3_5", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_module_of_the_checkpoint_drafts(tmp_path: Path, family: str, quantises_module: bool) -> None:
     """Whether its weights are quantised is read from the files where quantization_config says nothing of it, or says
     otherwise."""

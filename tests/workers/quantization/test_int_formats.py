@@ -48,7 +48,7 @@ def shares(draw: st.DrawFn, total: int, step: int) -> Span:
     return Span(first * step, draw(st.integers(first + 1, total // step)) * step, total)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), recipe=recipes(), n=st.sampled_from([8, 24, 72]), k=st.sampled_from([64, 192]))
 def test_a_share_is_that_of_the_dense_matrix(data: st.DataObject, recipe: Recipe, n: int, k: int) -> None:
     """To the bit, dequantised at once or from the packed form; the packed product is exact up to float32 sums."""

@@ -35,7 +35,13 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# Of layouts that share their reader; test_int_formats.py has all crosses.
+QUICK = ("awq", "gptq_v2 asymmetric desc_act", "auto-round gptq", "pack-quantized g_idx, asymmetric")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RECIPES]
+)
 def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
     source = make_target(tmp_path / "t", num_hidden_layers=2)
     folder = quantise(source, tmp_path / "q", RECIPES[name])
@@ -45,16 +51,16 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: 
 @pytest.mark.parametrize(
     "architecture,name",
     [
-        ("Qwen2", "gptq desc_act"),
-        ("Qwen3Moe", "gptq"),
+        pytest.param("Qwen2", "gptq desc_act", marks=pytest.mark.slow),
+        pytest.param("Qwen3Moe", "gptq", marks=pytest.mark.slow),
         ("Qwen3Moe", "pack-quantized g_idx, asymmetric"),
         ("DeepseekV3", "awq"),
-        ("DeepseekV3", "gptq desc_act"),
+        pytest.param("DeepseekV3", "gptq desc_act", marks=pytest.mark.slow),
         ("Qwen3_5", "gptq asymmetric"),
-        ("Qwen3_5", "pack-quantized channel, asymmetric"),
-        ("Qwen3_5Moe", "awq"),
+        pytest.param("Qwen3_5", "pack-quantized channel, asymmetric", marks=pytest.mark.slow),
+        pytest.param("Qwen3_5Moe", "awq", marks=pytest.mark.slow),
         ("Qwen3Next", "awq"),
-        ("Qwen3Next", "pack-quantized"),
+        pytest.param("Qwen3Next", "pack-quantized", marks=pytest.mark.slow),
     ],
 )
 def test_every_family_is_read(tmp_path: Path, architecture: str, name: str) -> None:
