@@ -1,14 +1,18 @@
 """Targets whose weights have 4 or 8 bits answer as what their weights mean, by transformers."""
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.int_checkpoints import Recipe, auto_round, awq, gptq, pack_quantized, quantise
+from tests.support.int_checkpoints import Recipe, auto_round, awq, gptq, is_linear, pack_quantized, quantise
 from tests.support.tiny_models import make_target
+from tests.workers.layers.test_moe import load
 from tests.workers.models.test_targets import by_transformers, by_us
+from workers.models.weights import checkpoint_tensors
 
 RECIPES: dict[str, Recipe] = {
     "awq": awq(),
@@ -68,3 +72,65 @@ def test_every_family_is_read(tmp_path: Path, architecture: str, name: str) -> N
     source = make_target(tmp_path / "t", architecture=architecture, **SIZES.get(architecture, {}))
     folder = quantise(source, tmp_path / "q", RECIPES[name])
     assert by_us(folder) == by_transformers(folder / "plain")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_matrices_that_are_multiplied_together_may_differ(tmp_path: Path, ranks: int) -> None:
+    """Of q, k and v, one has 4 bits, one 8 and one 16, with biases; gate and up projection differ in their groups."""
+    source = make_target(tmp_path / "t", architecture="Qwen2", num_hidden_layers=2)
+    four, eight, wide = gptq(), gptq(bits=8), gptq(group=64)
+    rules = {"-:.*v_proj": {}, r"+:.*\.k_proj": {"bits": 8}, ".*up_proj": {"group_size": 64}}
+
+    def chosen(name: str) -> Recipe | None:
+        if not is_linear(name) or "v_proj" in name:
+            return None
+        return eight if "k_proj" in name else wide if "up_proj" in name else four
+
+    folder = quantise(source, tmp_path / "q", four, chosen, four.config | {"dynamic": rules})
+    assert by_us(folder, ranks) == by_transformers(folder / "plain")
+
+
+def test_experts_that_differ_among_themselves_are_refused(tmp_path: Path) -> None:
+    source = make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1)
+    folder = quantise(source, tmp_path / "q", awq(), config=awq().config | {"modules_to_not_convert": ["down_proj"]})
+    with pytest.raises(ValueError, match="matrices of an expert are quantised differently .*down_proj unquantised"):
+        load(folder)
+
+
+def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
+    folder = quantise(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", pack_quantized())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": awq().config}))
+    with pytest.raises(ValueError, match=r"missing: \S+q_proj.qweight.* unexpected: \S+weight_packed"):
+        load(folder)
+
+
+def test_a_start_says_what_is_served_how(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = make_target(tmp_path / "t", architecture="DeepseekV3", **SIZES["DeepseekV3"])
+    caplog.set_level(logging.INFO)
+    folder = quantise(source, tmp_path / "q", awq())
+    load(folder)
+    assert (
+        f"model {folder}: layers by format: int4 in groups of 32 (11), int4 in groups of 32, dequantised (2), "
+        "unquantised (1)" in caplog.text
+    )
+    assert "weights of few bits are multiplied in the model's type" in caplog.text
+
+
+def test_dummies_are_finite(tmp_path: Path) -> None:
+    source = make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1, moe_intermediate_size=64)
+    for name in ("gptq desc_act", "awq"):
+        folder = quantise(source, tmp_path / name, RECIPES[name])
+        (folder / "model.safetensors").unlink()
+        layer = load(folder, load_format="dummy").layers[0]
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+        assert 0.02 < layer.mlp.partial(x).std() < 2
+
+
+def test_headers_are_checked_without_values(tmp_path: Path) -> None:
+    """A load on the meta device reads lists of integers alone: `aerie plan` need not read gigabytes of codes."""
+    folder = quantise(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", gptq(desc_act=True))
+    found = {each.name: each.tensor for each in checkpoint_tensors(folder, torch.device("meta"))}
+    name = "model.layers.0.mlp.down_proj"
+    assert found[f"{name}.qweight"].is_meta and found[f"{name}.qzeros"].is_meta
+    assert not found[f"{name}.g_idx"].is_meta
