@@ -16,6 +16,9 @@ from deploy.config.hub import model_folder
 from deploy.config.own_draft import own_draft
 from deploy.config.vllm_values import QUANTIZATION, Changes, OptionError
 
+# vLLM's names of kernels, by the quant_method of the checkpoints that they are for.
+_SAME_QUANTIZATION = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gptq", "auto_gptq": "gptq"}
+
 
 def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     """The config file that the command line means: an existing one, a packaged one's name, or one made here for a model
@@ -111,7 +114,7 @@ def _check_quantization(wanted: str, model: Path) -> None:
     """Refuse --quantization for a checkpoint that says otherwise. Raises ConfigError."""
     raw = json.loads((model / "config.json").read_text())
     present = (raw.get("quantization_config") or {}).get("quant_method")
-    if wanted != present:
+    if _SAME_QUANTIZATION.get(wanted, wanted) != present:
         own = f"is quantised by {present}" if present else "is not quantised"
         raise ConfigError(
             f"--quantization {wanted}: {model} {own}, and Aerie quantises nothing itself: leave it out, or serve a "
