@@ -48,6 +48,10 @@ The rule:
     fp8_gemm_wide           triggers   nothing
     packed_stream           triggers   the first codes                constant
     dequantize              triggers   codes, scales and zeros        constant
+    gate_up_of_blocks       triggers   nothing
+    gate_up_of_blocks (few) waits      nothing                        (is a fence)
+    down_of_blocks          triggers   nothing
+    down_of_listed          triggers   nothing
     latent_values           triggers   W                              constant
     route                   triggers   nothing
     order                   triggers   nothing

@@ -11,9 +11,11 @@ from workers.layers.experts import ExpertsMethod, ExpertsShape
 from workers.layers.linear_method import Part, check_plain
 from workers.layers.weighted import check_shape
 from workers.ops.experts.route import RouterLogits
+from workers.ops.experts.weights import ExpertSizes
 from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
-from workers.ops.packed.experts import PackedExpertWeights, packed_expert_products
+from workers.ops.packed.expert_tiles import packed_expert_workspace
+from workers.ops.packed.experts import PackedExpertWeights, packed_expert_products, raised, unserved
 from workers.ops.packed.weight import TILE, PackedWeight
 from workers.quantization.packed_scheme import MatrixCodes, PackedScheme, packed_below, with_rows
 
@@ -86,8 +88,7 @@ class PackedExperts(ExpertsMethod):
         if self._weights is not None:
             return
         shape, (down,) = self.shape, self.shape.down.parts
-        columns = self.scheme.widened(down.columns)
-        first, width = down.columns.first - columns.first, -(-columns.size // TILE) * TILE
+        first, width = down.columns.first - self.scheme.widened(down.columns).first, self._width
         gate_up = self._packed(shape.gate_up.parts, lambda matrix: with_rows(matrix, first, width))
         weights = self._packed(shape.down.parts, lambda matrix: _with_columns(matrix, self.scheme.group, width))
         gate_up_bias = down_bias = None
@@ -101,7 +102,23 @@ class PackedExperts(ExpertsMethod):
         self._weights = PackedExpertWeights(
             gate_up, weights, gate_up_bias, down_bias, shape.activation, shape.held_if_some
         )
+        if options.workspace is not None:
+            reason = unserved(self._weights, self._dtype)
+            if reason is not None:
+                raise ValueError(f"experts of few bits on a GPU: {reason}; use another checkpoint, or dtype: bfloat16")
+            self._weights = raised(self._weights)
         self._options, self.stored, self.biases = options, nn.ParameterDict(), nn.ParameterDict()
+
+    @property
+    def _width(self) -> int:
+        columns = self.scheme.widened(self.shape.down.parts[0].columns)
+        return -(-columns.size // TILE) * TILE
+
+    def workspace_size(self) -> tuple[int, int]:
+        shape = self.shape
+        elsewhere = shape.held.total - shape.held.size
+        sizes = ExpertSizes(shape.num_experts, 0, shape.experts_per_token, shape.size, self._width, TILE, elsewhere)
+        return packed_expert_workspace(sizes)
 
     def _packed(self, parts: tuple[Part, ...], padded: Callable[[MatrixCodes], MatrixCodes]) -> PackedWeight:
         """Pack expert by expert, which bounds the scratch memory."""

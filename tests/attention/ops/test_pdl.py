@@ -33,6 +33,8 @@ from tests.attention.ops.test_kernel_options import kernels  # noqa: E402
 from tests.attention.ops.test_triton_compile import compiled, decode_constants, latent_constants  # noqa: E402
 from tests.workers.kernels.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
 from tests.workers.kernels.test_packed_compile import PACKED_STREAM  # noqa: E402
+from tests.workers.kernels.test_packed_experts_compile import QWEN  # noqa: E402
+from tests.workers.kernels.test_packed_experts_compile import cases as packed_experts  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
 from workers.ops import gate_triton, norm_triton  # noqa: E402
 from workers.ops.collectives import one_shot_all_reduce_triton as one_shot_all_reduce  # noqa: E402
@@ -168,6 +170,10 @@ CASES |= {
         False,
         {"codes_ptr", "scales_ptr", "zeros_ptr"},
     ),
+    "gate_up_of_blocks": (*packed_experts(64, QWEN, "int4", 128)[0][:3], False, set()),
+    "gate_up_of_blocks (few)": (*packed_experts(1, QWEN, "int4", 128)[0][:3], True, set()),
+    "down_of_blocks": (*packed_experts(64, QWEN, "int4", 128)[1][:3], False, set()),
+    "down_of_listed": (*packed_experts(1, QWEN, "int4", 128)[1][:3], False, set()),
 }
 # Read W through a tensor map, no pointer: `test_kernels_compile` and `test_expert_kernels_compile` of
 # `tests.workers.kernels` look at what stands before their wait.

@@ -55,13 +55,14 @@ def _sum_slots(
     out_ptr,
     number,
     SIZE: tl.constexpr,
+    STEP: tl.constexpr,
     SPAN: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum the columns of span `number` over slots. part_ptr: that span; out_ptr: [rows, SIZE]."""
+    """Sum SPAN columns from number * STEP on over slots. part_ptr: these columns; out_ptr: [rows, SIZE]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -79,7 +80,7 @@ def _sum_slots(
         for slot in tl.static_range(SLOTS):
             part = tl.load(parts + slot * SPAN, mask=inside, other=0.0, eviction_policy="evict_first")
             acc += tl.where(is_live, part.to(tl.float32), 0.0)
-    tl.store(out_ptr + row * SIZE + number * SPAN + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * SIZE + number * STEP + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
@@ -163,20 +164,33 @@ def down_projected(
     for first in range(0, weights.size, span):
         parts = torch.empty((rows * slots, span), dtype=out.dtype, device=out.device)
         down_projections(inner, routed.weight, order, weights, tiles, first, parts)
-        _sum_slots[(rows, triton.cdiv(span, _SUM_COLUMNS))](
-            parts,
-            routed.chosen,
-            out,
-            first // span,
-            SIZE=weights.size,
-            SPAN=span,
-            SLOTS=slots,
-            BLOCK=_SUM_COLUMNS,
-            PARTLY=weights.held is not None,
-            num_warps=4,
-            **pdl_wait(out.device),
-        )
+        sum_slots(parts, routed.chosen, out, first // span, span, weights.held is not None)
     return out
+
+
+def sum_slots(parts: Tensor, chosen: Tensor, out: Tensor, number: int, step: int, partly: bool) -> None:
+    """Write the sum over slots to columns number * step and following of out [rows, size].
+
+    parts: [rows * slots, columns]; results of pairs without an expert are not read.
+    chosen: [rows, slots] int32.
+    partly: a row may have no expert in some slots.
+    """
+    rows, slots = chosen.shape
+    span = parts.shape[1]
+    _sum_slots[(rows, triton.cdiv(span, _SUM_COLUMNS))](
+        parts,
+        chosen,
+        out,
+        number,
+        SIZE=out.shape[1],
+        STEP=step,
+        SPAN=span,
+        SLOTS=slots,
+        BLOCK=_SUM_COLUMNS,
+        PARTLY=partly,
+        num_warps=4,
+        **pdl_wait(out.device),
+    )
 
 
 def columns_at_once(bytes_of_column: int, size: int, tiles: ExpertTiles) -> int:

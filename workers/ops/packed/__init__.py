@@ -5,5 +5,7 @@ product   y = x W^T + b; product_triton chooses a kernel by the number of rows:
   stream_triton      up to 64 rows: streams the codes into tensor cores (fragments_triton, decode_ptx, sums_triton)
   dequantize_triton  more: some outputs at a time for the library's product
 tiles     tile sizes, and the workspace
-experts   the weighted sum of each row's experts
+experts   the weighted sum of each row's experts; experts_triton chooses kernels by the number of rows
+  expert_products_triton  gate and up projections, down projections (expert_steps_triton: one step of both)
+expert_tiles  their tile sizes, and the workspace
 """

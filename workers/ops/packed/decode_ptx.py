@@ -7,6 +7,7 @@ int4: the four bits become the last of a mantissa, whose exponent makes them 128
 int8: float16 likewise. A bfloat16 mantissa has seven bits: 128 + the lower seven, and 128 or 256 for the highest.
 e2m1: sign, exponent and mantissa move to their places, and a power of two corrects the exponent, which also turns
     subnormal numbers into normal ones.
+e2m1 / 2^126: without that power, for scales that have it (bfloat16).
 
 Operands: $0 to $7 are results, $8 to $11 codes, $12 to $15 zeros, $16 to $19 scales. Word r = 2 u + h of a result
 belongs to output g + 8 h. Sums are `fma`s with one, because bfloat16 has no other before compute capability 9.
@@ -26,7 +27,7 @@ def decode_asm(i, half, code, has_zeros, scale_type, dtype):
     elif code == "int8":
         lines = _int8(zero, is_bf16)
     else:
-        lines = _e2m1(half, is_bf16)
+        lines = _e2m1(half, is_bf16, code == "e2m1")
     if scale_type is not None:
         lines += _scale(f"${16 + i}", scale_type, dtype)
     registers = [".reg .b32 q, v, z0, z1, s0, s1, one, none;", ".reg .b16 lo, hi;", ".reg .f32 f0, f1, f2, f3;"]
@@ -127,7 +128,7 @@ def _int8_half(zero):
 
 
 @triton.constexpr_function
-def _e2m1(half, is_bf16):
+def _e2m1(half, is_bf16, is_whole):
     # where exponent and mantissa of word 0 go, the mask there, and 2^126 or 2^14
     name = "bf16x2" if is_bf16 else "f16x2"
     up, mask, power = (6, 0x01C001C0, 0x7E807E80) if is_bf16 else (9, 0x0E000E00, 0x74007400)
@@ -141,5 +142,6 @@ def _e2m1(half, is_bf16):
         lines.append(f"shl.b32 q, {codes}, {shift};" if shift > 0 else f"shr.u32 q, {codes}, {-shift};")
         lines.append(f"and.b32 {out}, q, {mask:#x};")
         lines.append(f"lop3.b32 {out}, {sign}, 0x80008000, {out}, 0xea;")
-        lines.append(f"fma.rn.{name} {out}, {out}, z0, none;")
+        if is_whole:
+            lines.append(f"fma.rn.{name} {out}, {out}, z0, none;")
     return lines

@@ -1,17 +1,19 @@
 """Routed experts with weights of few bits (`workers.ops.packed.weight`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.ops.operation import operation
+from attention.ops.operation import Implementation, on_gpu, operation
 from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.experts.grouped import numbered_here
 from workers.ops.experts.route import RouterLogits
+from workers.ops.experts.weights import ExpertSizes
 from workers.ops.gemm.workspace import GEMMOptions
-from workers.ops.packed.weight import PackedWeight, dequantize
+from workers.ops.packed.weight import TILE, PackedWeight, dequantize
 from workers.span import Span
 
 
@@ -20,9 +22,10 @@ class PackedExpertWeights:
     """The routed experts of a layer on this rank.
 
     gate_up: [experts, 2 * width, size], gate above up; width is a multiple of 64.
-    down: [experts, size, width].
+    down: [experts, size, width]; its `row_scale`, if any, is one number per expert.
     gate_up_bias, down_bias: float32 [experts, 2 * width] and [experts, size], or None.
     held: the experts on this rank; None: all.
+    is_raised: scales are as `raised` makes them.
     """
 
     gate_up: PackedWeight
@@ -31,6 +34,18 @@ class PackedExpertWeights:
     down_bias: Tensor | None = None
     activation: GatedActivation = SWIGLU
     held: Span | None = None
+    is_raised: bool = False
+
+    @cached_property
+    def down_scale(self) -> Tensor | None:
+        """The scale of each expert's whole down projection, float32 [experts]; None without."""
+        scale = self.down.row_scale
+        return None if scale is None else scale[:, 0].contiguous()
+
+    def sizes(self, slots: int) -> ExpertSizes:
+        """slots: experts per row."""
+        elsewhere = 0 if self.held is None else self.held.total - self.num_experts
+        return ExpertSizes(self.num_experts, 0, slots, self.size, self.width, TILE, elsewhere)
 
     @property
     def num_experts(self) -> int:
@@ -46,7 +61,40 @@ class PackedExpertWeights:
         return self.down.in_features
 
 
-@operation()
+def raised(weights: PackedExpertWeights) -> PackedExpertWeights:
+    """Return what the kernels multiply by: scales of e2m1 are 2^110 times as large, which saves a multiplication of
+    each weight (`decode_ptx`), and sums are multiplied by 2^16. Powers of two change no other bit.
+
+    Raises ValueError for scales that would overflow: none of a real model does.
+    """
+    if weights.gate_up.code != "e2m1" or weights.is_raised:
+        return weights
+    matrices = []
+    for one in (weights.gate_up, weights.down):
+        scales = one.scales * 2.0**110
+        if not bool(torch.isfinite(scales).all()):
+            raise ValueError("scales of 4-bit floats are 2^17 or more; use the checkpoint in bf16")
+        matrices.append(replace(one, scales=scales))
+    return replace(weights, gate_up=matrices[0], down=matrices[1], is_raised=True)
+
+
+def _served(
+    x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
+) -> bool:
+    return options.workspace is not None and unserved(weights, x.dtype) is None
+
+
+def unserved(weights: PackedExpertWeights, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot multiply by these weights; None if they can."""
+    if dtype != torch.bfloat16:
+        return f"inputs are {dtype}"
+    scales = weights.gate_up.scales.dtype
+    if scales == torch.float32 or (weights.gate_up.code == "e2m1" and scales != torch.bfloat16):
+        return f"{weights.gate_up.code} with scales in {scales}"
+    return None
+
+
+@operation(Implementation("triton", "workers.ops.packed.experts_triton:packed_expert_products", on_gpu, _served))
 def packed_expert_products(
     x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
 ) -> Tensor:
@@ -58,6 +106,7 @@ def packed_expert_products(
 
     The reference dequantises one expert at a time, and waits for the device.
     """
+    assert not weights.is_raised, "kernels serve these"
     chosen, weight = router.choose()
     if weights.held is not None:
         chosen = numbered_here(chosen, weights.held)

@@ -158,6 +158,8 @@ def _decode_interpreted(
             low, high = word & 15, (word >> 16) & 15
         if CODE == "e2m1":
             low, high = _e2m1(low), _e2m1(high)
+        elif CODE == "e2m1 / 2^126":
+            low, high = _e2m1(low) * 2.0**-126, _e2m1(high) * 2.0**-126
         else:
             zero = tl.full([codes.shape[0]], 128 if CODE == "int8" else 8, tl.int32)
             if HAS_ZEROS:

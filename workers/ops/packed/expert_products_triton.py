@@ -1,0 +1,380 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+"""Kernels of `workers.ops.packed.experts_triton`. Each lane has its own part of the operands from memory on, as in
+`workers.ops.packed.stream_triton`; codes and scales are copied to shared memory some steps ahead.
+
+A block has rows of one expert. Up to 16 rows: a block per used expert, with all rows (LISTED). More rows: blocks sorted
+by expert (`workers.ops.experts.order_triton`).
+"""
+
+import triton
+import triton.language as tl
+
+from workers.ops.experts.order_triton import clear_counts
+from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from workers.ops.packed.expert_steps_triton import add_products, load_weight, restored, words, zero_sums
+from workers.ops.packed.sums_triton import sums_of_warps
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_up_of_blocks(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    down_scale_ptr,
+    hidden_ptr,
+    share_ptr,
+    chosen_ptr,
+    weight_ptr,
+    expert_ptr,
+    pair_ptr,
+    count_ptr,
+    part_ptr,
+    ticket_ptr,
+    rows,
+    x_words,
+    alpha,
+    limit,
+    shift,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS_K: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LISTED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    CODE: tl.constexpr,
+    TYPE: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Write the inner activations of each block: [blocks, 8 * ROW_TILES, WIDTH].
+
+    LISTED: they are multiplied by each row's weight of the expert, zero where a row does not use it; `share_ptr` gets
+    these weights.
+    """
+    CHUNKS: tl.constexpr = (SIZE + 63) // 64
+    GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
+    PIECES: tl.constexpr = 2 if CODE == "int8" else 1
+    TILES: tl.constexpr = WIDTH // 64
+    BLOCK_M: tl.constexpr = 8 * ROW_TILES
+    PARTS: tl.constexpr = 4 * ROW_TILES
+    WARPS: tl.constexpr = 2 * WARPS_K
+    if PDL:
+        if not LISTED:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if not LISTED:
+        clear_counts(count_ptr, BINS, EXPERTS)
+    tile, split, block = tl.program_id(0) % TILES, tl.program_id(0) // TILES, tl.program_id(1)
+    expert = tl.load(expert_ptr + block)
+    if expert < 0:
+        return
+    index = tl.arange(0, WARPS * 128)
+    warp, r, t, g = index // 128, index % 4, index // 4 % 4, index // 16 % 8
+    n_block = (expert * 2).to(tl.int64) * TILES + tile + warp % 2 * TILES
+    codes_base = codes_ptr + n_block * (CHUNKS * 512 * PIECES)
+    scales_base = words(scales_ptr) + n_block * (GROUPS * 32) + g * 4 + r
+    zeros_base = zeros_ptr
+    if zeros_ptr is not None:
+        zeros_base = words(zeros_ptr) + n_block * (GROUPS * 32) + g * 4 + r
+    x_base, rows_there = (), ()
+    for j in tl.static_range(ROW_TILES):
+        row, there = g + 8 * j, g + 8 * j < rows
+        if not LISTED:
+            pair = tl.load(pair_ptr + block * BLOCK_M + g + 8 * j)
+            row, there = tl.maximum(pair, 0) // SLOTS, pair >= 0
+        x_base = x_base + (words(x_ptr) + row.to(tl.int64) * x_words + 4 * t + r,)
+        rows_there = rows_there + (there,)
+    first = (split * STEPS * WARPS_K + warp // 2) * COUNT
+    acc = zero_sums(PARTS, WARPS * 128)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        chunk = first + step * (WARPS_K * COUNT)
+        loaded = load_weight(codes_base, scales_base, zeros_base, chunk, index, CHUNKS, COUNT, GROUP, PIECES)
+        acc = add_products(
+            acc, loaded, x_base, rows_there, chunk, t, COUNT, GROUP, SIZE, ROW_TILES, zeros_ptr is not None, CODE,
+            TYPE, SCALE_TYPE, INTERPRETED,
+        )  # fmt: skip
+    if PDL and LISTED:
+        tl.extra.cuda.gdc_launch_dependents()  # now; earlier, reads of down projections would slow these
+    # part = ROW_TILES i + j of a sum, in lane (g, t) and register r: output 16 i + 8 (r / 2) + g, row 8 j + 2 t + r % 2
+    sums = sums_of_warps(acc, PARTS, 2, WARPS_K, SPLITS == 1, INTERPRETED)
+    place, word = block * TILES + tile, index % 128
+    cells = part_ptr
+    if SPLITS > 1:
+        cells = part_ptr + place * (SPLITS * PARTS * 256) + word
+        for q in tl.static_range((PARTS + WARPS_K - 1) // WARPS_K):
+            part = q * WARPS_K + warp // 2
+            here = cells + ((split * PARTS + part) * 2 + warp % 2) * 128
+            tl.store(here, sums[q], mask=(part < PARTS) & (part % ROW_TILES * 8 + 2 * t < rows))
+        if not comes_last(ticket_ptr + place, SPLITS):
+            return
+    for q in tl.static_range((PARTS + WARPS - 1) // WARPS):
+        part = q * WARPS + warp
+        m, live = part % ROW_TILES * 8 + 2 * t + r % 2, part < PARTS
+        if SPLITS > 1:
+            there = live & (part % ROW_TILES * 8 + 2 * t < rows)
+            gate = sum_of_splits(cells + part * 256, there, PARTS * 256, SPLITS)
+            up = sum_of_splits(cells + part * 256 + 128, there, PARTS * 256, SPLITS)
+        else:
+            gate, up = sums[2 * q], sums[2 * q + 1]
+        n = tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
+        at = expert * (2 * WIDTH) + n
+        gate, up = restored(gate, CODE), restored(up, CODE)
+        if row_scale_ptr is not None:
+            gate *= tl.load(row_scale_ptr + at, mask=live, other=0.0)
+            up *= tl.load(row_scale_ptr + at + WIDTH, mask=live, other=0.0)
+        if bias_ptr is not None:
+            gate += tl.load(bias_ptr + at, mask=live, other=0.0)
+            up += tl.load(bias_ptr + at + WIDTH, mask=live, other=0.0)
+        if CLAMPED:
+            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+        hidden = gate / (1.0 + tl.exp(-alpha * gate)) * (up + shift)
+        row = block * BLOCK_M + m
+        if LISTED:
+            factor, uses = _share(chosen_ptr, weight_ptr, expert, m, rows, SLOTS)
+            tl.store(share_ptr + row, factor, mask=live & (n == 0))
+            if down_scale_ptr is not None:
+                factor *= tl.load(down_scale_ptr + expert)
+            hidden = tl.where(uses, hidden * factor, 0.0)
+        tl.store(hidden_ptr + row.to(tl.int64) * WIDTH + n, hidden.to(hidden_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _share(chosen_ptr, weight_ptr, expert, m, rows, SLOTS: tl.constexpr):
+    """Return the weight of `expert` in rows m, and whether they use it."""
+    share, uses = tl.zeros([m.shape[0]], tl.float32), m < 0
+    for slot in tl.static_range(SLOTS):
+        asked = tl.load(chosen_ptr + m * SLOTS + slot, mask=m < rows, other=-1) == expert
+        share += tl.load(weight_ptr + m * SLOTS + slot, mask=asked, other=0.0)
+        uses |= asked
+    return share, uses
+
+
+@triton.jit
+def _add_biases(
+    total,
+    bias_ptr,
+    share_ptr,
+    used_ptr,
+    split,
+    most,
+    m,
+    n,
+    live,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Add the biases of outputs n of this program's experts, times the weights of these in rows m. Four at a time, so
+    that their reads overlap."""
+    for first in range(split, most, 4 * SPLITS):
+        for each in tl.static_range(4):
+            block = first + each * SPLITS
+            expert = tl.load(used_ptr + block, mask=block < most, other=-1)
+            there = live & (expert >= 0)
+            bias = tl.load(bias_ptr + tl.maximum(expert, 0) * SIZE + n, mask=there, other=0.0)
+            total += bias * tl.load(share_ptr + block * BLOCK_M + m, mask=there, other=0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows", "most"])
+def down_of_listed(
+    hidden_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    share_ptr,
+    out_ptr,
+    used_ptr,
+    num_used_ptr,
+    part_ptr,
+    ticket_ptr,
+    rows,
+    most,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS_N: tl.constexpr,
+    WARPS_K: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    CODE: tl.constexpr,
+    TYPE: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Write the weighted sum of down projections to out [rows, SIZE]. A program has some outputs and every SPLITS-th
+    used expert."""
+    CHUNKS: tl.constexpr = WIDTH // 64
+    GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+    PIECES: tl.constexpr = 2 if CODE == "int8" else 1
+    TILES: tl.constexpr = (SIZE + 63) // 64
+    BLOCK_M: tl.constexpr = 8 * ROW_TILES
+    PARTS: tl.constexpr = 4 * ROW_TILES
+    WARPS: tl.constexpr = WARPS_N * WARPS_K
+    tile, split = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, WARPS * 128)
+    warp, r, t, g = index // 128, index % 4, index // 4 % 4, index // 16 % 8
+    n_tile = tile * WARPS_N + warp % WARPS_N
+    weight_tile = tl.minimum(n_tile, TILES - 1)
+    x_at = g * (WIDTH // 2) + 4 * t + r
+    codes_at, scales_at = weight_tile * (CHUNKS * 512 * PIECES), weight_tile * (GROUPS * 32) + g * 4 + r
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    steps = (tl.load(num_used_ptr) - split + SPLITS - 1) // SPLITS * STEPS
+    # the number of an expert is read a step before it is needed
+    expert = tl.maximum(tl.load(used_ptr + split, mask=split < most, other=0), 0)
+    acc = zero_sums(PARTS, WARPS * 128)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        block, chunk = split + i // STEPS * SPLITS, (i % STEPS * WARPS_K + warp // WARPS_N) * COUNT
+        whole = expert.to(tl.int64) * TILES
+        zeros_base = zeros_ptr
+        if zeros_ptr is not None:
+            zeros_base = words(zeros_ptr) + whole * (GROUPS * 32) + scales_at
+        loaded = load_weight(
+            codes_ptr + whole * (CHUNKS * 512 * PIECES) + codes_at,
+            words(scales_ptr) + whole * (GROUPS * 32) + scales_at, zeros_base, chunk, index, CHUNKS, COUNT, GROUP,
+            PIECES,
+        )  # fmt: skip
+        expert = tl.load(used_ptr + split + tl.minimum(i + 1, steps - 1) // STEPS * SPLITS)
+        x_base, rows_there = (), ()
+        for j in tl.static_range(ROW_TILES):
+            x_base = x_base + (words(hidden_ptr) + block * (BLOCK_M * WIDTH // 2) + x_at + 8 * j * (WIDTH // 2),)
+            rows_there = rows_there + (g + 8 * j < rows,)
+        acc = add_products(
+            acc, loaded, x_base, rows_there, chunk, t, COUNT, GROUP, WIDTH, ROW_TILES, zeros_ptr is not None, CODE,
+            TYPE, SCALE_TYPE, INTERPRETED,
+        )  # fmt: skip
+    # as in `gate_up_of_blocks`
+    sums = sums_of_warps(acc, PARTS, WARPS_N, WARPS_K, False, INTERPRETED)
+    RESULTS: tl.constexpr = (PARTS + WARPS_K - 1) // WARPS_K
+    total = ()
+    for q in tl.static_range(RESULTS):
+        part = q * WARPS_K + warp // WARPS_N
+        m, n = part % ROW_TILES * 8 + 2 * t + r % 2, n_tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
+        one = restored(sums[q], CODE)
+        if bias_ptr is not None:
+            one = _add_biases(
+                one, bias_ptr, share_ptr, used_ptr, split, most, m, n, (part < PARTS) & (m < rows) & (n < SIZE),
+                SIZE, BLOCK_M, SPLITS,
+            )  # fmt: skip
+        total = total + (one,)
+    cells = part_ptr
+    if SPLITS > 1:
+        cells = part_ptr + tile * (SPLITS * PARTS * WARPS_N * 128) + index % 128
+        for q in tl.static_range(RESULTS):
+            part = q * WARPS_K + warp // WARPS_N
+            here = cells + ((split * PARTS + part) * WARPS_N + warp % WARPS_N) * 128
+            tl.store(here, total[q], mask=(part < PARTS) & (part % ROW_TILES * 8 + 2 * t < rows))
+        if not comes_last(ticket_ptr + tile, SPLITS):
+            return
+    for q in tl.static_range(RESULTS):
+        part = q * WARPS_K + warp // WARPS_N
+        m, n = part % ROW_TILES * 8 + 2 * t + r % 2, n_tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
+        live = (part < PARTS) & (m < rows) & (n < SIZE)
+        if SPLITS > 1:
+            here = cells + (part * WARPS_N + warp % WARPS_N) * 128
+            result = sum_of_splits(here, live, PARTS * WARPS_N * 128, SPLITS)
+        else:
+            result = total[q]
+        tl.store(out_ptr + m.to(tl.int64) * SIZE + n, result.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["first_tile"])
+def down_of_blocks(
+    hidden_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    part_ptr,
+    weight_ptr,
+    pair_ptr,
+    expert_ptr,
+    first_tile,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS_N: tl.constexpr,
+    WARPS_K: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    CODE: tl.constexpr,
+    TYPE: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Write the weighted down projections of SPAN outputs from 64 * first_tile on to part [rows * slots, SPAN]."""
+    CHUNKS: tl.constexpr = WIDTH // 64
+    GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+    PIECES: tl.constexpr = 2 if CODE == "int8" else 1
+    TILES: tl.constexpr = (SIZE + 63) // 64
+    BLOCK_M: tl.constexpr = 8 * ROW_TILES
+    PARTS: tl.constexpr = 4 * ROW_TILES
+    WARPS: tl.constexpr = WARPS_N * WARPS_K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(1)
+    expert = tl.load(expert_ptr + block)
+    if expert < 0:
+        return
+    index = tl.arange(0, WARPS * 128)
+    warp, r, t, g = index // 128, index % 4, index // 4 % 4, index // 16 % 8
+    n_tile = first_tile + tl.program_id(0) * WARPS_N + warp % WARPS_N
+    n_block = expert.to(tl.int64) * TILES + tl.minimum(n_tile, TILES - 1)
+    codes_base = codes_ptr + n_block * (CHUNKS * 512 * PIECES)
+    scales_base = words(scales_ptr) + n_block * (GROUPS * 32) + g * 4 + r
+    zeros_base = zeros_ptr
+    if zeros_ptr is not None:
+        zeros_base = words(zeros_ptr) + n_block * (GROUPS * 32) + g * 4 + r
+    x_base, rows_there = (), ()
+    for j in tl.static_range(ROW_TILES):
+        row = block * BLOCK_M + g + 8 * j
+        x_base = x_base + (words(hidden_ptr) + row.to(tl.int64) * (WIDTH // 2) + 4 * t + r,)
+        rows_there = rows_there + (tl.load(pair_ptr + row) >= 0,)
+    acc = zero_sums(PARTS, WARPS * 128)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        chunk = (step * WARPS_K + warp // WARPS_N) * COUNT
+        loaded = load_weight(codes_base, scales_base, zeros_base, chunk, index, CHUNKS, COUNT, GROUP, PIECES)
+        acc = add_products(
+            acc, loaded, x_base, rows_there, chunk, t, COUNT, GROUP, WIDTH, ROW_TILES, zeros_ptr is not None, CODE,
+            TYPE, SCALE_TYPE, INTERPRETED,
+        )  # fmt: skip
+    # as in `gate_up_of_blocks`
+    sums = sums_of_warps(acc, PARTS, WARPS_N, WARPS_K, False, INTERPRETED)
+    for q in tl.static_range((PARTS + WARPS_K - 1) // WARPS_K):
+        part = q * WARPS_K + warp // WARPS_N
+        m, n = part % ROW_TILES * 8 + 2 * t + r % 2, n_tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
+        pair = tl.load(pair_ptr + block * BLOCK_M + m, mask=part < PARTS, other=-1)
+        live = (pair >= 0) & (n < SIZE) & (n - first_tile * 64 < SPAN)
+        total = restored(sums[q], CODE)
+        if row_scale_ptr is not None:
+            total *= tl.load(row_scale_ptr + expert * SIZE + n, mask=live, other=0.0)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + expert * SIZE + n, mask=live, other=0.0)
+        total *= tl.load(weight_ptr + pair, mask=live, other=0.0)
+        out = part_ptr + pair.to(tl.int64) * SPAN + n - first_tile * 64
+        tl.store(out, total.to(part_ptr.dtype.element_ty), mask=live)

@@ -1,0 +1,152 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+"""What the kernels of `workers.ops.packed.expert_products_triton` share: the part of a weight that a warp loads, and
+its products with rows. Tensors are laid out as in `workers.ops.packed.fragments_triton`.
+
+Loads of a weight have no masks, so that Triton's pipelined loops copy them to shared memory several steps ahead.
+Indices are clamped instead: inputs past the last are zero, and outputs past the last are not stored.
+"""
+
+import triton
+import triton.language as tl
+
+from workers.ops.packed.fragments_triton import add_scaled, decode, multiply
+
+RAISED = tl.constexpr("e2m1 / 2^126")  # codes of `workers.ops.packed.experts.raised`
+
+
+@triton.jit
+def load_weight(
+    codes_base,
+    scales_base,
+    zeros_base,
+    chunk,
+    index,
+    CHUNKS: tl.constexpr,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Load COUNT chunks of 64 inputs from `chunk` on. Per chunk: for each 16 outputs a tensor of codes (int8: one for
+    each 32 inputs), then for each 32 inputs, or all, the scales, and the zeros if there are any."""
+    loaded = ()
+    word, t = index % 128, index // 4 % 4
+    for each in tl.static_range(COUNT):
+        at = tl.minimum(chunk + each, CHUNKS - 1)
+        for piece in tl.static_range(4 * PIECES):
+            loaded = loaded + (tl.load(codes_base + at * (512 * PIECES) + piece * 128 + word),)
+        for s in tl.static_range(1 if GROUP % 64 == 0 else 2):
+            start = at * 64 + 32 * s
+            if GROUP == 16:
+                start += t // 2 * 16
+            loaded = loaded + (tl.load(scales_base + start // GROUP * 32),)
+            if zeros_base is not None:
+                loaded = loaded + (tl.load(zeros_base + start // GROUP * 32),)
+    return loaded
+
+
+@triton.jit
+def _load_inputs(pointers, there, INTERPRETED: tl.constexpr):
+    """Load 16 bytes a lane, zeros unless `there`. Not a load of Triton's, so that pipelined loops leave it in L1, which
+    all warps share."""
+    if INTERPRETED:
+        return tl.load(pointers, mask=there, other=0)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred there;
+            setp.ne.s32 there, $8, 0;
+            mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+            @there ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
+            }""",
+            "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r",
+            [pointers, there.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=4,
+        )
+
+
+@triton.jit
+def add_products(
+    acc,
+    loaded,
+    x_base,
+    rows_there,
+    chunk,
+    t,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    CODE: tl.constexpr,
+    TYPE: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return the sums `acc`, 4 * ROW_TILES tensors, plus the products of the chunks that `load_weight` loaded.
+
+    x_base: pointers to the lanes' words of each tile of 8 rows.
+    rows_there: masks of the same.
+    """
+    PIECES: tl.constexpr = 2 if CODE == "int8" else 1
+    HALVES: tl.constexpr = 1 if GROUP % 64 == 0 else 2
+    PER_HALF: tl.constexpr = 2 if HAS_ZEROS else 1
+    FIRST: tl.constexpr = 4 * PIECES
+    SIZE: tl.constexpr = FIRST + HALVES * PER_HALF
+    SCALED: tl.constexpr = CODE == RAISED  # exact: significands of at most 2 and 4 bits
+    BY: tl.constexpr = tl.bfloat16 if SCALED else None
+    for each in tl.static_range(COUNT):
+        k = (chunk + each) * 64
+        inputs = ()
+        for j in tl.static_range(ROW_TILES):
+            for s in tl.static_range(2):
+                there = rows_there[j] & (k + 32 * s + 8 * t < K)
+                inputs = inputs + (_load_inputs(x_base[j] + k // 2 + 16 * s, there, INTERPRETED),)
+        scales = loaded[each * SIZE + FIRST], loaded[each * SIZE + FIRST + (HALVES - 1) * PER_HALF]
+        zeros = (
+            loaded[each * SIZE + FIRST + PER_HALF - 1],
+            loaded[each * SIZE + FIRST + (HALVES - 1) * PER_HALF + PER_HALF - 1],
+        )
+        sums = ()
+        for i in tl.static_range(4):
+            first, second = loaded[each * SIZE + i * PIECES], loaded[each * SIZE + i * PIECES + PIECES - 1]
+            a0, a1 = decode(first, zeros[0], scales[0], i, 0, CODE, HAS_ZEROS, BY, TYPE, INTERPRETED)
+            a2, a3 = decode(second, zeros[1], scales[1], i, 1, CODE, HAS_ZEROS, BY, TYPE, INTERPRETED)
+            for j in tl.static_range(ROW_TILES):
+                part = acc[i * ROW_TILES + j]
+                if SCALED:
+                    part = multiply(a0, a1, inputs[2 * j], part, TYPE, INTERPRETED)
+                    part = multiply(a2, a3, inputs[2 * j + 1], part, TYPE, INTERPRETED)
+                elif HALVES == 1:
+                    own = multiply(a0, a1, inputs[2 * j], None, TYPE, INTERPRETED)
+                    own = multiply(a2, a3, inputs[2 * j + 1], own, TYPE, INTERPRETED)
+                    part = add_scaled(part, own, scales[0], i, SCALE_TYPE, INTERPRETED)
+                else:
+                    own = multiply(a0, a1, inputs[2 * j], None, TYPE, INTERPRETED)
+                    part = add_scaled(part, own, scales[0], i, SCALE_TYPE, INTERPRETED)
+                    own = multiply(a2, a3, inputs[2 * j + 1], None, TYPE, INTERPRETED)
+                    part = add_scaled(part, own, scales[1], i, SCALE_TYPE, INTERPRETED)
+                sums = sums + (part,)
+        acc = sums
+    return acc
+
+
+@triton.jit
+def restored(sums, CODE: tl.constexpr):
+    """Undo what `workers.ops.packed.experts.raised` left in a sum."""
+    return sums * 65536.0 if CODE == RAISED else sums
+
+
+@triton.jit
+def zero_sums(COUNT: tl.constexpr, SIZE: tl.constexpr):
+    acc = ()
+    for _ in tl.static_range(COUNT):
+        acc = acc + (tl.zeros([SIZE], tl.float32),)
+    return acc
+
+
+@triton.jit
+def words(ptr):
+    """A pointer to 32-bit words."""
+    return ptr.to(tl.pointer_type(tl.int32))

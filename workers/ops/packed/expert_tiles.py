@@ -1,0 +1,130 @@
+"""Tile sizes of `workers.ops.packed.experts_triton`."""
+
+from dataclasses import dataclass, replace
+
+from workers.ops.experts.route import MAX_LISTED
+from workers.ops.experts.weights import ExpertSizes
+from workers.ops.gemm.tiles import MULTIPROCESSORS
+from workers.ops.packed.weight import BITS, TILE, PackedWeight
+
+_MAX_ROW_TILES = 4
+_PROGRAMS = 3 * MULTIPROCESSORS  # of listed experts: several on each multiprocessor hide each other's latencies
+_SMALL_SHARED = 48 << 10  # bytes of shared memory that a program may have without asking
+
+
+def _sums_bytes(parts: int, warps: int) -> int:
+    """Return the bytes of shared memory in `workers.ops.packed.sums_triton.sums_of_warps`."""
+    step = 512 * warps
+    while parts * step > 32 << 10 and parts > warps:
+        parts //= 2
+    return parts * step
+
+
+def _chunk_bytes(weight: PackedWeight) -> int:
+    """Return the bytes in shared memory of 64 outputs and inputs: codes, and scales and zeros of each lane."""
+    halves = (1 if weight.group % TILE == 0 else 2) * (1 if weight.zeros is None else 2)
+    return 512 * (BITS[weight.code] + halves)
+
+
+@dataclass(frozen=True)
+class PackedTiles:
+    """Tiles of one product.
+
+    row_tiles: tiles of 8 rows.
+    warps_n: warps with different outputs, 64 each; of gate and up projections always 2, one for each.
+    warps_k: warps that share a sum.
+    chunks: of 64 inputs, loaded at once by a warp.
+    splits: programs that share a sum: of the down projections of listed experts, by experts.
+    stages: loads ahead, in shared memory.
+    """
+
+    row_tiles: int
+    warps_n: int = 2
+    warps_k: int = 4
+    chunks: int = 1
+    splits: int = 1
+    stages: int = 4
+
+    def steps(self, k: int, splits: int = 1) -> int:
+        """Loads of a warp, one after another. splits: programs that share the inputs."""
+        return -(-k // (TILE * self.chunks * self.warps_k * splits))
+
+    def stages_for(self, weight: PackedWeight) -> int:
+        """Return `stages`, or fewer, so that the kernel can be launched. Triton 3.6 asks for more than 48 KB of shared
+        memory only if its own part needs it, which leaves out that of `sums_of_warps`."""
+        own, stages = _sums_bytes(4 * self.row_tiles, self.warps_n * self.warps_k), self.stages
+        step = self.warps_n * self.warps_k * self.chunks * _chunk_bytes(weight)
+        while stages > 2 and (stages - 1) * step <= _SMALL_SHARED < (stages - 1) * step + own:
+            stages -= 1
+        return stages
+
+
+@dataclass(frozen=True)
+class PackedExpertTiles:
+    gate_up: PackedTiles
+    down: PackedTiles
+
+    @property
+    def block_m(self) -> int:
+        """Rows per block."""
+        return 8 * self.gate_up.row_tiles
+
+
+def packed_expert_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> PackedExpertTiles:
+    """Return the tiles for so many rows. deterministic: tiles that give a row the same result for any number of
+    rows."""
+    if rows <= MAX_LISTED and not deterministic:
+        return _listed_tiles(rows, sizes)
+    row_tiles = _MAX_ROW_TILES if deterministic else _row_tiles(rows * sizes.share)
+    one = PackedTiles(row_tiles)
+    down = replace(one, warps_k=_warps_k(sizes.width // TILE, one.chunks))
+    return PackedExpertTiles(one, down)
+
+
+def _listed_tiles(rows: int, sizes: ExpertSizes) -> PackedExpertTiles:
+    row_tiles = 1 if rows <= 8 else 2
+    programs = sizes.used(rows) * sizes.width / TILE
+    chunks = -(-sizes.size // TILE)
+    gate_up = PackedTiles(row_tiles, warps_k=2)
+    splits = 1
+    while splits < 8 and splits * programs < _PROGRAMS and (splits + 1) * gate_up.warps_k <= chunks:
+        splits += 1
+    tiles, down_splits = -(-sizes.size // TILE), 1
+    while down_splits < 8 and down_splits * tiles < _PROGRAMS and down_splits < sizes.used(rows):
+        down_splits *= 2
+    down = PackedTiles(row_tiles, 1, _warps_k(sizes.width // TILE, 1), splits=down_splits)
+    return PackedExpertTiles(replace(gate_up, splits=splits), down)
+
+
+def _warps_k(chunks: int, at_once: int) -> int:
+    """Return how many warps share so many chunks, each of which loads some at once."""
+    return 4 if chunks >= 4 * at_once else 2 if chunks >= 2 * at_once else 1
+
+
+def _row_tiles(each: float) -> int:
+    """Return the tiles of 8 rows for an expert that gets so many rows."""
+    tiles = 1
+    while tiles < _MAX_ROW_TILES and 8 * tiles < 1.25 * each:
+        tiles *= 2
+    return tiles
+
+
+def packed_expert_workspace(sizes: ExpertSizes) -> tuple[int, int]:
+    """Return float32 cells and tickets of a `Workspace` for the routing and all listed tiles."""
+    cells, tickets = 0, sizes.num_routed
+    for rows in range(1, MAX_LISTED + 1):
+        needed = partial_sizes(rows, sizes, _listed_tiles(rows, sizes))
+        cells, tickets = max(cells, needed[0]), max(tickets, needed[1])
+    return cells, tickets
+
+
+def partial_sizes(rows: int, sizes: ExpertSizes, tiles: PackedExpertTiles) -> tuple[int, int]:
+    """Return cells and tickets that these tiles need."""
+    cells, num_tickets = 0, 1
+    gate_up_places = sizes.max_used(rows) * sizes.width // TILE
+    down_places = -(-sizes.size // (TILE * tiles.down.warps_n))
+    for product, places in ((tiles.gate_up, gate_up_places), (tiles.down, down_places)):
+        if product.splits > 1:
+            cells = max(cells, places * product.splits * product.row_tiles * 8 * product.warps_n * TILE)
+            num_tickets = max(num_tickets, places)
+    return cells, num_tickets

@@ -1,0 +1,219 @@
+"""The Triton implementation of `workers.ops.packed.experts`.
+
+Up to 16 rows: gate and up projections of all rows in each used expert; down projections and their weighted sum. More
+rows: sorted by expert; gate and up projections of each block; down projections, one result per row and expert; their
+sum. With very many rows the last two run over spans of outputs, which bounds memory.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
+from workers.ops.experts.many_rows_triton import sum_slots
+from workers.ops.experts.order_triton import bins_of, order_by_expert
+from workers.ops.experts.route import Routed, RouterLogits
+from workers.ops.experts.route_triton import route
+from workers.ops.gemm.workspace import GEMMOptions, Workspace
+from workers.ops.packed.expert_products_triton import down_of_blocks, down_of_listed, gate_up_of_blocks
+from workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, packed_expert_tiles
+from workers.ops.packed.experts import PackedExpertWeights
+from workers.ops.packed.stream_triton import TL_TYPES
+from workers.ops.packed.weight import TILE, PackedWeight
+
+_MAX_PARTIAL_BYTES = 1 << 28  # bound on scratch for the results per row and expert
+
+
+def packed_expert_products(
+    x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
+) -> Tensor:
+    """See `workers.ops.packed.experts.packed_expert_products`."""
+    assert options.workspace is not None, "serves"
+    rows = x.shape[0]
+    out = torch.empty((rows, weights.size), dtype=x.dtype, device=x.device) if out is None else out
+    if rows == 0:
+        return out
+    routed = route(router, 0, options.workspace.tickets, not options.deterministic, weights.held)
+    tiles = packed_expert_tiles(rows, weights.sizes(routed.chosen.shape[1]), options.deterministic)
+    if routed.used is not None:
+        return listed_experts(x, routed, weights, options.workspace, tiles, out)
+    return ordered_experts(x, routed, weights, tiles, out)
+
+
+def listed_experts(
+    x: Tensor,
+    routed: Routed,
+    weights: PackedExpertWeights,
+    workspace: Workspace,
+    tiles: PackedExpertTiles,
+    out: Tensor,
+) -> Tensor:
+    """Write the weighted sum of each row's experts to `out`; zeros for padding rows.
+
+    x: [rows, size] bfloat16, last stride 1; at most `tiles.block_m` rows.
+    routed: from `workers.ops.experts.route_triton`, with listed experts.
+    workspace: at least `workers.ops.packed.expert_tiles.partial_sizes`.
+    """
+    assert routed.used is not None and x.shape[0] <= tiles.block_m
+    blocks = routed.used.shape[0] * tiles.block_m
+    hidden = torch.empty((blocks, weights.width), dtype=x.dtype, device=x.device)
+    share = torch.empty(blocks, dtype=torch.float32, device=x.device)
+    gate_up(x, routed, routed.used, None, weights, workspace, tiles.gate_up, hidden, share)
+    return down_of_used(hidden, share, routed, weights, workspace, tiles.down, out)
+
+
+def down_of_used(
+    hidden: Tensor,
+    share: Tensor,
+    routed: Routed,
+    weights: PackedExpertWeights,
+    workspace: Workspace,
+    down: PackedTiles,
+    out: Tensor,
+) -> Tensor:
+    """Write the weighted sum of down projections to `out`. hidden, share: from `gate_up`."""
+    assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
+    down_of_listed[(triton.cdiv(weights.size, TILE * down.warps_n), down.splits)](
+        hidden,
+        weights.down.codes,
+        weights.down.scales,
+        weights.down.zeros,
+        weights.down_bias,
+        share,
+        out,
+        routed.used,
+        routed.num_used,
+        workspace.part,
+        workspace.tickets,
+        out.shape[0],
+        routed.used.shape[0],
+        WARPS_N=down.warps_n,
+        SPLITS=down.splits,
+        **_common(hidden, weights, weights.down, down, weights.width, 1),
+    )
+    return out
+
+
+def ordered_experts(
+    x: Tensor, routed: Routed, weights: PackedExpertWeights, tiles: PackedExpertTiles, out: Tensor
+) -> Tensor:
+    """Write the weighted sum of each row's experts to `out`; zeros for rows without experts, such as padding.
+
+    x: [rows, size] bfloat16, last stride 1.
+    routed: from `workers.ops.experts.route_triton`, with counted rows.
+
+    Scratch: rows * slots results in out's dtype, or as many columns of them as fit in 256 MB; as many inner
+    activations, and those of the unused rows of blocks.
+    """
+    rows, slots = routed.chosen.shape
+    assert out.is_contiguous() and tiles.gate_up.splits == tiles.down.splits == 1
+    try:
+        order = order_by_expert(routed, weights.num_experts, tiles.block_m)
+        blocks = order.experts.shape[0]
+        hidden = torch.empty((blocks * tiles.block_m, weights.width), dtype=x.dtype, device=x.device)
+        gate_up(x, routed, order.experts, order.pairs, weights, None, tiles.gate_up, hidden, None)
+    except BaseException:  # usually out of memory; the engine serves on
+        routed.forget()
+        raise
+    down, size = tiles.down, weights.size
+    span = columns_at_once(rows * slots * out.element_size(), size, TILE * down.warps_n)
+    for first in range(0, size, span):
+        columns = min(span, size - first)
+        parts = torch.empty((rows * slots, columns), dtype=out.dtype, device=out.device)
+        down_of_blocks[(triton.cdiv(columns, TILE * down.warps_n), blocks)](
+            hidden,
+            weights.down.codes,
+            weights.down.scales,
+            weights.down.zeros,
+            weights.down.row_scale,
+            weights.down_bias,
+            parts,
+            routed.weight,
+            order.pairs,
+            order.experts,
+            first // TILE,
+            SPAN=columns,
+            WARPS_N=down.warps_n,
+            **_common(x, weights, weights.down, down, weights.width, 1),
+        )
+        sum_slots(parts, routed.chosen, out, first // span, span, weights.held is not None)
+    return out
+
+
+def columns_at_once(bytes_of_column: int, size: int, step: int) -> int:
+    """Return the most columns whose results fit in `_MAX_PARTIAL_BYTES`: all, or a multiple of `step`."""
+    if bytes_of_column * size <= _MAX_PARTIAL_BYTES:
+        return size
+    return max(1, _MAX_PARTIAL_BYTES // (bytes_of_column * step)) * step
+
+
+def gate_up(
+    x: Tensor,
+    routed: Routed,
+    experts: Tensor,
+    pairs: Tensor | None,
+    weights: PackedExpertWeights,
+    workspace: Workspace | None,
+    tiles: PackedTiles,
+    hidden: Tensor,
+    share: Tensor | None,
+) -> None:
+    """Write inner activations of blocks with `experts`. pairs: rows of blocks; None: all rows in each."""
+    rows, slots = routed.chosen.shape
+    size, activation = weights.size, weights.activation
+    assert weights.is_raised or weights.gate_up.code != "e2m1"
+    assert x.shape == (rows, size) and x.stride(1) == 1 and x.stride(0) % 8 == 0 and size % 8 == 0
+    gate_up_of_blocks[(weights.width // TILE * tiles.splits, experts.shape[0])](
+        x,
+        weights.gate_up.codes,
+        weights.gate_up.scales,
+        weights.gate_up.zeros,
+        weights.gate_up.row_scale,
+        weights.gate_up_bias,
+        weights.down_scale if pairs is None else None,
+        hidden,
+        share,
+        routed.chosen,
+        routed.weight,
+        experts,
+        pairs,
+        routed.count,
+        None if workspace is None else workspace.part,
+        None if workspace is None else workspace.tickets,
+        rows,
+        x.stride(0) // 2,
+        activation.alpha,
+        activation.limit or 0.0,
+        activation.shift,
+        SLOTS=slots,
+        EXPERTS=weights.num_experts,
+        BINS=bins_of(weights.num_experts),
+        SPLITS=tiles.splits,
+        LISTED=pairs is None,
+        CLAMPED=activation.limit is not None,
+        **_common(x, weights, weights.gate_up, tiles, size, tiles.splits),
+    )
+
+
+def _common(
+    x: Tensor, weights: PackedExpertWeights, weight: PackedWeight, tiles: PackedTiles, k: int, splits: int
+) -> dict[str, Any]:
+    return {
+        "WIDTH": weights.width,
+        "SIZE": weights.size,
+        "GROUP": weight.group,
+        "ROW_TILES": tiles.row_tiles,
+        "WARPS_K": tiles.warps_k,
+        "COUNT": tiles.chunks,
+        "STEPS": tiles.steps(k, splits),
+        "STAGES": tiles.stages_for(weight),
+        "CODE": "e2m1 / 2^126" if weight.code == "e2m1" else weight.code,
+        "TYPE": TL_TYPES[x.dtype],
+        "SCALE_TYPE": TL_TYPES[weight.scales.dtype],
+        "INTERPRETED": INTERPRETED,
+        "num_warps": tiles.warps_n * tiles.warps_k,
+        **pdl_wait(x.device),
+    }
