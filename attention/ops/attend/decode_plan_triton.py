@@ -69,7 +69,9 @@ def _fp8_tiles(packed_rows: int, head_dim: int, density: float) -> DecodeTiles:
     block_n = min(128, max(32, 128 * 128 // head_dim))
     if packed_rows <= 16:
         return DecodeTiles(16, block_n, 4, 3 if density <= 1 else 4, 2, 64 if density <= 1 else 128)
-    return DecodeTiles(32, block_n, 4, 3, 2, 64) if packed_rows <= 32 else DecodeTiles(64, block_n, 4, 2, 2, 64)
+    if packed_rows <= 32 or head_dim > 128:
+        return DecodeTiles(32, block_n, 4, 3, 2, 64)
+    return DecodeTiles(64, block_n, 4, 2, 2, 64)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from attention.backends.triton_kernels import FIXED_TILES  # noqa: E402
+from attention.fp8 import WEIGHT_UNIT  # noqa: E402
 from attention.ops import rope_store_triton, slot_mapping_triton  # noqa: E402
 from attention.ops.attend import (  # noqa: E402
     decode_plan_triton,
@@ -135,6 +136,22 @@ def test_decode_attention_fits_hopper(
     assert spills == 0
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
     assert "cp.async.cg" in ptx  # K and V are loaded ahead
+
+
+@pytest.mark.parametrize("rows,head_dim,density", [(1, 128, 0.5), (4, 64, 8), (8, 128, 8), (16, 256, 2)])
+def test_decode_attention_over_fp8_fits_hopper(rows: int, head_dim: int, density: float, tmp_path: Path) -> None:
+    """A few registers spill outside the loop. Pages become float16, two numbers at a time: by way of bfloat16, an
+    instruction of an eighth of the rate would take each."""
+    tiles = decode_plan_triton.decode_tiles(rows * 4, head_dim, 2, density, 1)
+    pointers = {"q_ptr": "bf16", "k_ptr": "fp8e4nv", "v_ptr": "fp8e4nv", "out_ptr": "bf16"}
+    pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
+    constants = decode_constants(rows, 4, head_dim, 16, tiles) | {"APART": density <= 1, "UNIT": WEIGHT_UNIT}
+    spills, shared, ptx = compiled(
+        decode_triton._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages
+    )
+    assert spills <= 32
+    assert shared * tiles.programs_per_sm <= SHARED_PER_SM
+    assert "cp.async.cg" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx and "cvt.rn.bf16.f16" not in ptx
 
 
 def latent_maps(page_size: int, block_n: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
