@@ -40,6 +40,80 @@ def _load_codes(base, index, chunk, has, CHUNKS: tl.constexpr, COUNT: tl.constex
     return codes
 
 
+@triton.jit
+def _load_scales(base, t, chunk, has, K: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr):
+    """Scales or zeros of COUNT chunks: a tensor per EACH halves of a chunk."""
+    scales = ()
+    for half in tl.static_range(0, 2 * COUNT, EACH):
+        start = chunk * 64 + 32 * half
+        if GROUP == 16:
+            start += t // 2 * 16
+        scales = scales + (tl.load(base + start // GROUP * 32, mask=has & (start < K), other=0),)
+    return scales
+
+
+@triton.jit
+def _load_inputs(base, g, t, row_stride, rows, chunk, K: tl.constexpr, ROW_TILES: tl.constexpr):
+    """Both halves of a chunk for each 8 rows."""
+    inputs = ()
+    for j in tl.static_range(ROW_TILES):
+        for half in tl.static_range(2):
+            column = chunk * 64 + 32 * half
+            there = (g + 8 * j < rows) & (column + 8 * t < K)
+            inputs = inputs + (tl.load(base + 8 * j * row_stride + column // 2, mask=there, other=0),)
+    return inputs
+
+
+@triton.jit
+def _add_products(
+    acc,
+    codes,
+    scales,
+    zeros,
+    inputs,
+    each: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    EACH: tl.constexpr,
+    TYPE: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return the accumulators with the products of chunk `each` of those that were loaded at once."""
+    PIECES: tl.constexpr = 2 if CODE == "int8" else 1
+    # blocks of 16 differ between lanes of an operand, which takes their scales; codes and scales of e2m1 are exact so
+    OPERAND_SCALE: tl.constexpr = SCALE_TYPE if GROUP == 16 else None
+    FIRST: tl.constexpr = 2 * each // EACH
+    SECOND: tl.constexpr = (2 * each + 1) // EACH
+    sums = ()
+    for i in tl.static_range(4):
+        words = codes[(4 * each + i) * PIECES], codes[(4 * each + i) * PIECES + PIECES - 1]
+        scale, scale2 = scales[FIRST], scales[SECOND]
+        zero, zero2 = scale, scale2
+        if HAS_ZEROS:
+            zero, zero2 = zeros[FIRST], zeros[SECOND]
+        low, high = decode(words[0], zero, scale, i, 0, CODE, HAS_ZEROS, OPERAND_SCALE, TYPE, INTERPRETED)
+        low2, high2 = decode(words[1], zero2, scale2, i, 1, CODE, HAS_ZEROS, OPERAND_SCALE, TYPE, INTERPRETED)
+        for j in tl.static_range(ROW_TILES):
+            part = acc[i * ROW_TILES + j]
+            if GROUP == 16:
+                part = multiply(low, high, inputs[2 * j], part, TYPE, INTERPRETED)
+                part = multiply(low2, high2, inputs[2 * j + 1], part, TYPE, INTERPRETED)
+            elif EACH > 1:
+                first = multiply(low, high, inputs[2 * j], None, TYPE, INTERPRETED)
+                first = multiply(low2, high2, inputs[2 * j + 1], first, TYPE, INTERPRETED)
+                part = add_scaled(part, first, scale, i, SCALE_TYPE, INTERPRETED)
+            else:
+                first = multiply(low, high, inputs[2 * j], None, TYPE, INTERPRETED)
+                part = add_scaled(part, first, scale, i, SCALE_TYPE, INTERPRETED)
+                second = multiply(low2, high2, inputs[2 * j + 1], None, TYPE, INTERPRETED)
+                part = add_scaled(part, second, scale2, i, SCALE_TYPE, INTERPRETED)
+            sums = sums + (part,)
+    return sums
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _packed_stream(
     x_ptr,
@@ -63,6 +137,7 @@ def _packed_stream(
     COUNT: tl.constexpr,
     STEPS: tl.constexpr,
     SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
     GATED: tl.constexpr,
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
@@ -73,9 +148,10 @@ def _packed_stream(
     CHUNKS: tl.constexpr = (K + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
-    # blocks of 16 differ between lanes of an operand, which takes their scales; codes and scales of e2m1 are exact so
-    OPERAND_SCALE: tl.constexpr = SCALE_TYPE if GROUP == 16 else None
-    PER_CHUNK: tl.constexpr = GROUP % 64 == 0 or GROUP == K
+    # halves of chunks that share a scale
+    ONE: tl.constexpr = 2 if GROUP % 64 == 0 else 1
+    EACH: tl.constexpr = 2 * COUNT if GROUP % (64 * COUNT) == 0 or GROUP == K else ONE
+    HAS_ZEROS: tl.constexpr = zeros_ptr is not None
     tile, split = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, WARPS_N * WARPS_K * 128)
     word, warp = index % 128, index // 128
@@ -86,66 +162,77 @@ def _packed_stream(
     start_chunk = (split * STEPS * WARPS_K + warp // WARPS_N) * COUNT
     codes_base = codes_ptr + block * (CHUNKS * 512 * PIECES)
     scales_base = scales_ptr.to(tl.pointer_type(tl.int32)) + block * (GROUPS * 32) + g * 4 + r
-    if zeros_ptr is not None:
+    zeros_base = scales_base
+    if HAS_ZEROS:
         zeros_base = zeros_ptr.to(tl.pointer_type(tl.int32)) + block * (GROUPS * 32) + g * 4 + r
     x_base = x_ptr.to(tl.pointer_type(tl.int32)) + g * row_stride + 4 * t + r
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    ahead = _load_codes(codes_base, word, start_chunk, has, CHUNKS, COUNT, PIECES)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     acc = ()
     for _ in tl.static_range(4 * ROW_TILES):
         acc = acc + (tl.zeros([WARPS_N * WARPS_K * 128], tl.float32),)
-    for step in range(STEPS):
-        codes = ahead
-        chunk = start_chunk + step * (WARPS_K * COUNT)
-        ahead = _load_codes(codes_base, word, chunk + WARPS_K * COUNT, has & (step + 1 < STEPS), CHUNKS, COUNT, PIECES)
-        for each in tl.static_range(COUNT):
-            k = (chunk + each) * 64
-            inputs = ()
-            for j in tl.static_range(ROW_TILES):
-                for s in tl.static_range(2):
-                    there = (g + 8 * j < rows) & (k + 32 * s + 8 * t < K)
-                    inputs = inputs + (tl.load(x_base + 8 * j * row_stride + k // 2 + 16 * s, mask=there, other=0),)
-            scales, zeros = (), ()
-            for s in tl.static_range(1 if PER_CHUNK else 2):
-                start = k + 32 * s
-                if GROUP == 16:
-                    start += t // 2 * 16
-                group = scales_base + start // GROUP * 32
-                scales = scales + (tl.load(group, mask=has & (start < K), other=0),)
-                if zeros_ptr is not None:
-                    zeros = zeros + (tl.load(zeros_base + start // GROUP * 32, mask=has & (start < K), other=0),)
-                else:
-                    zeros = zeros + (scales[s],)
-            if PER_CHUNK:
-                scales, zeros = scales + scales, zeros + zeros
-            sums = ()
-            for i in tl.static_range(4):
-                words = codes[(4 * each + i) * PIECES], codes[(4 * each + i) * PIECES + PIECES - 1]
-                low, high = decode(
-                    words[0], zeros[0], scales[0], i, 0, CODE, zeros_ptr is not None, OPERAND_SCALE, TYPE, INTERPRETED
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if STAGES == 0:
+        codes_ahead = _load_codes(codes_base, word, start_chunk, has, CHUNKS, COUNT, PIECES)
+        scales_ahead = _load_scales(scales_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
+        zeros_ahead = ()
+        if HAS_ZEROS:
+            zeros_ahead = _load_scales(zeros_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for step in range(STEPS):
+            chunk = start_chunk + step * (WARPS_K * COUNT)
+            codes, scales, zeros = codes_ahead, scales_ahead, zeros_ahead
+            next_chunk, more = chunk + WARPS_K * COUNT, has & (step + 1 < STEPS)
+            codes_ahead = _load_codes(codes_base, word, next_chunk, more, CHUNKS, COUNT, PIECES)
+            scales_ahead = _load_scales(scales_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
+            if HAS_ZEROS:
+                zeros_ahead = _load_scales(zeros_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
+            for each in tl.static_range(COUNT):
+                inputs = _load_inputs(x_base, g, t, row_stride, rows, chunk + each, K, ROW_TILES)
+                acc = _add_products(
+                    acc,
+                    codes,
+                    scales,
+                    zeros,
+                    inputs,
+                    each,
+                    CODE,
+                    GROUP,
+                    HAS_ZEROS,
+                    ROW_TILES,
+                    EACH,
+                    TYPE,
+                    SCALE_TYPE,
+                    INTERPRETED,
                 )
-                low2, high2 = decode(
-                    words[1], zeros[1], scales[1], i, 1, CODE, zeros_ptr is not None, OPERAND_SCALE, TYPE, INTERPRETED
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            chunk = start_chunk + step * (WARPS_K * COUNT)
+            codes = _load_codes(codes_base, word, chunk, has, CHUNKS, COUNT, PIECES)
+            scales = _load_scales(scales_base, t, chunk, has, K, GROUP, COUNT, EACH)
+            zeros = ()
+            if HAS_ZEROS:
+                zeros = _load_scales(zeros_base, t, chunk, has, K, GROUP, COUNT, EACH)
+            for each in tl.static_range(COUNT):
+                inputs = _load_inputs(x_base, g, t, row_stride, rows, chunk + each, K, ROW_TILES)
+                acc = _add_products(
+                    acc,
+                    codes,
+                    scales,
+                    zeros,
+                    inputs,
+                    each,
+                    CODE,
+                    GROUP,
+                    HAS_ZEROS,
+                    ROW_TILES,
+                    EACH,
+                    TYPE,
+                    SCALE_TYPE,
+                    INTERPRETED,
                 )
-                for j in tl.static_range(ROW_TILES):
-                    part = acc[i * ROW_TILES + j]
-                    if GROUP == 16:
-                        part = multiply(low, high, inputs[2 * j], part, TYPE, INTERPRETED)
-                        part = multiply(low2, high2, inputs[2 * j + 1], part, TYPE, INTERPRETED)
-                    elif PER_CHUNK:
-                        first = multiply(low, high, inputs[2 * j], None, TYPE, INTERPRETED)
-                        first = multiply(low2, high2, inputs[2 * j + 1], first, TYPE, INTERPRETED)
-                        part = add_scaled(part, first, scales[0], i, SCALE_TYPE, INTERPRETED)
-                    else:
-                        first = multiply(low, high, inputs[2 * j], None, TYPE, INTERPRETED)
-                        part = add_scaled(part, first, scales[0], i, SCALE_TYPE, INTERPRETED)
-                        second = multiply(low2, high2, inputs[2 * j + 1], None, TYPE, INTERPRETED)
-                        part = add_scaled(part, second, scales[1], i, SCALE_TYPE, INTERPRETED)
-                    sums = sums + (part,)
-            acc = sums
     # accumulator R i + j, element 128 w + 4 l + r: the sum of output 16 i + 8 (r / 2) + g and row 8 j + 2 t + r % 2
     PARTS: tl.constexpr = 4 * ROW_TILES
     WARPS: tl.constexpr = WARPS_N * WARPS_K
@@ -243,6 +330,7 @@ def packed_stream(
         COUNT=tiles.chunks,
         STEPS=tiles.steps(k),
         SPLITS=tiles.splits,
+        STAGES=tiles.stages,
         GATED=gated,
         TYPE=TL_TYPES[x.dtype],
         SCALE_TYPE=TL_TYPES[weight.scales.dtype],

@@ -20,6 +20,7 @@ class StreamTiles:
     warps_k: warps that share a sum.
     splits: programs that share a sum (split K).
     chunks: of 64 inputs, loaded at once by a warp.
+    stages: of a pipeline through shared memory; 0: codes are loaded a step ahead, to registers.
     registers: at most so many a thread; None: as many as it takes.
     """
 
@@ -28,6 +29,7 @@ class StreamTiles:
     warps_k: int
     splits: int
     chunks: int = 2
+    stages: int = 0
     registers: int | None = None
 
     def steps(self, k: int) -> int:
