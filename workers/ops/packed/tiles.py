@@ -42,6 +42,25 @@ class StreamTiles:
         return parts * _TILE * self.warps_n * 8 * self.row_tiles
 
 
+@dataclass(frozen=True)
+class BlockTiles:
+    """Tiles of `workers.ops.packed.blocks_triton`: 64 outputs by `block_m` rows.
+
+    paired: 128 outputs; for a gated product 64 gate and 64 up projections.
+    splits: programs that share a sum (split K).
+    stages: of the pipeline.
+    """
+
+    block_m: int
+    paired: bool
+    splits: int
+    stages: int
+
+    def span(self, k: int) -> int:
+        """Chunks per program."""
+        return cdiv(cdiv(k, _TILE), self.splits)
+
+
 def stream_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
     """Return tiles for a weight [n, k]; None for too many rows."""
     if rows > MAX_STREAM_ROWS:
