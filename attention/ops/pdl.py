@@ -46,7 +46,9 @@ The rule:
     fp8_gemm                triggers   the first columns of W         constant
     fp8_gemm_ahead          triggers   W                              constant
     fp8_gemm_wide           triggers   nothing
-    packed_stream           triggers   the first codes                constant
+    packed_stream           triggers   the first codes and scales     constant
+    packed_blocks           triggers   nothing
+    order_rows              triggers   nothing
     dequantize              triggers   codes, scales and zeros        constant
     gate_up_of_blocks       triggers   nothing
     gate_up_of_blocks (few) waits      nothing                        (is a fence)

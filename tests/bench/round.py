@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,12 +90,38 @@ def write_checkpoints(folder: Path, name: str) -> None:
     write_config(folder, MODELS[name], max_position=8192)
 
 
-def quantize_config(path: Path) -> None:
-    """The config.json at `path` says that linear weights are FP8 with scales of 128 x 128 blocks, but for a hybrid's
-    gates."""
-    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    quantization |= {"modules_to_not_convert": ["in_proj_a", "in_proj_b"]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "fp8": {  # scales of 128 x 128 blocks; not a hybrid's gates
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["in_proj_a", "in_proj_b"],
+    },
+    "w4a16": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*in_proj_[ab]$"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": 128,
+                    "dynamic": False,
+                },
+            }
+        },
+    },
+}
+
+
+def quantize_config(path: Path, name: str) -> None:
+    """The config.json at `path` gets a quantization_config."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": QUANTIZATIONS[name]}))
 
 
 def page_size_of(target: Path) -> int:
@@ -230,7 +257,7 @@ def main() -> None:
     add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128], configured.CONFIGS)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument(
-        "--quantization", choices=("none", "fp8"), default="none", help="of the target; floors are bf16's"
+        "--quantization", choices=("none", *QUANTIZATIONS), default="none", help="of the target; floors are bf16's"
     )
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
     parser.add_argument("--attention", default="auto", help="the attention backend of every phase of target and draft")
@@ -247,8 +274,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = model_of(arguments)
         write_checkpoints(Path(folder), model)
-        if arguments.quantization == "fp8":
-            quantize_config(Path(folder) / "target" / "config.json")
+        if arguments.quantization != "none":
+            quantize_config(Path(folder) / "target" / "config.json", arguments.quantization)
         for shape in arguments.shapes:
             for batch in arguments.batches:
                 spec = engine_spec(

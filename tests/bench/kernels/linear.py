@@ -1,6 +1,6 @@
 """Linear layers of few and many rows on a GPU, by how their weights are stored.
 
-    python -m tests.bench linear [--weights bf16 fp8] [--rows 1 4 8 32 64 128 256 512]
+    python -m tests.bench linear [--weights bf16 fp8 w4a16] [--rows 1 4 8 32 64 128 256 512]
 
 Microseconds per product, by the kernels that a layer takes for this weight and this number of rows. Rows come in
 bfloat16: rounding them to FP8 is included. A CUDA graph holds products with several weights, so that no cache has them.
@@ -17,9 +17,11 @@ import torch
 from deploy.bench.table import table
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
+from tests.bench.round import QUANTIZATIONS
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
 from workers.quantization.block_fp8 import BlockFp8
+from workers.quantization.table import read_quant_method
 from workers.span import Span
 
 ROWS = (1, 4, 8, 32, 64, 128, 256, 512)
@@ -46,11 +48,13 @@ PRODUCTS = (
     Product("dsv3-rank q_b", 3072, 1536),
     Product("dsv3-rank o", 7168, 2048),
 )
+W4A16 = read_quant_method({"quantization_config": QUANTIZATIONS["w4a16"]}, "w4a16")
 METHODS: dict[str, Callable[[LinearShape], LinearMethod]] = {
     "bf16": UnquantizedLinearMethod,
     "fp8": lambda shape: BlockFp8((128, 128), ()).linear_method(["weight"], shape),
+    "w4a16": lambda shape: W4A16.linear_method(["weight"], shape),
 }
-BYTES = {"bf16": 2, "fp8": 1}  # of a number
+BYTES = {"bf16": 2.0, "fp8": 1.0, "w4a16": 0.5 + 2 / 128}  # of a number and its scale
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,9 @@ class Row:
 
 def layers_of(product: Product, weights: str, device: torch.device) -> list[LinearMethod]:
     """Layers with random weights, enough that reading all of them empties the caches."""
-    count = max(1, min(MAX_WEIGHTS, APART_BYTES // (product.n * product.k * BYTES[weights])))
+    count = max(1, min(MAX_WEIGHTS, int(APART_BYTES / (product.n * product.k * BYTES[weights]))))
     generator = torch.Generator(device).manual_seed(0)
-    options = GEMMOptions(Workspace.of_size(1 << 24, 1 << 12, device), fp8=True)
+    options = GEMMOptions(Workspace.of_size(1 << 24, 1 << 12, device), fp8=True, packed=True)
     shape = LinearShape.stacked([("", Span.whole(product.n))], Span.whole(product.k))
     layers = []
     with device:

@@ -12,9 +12,17 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 import triton.language as tl  # noqa: E402
 
-from tests.attention.ops.test_triton_compile import compiled  # noqa: E402
+from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+from workers.ops.packed.blocks_triton import _packed_blocks  # noqa: E402
 from workers.ops.packed.stream_triton import _packed_stream  # noqa: E402
-from workers.ops.packed.tiles import StreamTiles, gated_tiles, stream_tiles  # noqa: E402
+from workers.ops.packed.tiles import (  # noqa: E402
+    BlockTiles,
+    StreamTiles,
+    block_tiles,
+    gated_block_tiles,
+    gated_tiles,
+    stream_tiles,
+)
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -28,7 +36,17 @@ def stream(
     assert tiles is not None
     constants = {"N": n // (1 + gated), "K": k, "CODE": code, "GROUP": group, "GATED": gated, "STEPS": tiles.steps(k)}
     constants |= {"ROW_TILES": tiles.row_tiles, "WARPS_N": tiles.warps_n, "WARPS_K": tiles.warps_k}
-    constants |= {"COUNT": tiles.chunks, "SPLITS": tiles.splits, "TYPE": tl.bfloat16, "SCALE_TYPE": tl.bfloat16}
+    constants |= {"COUNT": tiles.chunks, "STAGES": tiles.stages, "SPLITS": tiles.splits}
+    constants |= {"TYPE": tl.bfloat16, "SCALE_TYPE": tl.bfloat16}
+    constants |= dict.fromkeys(("zeros_ptr", "row_scale_ptr", "bias_ptr"))
+    return _POINTERS, constants | {"PDL": True, "INTERPRETED": False}
+
+
+def blocks(tiles: BlockTiles, n: int, k: int, gated: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """Pointers and constants of a product in blocks, without bias."""
+    constants = {"N": n // (1 + gated), "K": k, "CODE": "int4", "GROUP": 128, "GATED": gated, "SPAN": tiles.span(k)}
+    constants |= {"BLOCK_M": tiles.block_m, "PAIRED": tiles.paired, "STAGES": tiles.stages, "SPLITS": tiles.splits}
+    constants |= {"TYPE": tl.bfloat16, "SCALE_TYPE": tl.bfloat16}
     constants |= dict.fromkeys(("zeros_ptr", "row_scale_ptr", "bias_ptr"))
     return _POINTERS, constants | {"PDL": True, "INTERPRETED": False}
 
@@ -58,3 +76,20 @@ def test_a_product_of_few_bits_does_not_spill_and_loads_16_bytes_at_a_time(
     assert spills == 0
     loads = re.findall(r"ld\.global\S*", ptx)
     assert loads and all(".v4.b32" in load for load in loads), set(loads)
+
+
+@pytest.mark.parametrize(
+    "rows,n,k,gated", [(64, 28672, 4096, True), (128, 28672, 4096, True), (128, 4096, 14336, False)]
+)
+def test_blocks_of_outputs_multiply_codes_from_registers(
+    rows: int, n: int, k: int, gated: bool, tmp_path: Path
+) -> None:
+    tiles = (gated_block_tiles if gated else block_tiles)(rows, n, k)
+    assert tiles is not None
+    descriptors = {"x_desc": (tiles.block_m, 64)}
+    spills, shared, ptx = compiled(_packed_blocks, tmp_path, *blocks(tiles, n, k, gated), 4, 3, descriptors=descriptors)
+    assert spills == 0 and 2 * shared < SHARED_PER_SM
+    products = re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\}, ?(.)", ptx)
+    assert len(products) == 4 * (1 + tiles.paired) and set(products) == {"{"}, "operands from shared memory"
+    before = ptx[: ptx.index("griddepcontrol.wait")]
+    assert not re.search(r"\b(st|atom|ld)\.global|cp\.async", before)

@@ -14,7 +14,7 @@ from workers.ops.activation import silu_mul  # noqa: E402
 from workers.ops.gemm.workspace import Workspace  # noqa: E402
 from workers.ops.packed.dequantize_triton import dequantize_rows  # noqa: E402
 from workers.ops.packed.product_triton import TritonPackedProduct  # noqa: E402
-from workers.ops.packed.tiles import MAX_STREAM_ROWS, packed_workspace_size  # noqa: E402
+from workers.ops.packed.tiles import FIXED_ROWS, MAX_STREAM_ROWS, packed_workspace_size  # noqa: E402
 from workers.ops.packed.weight import BITS, Code, PackedWeight, dequantize, pack  # noqa: E402
 
 pytestmark = MARKS
@@ -36,7 +36,7 @@ LARGE = [
     *((10240, 8192), (8192, 28672), (24576, 4096), (4096, 12288)),
     *((34816, 5120), (5120, 17408), (5120, 2880), (2880, 4096)),
 ]
-ROWS = (3, 12) if INTERPRETED else (*range(1, 65), 96, 200)
+ROWS = (3, 12, 40) if INTERPRETED else (*range(1, 65), 96, 200, 600)
 DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 # One rounding of the result (2^-9 and 2^-12 of it at most, less on average), sums in float32.
 BOUND = {torch.bfloat16: 2.2e-3, torch.float16: 3e-4}
@@ -126,9 +126,9 @@ def test_deterministic_products_of_a_row_do_not_depend_on_the_number_of_rows() -
     n, k = SMALL[0]
     weight = weight_of(n, k, "int4", 64, False, torch.bfloat16, DEVICE)
     ours = product_of(weight, deterministic=True)
-    x = torch.randn(MAX_STREAM_ROWS + 6, k, device=DEVICE).half()
+    x = torch.randn(FIXED_ROWS + 6, k, device=DEVICE).half()
     whole = ours.multiply(x, None)
-    for first in (0, MAX_STREAM_ROWS):
+    for first in (0, FIXED_ROWS):
         assert torch.equal(ours.multiply(x[first : first + 5], None), whole[first : first + 5])
 
 

@@ -7,10 +7,19 @@ from torch import Tensor
 
 from workers.ops.activation import silu_mul
 from workers.ops.gemm.workspace import Workspace
+from workers.ops.packed.blocks_triton import order_rows, packed_blocks
 from workers.ops.packed.dequantize_triton import dequantize_rows
 from workers.ops.packed.product import PackedProduct
 from workers.ops.packed.stream_triton import packed_stream
-from workers.ops.packed.tiles import MAX_STREAM_ROWS, gated_tiles, outputs_at_once, stream_tiles
+from workers.ops.packed.tiles import (
+    FIXED_ROWS,
+    block_tiles,
+    fixed_tiles,
+    gated_block_tiles,
+    gated_tiles,
+    outputs_at_once,
+    stream_tiles,
+)
 
 
 @dataclass(frozen=True)
@@ -29,24 +38,31 @@ class TritonPackedProduct(PackedProduct):
         if self.deterministic:
             return self._in_passes(x, bias, out)
         tiles = stream_tiles(rows, n, k)
-        if tiles is None:
+        if tiles is not None:
+            return packed_stream(_aligned(x), self.weight, bias, self.workspace, tiles, out)
+        blocks = block_tiles(rows, n, k)
+        if blocks is None:
             return self._dequantized(x, bias, out)
-        return packed_stream(_aligned(x), self.weight, bias, self.workspace, tiles, out)
+        return packed_blocks(order_rows(_aligned(x)), self.weight, bias, self.workspace, blocks, out)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         rows, n, k = x.shape[0], self.weight.out_features, self.weight.in_features
-        tiles = None if self.deterministic else gated_tiles(rows, n, k)
-        if tiles is None:
+        if self.deterministic:
+            return silu_mul(self.multiply(x, None))
+        tiles, blocks = gated_tiles(rows, n, k), gated_block_tiles(rows, n, k)
+        if tiles is None and blocks is None:
             return silu_mul(self.multiply(x, None))
         out = torch.empty((rows, n // 2), dtype=x.dtype, device=x.device)
-        return packed_stream(_aligned(x), self.weight, None, self.workspace, tiles, out, gated=True)
+        if tiles is not None:
+            return packed_stream(_aligned(x), self.weight, None, self.workspace, tiles, out, gated=True)
+        assert blocks is not None
+        return packed_blocks(order_rows(_aligned(x)), self.weight, None, self.workspace, blocks, out, gated=True)
 
     def _in_passes(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Any number of rows, MAX_STREAM_ROWS per launch and always with the same tiles."""
-        tiles = stream_tiles(MAX_STREAM_ROWS, *self._shape)
-        assert tiles is not None
-        for first in range(0, x.shape[0], MAX_STREAM_ROWS):
-            rows = slice(first, first + MAX_STREAM_ROWS)
+        """Any number of rows, FIXED_ROWS per launch and always with the same tiles."""
+        tiles = fixed_tiles(*self._shape)
+        for first in range(0, x.shape[0], FIXED_ROWS):
+            rows = slice(first, first + FIXED_ROWS)
             packed_stream(_aligned(x[rows]), self.weight, bias, self.workspace, tiles, out[rows])
         return out
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from workers.ops.blocks import cdiv, next_power_of_2
 from workers.ops.gemm.tiles import MULTIPROCESSORS
 
-MAX_STREAM_ROWS = 64
+MAX_STREAM_ROWS = 32
+MAX_BLOCK_ROWS = 512  # dequantising and the library are faster beyond
+FIXED_ROWS = 32  # per launch of deterministic products
 _MAX_CELLS = 16 << 20  # of 16 bits: outputs that are dequantised at once stay in L2
 _TILE = 64  # outputs, and inputs of a chunk
 
@@ -60,16 +62,19 @@ class BlockTiles:
         """Chunks per program."""
         return cdiv(cdiv(k, _TILE), self.splits)
 
+    def part_cells(self, rows: int, n: int) -> int:
+        """Floats of partial sums."""
+        outputs = _TILE * (1 + self.paired)
+        return cdiv(n, outputs) * cdiv(rows, self.block_m) * self.splits * outputs * self.block_m
+
 
 def stream_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
     """Return tiles for a weight [n, k]; None for too many rows."""
     if rows > MAX_STREAM_ROWS:
         return None
     row_tiles = max(1, next_power_of_2(rows) // 8)
-    chunks = 2 if row_tiles <= 2 else 1
-    programs = 4 * MULTIPROCESSORS // (1 if row_tiles <= 2 else 2)
-    splits = _splits(cdiv(n, _TILE), cdiv(k, _TILE * 4 * chunks), programs)
-    return StreamTiles(row_tiles, 1, 4, splits, chunks)
+    tiles, chunks = cdiv(n, _TILE), 2 if row_tiles <= 2 else 1
+    return StreamTiles(row_tiles, 1, 4, _splits(tiles, cdiv(k, _TILE * 4 * chunks), 4 * MULTIPROCESSORS), chunks)
 
 
 def gated_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
@@ -78,8 +83,32 @@ def gated_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
         return None
     row_tiles = max(1, next_power_of_2(rows) // 8)
     chunks = 2 if row_tiles <= 2 else 1
-    splits = _splits(n // 2 // _TILE, cdiv(k, _TILE * 4 * chunks), 2 * MULTIPROCESSORS)
-    return StreamTiles(row_tiles, 2, 4, splits, chunks)
+    return StreamTiles(
+        row_tiles, 2, 2, _splits(n // 2 // _TILE, cdiv(k, _TILE * 2 * chunks), 4 * MULTIPROCESSORS), chunks
+    )
+
+
+def fixed_tiles(n: int, k: int) -> StreamTiles:
+    """Return the tiles of deterministic products, for FIXED_ROWS rows."""
+    tiles = stream_tiles(FIXED_ROWS, n, k)
+    assert tiles is not None
+    return tiles
+
+
+def block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
+    """Return tiles for a weight [n, k]; None for too many rows."""
+    if rows > MAX_BLOCK_ROWS:
+        return None
+    block_m = min(128, next_power_of_2(rows))
+    blocks = cdiv(rows, block_m) * cdiv(n, _TILE)
+    return BlockTiles(block_m, False, _splits(blocks, cdiv(k, _TILE * 8), 2 * MULTIPROCESSORS), stages=4)
+
+
+def gated_block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
+    """Return tiles for a gated product with weight [n, k]; None if it does not fit."""
+    if rows > MAX_BLOCK_ROWS or n % (2 * _TILE):
+        return None
+    return BlockTiles(min(128, next_power_of_2(rows)), True, 1, stages=3)
 
 
 def _splits(tiles: int, steps: int, programs: int) -> int:
@@ -94,12 +123,17 @@ def outputs_at_once(n: int, k: int) -> int:
 
 def packed_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return cells and tickets for weights of these shapes [N, K]."""
-    cells = num_tiles = 0
+    cells = num_tickets = 0
     for n, k in shapes:
         cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2))
-        num_tiles = max(num_tiles, cdiv(n, _TILE))
-        for row_tiles in (1, 2, 4, 8):
-            for tiles in (stream_tiles(8 * row_tiles, n, k), gated_tiles(8 * row_tiles, n, k)):
+        num_tickets = max(num_tickets, cdiv(n, _TILE))
+        for rows in (8, 16, 32, FIXED_ROWS):
+            for tiles in (stream_tiles(rows, n, k), gated_tiles(rows, n, k), fixed_tiles(n, k)):
                 if tiles is not None:
                     cells = max(cells, tiles.part_cells(n))
-    return cells, num_tiles
+        for rows in (*range(32, 129, 32), *range(256, MAX_BLOCK_ROWS + 1, 128)):
+            for blocks in (block_tiles(rows, n, k), gated_block_tiles(rows, n, k)):
+                if blocks is not None and blocks.splits > 1:
+                    cells = max(cells, blocks.part_cells(rows, n))
+                    num_tickets = max(num_tickets, cdiv(n, _TILE) * cdiv(rows, blocks.block_m))
+    return cells, num_tickets
