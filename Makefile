@@ -42,9 +42,10 @@ test-slow: $(VENV)/.installed-test
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -s tests/e2e/test_recovery.py tests/e2e/test_serve_faults.py
 
-# Grammars that hypothesis makes, at a served engine beside plain streams (docs/structured-output.md). Two minutes.
+# Grammars (docs/structured-output.md) and requests that hypothesis makes, at a served engine beside plain streams. Four
+# minutes.
 test-hostile: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q -s tests/e2e/test_hostile_grammars_served.py
+	$(BIN)/python -m pytest -q -s tests/e2e/test_hostile_grammars_served.py tests/e2e/test_hostile_requests_served.py
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench cpu

@@ -12,4 +12,7 @@ faults     how each fault is done
 client     requests of an open loop with their texts checked, and /health over time
 verdict    figures of a run, and which expectations it missed
 report     timeline, plot, table
+
+At any server: hostile (grammars) and hostile_requests (anything), beside plain_streams; cpu_lent: what of their gaps
+was the machine's.
 """

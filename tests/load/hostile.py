@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -26,18 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.load.cpu_lent import CpuLent
-from tests.load.plain_streams import ANSWER_LIMIT_S, Plain
-from tests.support import ROOT
+from tests.load.plain_streams import ANSWER_LIMIT_S, ended, plain_streams
 from tests.support.hostile_grammars import grammars
 from workers.scheduling.plan import Grammar
 
 NUM_STREAMS = 32
 MAX_TOKENS = 60
-_LINE_BYTES = 1 << 26  # of what the plain streams say
 
 
 @dataclass
@@ -118,22 +114,12 @@ class Attack:
         """Plain streams alone first, then both."""
         report = self.report
         before = await self._restarts()
-        program = [sys.executable, "-m", "tests.load.plain_streams", str(self._client.base_url), self._model]
-        streams = await asyncio.create_subprocess_exec(
-            *program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=_LINE_BYTES
-        )
-        try:
-            alone = await _said(streams)
-            sampled = CpuLent(self._server, streams.pid) if self._server else None
+        async with plain_streams(str(self._client.base_url), self._model) as (process, alone):
+            sampled = CpuLent(self._server, process.pid) if self._server else None
             with sampled or contextlib.nullcontext():
                 end_s = time.monotonic() + seconds
                 await asyncio.gather(*(self._hostile_until(end_s) for _ in range(NUM_STREAMS)))
-                streams.stdin.write(b"\n")  # type: ignore[union-attr]
-                plain = await _said(streams)
-        finally:
-            if streams.returncode is None:
-                streams.kill()
-            await streams.wait()
+                plain = await ended(process)
         report.alone_ms, report.gaps_ms = alone.gaps_ms(), plain.gaps_ms()
         report.own_ms = report.gaps_ms if sampled is None else sampled.without_lent(plain.stamps)
         report.faults += alone.faults + plain.faults
@@ -161,12 +147,6 @@ class Attack:
         answer = await self._client.get("/metrics")
         found = [line for line in answer.text.splitlines() if line.startswith("aerie:worker_restarts")]
         return int(sum(float(line.rpartition(" ")[2]) for line in found))
-
-
-async def _said(streams: asyncio.subprocess.Process) -> Plain:
-    """What the plain streams say next."""
-    assert streams.stdout is not None
-    return msgspec.json.decode(await streams.stdout.readline(), type=Plain)
 
 
 async def attack(

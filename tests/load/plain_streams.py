@@ -12,8 +12,11 @@ import contextlib
 import gc
 import itertools
 import os
+import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -22,6 +25,8 @@ PLAIN_TOKENS = 400
 ANSWER_LIMIT_S = 180.0
 PROMPTS = ("Count", "Once upon a time", "The weather", "A list of")
 MIN_EVENTS = 12  # of an answer whose gaps count
+_LINE_BYTES = 1 << 26  # of what the process says
+_ROOT = Path(__file__).parents[2]
 
 
 class Plain(msgspec.Struct):
@@ -92,6 +97,33 @@ async def _run(url: str, model: str) -> None:
         ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), ended.set)
         _print(await streams.until(ended))
+
+
+@contextlib.asynccontextmanager
+async def plain_streams(url: str, model: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Plain]]:
+    """The process, and what it said of the answers alone; ends with the context."""
+    program = [sys.executable, "-m", "tests.load.plain_streams", url, model]
+    process = await asyncio.create_subprocess_exec(
+        *program, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=_LINE_BYTES
+    )
+    try:
+        yield process, await _said(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def ended(process: asyncio.subprocess.Process) -> Plain:
+    """End the streams; what they saw beside other requests."""
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    return await _said(process)
+
+
+async def _said(process: asyncio.subprocess.Process) -> Plain:
+    assert process.stdout is not None
+    return msgspec.json.decode(await process.stdout.readline(), type=Plain)
 
 
 def _print(found: Plain) -> None:

@@ -118,7 +118,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(b"x")
                 time.sleep(0.05)
             return
-        body = self.path.encode()
+        body = str(self.headers).encode("latin-1") if self.path == "/headers" else self.path.encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -156,6 +156,19 @@ def test_errors_of_the_proxy_are_json_errors(proxy: int, request_bytes: bytes, s
     head, _, body = _raw(proxy, request_bytes).partition(b"\r\n\r\n")
     assert head.split()[1] == str(status).encode(), head
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_headers_that_serve_would_decode_or_obey_do_not_reach_it(proxy: int) -> None:
+    steering = [b"x-session-id", b"X_Session_Id", b"serve_multiplexed_model_id", b"Serve-Multiplexed-Model-Id"]
+    steering += [b"X-Request-Timeout-Seconds", b"x-request-disconnect-disabled"]
+    given = [*(name + b": ?1" for name in steering), b"traceparent: \xf9", b"tracestate: a=b c", b"X-Request-Id: \xf9"]
+    request = b"GET /headers HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + b"\r\n".join(given) + b"\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", proxy), timeout=20) as connection:
+        connection.sendall(request)
+        answer = b"".join(iter(lambda: connection.recv(65536), b"")).lower()
+    assert b"tracestate: a=b c" in answer
+    assert b"x-request-id: not printable\r\n" in answer.replace(b"\n", b"\r\n"), "the ingress refuses it"
+    assert not any(word in answer for word in (b"session", b"multiplexed", b"timeout", b"disabled", b"traceparent"))
 
 
 @pytest.mark.parametrize(
