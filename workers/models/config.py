@@ -82,6 +82,7 @@ class ModelConfig(ABC):
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUANTIZATION = "quantization_config"
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -98,7 +99,20 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: is not JSON ({error}); download the checkpoint again") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: must hold a JSON object; download the checkpoint again")
-    return config
+    quantization = None if config.get(QUANTIZATION) else _other_quantization(config, Path(folder))
+    return config if quantization is None else config | {QUANTIZATION: quantization}
+
+
+def _other_quantization(config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """Return what older exporters keep elsewhere: compressed-tensors under another key, AutoGPTQ in a file."""
+    given = config.get("compression_config")
+    if isinstance(given, dict):
+        return given
+    try:
+        settings = json.loads((folder / "quantize_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return {"quant_method": "gptq", **settings} if isinstance(settings, dict) and "bits" in settings else None
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:

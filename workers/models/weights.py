@@ -3,7 +3,7 @@ what is unknown and what does not fit. A load on the meta device reads the files
 checked before anything is started (`speculative.build.check_weights`)."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,7 +162,7 @@ def load_weights(
             continue
         for name, tensor in pieces:
             if name not in wanted:
-                if not names.ignores(name):
+                if not names.ignores(name) and not _is_unused_bias(name, tensor, wanted):
                     unexpected.append(f"{given} ({file})")
                 continue
             module, key = wanted[name]
@@ -179,6 +179,12 @@ def load_weights(
     problems = [f"{what}: {_few(which)}" for what, which in found.items() if which]
     if problems:
         raise ValueError(f"{source}: the checkpoint does not fit its config.json; {'; '.join(problems)}")
+
+
+def _is_unused_bias(name: str, tensor: Tensor, wanted: Container[str]) -> bool:
+    """AutoGPTQ stores a bias for every layer, of zeros where the model has none."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and f"{module}.qweight" in wanted and (tensor.is_meta or not bool(tensor.any()))
 
 
 def wanted_tensors(

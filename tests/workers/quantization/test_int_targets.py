@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.int_checkpoints import Recipe, auto_round, awq, gptq, is_linear, pack_quantized, quantise
 from tests.support.tiny_models import make_target
@@ -134,3 +135,27 @@ def test_headers_are_checked_without_values(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj"
     assert found[f"{name}.qweight"].is_meta and found[f"{name}.qzeros"].is_meta
     assert not found[f"{name}.g_idx"].is_meta
+
+
+@pytest.mark.parametrize("where", ["compression_config", "quantize_config.json"])
+def test_what_older_exporters_write_is_read(tmp_path: Path, where: str) -> None:
+    """Their settings in other places, and biases of zeros that AutoGPTQ gives every layer."""
+    source = make_target(tmp_path / "t", num_hidden_layers=1)
+    folder = quantise(source, tmp_path / "q", pack_quantized() if where == "compression_config" else gptq())
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    if where == "compression_config":
+        config[where] = quantization
+    else:
+        (folder / where).write_text(json.dumps(quantization | {"quant_method": "gptq"}))
+        tensors = load_file(str(folder / "model.safetensors"))
+        tensors |= {f"{name.removesuffix('.qweight')}.bias": torch.zeros(8) for name in tensors if "qweight" in name}
+        save_file(tensors, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(config))
+    ours, plain = (load(path).layers[0].mlp.down_proj.method.dense_weight() for path in (folder, folder / "plain"))
+    assert torch.equal(ours, plain)
+    if where == "quantize_config.json":
+        tensors |= {"model.layers.0.mlp.down_proj.bias": torch.ones(8)}
+        save_file(tensors, str(folder / "model.safetensors"))
+        with pytest.raises(ValueError, match=r"unexpected: model.layers.0.mlp.down_proj.bias"):
+            load(folder)
