@@ -184,7 +184,11 @@ def load_weights(
 def _is_unused_bias(name: str, tensor: Tensor, wanted: Container[str]) -> bool:
     """AutoGPTQ stores a bias for every layer, of zeros where the model has none."""
     module, _, kind = name.rpartition(".")
-    return kind == "bias" and f"{module}.qweight" in wanted and (tensor.is_meta or not bool(tensor.any()))
+    return (
+        kind == "bias"
+        and f"{module}.qweight" in wanted
+        and (not Capability.of(tensor.device).has_memory or not bool(tensor.any()))
+    )
 
 
 def wanted_tensors(
