@@ -21,13 +21,14 @@ from workers.scheduling.plan import Grammar
 from workers.structured_output.faults import VocabularyError
 from workers.structured_output.framing import send
 from workers.structured_output.template_process import ForkedProcess, TemplateError, Work, template
-from workers.structured_output.trial import Trial, Verdict
+from workers.structured_output.trial import WALK_LIMIT_S, Trial, Verdict
 
 MAX_REMEMBERED = 1024  # grammars and what was found
 MAX_WAITING = 256  # grammars to try; more are refused
 QUICK_S = 0.5  # a trial that takes longer gives its place to the next one, and goes on behind
 MAX_SLOW = 8  # trials that have given their places; more are refused
 WALK_WALL_S = 8.0  # for what takes `workers.structured_output.trial.WALK_LIMIT_S` of a processor
+STARVED_SHARE = 0.5  # of the time that a trial may use: one that had less when its time was over was not too slow
 PARAM = "response_format"
 
 
@@ -106,7 +107,7 @@ class ProcessChecker:
             except (OSError, TemplateError) as error:
                 raise overloaded(f"the grammar cannot be tried: {error}", 5.0) from None
             began_s, is_slow = time.monotonic(), False
-            verdicts = asyncio.create_task(_verdicts(own, Trial(grammar), self._timeout_s))
+            verdicts = asyncio.create_task(_verdicts(own, process, Trial(grammar), self._timeout_s))
             try:
                 done, _ = await asyncio.wait([verdicts], timeout=QUICK_S)
                 if not done:
@@ -144,13 +145,14 @@ class ProcessChecker:
         return process, own
 
 
-async def _verdicts(own: socket.socket, trial: Trial, timeout_s: float) -> Verdict:
-    """The last verdict on a grammar, or why there is none."""
+async def _verdicts(own: socket.socket, process: ForkedProcess, trial: Trial, timeout_s: float) -> Verdict:
+    """The last verdict on a grammar, or why there is none. Raises ApiError where that is this machine's fault, which
+    shall not be remembered of the grammar."""
     with contextlib.suppress(OSError):
         await asyncio.to_thread(send, own, trial)
     own.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=own)
-    limit_s, is_compiled = timeout_s, False
+    limit_s, is_compiled, compiled_s = timeout_s, False, 0.0
     try:
         while True:
             async with asyncio.timeout(limit_s):
@@ -159,8 +161,13 @@ async def _verdicts(own: socket.socket, trial: Trial, timeout_s: float) -> Verdi
             verdict = msgspec.msgpack.decode(raw, type=Verdict)
             if not verdict.is_compiled:
                 return verdict
-            limit_s, is_compiled = WALK_WALL_S, True
+            limit_s, is_compiled, compiled_s = WALK_WALL_S, True, process.processor_s()
     except TimeoutError:
+        used_s = process.processor_s() - compiled_s
+        if used_s < STARVED_SHARE * (WALK_LIMIT_S if is_compiled else timeout_s):
+            raise overloaded(
+                f"the grammar got {used_s:.1f} s of a busy core in {limit_s:g} s; retry later", 5.0
+            ) from None
         if is_compiled:
             return Verdict("one token of an answer takes longer than it may; nest fewer repetitions")
         return Verdict(f"it takes longer than {timeout_s:g} s to compile; make it smaller")
