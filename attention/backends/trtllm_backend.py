@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.backends.trtllm_latent import LatentRows, PreparedLatentRows, kernel_on
+from attention.backends.trtllm_latent import WORKSPACE_BYTES, LatentRows, PreparedLatentRows, kernel_on
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.views import LatentKV, LayerKV
 
-WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
 COUNTER_BYTES = 1 << 20  # trtllm-gen: four for each request and query head
 WORD_BITS = 16
 ROW_ALIGNMENT = 2  # words: rows of a mask begin at multiples of 32 bits

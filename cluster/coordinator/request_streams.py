@@ -13,6 +13,7 @@ from cluster.coordinator.state_publisher import StatePublisher
 from cluster.transport.channel import Context, Inbox, IngressLink
 from cluster.transport.encoding import BadMessageError, decode
 from cluster.transport.messages import (
+    MAX_CRASHES,
     Abort,
     EngineState,
     GenerateRequest,
@@ -29,7 +30,6 @@ from workers.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-MAX_CRASHES = 1  # of steps with a request, after which it is still resumed
 _MAX_MESSAGES_PER_TURN = 64  # so that a flood of requests does not hold up the running ones
 
 

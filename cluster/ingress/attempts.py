@@ -1,10 +1,9 @@
 """The attempts of one request on engines, and whether to try again. Pure; used by `cluster.ingress.remote_engines`."""
 
-from cluster.transport.messages import Refusal
+from cluster.transport.messages import MAX_CRASHES, Refusal
 from workers.scheduling.plan import SamplingParams
 
 NEW_ATTEMPTS = 2  # for a request that no engine has accepted
-MAX_CRASHES = 1  # hung or crashed steps after which a request is still resumed
 RESUMED_ATTEMPTS = 3  # for a request that an engine had accepted
 RETRY_AFTER_S = 4.0  # if there was no engine
 

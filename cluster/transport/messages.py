@@ -12,6 +12,8 @@ import msgspec
 from workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
 from workers.scheduling.stats import Metric, SchedulerStats
 
+MAX_CRASHES = 1  # steps with a request that hung or crashed, after which it is still resumed
+
 
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One generation.

@@ -142,7 +142,9 @@ def is_of(value: Any, kind: str) -> bool:
         case "null":
             return value is None
         case "integer":
-            return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+            if isinstance(value, float):
+                return value.is_integer()  # False for infinity, which JSON may write as 1e999
+            return isinstance(value, int) and not isinstance(value, bool)
         case "number":
             return isinstance(value, int | float) and not isinstance(value, bool)
         case "string":

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from workers.structured_output.schema_keywords import OF_TYPE, UNIONS, is_of
+
 _SCALARS = {"True": "true", "False": "false", "None": "null"}  # what some chat templates write for them
 _MAX_REFERENCES = 16  # a schema may refer to itself
-ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,11 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
     if isinstance(reference := schema.get("$ref"), str):
         return _types(_referred(root, reference), root, references - 1) if references else frozenset()
     if isinstance(named := schema.get("type"), str | list):
-        return frozenset([named] if isinstance(named, str) else map(str, named)) & ALL
+        return frozenset([named] if isinstance(named, str) else map(str, named)) & OF_TYPE.keys()
     if "const" in schema or isinstance(schema.get("enum"), list):
-        return frozenset(_type_of(value) for value in schema.get("enum", [schema.get("const")]))
-    for key in ("anyOf", "oneOf", "allOf"):
+        values = schema.get("enum", [schema.get("const")])
+        return frozenset(next(kind for kind in OF_TYPE if is_of(value, kind)) for value in values)
+    for key in UNIONS:
         branches = schema.get(key)
         if isinstance(branches, list) and references:
             found = [_types(branch, root, references - 1) for branch in branches]
@@ -78,29 +80,12 @@ def json_value(text: str, types: frozenset[str]) -> str:
         value = json.loads(written, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    kind = _type_of(value)
-    if not types or kind in types or (kind == "integer" and "number" in types):
+    if not types or any(is_of(value, kind) for kind in types):
         # a string in quotation marks is one that has them, unless nothing says that it is text
-        return written if kind != "string" or "string" not in types else json.dumps(text, ensure_ascii=False)
+        is_text = isinstance(value, str) and "string" in types
+        return json.dumps(text, ensure_ascii=False) if is_text else written
     return json.dumps(text, ensure_ascii=False) if "string" in types else written
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
-
-
-def _type_of(value: Any) -> str:
-    match value:
-        case bool():
-            return "boolean"
-        case None:
-            return "null"
-        case str():
-            return "string"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case list():
-            return "array"
-    return "object"

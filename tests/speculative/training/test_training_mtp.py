@@ -12,12 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from attention.backends.torch_backend import TorchBackend
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.drafts.drafter import DraftRunner
-from speculative.drafts.loading import load_draft
-from speculative.drafts.registry import read_draft
 from speculative.training import TrainingError
 from speculative.training.commands import DRAFTS
 from speculative.training.deepseek import (
@@ -29,14 +23,9 @@ from speculative.training.deepseek import (
 from speculative.training.deepseek_layers import Experts, Router, routers
 from speculative.training.mtp_files import read_module, save_module
 from tests.speculative.training.conftest import run
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.models.loading import load_target, read_target_config
+from tests.support.drafts.mtp import check_trained
 from workers.ops.experts.route import Routing
 
-CPU = torch.device("cpu")
-LENGTH, NUM_STEPS, PAGE_SIZE, NUM_PAGES = 19, 4, 4, 9
-MAX_POSITION = PAGE_SIZE * NUM_PAGES
 SHAPE = SIZES["tiny"] | {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -69,33 +58,11 @@ def model(tokenizer: PreTrainedTokenizerBase) -> DeepseekTarget:
 def test_training_and_serving_compute_the_same_states_and_logits(
     tmp_path: Path, model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Of the target, and of the module: a text in one pass, then a chain drafted from its last row with the text's own
-    tokens. In float32, sums in another order: within 1e-5 of values of about 1."""
     save_deepseek(model, tokenizer, tmp_path)
-    source = ModelSource(path=str(tmp_path), dtype="float32", device="cpu")
-    config = read_target_config(source, 1)
-    decoder = load_target(source, config, SOLO, CPU, MAX_POSITION)
-    method = read_draft("mtp", "", str(tmp_path), config)
-    served = load_draft(method, source, decoder, SOLO, CPU, MAX_POSITION)
-    pool = KVPool(method.model.kv_groups(1, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
-    runner = DraftRunner(served, pool, dict.fromkeys(Mode, TorchBackend()))
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    tokens = torch.randint(0, 300, (LENGTH + NUM_STEPS,), generator=torch.Generator().manual_seed(4))
-    table = torch.arange(1, NUM_PAGES + 1, dtype=torch.int32)[None]
-    with torch.inference_mode():
-        hidden = model.hidden(tokens[None])
-        torch.testing.assert_close(model.lm_head(hidden), reference(tokens[None]).logits, atol=1e-4, rtol=1e-4)
-        trained = model.mtp.unroll(model.embed_tokens(tokens)[None], hidden, NUM_STEPS)
-        chunks = PrefillBatch.from_lists([0], [LENGTH], table)
-        states = served.extend(tokens[1 : LENGTH + 1], hidden[0, :LENGTH], runner.context(None, None, chunks))
-        torch.testing.assert_close(states, trained[0][0, :LENGTH], atol=1e-4, rtol=1e-4)
-        state, length = states[-1:], torch.tensor([LENGTH], dtype=torch.int32)
-        for step in range(1, NUM_STEPS):
-            mask = causal_mask(1, step, CPU)[:, -1:]
-            decode = DecodeBatch(Mode.DRAFT_DECODE, 1, step, length, mask, table, MAX_POSITION)
-            state = served.step(tokens[LENGTH + step, None], state, runner.context(decode))
-            torch.testing.assert_close(state[0], trained[step][0, LENGTH - 1], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(served.logits(state), model.mtp.logits(state), atol=1e-4, rtol=1e-4)
+    embed = model.embed_tokens
+    check_trained(
+        tmp_path, model.hidden, model.lm_head, lambda ids, *rest: model.mtp.unroll(embed(ids), *rest), model.mtp.logits
+    )
 
 
 def test_a_saved_module_is_read_again(

@@ -66,6 +66,7 @@ REWRITTEN: list[tuple[Any, Any]] = [
     ({"title": "x", "x-order": 1, "$schema": "y", "description": "z"}, {}),
     ({"type": "string", "enum": ["a", 1]}, {"enum": ["a"]}),
     ({"type": "integer", "const": 3}, {"enum": [3]}),
+    ({"type": "integer", "enum": [float("inf"), 2.0]}, {"enum": [2.0]}),  # 1e999 in JSON
     ({"minLength": 3}, {"type": "string", "minLength": 3}),
     (
         {"type": ["string", "null"], "maxLength": 3},
