@@ -39,6 +39,7 @@ BENCHES = {
     "fp8_kv": ("kernels.fp8_kv", "attention over FP8 pages against bfloat16 (GPU)"),
     "delta_rule": ("kernels.delta_rule", "recurrent layers of the gated delta rule: rounds and chunks (GPU)"),
     "experts": ("kernels.experts", "routing and products of a layer of experts (GPU)"),
+    "packed_experts": ("kernels.packed_experts", "experts with weights of 4 and 8 bits (GPU)"),
     "linear": ("kernels.linear", "linear layers, bf16 and FP8 (GPU)"),
     "all_reduce": ("kernels.all_reduce", "sums between GPUs by message size (2 or 4 GPUs)"),
     "results": ("results", "writes the tables of tests/bench/RESULTS.md from results.jsonl"),

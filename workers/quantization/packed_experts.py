@@ -57,8 +57,7 @@ class PackedExperts(ExpertsMethod):
 
     def num_bytes(self, options: GEMMOptions) -> int:
         shape = self.shape
-        width = -(-self.scheme.widened(shape.down.parts[0].columns).size // TILE) * TILE
-        sizes = ((2 * width, shape.size), (shape.size, width))
+        sizes = ((2 * self._width, shape.size), (shape.size, self._width))
         biases = sum(int(bias.numel()) * 4 for bias in self.biases.values())
         return biases + sum(self.scheme.packed_bytes(*size, shape.num_experts) for size in sizes)
 

@@ -14,7 +14,8 @@ from attention.backend import AttentionBackend
 from attention.metadata import Mode
 from attention.ops.delta_rule.tables import DeltaHeads
 from attention.registry import build_backend
-from tests.bench.kernels import attention, delta_rule, latent_attention, linear
+from tests.bench.kernels import attention, delta_rule, latent_attention, linear, packed_experts
+from workers.ops.experts.route import Routing
 from workers.ops.gemm.workspace import GEMMOptions
 
 COPY_RATE = 4e12
@@ -122,3 +123,13 @@ def test_the_delta_rule_in_rounds_and_chunks(
     assert results[0]["us"] == pytest.approx(10 / 3, abs=0.01) and results[0]["gb_per_s"] == round(
         num_bytes / (10 / 3) / 1e3
     )
+
+
+def test_experts_of_few_bits_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = packed_experts.Model(64, 64, Routing(4, 2, normalise=True), "e2m1", 32, packed_experts.GPT_OSS, True)
+    monkeypatch.setitem(packed_experts.MODELS, "gpt-oss-20b", small)
+    result = _run(packed_experts, monkeypatch, capsys, "--rows", "1", "20")
+    one, many = result["results"]
+    assert one["distinct"] == 2 and many["distinct"] == 4
+    # of each expert 192 x 64 codes of 4 bits and as many scales of 16 bits as blocks of 32
+    assert one["mb"] == round(2 * 192 * 64 * (0.5 + 2 / 32) / 1e6, 1) and one["experts_us"] == round(10 / 9, 2)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
+from workers.distributed.tp_group import TPGroup  # noqa: E402
+from workers.layers.experts import Experts  # noqa: E402
 from workers.ops.experts.gated import GPT_OSS, SWIGLU  # noqa: E402
 from workers.ops.experts.route import RouterLogits, Routing  # noqa: E402
 from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
@@ -17,6 +19,8 @@ from workers.ops.packed import experts_triton  # noqa: E402
 from workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, packed_expert_tiles, partial_sizes  # noqa: E402
 from workers.ops.packed.experts import PackedExpertWeights, raised  # noqa: E402
 from workers.ops.packed.weight import Code, PackedWeight, dequantize, pack  # noqa: E402
+from workers.quantization.fp4 import GPT_OSS_MXFP4  # noqa: E402
+from workers.quantization.packed_experts import PackedExperts  # noqa: E402
 from workers.span import Span  # noqa: E402
 
 pytestmark = MARKS
@@ -181,3 +185,29 @@ def test_scales_that_would_overflow_are_refused() -> None:
     large = replace(weights, down=replace(weights.down, scales=torch.full_like(weights.down.scales, 2.0**18)))
     with pytest.raises(ValueError, match=r"scales of 4-bit floats are 2\^17 or more"):
         raised(large)
+
+
+@pytest.mark.parametrize("rows", [2, 18])
+def test_a_layer_of_kernels_answers_as_its_reference(rows: int) -> None:
+    """A rank that cuts blocks, with biases of which another rank adds those of outputs."""
+    size, width = (64, 96) if INTERPRETED else (512, 96)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(DEVICE):
+            experts = Experts(3, size, 2 * width, TPGroup(1, 4), 2, activation=GPT_OSS, biased=True)
+            methods = [PackedExperts(experts.shape, GPT_OSS_MXFP4) for _ in range(2)]
+    finally:
+        torch.set_default_dtype(before)
+    workspace = Workspace.of_size(*methods[1].workspace_size(), torch.device(DEVICE))
+    for method, options in zip(methods, (GEMMOptions(), GEMMOptions(workspace)), strict=True):
+        method.fill_dummy(torch.Generator(DEVICE).manual_seed(3))
+        method.finish(options)
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, size, generator=generator).to(DEVICE, torch.bfloat16)
+    router = RouterLogits(torch.randn(rows, 3, generator=generator).to(DEVICE), None, Routing(3, 2, normalise=True))
+    expected = methods[0].multiply(x, router)
+    with kernels_of_operations():
+        found = methods[1].multiply(x, router)
+    # the interpreter cuts bfloat16 off: 2^-7 of each of two roundings
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-5, atol=2**-5 * float(expected.std()))
