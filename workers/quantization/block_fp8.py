@@ -8,6 +8,7 @@ from typing import Any
 from workers.quantization.fp8_quant import Fp8Quant
 from workers.quantization.fp8_weight import Block, Fp8Scheme
 from workers.quantization.quant_method import QuantMethod, list_of_names
+from workers.quantization.tensor_fp8 import read_tensor_fp8
 
 _KIND = "weight_scale_inv"
 _UNQUANTISED = ("lm_head", "eh_proj", "shared_head.head")  # not listed in published checkpoints
@@ -33,16 +34,13 @@ class BlockFp8(Fp8Quant):
 
 def read_block_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     """See `workers.quantization.table.QuantReader`."""
+    block = quantization.get("weight_block_size")
+    if not block:
+        return read_tensor_fp8(quantization, source)
     for key, only in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
         value = quantization.get(key) or only
         if value != only:
             raise ValueError(f"{source}: quantization_config.{key}={value!r} is not supported; only {only!r} is")
-    block = quantization.get("weight_block_size")
-    if not block:
-        raise ValueError(
-            f"{source}: quantization_config has no weight_block_size; FP8 with other scales than those of blocks is "
-            "not supported; use the checkpoint in bf16 or fp16"
-        )
     are_sizes = isinstance(block, list) and all(type(size) is int and size > 0 for size in block)
     if not are_sizes or len(block) != 2:
         raise ValueError(f"{source}: quantization_config.weight_block_size={block!r}: must be two sizes, as [128, 128]")

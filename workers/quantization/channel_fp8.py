@@ -6,26 +6,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from workers.quantization.fp8_quant import Fp8Quant
 from workers.quantization.fp8_weight import Fp8Scheme
 from workers.quantization.quant_method import QuantMethod, list_of_names
+from workers.quantization.tensor_fp8 import CHANNEL, TENSOR, TOLD
 
-_SCHEME = Fp8Scheme("weight_scale", None)
-# What quantization_config must say of a group's tensors.
-_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-_REMEDY = "only FP8 with scales of channels and dynamic scales of tokens is; use the checkpoint in bf16"
+# What quantization_config may say of a group's tensors.
+_WEIGHTS = {"num_bits": (8,), "type": ("float",), "strategy": ("channel", "tensor"), "symmetric": (True,)}
+_INPUTS = {"num_bits": (8,), "type": ("float",), "strategy": ("token", "tensor"), "symmetric": (True,)}
+_REMEDY = "only FP8 with scales of channels or tensors and rounded inputs is; use the checkpoint in bf16"
 
 
 @dataclass(frozen=True)
 class ChannelFp8(Fp8Quant):
-    """ignored: modules that are left in bf16; an entry "re:..." is a regular expression."""
+    """ignored: modules that are left in bf16; an entry "re:..." is a regular expression.
+    tells: the checkpoint means inputs to have a scale per tensor.
+    """
 
     ignored: tuple[str, ...]
+    stored: Fp8Scheme = CHANNEL
+    tells: bool = False
 
     @property
     def scheme(self) -> Fp8Scheme:
-        return _SCHEME
+        return self.stored
+
+    def fallback(self, device: torch.device) -> str | None:
+        return super().fallback(device) or (TOLD if self.tells else None)
 
     def ignores(self, name: str) -> bool:
         return any(
@@ -43,9 +52,11 @@ def read_channel_fp8(quantization: Mapping[str, Any], source: str) -> QuantMetho
     for name, wanted in (("weights", _WEIGHTS), ("input_activations", _INPUTS)):
         given = groups[0].get(name)
         given = given if isinstance(given, dict) else {}
-        for key, only in wanted.items():
-            if given.get(key) != only:
+        for key, supported in wanted.items():
+            if given.get(key) not in supported:
                 raise ValueError(
                     f"{source}: quantization_config: {name}.{key}={given.get(key)!r} is not supported; {_REMEDY}"
                 )
-    return ChannelFp8(list_of_names(quantization, "ignore", source))
+    scheme = TENSOR if groups[0]["weights"]["strategy"] == "tensor" else CHANNEL
+    tells = groups[0]["input_activations"]["strategy"] == "tensor"
+    return ChannelFp8(list_of_names(quantization, "ignore", source), scheme, tells)

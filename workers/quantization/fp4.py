@@ -1,10 +1,8 @@
 """Checkpoints of 4-bit floats: MXFP4 and NVFP4. Weights keep their bits; activations stay in the model's dtype, also
 where a checkpoint would quantise them."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,9 +10,11 @@ import torch
 from workers.layers.experts import ExpertsMethod, ExpertsShape
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.quantization.fp4_scheme import Fp4Scheme
+from workers.quantization.module_lists import is_listed
 from workers.quantization.packed_experts import PackedExperts
 from workers.quantization.packed_linear import PackedLinear
 from workers.quantization.quant_method import QuantMethod, all_or_none, list_of_names, unquantized_experts
+from workers.quantization.tensor_fp8 import read_modelopt_fp8
 
 GPT_OSS_MXFP4 = Fp4Scheme("blocks", "scales", 32)  # openai/gpt-oss
 CT_MXFP4 = Fp4Scheme("weight_packed", "weight_scale", 32, unused=("input_global_scale",))
@@ -43,7 +43,7 @@ class Fp4Quant(QuantMethod):
         return "activations stay in the model's type (weights alone have 4 bits here), which is more exact"
 
     def ignores(self, name: str) -> bool:
-        return any(_matches(entry, name) for entry in self.ignored)
+        return any(is_listed(entry, name) for entry in self.ignored)
 
     def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
         if self.only_experts or all_or_none(names, self.ignores):
@@ -56,12 +56,6 @@ class Fp4Quant(QuantMethod):
         return PackedExperts(shape, self.scheme)
 
 
-def _matches(entry: str, name: str) -> bool:
-    if entry.startswith("re:"):
-        return re.match(entry[3:], name) is not None
-    return fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*")
-
-
 def read_mxfp4(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     """Read `quant_method: mxfp4`, as gpt-oss has it: the experts only. See `workers.quantization.table.QuantReader`."""
     return Fp4Quant(GPT_OSS_MXFP4, list_of_names(quantization, "modules_to_not_convert", source), only_experts=True)
@@ -72,10 +66,13 @@ def read_modelopt(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     inner = quantization.get("quantization")
     settings = inner if isinstance(inner, dict) else quantization
     algorithm = settings.get("quant_algo")
+    in_fp8 = read_modelopt_fp8(settings, source)
+    if in_fp8 is not None:
+        return in_fp8
     if algorithm != "NVFP4":
         raise ValueError(
-            f"{source}: quantization_config.quant_algo={algorithm!r} is not supported; only 'NVFP4' is; "
-            "use the checkpoint in bf16"
+            f"{source}: quantization_config.quant_algo={algorithm!r} is not supported; only 'NVFP4', 'FP8' and "
+            "'FP8_PER_CHANNEL_PER_TOKEN' are; use the checkpoint in bf16"
         )
     size = settings.get("group_size") or 16
     if size != 16:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from workers.layers.experts import DenseExperts, ExpertsShape
 from workers.layers.linear_method import LinearMethod, LinearShape, Part
-from workers.layers.weighted import check_shape
 from workers.ops.experts.fused import choose_experts, fuses
 from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
 from workers.ops.experts.weights import ExpertWeights
@@ -38,7 +37,7 @@ class Fp8Experts(DenseExperts):
 
     def __init__(self, shape: ExpertsShape, scheme: Fp8Scheme) -> None:
         super().__init__(shape)
-        self.kinds = ("weight", scheme.kind)
+        self.kinds = scheme.kinds
         self.scheme, self._dtype = scheme, torch.get_default_dtype()
         self.weights = nn.ParameterList(
             nn.Parameter(shape.stacked(one, FP8), requires_grad=False) for one in (shape.gate_up, shape.down)
@@ -69,9 +68,11 @@ class Fp8Experts(DenseExperts):
         if kind == "weight":
             mine = self.weights[0 if part in self.shape.gate_up.parts else 1]
             rows_of(mine.data[expert], part).copy_(part.cut(checked(full)))
-        else:
-            check_shape(full, self.scheme.num_scales(part))
-            self.scales[part.name].data[expert].copy_(full)
+        elif kind == self.scheme.kind:
+            self.scales[part.name].data[expert].copy_(self.scheme.scales_of(full, part))
+
+    def fill_missing(self, kind: str) -> bool:
+        return kind in self.scheme.unused
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         for weights in self.weights:

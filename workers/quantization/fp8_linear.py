@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from workers.layers.linear_method import DenseLinearMethod, LinearShape, Part
-from workers.layers.weighted import check_shape
 from workers.ops.fp8.product import Fp8Product, choose_product
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.fp8.tiles import Fp8Matrix
@@ -36,7 +35,7 @@ class Fp8Linear(DenseLinearMethod):
     def __init__(self, shape: LinearShape, scheme: Fp8Scheme) -> None:
         super().__init__(shape)
         assert not shape.padding, "a vocabulary head is left unquantised"
-        self.kinds = ("weight", scheme.kind)
+        self.kinds = scheme.kinds
         self.scheme, self._dtype = scheme, torch.get_default_dtype()
         self.weight: nn.Parameter | None = empty(shape.out_features, shape.in_features, dtype=FP8)
         self.scales = nn.ParameterList(empty(*scheme.num_scales(part), dtype=torch.float32) for part in shape.parts)
@@ -69,9 +68,11 @@ class Fp8Linear(DenseLinearMethod):
         assert self.weight is not None, "is finished"
         if kind == "weight":
             rows_of(self.weight, part).copy_(part.cut(checked(full)))
-        else:
-            check_shape(full, self.scheme.num_scales(part))
-            self.scales[self.shape.parts.index(part)].data.copy_(full)
+        elif kind == self.scheme.kind:
+            self.scales[self.shape.parts.index(part)].data.copy_(self.scheme.scales_of(full, part))
+
+    def fill_missing(self, kind: str, part: Part) -> bool:
+        return kind in self.scheme.unused
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         assert self.weight is not None, "is finished"

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from attention.capability import Capability
 from workers.layers.linear_method import Part
-from workers.layers.weighted import WrongTensorError
+from workers.layers.weighted import WrongTensorError, check_shape
 
 FP8 = torch.float8_e4m3fn
 Block = tuple[int, int]
@@ -20,15 +20,36 @@ DUMMY_SCALE = 0.02 / _DUMMY_DEVIATION
 class Fp8Scheme:
     """kind: the checkpoint's name of scales.
     block: rows and columns that share a scale; None for a scale per row.
+    per_matrix: the checkpoint has one scale for all rows.
+    unused: tensors that a checkpoint may have, and which change nothing here.
     """
 
     kind: str
     block: Block | None
+    per_matrix: bool = False
+    unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return (
-            "FP8, a scale per output" if self.block is None else f"FP8 in blocks of {self.block[0]} x {self.block[1]}"
-        )
+        if self.block is not None:
+            return f"FP8 in blocks of {self.block[0]} x {self.block[1]}"
+        return "FP8, a scale per matrix" if self.per_matrix else "FP8, a scale per output"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The checkpoint's tensors of a matrix."""
+        return ("weight", self.kind, *self.unused)
+
+    def scales_of(self, full: Tensor, part: Part) -> Tensor:
+        """Return the checkpoint's scales of a matrix in the shape `num_scales`. Raises WrongTensorError."""
+        rows, columns = self.num_scales(part)
+        if self.per_matrix:
+            if full.numel() != 1:
+                raise WrongTensorError(f"has shape {tuple(full.shape)}, not one scale of the whole matrix")
+            return full.reshape(1, 1).expand(rows, 1)
+        if self.block is None and full.shape == (rows,):
+            return full.unsqueeze(1)
+        check_shape(full, (rows, columns))
+        return full
 
     def block_of(self, part: Part) -> Block:
         return self.block or (1, part.columns.total)

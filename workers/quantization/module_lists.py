@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 
@@ -14,6 +15,11 @@ def contains(entry: str, name: str) -> bool:
 def matches(target: str, name: str) -> bool:
     """Whether an entry of compressed-tensors is the module's name, or with "re:" a pattern that its beginning fits."""
     return re.match(target[3:], name) is not None if target.startswith("re:") else target == name
+
+
+def is_listed(entry: str, name: str) -> bool:
+    """Whether an entry of modelopt is the module, or a module around it: a name, or a pattern with `*`."""
+    return matches(entry, name) or fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*")
 
 
 def check_pattern(pattern: str, key: str, source: str) -> None:
