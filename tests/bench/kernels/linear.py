@@ -4,7 +4,8 @@
 
 Microseconds per product, by the kernels that a layer takes for this weight and this number of rows. Rows come in
 bfloat16: rounding them to FP8 is included. A CUDA graph holds products with several weights, so that no cache has them.
-floor: the weight's bytes over the rate of a copy, measured in the same turns. A Markdown table, then one JSON line.
+floor: the weight's bytes over the rate of a copy, measured in the same turns. Markdown tables, the second with the
+products of a layer of Llama-3.1-8B together, and the rate at which weights are read; then one JSON line.
 """
 
 import argparse
@@ -101,6 +102,21 @@ def measure(clock: Clock, product: Product, weights: str, all_rows: list[int]) -
     return found
 
 
+def layers_together(found: list[Row]) -> list[tuple[object, ...]]:
+    """By weights and rows: microseconds of the products of an 8B layer, TB/s of weights, and its share of a copy's."""
+    sums: dict[tuple[str, int], list[Row]] = {}
+    for row in found:
+        if row.product.startswith("8B "):
+            sums.setdefault((row.weights, row.rows), []).append(row)
+    sizes = {product.name: product.n * product.k for product in PRODUCTS}
+    lines: list[tuple[object, ...]] = []
+    for (weights, rows), parts in sums.items():
+        us, floor_us = sum(part.us for part in parts), sum(part.floor_us for part in parts)
+        num_bytes = sum(sizes[part.product] for part in parts) * BYTES[weights]
+        lines.append((weights, rows, round(us, 1), round(num_bytes / us / 1e6, 2), f"{100 * floor_us / us:.0f} %"))
+    return lines
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -115,6 +131,7 @@ def main() -> None:
             found += measure(clock, product, weights, args.rows)
     head = ["product", "weights", "rows", "us", "floor, us"]
     print(*table(head, [tuple(asdict(row).values()) for row in found]), sep="\n")
+    print(*table(["weights", "rows", "us an 8B layer", "TB/s", "of a copy"], layers_together(found)), sep="\n")
     results = [asdict(row) for row in found]
     print(json.dumps({"bench": "linear", "hardware": hardware(), "commit": commit(), "results": results}))
 
