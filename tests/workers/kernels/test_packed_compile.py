@@ -36,7 +36,7 @@ def stream(
     assert tiles is not None
     constants = {"N": n // (1 + gated), "K": k, "CODE": code, "GROUP": group, "GATED": gated, "STEPS": tiles.steps(k)}
     constants |= {"ROW_TILES": tiles.row_tiles, "WARPS_N": tiles.warps_n, "WARPS_K": tiles.warps_k}
-    constants |= {"COUNT": tiles.chunks, "STAGES": tiles.stages, "SPLITS": tiles.splits}
+    constants |= {"COUNT": tiles.chunks, "SPLITS": tiles.splits}
     constants |= {"TYPE": tl.bfloat16, "SCALE_TYPE": tl.bfloat16}
     constants |= dict.fromkeys(("zeros_ptr", "row_scale_ptr", "bias_ptr"))
     return _POINTERS, constants | {"PDL": True, "INTERPRETED": False}
@@ -51,7 +51,7 @@ def blocks(tiles: BlockTiles, n: int, k: int, gated: bool) -> tuple[dict[str, st
     return _POINTERS, constants | {"PDL": True, "INTERPRETED": False}
 
 
-PACKED_STREAM = stream(StreamTiles(1, 1, 4, 2), 4096, 4096)
+PACKED_STREAM = stream(StreamTiles(1, 1, 4, 2, 2), 4096, 4096)
 
 
 @pytest.mark.parametrize(

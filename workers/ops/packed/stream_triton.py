@@ -137,7 +137,6 @@ def _packed_stream(
     COUNT: tl.constexpr,
     STEPS: tl.constexpr,
     SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
     GATED: tl.constexpr,
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
@@ -171,68 +170,39 @@ def _packed_stream(
         acc = acc + (tl.zeros([WARPS_N * WARPS_K * 128], tl.float32),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if STAGES == 0:
-        codes_ahead = _load_codes(codes_base, word, start_chunk, has, CHUNKS, COUNT, PIECES)
-        scales_ahead = _load_scales(scales_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
-        zeros_ahead = ()
+    codes_ahead = _load_codes(codes_base, word, start_chunk, has, CHUNKS, COUNT, PIECES)
+    scales_ahead = _load_scales(scales_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
+    zeros_ahead = ()
+    if HAS_ZEROS:
+        zeros_ahead = _load_scales(zeros_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for step in range(STEPS):
+        chunk = start_chunk + step * (WARPS_K * COUNT)
+        codes, scales, zeros = codes_ahead, scales_ahead, zeros_ahead
+        next_chunk, more = chunk + WARPS_K * COUNT, has & (step + 1 < STEPS)
+        codes_ahead = _load_codes(codes_base, word, next_chunk, more, CHUNKS, COUNT, PIECES)
+        scales_ahead = _load_scales(scales_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
         if HAS_ZEROS:
-            zeros_ahead = _load_scales(zeros_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        for step in range(STEPS):
-            chunk = start_chunk + step * (WARPS_K * COUNT)
-            codes, scales, zeros = codes_ahead, scales_ahead, zeros_ahead
-            next_chunk, more = chunk + WARPS_K * COUNT, has & (step + 1 < STEPS)
-            codes_ahead = _load_codes(codes_base, word, next_chunk, more, CHUNKS, COUNT, PIECES)
-            scales_ahead = _load_scales(scales_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
-            if HAS_ZEROS:
-                zeros_ahead = _load_scales(zeros_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
-            for each in tl.static_range(COUNT):
-                inputs = _load_inputs(x_base, g, t, row_stride, rows, chunk + each, K, ROW_TILES)
-                acc = _add_products(
-                    acc,
-                    codes,
-                    scales,
-                    zeros,
-                    inputs,
-                    each,
-                    CODE,
-                    GROUP,
-                    HAS_ZEROS,
-                    ROW_TILES,
-                    EACH,
-                    TYPE,
-                    SCALE_TYPE,
-                    INTERPRETED,
-                )
-    else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        for step in tl.range(0, STEPS, num_stages=STAGES):
-            chunk = start_chunk + step * (WARPS_K * COUNT)
-            codes = _load_codes(codes_base, word, chunk, has, CHUNKS, COUNT, PIECES)
-            scales = _load_scales(scales_base, t, chunk, has, K, GROUP, COUNT, EACH)
-            zeros = ()
-            if HAS_ZEROS:
-                zeros = _load_scales(zeros_base, t, chunk, has, K, GROUP, COUNT, EACH)
-            for each in tl.static_range(COUNT):
-                inputs = _load_inputs(x_base, g, t, row_stride, rows, chunk + each, K, ROW_TILES)
-                acc = _add_products(
-                    acc,
-                    codes,
-                    scales,
-                    zeros,
-                    inputs,
-                    each,
-                    CODE,
-                    GROUP,
-                    HAS_ZEROS,
-                    ROW_TILES,
-                    EACH,
-                    TYPE,
-                    SCALE_TYPE,
-                    INTERPRETED,
-                )
+            zeros_ahead = _load_scales(zeros_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
+        for each in tl.static_range(COUNT):
+            inputs = _load_inputs(x_base, g, t, row_stride, rows, chunk + each, K, ROW_TILES)
+            acc = _add_products(
+                acc,
+                codes,
+                scales,
+                zeros,
+                inputs,
+                each,
+                CODE,
+                GROUP,
+                HAS_ZEROS,
+                ROW_TILES,
+                EACH,
+                TYPE,
+                SCALE_TYPE,
+                INTERPRETED,
+            )
     # accumulator R i + j, element 128 w + 4 l + r: the sum of output 16 i + 8 (r / 2) + g and row 8 j + 2 t + r % 2
     PARTS: tl.constexpr = 4 * ROW_TILES
     WARPS: tl.constexpr = WARPS_N * WARPS_K
@@ -330,13 +300,11 @@ def packed_stream(
         COUNT=tiles.chunks,
         STEPS=tiles.steps(k),
         SPLITS=tiles.splits,
-        STAGES=tiles.stages,
         GATED=gated,
         TYPE=TL_TYPES[x.dtype],
         SCALE_TYPE=TL_TYPES[weight.scales.dtype],
         INTERPRETED=INTERPRETED,
         num_warps=tiles.warps_n * tiles.warps_k,
-        maxnreg=tiles.registers,
         **pdl_wait(x.device),
     )
     return out

@@ -22,17 +22,13 @@ class StreamTiles:
     warps_k: warps that share a sum.
     splits: programs that share a sum (split K).
     chunks: of 64 inputs, loaded at once by a warp.
-    stages: of a pipeline through shared memory; 0: codes are loaded a step ahead, to registers.
-    registers: at most so many a thread; None: as many as it takes.
     """
 
     row_tiles: int
     warps_n: int
     warps_k: int
     splits: int
-    chunks: int = 2
-    stages: int = 0
-    registers: int | None = None
+    chunks: int
 
     def steps(self, k: int) -> int:
         """Loads of a warp, one after another."""
@@ -68,24 +64,34 @@ class BlockTiles:
         return cdiv(n, outputs) * cdiv(rows, self.block_m) * self.splits * outputs * self.block_m
 
 
+# By tiles of 8 rows: warps that share a sum, chunks that a warp loads at once, and programs to have at least; set by
+# sweeps on an H200 and an H100 (`tests.bench linear` measures the choice).
+_STREAM = {1: (8, 2, 240), 2: (4, 1, 240), 4: (4, 2, 240)}
+_GATED = {1: (2, 2, 380), 2: (4, 1, 380), 4: (2, 2, 380)}
+
+
 def stream_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
     """Return tiles for a weight [n, k]; None for too many rows."""
     if rows > MAX_STREAM_ROWS:
         return None
-    row_tiles = max(1, next_power_of_2(rows) // 8)
-    tiles, chunks = cdiv(n, _TILE), 2 if row_tiles <= 2 else 1
-    return StreamTiles(row_tiles, 1, 4, _splits(tiles, cdiv(k, _TILE * 4 * chunks), 4 * MULTIPROCESSORS), chunks)
+    row_tiles = _row_tiles(rows)
+    warps, chunks, programs = _STREAM[row_tiles]
+    splits = _splits(cdiv(n, _TILE), cdiv(k, _TILE * warps * chunks), programs)
+    return StreamTiles(row_tiles, 1, warps, splits, chunks)
 
 
 def gated_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
     """Return tiles for a gated product with weight [n, k]; None if it does not fit."""
     if rows > MAX_STREAM_ROWS or n % (2 * _TILE):
         return None
-    row_tiles = max(1, next_power_of_2(rows) // 8)
-    chunks = 2 if row_tiles <= 2 else 1
-    return StreamTiles(
-        row_tiles, 2, 2, _splits(n // 2 // _TILE, cdiv(k, _TILE * 2 * chunks), 4 * MULTIPROCESSORS), chunks
-    )
+    row_tiles = _row_tiles(rows)
+    warps, chunks, programs = _GATED[row_tiles]
+    splits = _splits(n // 2 // _TILE, cdiv(k, _TILE * warps * chunks), programs)
+    return StreamTiles(row_tiles, 2, warps, splits, chunks)
+
+
+def _row_tiles(rows: int) -> int:
+    return max(1, next_power_of_2(rows) // 8)
 
 
 def fixed_tiles(n: int, k: int) -> StreamTiles:
@@ -101,7 +107,7 @@ def block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
         return None
     block_m = min(128, next_power_of_2(rows))
     blocks = cdiv(rows, block_m) * cdiv(n, _TILE)
-    return BlockTiles(block_m, False, _splits(blocks, cdiv(k, _TILE * 8), 2 * MULTIPROCESSORS), stages=4)
+    return BlockTiles(block_m, False, _splits(blocks, cdiv(k, _TILE * 8), MULTIPROCESSORS), stages=4)
 
 
 def gated_block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
@@ -112,8 +118,11 @@ def gated_block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
 
 
 def _splits(tiles: int, steps: int, programs: int) -> int:
-    """Programs that share a sum: as many as fill the device, a step each at least."""
-    return max(1, min(steps, programs // tiles))
+    """Programs that share a sum: the smallest power of two with so many programs, a step each at least."""
+    splits = 1
+    while splits * tiles < programs and 2 * splits <= steps:
+        splits *= 2
+    return splits
 
 
 def outputs_at_once(n: int, k: int) -> int:
