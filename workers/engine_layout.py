@@ -36,6 +36,7 @@ class EngineLayout:
     bytes_per_slot: of a slot's row in all tables, on each rank, its recurrent states included.
     bytes_per_state: of a slot's recurrent states alone; 0 for models without recurrent layers.
     bytes_per_snapshot: of a copy of these states, on each rank.
+    chunk_bytes: what a recurrent layer's kernels on GPUs keep of the longest prompt chunk: part of the largest step.
     num_snapshots: copies that a rank has memory for; known with the pages.
     keeps_latent_rows: whether layers of the target do.
     known_pages: KV pages of a rank that is built; before that the configured number, if there is one.
@@ -53,6 +54,7 @@ class EngineLayout:
     bytes_per_slot: int = 0
     bytes_per_state: int = 0
     bytes_per_snapshot: int = 0
+    chunk_bytes: int = 0
     num_snapshots: int = 0
     keeps_latent_rows: bool = False
     graph_capture: GraphCapture = GraphCapture()  # noqa: RUF009 - frozen

@@ -33,6 +33,7 @@ The rule:
     delta_round             triggers   tables and counts of slots,    kernels before the pass; the embedding, launched
                                        masks, prefix lengths          normally, is the fence
                                        the gates' weights             constant
+    delta_few_rows          triggers   as delta_round, and states     as delta_round
     delta_step              triggers   as delta_round, and states,    kernels before the pass; the embedding, launched
                                        histories, committed rows      normally, is the fence
                                        weights but the norm's         constant

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from attention.config import CacheConfig
+from attention.ops.delta_rule.chunks import scratch_bytes
 from attention.ops.delta_rule.tables import DeltaHeads, state_shapes
 from attention.recurrent.sizes import StateSizes
 
@@ -36,6 +37,13 @@ class StateGroup:
 
     layers: tuple[int, ...]
     layout: StateLayout
+
+
+def chunk_bytes(groups: Iterable[StateGroup], num_tokens: int) -> int:
+    """Bytes that a layer's kernels on GPUs keep of a prompt chunk until the layer ends, the most of any layer."""
+    return max(
+        (scratch_bytes(each.layout.heads, each.layout.dtype.itemsize, num_tokens, 1) for each in groups), default=0
+    )
 
 
 def saved_dtype(cache: CacheConfig) -> torch.dtype:

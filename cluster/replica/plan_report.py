@@ -150,6 +150,7 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
         lines.append(
             f"states      {layout.bytes_per_state / 1e6:.2f} MB of each slot are recurrent states; saved ones for the "
             f"prefix cache: {number}, {layout.bytes_per_snapshot / 1e6:.2f} MB each, of {cache.state_snapshot_dtype}"
+            + (f"; a prompt's longest chunk takes {layout.chunk_bytes / 1e6:.0f} MB" if placement.uses_gpus else "")
         )
     if placement.uses_gpus:
         lines.append(

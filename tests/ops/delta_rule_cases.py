@@ -132,7 +132,7 @@ CASES = (
         for heads, dtype, batch, width, slow in (
             *((SMALL, dtype, batch, width, False) for dtype in TYPES for batch in BATCHES for width in (1, 4)),
             *((heads, torch.float32, BATCHES[1], 8, False) for heads in GROUPS[1:]),
-            (QWEN, torch.float32, BATCHES[0], 8, False),  # several parts of a key's dimensions
+            *((QWEN, torch.float32, BATCHES[0], width, False) for width in (3, 8)),  # few rows, several parts
             *((SMALL, dtype, BATCHES[1], width, True) for dtype in TYPES for width in (16, 17, 60)),
             *((QWEN, dtype, batch, width, True) for dtype in TYPES for batch in BATCHES for width in (1, 4, 16, 60)),
         )

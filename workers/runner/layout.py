@@ -13,7 +13,7 @@ from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool, bytes_per_page
 from attention.metadata import Mode
-from attention.recurrent.layout import saved_dtype, slot_bytes, snapshot_bytes
+from attention.recurrent.layout import chunk_bytes, saved_dtype, slot_bytes, snapshot_bytes
 from attention.recurrent.pool import StatePool
 from attention.registry import Choice
 from workers.config import AUTO_SLOTS, RoundShapes, WorkerConfig
@@ -168,12 +168,12 @@ def plan_engine(
     max_model_len = worker.model.max_model_len or target.max_position
     shapes = replace(speculation.shapes, eager=not device.captures_graphs or not worker.cuda_graphs)
     max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)  # two rounds in flight past it
-    scheduler, cache = worker.scheduler, worker.cache
+    scheduler, cache = worker.scheduler.resolved(device.type), worker.cache
     if recurrent and cache.state_snapshots == 0:  # nothing could resume at cached pages
         cache = replace(cache, prefix_cache=False)
     layout = EngineLayout(
         shapes=shapes,
-        scheduler=scheduler.resolved(device.type),
+        scheduler=scheduler,
         cache=cache,
         max_model_len=max_model_len,
         max_position=max_position,
@@ -183,6 +183,7 @@ def plan_engine(
         keeps_latent_rows=keeps_latent_rows(of_target),
         graph_capture=worker.graph_capture,
         bytes_per_snapshot=snapshot_bytes(recurrent, saved_dtype(cache)),
+        chunk_bytes=chunk_bytes(recurrent, min(scheduler.step_token_limit, max_model_len)),
     )
     per_state = slot_bytes(recurrent, layout.state_sizes)
     slot_row = SlotTable(0, _max_pages(layout), target.vocab_size, torch.device("meta"))  # the padding slot's alone

@@ -11,6 +11,7 @@ from attention.ops.delta_rule.tables import (
     KERNEL_LIMITS,
     TAPS,
     ChunkTables,
+    DeltaHeads,
     DeltaRows,
     DeltaWeights,
     LayerState,
@@ -19,6 +20,19 @@ from attention.ops.delta_rule.tables import (
 from attention.ops.operation import Implementation, on_gpu, operation
 
 BLOCK = 64  # tokens between two states; a snapshot's position ends a block early
+
+
+def max_blocks(num_rows: int, num_chunks: int) -> int:
+    """Blocks of any so many chunks of so many rows: each has at most two that are not full."""
+    return num_rows // BLOCK + 2 * num_chunks
+
+
+def scratch_bytes(heads: DeltaHeads, itemsize: int, num_rows: int, num_chunks: int) -> int:
+    """What the kernels keep between their launches, for rows of `itemsize` bytes a number: q, k and v, two rows of each
+    value head and its decay, and the state that each block begins with."""
+    values = heads.value_heads * (heads.key_dim + heads.value_dim)
+    states = max_blocks(num_rows, num_chunks) * heads.value_heads * heads.key_dim * heads.value_dim
+    return itemsize * (num_rows * (heads.channels + values) + states) + 4 * num_rows * heads.value_heads
 
 
 def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) -> bool:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.delta_rule.chunks import BLOCK
+from attention.ops.delta_rule.chunks import BLOCK, max_blocks
 from attention.ops.delta_rule.formulas_triton import (
     PRECISION,
     dot,
@@ -302,16 +302,10 @@ def chunk_tiles(value_dim: int) -> ChunkTiles:
     return ChunkTiles(min(value_dim, 32), 8 if value_dim >= 64 else 4, 4, 8 if value_dim >= 64 else 4)
 
 
-def max_blocks(num_rows: int, num_chunks: int) -> int:
-    """Blocks of any so many chunks of so many rows: each has at most two that are not full."""
-    return num_rows // BLOCK + 2 * num_chunks
-
-
 def delta_rule_chunks(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
 ) -> None:
-    """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Between its launches stand 4 KB a row and value head, and
-    2 * dk * dv bytes a block and value head."""
+    """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Between its launches it keeps `scratch_bytes`."""
     heads, num_rows, num_chunks = kept.heads, out.shape[0], tables.slots.shape[0]
     assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
     assert weights.conv.is_contiguous() and kept.state.is_contiguous() and kept.conv.is_contiguous()

@@ -47,6 +47,21 @@ def before(i, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
+def place(token, conv_ptr, committed_ptr, rows_ptr, stride, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr):
+    """Where the channels of tokens stand: three before the tile, PATH committed ones, and the new rows."""
+    new = rows_ptr + (token - 3 - PATH) * stride
+    return tl.where(token < 3 + PATH, before(token, conv_ptr, committed_ptr, C, R), new)
+
+
+@triton.jit
+def keep_history(target_ptr, first, column, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
+    """Some channels of the three tokens from `first` on become a snapshot's history."""
+    for i in tl.static_range(3):
+        source = before(first + i, conv_ptr, committed_ptr, C, R)
+        tl.store(target_ptr + i * C + column, tl.load(source + column))
+
+
+@triton.jit
 def norm_factors(x):
     """[n] float32, one over the l2 norms of rows [n, d]."""
     x = x.to(tl.float32)
@@ -101,18 +116,18 @@ def product_with_rows(k, q, y):
 
 
 @triton.jit
-def product_with_columns(keys, y):
-    """keys @ y of float32 y, as exact as `product_with_rows`."""
-    if keys.dtype == tl.bfloat16:
+def exact_product(x, y):
+    """x @ y of float32 y, as exact as `product_with_rows`."""
+    if x.dtype == tl.bfloat16:
         part = y.to(tl.bfloat16)
         y -= part.to(tl.float32)
-        product = dot(keys, part)
+        product = dot(x, part)
         part = y.to(tl.bfloat16)
         y -= part.to(tl.float32)
-        product += dot(keys, part)
-        product += dot(keys, y.to(tl.bfloat16))
+        product += dot(x, part)
+        product += dot(x, y.to(tl.bfloat16))
     else:
-        product = dot(keys, y)
+        product = dot(x, y)
     return product
 
 

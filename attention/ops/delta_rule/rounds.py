@@ -5,6 +5,7 @@ from torch import Tensor
 
 from attention.ops.delta_rule.formulas import advanced, block, convolved, gated_norm, gates, heads_of
 from attention.ops.delta_rule.tables import (
+    FEW_ROWS,
     HISTORY,
     KERNEL_LIMITS,
     TAPS,
@@ -25,6 +26,12 @@ def _is_step(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: R
     return fits_kernels(kept) and tables.mask.shape[1] == 1
 
 
+def _are_few(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
+    width, heads = tables.mask.shape[1], kept.heads
+    fits = width > 1 and kept.committed.shape[1] + 2 * width <= FEW_ROWS
+    return fits and heads.key_dim == heads.value_dim == 128 and kept.state.dtype is torch.float32
+
+
 @operation(
     Implementation(
         "triton, one row",
@@ -32,6 +39,13 @@ def _is_step(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: R
         on_gpu,
         _is_step,
         f"R = 1; {KERNEL_LIMITS}",
+    ),
+    Implementation(
+        "triton, few rows",
+        "attention.ops.delta_rule.few_rows_triton:delta_rule_rounds",
+        on_gpu,
+        _are_few,
+        f"R > 1; P + 2 R <= {FEW_ROWS}; dk = dv = 128; rows not float64",
     ),
     Implementation("triton", "attention.ops.delta_rule.rounds_triton:delta_rule_rounds", on_gpu, _fits, KERNEL_LIMITS),
 )

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from attention.ops.delta_rule.formulas_triton import (
     PRECISION,
-    before,
     dot,
+    exact_product,
     gate,
     inverse_of_unit_triangle,
+    keep_history,
     log_decay,
     norm_factors,
+    place,
     prefetch,
-    product_with_columns,
     product_with_rows,
     settled,
     sigmoid,
@@ -28,13 +29,6 @@ from attention.ops.delta_rule.formulas_triton import (
 )
 from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
 from attention.ops.pdl import pdl_wait
-
-
-@triton.jit
-def _place(token, conv_ptr, committed_ptr, rows_ptr, stride, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr):
-    """Where the channels of tokens stand: three before the tile, PATH committed ones, and the new rows."""
-    new = rows_ptr + (token - 3 - PATH) * stride
-    return tl.where(token < 3 + PATH, before(token, conv_ptr, committed_ptr, C, R), new)
 
 
 @triton.jit
@@ -54,14 +48,6 @@ def _convolved(
     raw = tl.load(oldest[:, None] + column[None, :], mask=live[:, None], other=0.0)
     x += raw.to(tl.float32) * tl.load(taps).to(tl.float32)[None, :]
     return settled(silu(x)).to(raw.dtype)
-
-
-@triton.jit
-def _keep_history(target_ptr, first, column, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
-    """Some channels of the three tokens from `first` on become a snapshot's history."""
-    for i in tl.static_range(3):
-        source = before(first + i, conv_ptr, committed_ptr, C, R)
-        tl.store(target_ptr + i * C + column, tl.load(source + column))
 
 
 @triton.jit(do_not_specialize=["mask_stride"])
@@ -111,10 +97,10 @@ def _delta_round(
     # 2. The tile's rows, and what they are to one another.
     conv_ptr_of_slot, committed_ptr = conv_ptr + slot * (3 * C), committed_ptr + slot * (PATH * R)
     rows_ptr = qkv_ptr + request * WIDTH * qkv_stride
-    own = _place(3 + r, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
-    newest = _place(newest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
-    older = _place(older, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
-    oldest = _place(oldest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    own = place(3 + r, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    newest = place(newest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    older = place(older, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    oldest = place(oldest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
     row = request * WIDTH + r - PATH
     pending = pending_ptr + slot * (PENDING * R) + (r - PATH) * R
     committed_gate = committed_ptr + r * R + C + h
@@ -154,16 +140,16 @@ def _delta_round(
         if due:
             until = tl.sum(tl.where(r < passed, g, 0.0), 0)
             some = tl.where(r < passed, tl.exp(until - decay) * k_scale, 0.0)[:, None]
-            kept = tl.exp(until) * state + product_with_columns(keys, some * added)
+            kept = tl.exp(until) * state + exact_product(keys, some * added)
             tl.store(saved_state_ptr + entry * (HV * DK * DV) + of_part + part * PART, kept)
-            _keep_history(saved_conv_ptr + entry * (3 * C), passed, v_column, conv_ptr_of_slot, committed_ptr, C, R)
+            keep_history(saved_conv_ptr + entry * (3 * C), passed, v_column, conv_ptr_of_slot, committed_ptr, C, R)
         if count > 0:
-            state = tl.exp(all_decay) * state + product_with_columns(keys, adds * added)
+            state = tl.exp(all_decay) * state + exact_product(keys, adds * added)
             tl.store(own_state_ptr + of_part + part * PART, state)
     if due & (h == key_head * (HV // HK)):
         for i in tl.static_range(2):
             column = i * KEYS + key_head * DK + d
-            _keep_history(saved_conv_ptr + entry * (3 * C), passed, column, conv_ptr_of_slot, committed_ptr, C, R)
+            keep_history(saved_conv_ptr + entry * (3 * C), passed, column, conv_ptr_of_slot, committed_ptr, C, R)
 
     # 4. The gated norm.
     o = tl.reshape(o, (ROWS, DV)) * norm_factors(q)[:, None] * DK**-0.5
@@ -171,8 +157,8 @@ def _delta_round(
     z = tl.load(z_ptr + row[:, None] * z_stride + f[None, :], mask=is_new[:, None], other=0.0)
     norm = tl.load(norm_ptr + tl.arange(0, DV)).to(tl.float32)
     o *= tl.rsqrt(tl.sum(o * o, 1) / DV + scale_eps)[:, None] * norm[None, :] * gate(z.to(tl.float32), SIGMOID)
-    place = out_ptr + row[:, None] * out_stride + f[None, :]
-    tl.store(place, o.to(out_ptr.dtype.element_ty), mask=is_new[:, None])
+    at = out_ptr + row[:, None] * out_stride + f[None, :]
+    tl.store(at, o.to(out_ptr.dtype.element_ty), mask=is_new[:, None])
 
 
 FEW_PROGRAMS = 512  # about four for each multiprocessor

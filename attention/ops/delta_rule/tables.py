@@ -123,6 +123,7 @@ class DeltaState:
 
 KERNEL_DIMS = (16, 32, 64, 128)  # dk and dv
 KERNEL_LIMITS = "dk and dv powers of 2 from 16 to 128; rows not float64"
+FEW_ROWS = 16  # of a tile of committed keys, new keys and queries: what tensor cores take at once
 
 
 def fits_kernels(kept: LayerState) -> bool:

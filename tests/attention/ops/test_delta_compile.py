@@ -9,12 +9,19 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.ops.delta_rule import chunks_triton, commit_triton, rounds_triton, step_triton  # noqa: E402
-from attention.ops.delta_rule.tables import DeltaHeads  # noqa: E402
+from attention.ops.delta_rule import (  # noqa: E402
+    chunks_triton,
+    commit_triton,
+    few_rows_triton,
+    rounds_triton,
+    step_triton,
+)
+from attention.ops.delta_rule.tables import FEW_ROWS, DeltaHeads  # noqa: E402
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HEADS = DeltaHeads(16, 48, 128, 128)
+REGISTERS_PER_SM = 1 << 16
 ROWS = ("qkv_ptr", "z_ptr", "b_ptr", "a_ptr", "out_ptr", "weight_ptr", "norm_ptr", "conv_ptr", "pending_ptr")
 BETWEEN = ("committed_ptr", "x_ptr", "w_ptr", "u_ptr", "begin_ptr")
 POINTERS = (
@@ -42,6 +49,30 @@ DELTA_STEP = (
     POINTERS,
     {name: value for name, value in round_constants(1, 4).items() if name not in _OF_TILES},
 )
+
+
+def few_row_constants(programs: int) -> dict[str, Any]:
+    """For 4 rows after at most 4."""
+    tiles = few_rows_triton.few_row_tiles(HEADS.value_dim, programs)
+    return round_constants(4, 4) | {"ROWS": FEW_ROWS, "PART": tiles.part, "EARLY": tiles.early}
+
+
+DELTA_FEW_ROWS = (few_rows_triton._delta_few_rows, POINTERS, few_row_constants(48))  # reads the most early
+
+
+@pytest.mark.parametrize("programs", [48, 1536])
+def test_few_rows_fit_hopper(programs: int, tmp_path: Path) -> None:
+    """Of many programs three run on a multiprocessor; what they spill is little beside their state."""
+    tiles = few_rows_triton.few_row_tiles(HEADS.value_dim, programs)
+    spills, shared, ptx = compiled(
+        few_rows_triton._delta_few_rows, tmp_path, POINTERS, few_row_constants(programs), tiles.warps, 1,
+        maxnreg=tiles.registers,
+    )  # fmt: skip
+    assert spills <= 256
+    if programs > few_rows_triton.FEW_PROGRAMS:
+        assert tiles.registers is not None and 3 * 32 * tiles.warps * tiles.registers <= REGISTERS_PER_SM
+        assert 3 * shared <= SHARED_PER_SM
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # the state's
 
 
 @pytest.mark.parametrize(

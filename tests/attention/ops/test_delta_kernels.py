@@ -12,7 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.ops.delta_rule.chunks import delta_rule_chunks  # noqa: E402
+from attention.ops.delta_rule import chunks_triton  # noqa: E402
+from attention.ops.delta_rule.chunks import delta_rule_chunks, scratch_bytes  # noqa: E402
 from attention.ops.delta_rule.rounds import delta_rule_rounds  # noqa: E402
 from attention.ops.delta_rule.tables import DeltaHeads, DeltaRows, RoundTables  # noqa: E402
 from tests.ops.delta_rule_cases import BATCHES, RAGGED, SMALL, chunk_arguments, round_arguments  # noqa: E402
@@ -63,6 +64,16 @@ def test_a_request_is_the_same_beside_others() -> None:
         slot = BATCHES[1][request]
         assert torch.equal(out, together[4][request * width : (request + 1) * width])
         assert torch.equal(alone[2].state[slot], together[2].state[slot])
+
+
+def test_chunks_keep_what_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = RAGGED[0]
+    arguments, made = chunk_arguments(SMALL, chunks, 3, torch.bfloat16)(DEVICE), []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: made.append(empty(*args, **options)) or made[-1])
+    chunks_triton.delta_rule_chunks(*arguments)
+    expected = scratch_bytes(SMALL, 2, arguments[-1].shape[0], len(chunks))
+    assert sum(each.nbytes for each in made) == expected
 
 
 def test_a_chunk_is_the_same_beside_others() -> None:

@@ -28,7 +28,7 @@ from attention.ops.attend import (  # noqa: E402
 from attention.ops.attend.split_kv_triton import Items  # noqa: E402
 from attention.views import LayerKV  # noqa: E402
 from speculative.ops import head_input_triton  # noqa: E402
-from tests.attention.ops.test_delta_compile import DELTA_ROUND, DELTA_STEP
+from tests.attention.ops.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP
 from tests.attention.ops.test_kernel_options import kernels  # noqa: E402
 from tests.attention.ops.test_triton_compile import compiled, decode_constants, latent_constants  # noqa: E402
 from tests.workers.kernels.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
@@ -106,6 +106,12 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         False,
         {"slots_ptr", "count_ptr", "mask_ptr", "mask_stride", "prefix_ptr", "at_ptr", "entry_ptr"}
         | {"a_log_ptr", "dt_bias_ptr"},
+    ),
+    "delta_few_rows": (
+        *DELTA_FEW_ROWS,
+        False,
+        {"slots_ptr", "count_ptr", "mask_ptr", "mask_stride", "prefix_ptr", "at_ptr", "entry_ptr"}
+        | {"a_log_ptr", "dt_bias_ptr", "state_ptr"},
     ),
     "delta_step": (
         *DELTA_STEP,

@@ -91,6 +91,8 @@ def test_qwen3_6_27b_runs_64_requests_on_141_gb(tmp_path: Path, capsys: pytest.C
     assert "vocabulary head 65536 rows, 0.67 GB)" in line and f"KV takes {17 * 2 * 4 * 256 * 2} bytes per token" in line
     state = 48 * (48 * 128 * 128 * 4 + 3 * (2 * keys + values) * 2)
     assert f"{state / 1e6:.2f} MB each" in line_of(printed, "states")
+    chunk = 2048 * (2 * (2 * keys + 3 * values) + 4 * 48) + 2 * (2048 // 64 + 2) * 48 * 128 * 128
+    assert f"a prompt's longest chunk takes {chunk / 1e6:.0f} MB" in line_of(printed, "states")
     slot = float(line_of(printed, "slots").partition(" MB")[0].rpartition(" ")[2])
     assert target + draft + 64 * (slot * 1e6 + 8192 * 69632) < 0.8 * 141e9
     assert "tree of top 4, depth 4, 8 nodes verified" in line_of(printed, "draft")
