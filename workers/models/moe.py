@@ -3,9 +3,12 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention.capability import Capability
+from workers.layers.weighted import WrongTensorError
 from workers.models.config_fields import MAX_EXPERTS, architecture_of, size_of
+from workers.models.name_map import Packed
 from workers.ops.experts.route import Routing
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -47,6 +50,30 @@ def moe_rules(ours: str, theirs: str) -> dict[str, str]:
         f"{ours}.mlp.shared_experts.gate_up": f"{theirs}.mlp.shared_experts.{{part}}",
         f"{ours}.mlp.shared_experts.{{module}}": f"{theirs}.mlp.shared_experts.{{module}}",
     }
+
+
+def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
+    """Of a `NameMap`, the tensors of all experts of a layer as gpt-oss stacks them: blocks, scales and biases, gate and
+    up rows in turn. theirs: the layer's name in the checkpoint."""
+    experts = [f"{theirs}.mlp.experts.{i}" for i in range(num_experts)]
+    found = []
+    for kind in ("blocks", "scales", "bias"):
+        gate_up = tuple(f"{each}.{part}.{kind}" for each in experts for part in ("gate_proj", "up_proj"))
+        down = tuple(f"{each}.down_proj.{kind}" for each in experts)
+        found += [
+            Packed(
+                f"{theirs}.mlp.experts.gate_up_proj_{kind}", gate_up, lambda full, _: _in_turn(full, num_experts, 2)
+            ),
+            Packed(f"{theirs}.mlp.experts.down_proj_{kind}", down, lambda full, _: _in_turn(full, num_experts, 1)),
+        ]
+    return tuple(found)
+
+
+def _in_turn(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
+    """Return every `parts`-th row of each expert, from its first, second, ... row on."""
+    if full.dim() < 2 or full.shape[0] != num_experts or full.shape[1] % parts:
+        raise WrongTensorError(f"has shape {tuple(full.shape)}, config.json implies {num_experts} experts")
+    return [expert[first::parts] for expert in full for first in range(parts)]
 
 
 def check_experts_device(device: Capability, dtype: torch.dtype, source: str) -> None:

@@ -17,6 +17,9 @@ from tests.workers.models.test_targets import by_transformers, by_us
 from workers.distributed.tp_group import TPGroup
 from workers.layers.experts import Experts
 from workers.layers.linear_method import LinearShape
+from workers.models.moe import interleaved_experts
+from workers.models.name_map import NameMap
+from workers.models.weights import CheckpointTensor, load_weights
 from workers.ops.experts.gated import GPT_OSS
 from workers.ops.experts.route import RouterLogits, Routing
 from workers.ops.gemm.workspace import GEMMOptions
@@ -178,11 +181,12 @@ def test_experts_of_gpt_oss_are_those_of_transformers(size: int, whole: bool) ->
     for rank in range(size):
         experts = Experts(num_experts, hidden, width, TPGroup(rank, size), k, 0, whole, GPT_OSS, biased=True)
         experts.method = PackedExperts(experts.shape, GPT_OSS_MXFP4)
-        for key in experts.weight_keys():
-            assert key.expert is not None
-            name = "down_proj" if key.part == "down_proj" else "gate_up_proj"
-            full = stored[f"{name}_{key.kind}"][key.expert]
-            experts.load(key, full if name == "down_proj" else full[key.part == "up_proj" :: 2])
+        names = NameMap(
+            {"mlp.experts": "model.layers.0.mlp.experts.{expert}.{part}"},
+            packed=interleaved_experts("model.layers.{layer}", num_experts),
+        )
+        tensors = (CheckpointTensor(f"model.layers.0.mlp.experts.{name}", full, "f") for name, full in stored.items())
+        load_weights(torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": experts})}), tensors, names, "model x")
         experts.finish(GEMMOptions())
         total += experts.method.multiply(x, RouterLogits(logits, None, routing))
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)  # sums of 96 in another order
