@@ -17,7 +17,7 @@ from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # n
 from workers.ops.experts.weights import ExpertSizes  # noqa: E402
 from workers.ops.packed.expert_products_triton import down_of_blocks, down_of_listed, gate_up_of_blocks  # noqa: E402
 from workers.ops.packed.expert_steps_triton import RAISED  # noqa: E402
-from workers.ops.packed.expert_tiles import PackedTiles, packed_expert_tiles  # noqa: E402
+from workers.ops.packed.expert_tiles import PackedTiles, lists_experts, packed_expert_tiles  # noqa: E402
 from workers.ops.packed.weight import empty  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -74,7 +74,7 @@ def cases(
     rows: int, sizes: ExpertSizes, code: str, group: int
 ) -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Both products of so many rows: kernel, pointers, constants, warps."""
-    tiles, listed = packed_expert_tiles(rows, sizes), rows <= 16
+    tiles, listed = packed_expert_tiles(rows, sizes), lists_experts(rows, False)
     down = down_of_listed if listed else down_of_blocks
     return [
         (kernel, *product(kernel, sizes, one, code, group, listed), one.warps_n * one.warps_k)
@@ -89,7 +89,8 @@ def cases(
         (16, QWEN, RAISED.value, 16),
         (64, GPT_OSS, RAISED.value, 32),
         (512, GPT_OSS, RAISED.value, 32),
-        (16, QWEN, "int4", 128),
+        (8, GPT_OSS, RAISED.value, 32),
+        (1, QWEN, "int4", 128),
         (64, QWEN, "int8", 512),
     ],
 )

@@ -2,7 +2,7 @@
 """Kernels of `workers.ops.packed.experts_triton`. Each lane has its own part of the operands from memory on, as in
 `workers.ops.packed.stream_triton`; codes and scales are copied to shared memory some steps ahead.
 
-A block has rows of one expert. Up to 16 rows: a block per used expert, with all rows (LISTED). More rows: blocks sorted
+A block has rows of one expert. Up to 8 rows: a block per used expert, with all rows (LISTED). More rows: blocks sorted
 by expert (`workers.ops.experts.order_triton`).
 """
 

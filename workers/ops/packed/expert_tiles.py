@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from workers.ops.experts.route import MAX_LISTED
 from workers.ops.experts.weights import ExpertSizes
 from workers.ops.gemm.tiles import MULTIPROCESSORS
 from workers.ops.packed.weight import BITS, TILE, PackedWeight
 
+MAX_LISTED_ROWS = 8
 _MAX_ROW_TILES = 4
-_PROGRAMS = 3 * MULTIPROCESSORS  # of listed experts: several on each multiprocessor hide each other's latencies
+_MAX_SPLITS = 8
 _SMALL_SHARED = 48 << 10  # bytes of shared memory that a program may have without asking
 
 
@@ -71,34 +71,40 @@ class PackedExpertTiles:
 
 
 def packed_expert_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> PackedExpertTiles:
-    """Return the tiles for so many rows. deterministic: tiles that give a row the same result for any number of
-    rows."""
-    if rows <= MAX_LISTED and not deterministic:
+    """Return the tiles for so many rows, chosen among those that were measured on an H100 (gpt-oss-20b and
+    Qwen3.5-35B-A3B; `tests.bench packed_experts`). deterministic: tiles that give a row the same result for any number
+    of rows."""
+    if lists_experts(rows, deterministic):
         return _listed_tiles(rows, sizes)
     row_tiles = _MAX_ROW_TILES if deterministic else _row_tiles(rows * sizes.share)
     one = PackedTiles(row_tiles)
-    down = replace(one, warps_k=_warps_k(sizes.width // TILE, one.chunks))
-    return PackedExpertTiles(one, down)
+    return PackedExpertTiles(one, replace(one, warps_k=_warps_k(sizes.width // TILE)))
+
+
+def lists_experts(rows: int, deterministic: bool) -> bool:
+    """Whether all rows go through each used expert; else rows are sorted by expert, which is faster from 9 rows on:
+    an expert then has one tile of rows instead of two."""
+    return rows <= MAX_LISTED_ROWS and not deterministic
 
 
 def _listed_tiles(rows: int, sizes: ExpertSizes) -> PackedExpertTiles:
-    row_tiles = 1 if rows <= 8 else 2
-    programs = sizes.used(rows) * sizes.width / TILE
-    chunks = -(-sizes.size // TILE)
-    gate_up = PackedTiles(row_tiles, warps_k=2)
-    splits = 1
-    while splits < 8 and splits * programs < _PROGRAMS and (splits + 1) * gate_up.warps_k <= chunks:
-        splits += 1
-    tiles, down_splits = -(-sizes.size // TILE), 1
-    while down_splits < 8 and down_splits * tiles < _PROGRAMS and down_splits < sizes.used(rows):
-        down_splits *= 2
-    down = PackedTiles(row_tiles, 1, _warps_k(sizes.width // TILE, 1), splits=down_splits)
-    return PackedExpertTiles(replace(gate_up, splits=splits), down)
+    """Few programs get more warps each, so that each multiprocessor has enough loads on their way."""
+    used, chunks = sizes.used(rows), sizes.width // TILE
+    programs = used * chunks
+    gate_up = PackedTiles(1, warps_k=2 if programs >= 2.5 * MULTIPROCESSORS else 4)
+    if programs < 0.7 * MULTIPROCESSORS and sizes.size > 8 * TILE:
+        gate_up = PackedTiles(1, warps_k=2, splits=2)
+    splits, pairs = 1, -(-sizes.size // (2 * TILE))
+    while 2 * splits <= min(used, _MAX_SPLITS):
+        splits *= 2
+    warps_n = 1 if splits * pairs < 0.9 * MULTIPROCESSORS else 2
+    down = PackedTiles(1, warps_n, min(_warps_k(chunks), 2 if chunks <= 8 else 4), splits=splits)
+    return PackedExpertTiles(gate_up, down)
 
 
-def _warps_k(chunks: int, at_once: int) -> int:
-    """Return how many warps share so many chunks, each of which loads some at once."""
-    return 4 if chunks >= 4 * at_once else 2 if chunks >= 2 * at_once else 1
+def _warps_k(chunks: int) -> int:
+    """Return how many warps share so many chunks of 64 inputs."""
+    return 4 if chunks >= 4 else 2 if chunks >= 2 else 1
 
 
 def _row_tiles(each: float) -> int:
@@ -112,7 +118,7 @@ def _row_tiles(each: float) -> int:
 def packed_expert_workspace(sizes: ExpertSizes) -> tuple[int, int]:
     """Return float32 cells and tickets of a `Workspace` for the routing and all listed tiles."""
     cells, tickets = 0, sizes.num_routed
-    for rows in range(1, MAX_LISTED + 1):
+    for rows in range(1, MAX_LISTED_ROWS + 1):
         needed = partial_sizes(rows, sizes, _listed_tiles(rows, sizes))
         cells, tickets = max(cells, needed[0]), max(tickets, needed[1])
     return cells, tickets

@@ -1,6 +1,6 @@
 """The Triton implementation of `workers.ops.packed.experts`.
 
-Up to 16 rows: gate and up projections of all rows in each used expert; down projections and their weighted sum. More
+Up to 8 rows: gate and up projections of all rows in each used expert; down projections and their weighted sum. More
 rows: sorted by expert; gate and up projections of each block; down projections, one result per row and expert; their
 sum. With very many rows the last two run over spans of outputs, which bounds memory.
 """
@@ -19,7 +19,7 @@ from workers.ops.experts.route import Routed, RouterLogits
 from workers.ops.experts.route_triton import route
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
 from workers.ops.packed.expert_products_triton import down_of_blocks, down_of_listed, gate_up_of_blocks
-from workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, packed_expert_tiles
+from workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, lists_experts, packed_expert_tiles
 from workers.ops.packed.experts import PackedExpertWeights
 from workers.ops.packed.stream_triton import TL_TYPES
 from workers.ops.packed.weight import TILE, PackedWeight
@@ -36,7 +36,8 @@ def packed_expert_products(
     out = torch.empty((rows, weights.size), dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
         return out
-    routed = route(router, 0, options.workspace.tickets, not options.deterministic, weights.held)
+    listed = lists_experts(rows, options.deterministic)
+    routed = route(router, 0, options.workspace.tickets, listed, weights.held)
     tiles = packed_expert_tiles(rows, weights.sizes(routed.chosen.shape[1]), options.deterministic)
     if routed.used is not None:
         return listed_experts(x, routed, weights, options.workspace, tiles, out)
