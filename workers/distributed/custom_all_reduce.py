@@ -127,8 +127,8 @@ class CustomAllReduce:
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         """residual += the sum of x over the ranks, in place, and its RMSNorm [rows, width], in one launch; None, and
-        nothing done, where one launch cannot: with a weight of another dtype. All contiguous."""
-        if weight.dtype != x.dtype or self.method(x.shape[0], x.shape[1], x.dtype) is not Method.ONE_SHOT:
+        nothing done, where one launch cannot. weight: [width] of x's type or float32. All contiguous."""
+        if self.method(x.shape[0], x.shape[1], x.dtype) is not Method.ONE_SHOT:
             return None
         out = torch.empty_like(x)
         self._one_shot(x, out, (residual, weight, eps))

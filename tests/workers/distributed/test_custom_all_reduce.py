@@ -24,7 +24,7 @@ from workers.distributed.custom_all_reduce import (
 )
 from workers.distributed.tp_group import SOLO, TPGroup, join_tp_group
 from workers.layers.linear import RowParallelLinear, finish_weights
-from workers.layers.norm import RMSNorm
+from workers.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from workers.layers.weighted import WeightKey
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -69,6 +69,21 @@ def test_an_inbox_serves_one_width() -> None:
     peers._inbox = torch.zeros((2, 4, 2, 256), dtype=torch.int64)
     assert peers.method(2, 512, BF16) is Method.ONE_SHOT
     assert peers.method(2, 256, BF16) is Method.TWO_SHOT
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, ZeroCentredRMSNorm])
+def test_the_norm_after_a_sum_is_of_the_same_launch(norm: type[RMSNorm], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For weights of the model's type and for those of hybrids, in float32."""
+    limits = Limits(one_shot=4096, two_shot=8192)
+    peers = CustomAllReduce(0, limits, regions(limits, 2), "")
+    launched: list[Any] = []
+    monkeypatch.setattr(custom_all_reduce, "one_shot_all_reduce", lambda *given: launched.append(given))
+    module = norm(512, 1e-6).to(BF16) if norm is RMSNorm else norm(512, 1e-6)
+    x, residual = torch.randn(2, 512).to(BF16), torch.randn(2, 512).to(BF16)
+    _, stream = module.add(x, residual, TPGroup(0, 2, None, peers))
+    ((given, *_, out, (added, weight, eps)),) = launched
+    assert given is x and added is stream is residual and weight is module.weight and eps == 1e-6
+    assert out.dtype == BF16 and out.data_ptr() != x.data_ptr()
 
 
 def test_a_partial_result_is_written_where_it_will_be_summed() -> None:

@@ -69,17 +69,18 @@ def check_sums(rank: int, size: int, address: str, width: int) -> list[str]:
                 assert in_place.data_ptr() == buffer.data_ptr()
                 assert_is_sum(in_place, parts, f"{what}, in place")
                 assert_same_on_all(group, in_place, f"{what}, in place")
-            residual = parts_of(seed + 100, 1, (rows, width), dtype, device)[0]
-            expected_residual = residual.clone()
-            expected = reference(parts, (expected_residual, weight.to(dtype), 1e-5))
-            normed = group.all_reduce_add_norm(parts[rank], residual, weight.to(dtype), 1e-5)
-            assert (normed is not None) == (peers.method(rows, width, dtype) is Method.ONE_SHOT)
-            if normed is not None:
-                # four numbers may be summed in another order; the sum of squares is in any case
-                eps = torch.finfo(dtype).eps
-                torch.testing.assert_close(residual, expected_residual, rtol=2 * eps, atol=2 * eps)
-                torch.testing.assert_close(normed, expected, rtol=3 * eps, atol=3 * eps)
-                assert_same_on_all(group, torch.stack((normed, residual)), f"{what} with norm")
+            for scale in (weight.to(dtype), weight):
+                residual = parts_of(seed + 100, 1, (rows, width), dtype, device)[0]
+                expected_residual = residual.clone()
+                expected = reference(parts, (expected_residual, scale, 1e-5))
+                normed = group.all_reduce_add_norm(parts[rank], residual, scale, 1e-5)
+                assert (normed is not None) == (peers.method(rows, width, dtype) is Method.ONE_SHOT)
+                if normed is not None:
+                    # four numbers may be summed in another order; the sum of squares is in any case
+                    eps = torch.finfo(dtype).eps
+                    torch.testing.assert_close(residual, expected_residual, rtol=2 * eps, atol=2 * eps)
+                    torch.testing.assert_close(normed, expected, rtol=3 * eps, atol=3 * eps)
+                    assert_same_on_all(group, torch.stack((normed, residual)), f"{what} with norm of {scale.dtype}")
     return used
 
 

@@ -29,7 +29,8 @@ def inputs(call: int, rows: int, size: int, dtype: torch.dtype) -> tuple[list[Te
     if dtype == torch.bfloat16:
         numbers = torch.round(8 * numbers)
     *parts, residual = numbers.to(dtype).unbind(0)
-    return parts, residual.clone(), (torch.rand(WIDTH, generator=generator) + 0.5).to(dtype)
+    weight = torch.rand(WIDTH, generator=generator) + 0.5
+    return parts, residual.clone(), weight if call % 4 == 3 else weight.to(dtype)
 
 
 def sums_of_one_rank(
@@ -73,16 +74,23 @@ def test_every_rank_gets_the_same_right_sum_call_after_call(tmp_path: Path, size
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("width", [8192, 5120, 4096, 1024])
-@pytest.mark.parametrize("norm", [True, False])
-def test_kernel_fits_hopper(world: int, width: int, norm: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight", ["i32", "i64", None])
+def test_kernel_fits_hopper(world: int, width: int, weight: str | None, tmp_path: Path) -> None:
+    """weight: None without a norm."""
     import triton
     import triton.language as tl
 
     from tests.attention.ops.test_triton_compile import compiled
 
     block = triton.next_power_of_2(width // 2)
-    constants: dict[str, Any] = {"WORLD": world, "NORM": norm, "HALF": tl.bfloat16, "BLOCK": block, "PDL": True}
-    pointers = {"inbox_ptr": "i64", "inboxes_ptr": "i64"}
+    constants: dict[str, Any] = {
+        "WORLD": world,
+        "NORM": weight is not None,
+        "HALF": tl.bfloat16,
+        "BLOCK": block,
+        "PDL": True,
+    }
+    pointers = {"inbox_ptr": "i64", "inboxes_ptr": "i64", "weight_ptr": weight or "i32"}
     warps = kernels.num_warps(world, block)
     spills, _, ptx = compiled(kernels._one_shot_all_reduce, tmp_path, pointers, constants, warps, 1)
     assert spills == 0

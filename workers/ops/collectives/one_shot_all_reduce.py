@@ -26,7 +26,7 @@ def one_shot_all_reduce(
     every rank has made the same call.
 
     x, out, residual  [rows, width], bfloat16 or float16, contiguous; out may be x; residual is written
-    weight            [width] of that type
+    weight            [width] of that type, or float32: see `workers.ops.norm.rms_norm`
     inbox             [2, capacity, ranks, width / 2] int64, this rank's; zero before the first call
     inboxes           [ranks] int64, addresses of all ranks' inboxes on this device
     epochs            [capacity] int32, written; zero before the first call

@@ -86,8 +86,13 @@ def _one_shot_all_reduce(
         tl.store(residual_ptr + row * row_stride + column, _pack(even, odd), mask=inside)
         squares = even.to(tl.float32) * even.to(tl.float32) + odd.to(tl.float32) * odd.to(tl.float32)
         factor = tl.rsqrt(tl.sum(squares, 0) / (2 * row_stride) + scale_eps)
-        even = (even.to(tl.float32) * factor).to(HALF).to(tl.float32) * _low(weight, HALF)
-        odd = (odd.to(tl.float32) * factor).to(HALF).to(tl.float32) * _high(weight, HALF)
+        even, odd = even.to(tl.float32) * factor, odd.to(tl.float32) * factor
+        if weight.dtype == tl.int64:  # two float32 numbers
+            even *= weight.to(tl.int32).to(tl.float32, bitcast=True)
+            odd *= (weight >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        else:
+            even = even.to(HALF).to(tl.float32) * _low(weight, HALF)
+            odd = odd.to(HALF).to(tl.float32) * _high(weight, HALF)
     tl.store(out_ptr + row * row_stride + column, _pack(even.to(HALF), odd.to(HALF)), mask=inside)
 
 
@@ -125,11 +130,16 @@ def one_shot_all_reduce(
     assert inbox.shape == (2, capacity, world, pairs) and inbox.is_contiguous() and epochs.shape == (capacity,)
     assert x.is_contiguous() and out.is_contiguous() and out.shape == x.shape and out.dtype == x.dtype
     residual, weight, eps = norm if norm is not None else (x, x, 0.0)
-    assert residual.is_contiguous() and residual.shape == x.shape and residual.dtype == weight.dtype == x.dtype
+    assert residual.is_contiguous() and residual.shape == x.shape and residual.dtype == x.dtype
+    assert weight.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
     block = triton.next_power_of_2(pairs)
-    as_pairs = [t.view(torch.int32) for t in (x, residual, weight, out)]
+    weights = weight.view(torch.int64 if weight.dtype == torch.float32 else torch.int32)
+    x_pairs, residual_pairs, out_pairs = (t.view(torch.int32) for t in (x, residual, out))
     _one_shot_all_reduce[(rows,)](
-        *as_pairs,
+        x_pairs,
+        residual_pairs,
+        weights,
+        out_pairs,
         inbox,
         inboxes,
         epochs,
