@@ -2,7 +2,8 @@
 after any steps the state of each slot is the recurrence over its tokens."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from random import Random
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 from attention.config import CacheConfig
 from attention.ops.delta_rule.formulas import advanced, convolved, gates, heads_of
 from attention.ops.delta_rule.tables import TAPS, LayerState
+from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative import test_backends as backends_tests
 from tests.speculative.conftest import EOS, Pair
-from tests.speculative.test_decoding import accepted_share, run
+from tests.speculative.test_decoding import run
 from tests.speculative.test_graphs_while_serving import answers, with_recordings
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
 from workers.config import GraphCapture, SchedulerConfig
@@ -38,9 +40,44 @@ def make_pair(folder: object, architecture: str) -> Pair:
     return Pair(target, eagle, make_eagle3(folder / "eagle3", target, **layers), prompts)  # type: ignore[operator]
 
 
+ARCHITECTURES = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
+SAMPLINGS = (
+    SamplingParams(24, 0.0, stop_token_ids=(EOS,)),
+    SamplingParams(24, 0.0, speculative=False),
+    SamplingParams(20, 1.0, seed=5),
+    SamplingParams(24, 0.8, top_k=8, frequency_penalty=0.3, seed=1 << 63),
+)
+CONCURRENCY = 5
+
+
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("hybrid"), "Qwen3_5")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A hybrid, what every prompt is answered with each of SAMPLINGS by plain decoding with room for all, and the
+    reference of its states."""
+
+    architecture: str
+    pair: Pair
+    answers: dict[tuple[int, int], list[int]]
+    theirs: torch.nn.Module
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    from transformers import AutoModelForCausalLM
+
+    made = make_pair(tmp_path_factory.mktemp("served"), request.param)
+    pair = replace(made, prompts=[prompt[:40] for prompt in made.prompts[:8]])
+    keys = [(i, k) for i in range(len(pair.prompts)) for k in range(len(SAMPLINGS))]
+    with local_engine(pair.spec(None, CacheConfig(16, 300, prefix_cache=False))) as engine:
+        prompts, samplings = [pair.prompts[i] for i, _ in keys], [SAMPLINGS[k] for _, k in keys]
+        outputs = [each.output for each in engine.generate(prompts, samplings, 6)]
+    theirs = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32)
+    return Served(request.param, pair, dict(zip(keys, outputs, strict=True)), theirs)
 
 
 @pytest.fixture(scope="module")
@@ -48,41 +85,102 @@ def plain(hybrid: Pair) -> list[list[int]]:
     return [r.output for r in run(hybrid, None)]
 
 
-@pytest.mark.parametrize("page_size,chunk", [(1, 16), (4, 7), (64, 512)])
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_greedy_tokens_do_not_change(
-    hybrid: Pair, plain: list[list[int]], shape: str, page_size: int, chunk: int
-) -> None:
-    speculative = hybrid.chain() if shape == "chain" else hybrid.tree()
-    cache = CacheConfig(page_size=page_size, num_pages=2400 // page_size)
-    requests = run(hybrid, speculative, cache=cache, scheduler=SchedulerConfig(5, chunk))
-    assert [r.output for r in requests] == plain
-    assert 0.3 < accepted_share(requests) < speculative.num_steps  # some are accepted, and some are not
+@dataclass(frozen=True)
+class Setting:
+    """Of an engine. few_pages: requests that decode together must give way to each other."""
+
+    draft: str
+    page_size: int
+    chunk: int
+    few_pages: bool
+    tensor_parallel: int = 1
+
+    def spec(self, pair: Pair) -> EngineSpec:
+        drafts = {"none": None, "chain": pair.chain(adaptive=False), "tree": pair.tree()}
+        drafts["fixed tree"] = replace(pair.tree(), adaptive=False)
+        num_pages = max(4, (120 if self.few_pages else 900) // self.page_size)
+        cache = CacheConfig(self.page_size, num_pages, state_snapshots=12, state_interval=max(16, self.page_size))
+        scheduler = SchedulerConfig(CONCURRENCY, self.chunk)
+        return pair.spec(drafts[self.draft], cache, scheduler, tensor_parallel=self.tensor_parallel)
 
 
-def test_prompts_may_come_token_by_token(hybrid: Pair, plain: list[list[int]]) -> None:
-    requests = run(hybrid, None, scheduler=SchedulerConfig(3, 3))
-    assert [r.output for r in requests] == plain
+@dataclass
+class Seen:
+    """What runs have shown."""
+
+    finished: int = 0
+    accepted: int = 0
+    preempted: int = 0
+    aborted: int = 0
+    resumed: int = 0
+    states: int = 0
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3_5Moe", "Qwen3Next"])
-def test_experts_change_no_token(tmp_path_factory: pytest.TempPathFactory, architecture: str) -> None:
-    pair = make_pair(tmp_path_factory.mktemp("pair"), architecture)
-    expected = [r.output for r in run(pair, None)]
-    requests = run(pair, pair.tree())
-    assert [r.output for r in requests] == expected
-    assert accepted_share(requests) > 0.3
+def check_run(served: Served, setting: Setting, rng: Random, seen: Seen, count: int = 10) -> None:
+    """Requests of all kinds come while others run, and some are aborted: those that end have the answers of plain
+    decoding, and now and then the state of each slot is the recurrence over its tokens."""
+    submitted: list[tuple[Request, list[int]]] = []
+    aborted: set[str] = set()
+    with local_engine(setting.spec(served.pair)) as engine:
+        scheduler, steps = engine.scheduler, 0
+        while len(submitted) < count or scheduler.num_running or scheduler.num_waiting:
+            while len(submitted) < count and scheduler.num_waiting < 2:
+                key = rng.randrange(len(served.pair.prompts)), rng.randrange(len(SAMPLINGS))
+                request = Request(str(len(submitted)), served.pair.prompts[key[0]], SAMPLINGS[key[1]])
+                submitted.append((request, served.answers[key]))
+                scheduler.submit(request)
+            victim = rng.choice(submitted[-CONCURRENCY:])[0].request_id
+            if rng.random() < 0.04 and scheduler.abort(victim) is not None:
+                aborted.add(victim)
+                continue
+            engine.step()
+            steps += 1
+            if setting.tensor_parallel == 1 and steps % 16 == 12:
+                seen.states += check_states(engine, served.theirs)
+        scheduler.queues.check_integrity()
+    finished = [(request, expected) for request, expected in submitted if request.request_id not in aborted]
+    for request, expected in finished:
+        assert request.output == expected, f"{setting}: {request}"
+        seen.accepted += sum(k * n for k, n in enumerate(request.acceptance_histogram))
+        seen.preempted += request.num_preemptions
+        seen.resumed += request.cached_tokens > 0
+    seen.finished += len(finished)
+    seen.aborted += len(aborted)
+
+
+def settings(seed: int, count: int, tensor_parallel: int = 1) -> Iterator[tuple[Setting, Random]]:
+    """All kinds of drafts and sizes of pages in turn, from pages of one token to whole prompts in one."""
+    rng, pages = Random(seed), (4, 1, 16, 64, 2, 8, 32)
+    for i in range(count):
+        draft = ("tree", "none", "chain", "fixed tree")[(seed + i) % 4]
+        setting = Setting(draft, pages[(seed + i) % 7], rng.choice((3, 7, 16, 64)), i % 2 == 0, tensor_parallel)
+        yield setting, Random(rng.random())
+
+
+@pytest.mark.parametrize("served", ARCHITECTURES, indirect=True)
+def test_answers_and_states_are_those_of_plain_decoding(served: Served) -> None:
+    """Whatever the drafts, pages, chunks, neighbours and aborts, and with states that the prefix cache has saved."""
+    seen = Seen()
+    for setting, rng in settings(ARCHITECTURES.index(served.architecture), 4):
+        check_run(served, setting, rng, seen)
+    assert min(vars(seen).values()) > 0, f"not all was met: {seen}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("served", ARCHITECTURES, indirect=True)
+def test_all_crosses_give_the_answers_of_plain_decoding(served: Served, seed: int) -> None:
+    seen = Seen()
+    for setting, rng in settings(10 + 28 * seed, 28):
+        check_run(served, setting, rng, seen)
+    for setting, rng in settings(seed, 3, tensor_parallel=2):
+        check_run(served, setting, rng, seen)
+    assert min(vars(seen).values()) > 0, f"not all was met: {seen}"
 
 
 def test_two_ranks_agree_and_give_the_same_tokens(hybrid: Pair, plain: list[list[int]]) -> None:
     requests = run(hybrid, replace(hybrid.tree(), adaptive=True), tensor_parallel=2, measure_costs=True)
     assert [r.output for r in requests] == plain
-
-
-def test_preempted_requests_lose_nothing(hybrid: Pair, plain: list[list[int]]) -> None:
-    requests = run(hybrid, hybrid.tree(), cache=CacheConfig(4, num_pages=36))
-    assert [r.output for r in requests] == plain
-    assert sum(r.num_preemptions for r in requests) > 0
 
 
 def test_a_head_may_read_layers_of_either_kind(hybrid: Pair, plain: list[list[int]]) -> None:
@@ -107,64 +205,6 @@ def test_a_round_reads_nothing_on_the_host(hybrid: Pair, kind: str, monkeypatch:
     monkeypatch.setattr("attention.recurrent.batch.delta_rule_rounds", lambda *given: None)
     monkeypatch.setattr("attention.recurrent.pool.commit_rows", lambda *given: None)
     backends_tests.test_a_round_reads_nothing_on_the_host(hybrid, kind, True)
-
-
-@pytest.mark.parametrize(
-    "sampling", [SamplingParams(24, 1.0, seed=5), SamplingParams(24, 0.8, top_k=8, frequency_penalty=0.3, seed=9)]
-)
-def test_sampled_tokens_do_not_change(hybrid: Pair, sampling: SamplingParams) -> None:
-    off = run(hybrid, None, sampling)
-    on = run(hybrid, hybrid.tree(), sampling, concurrency=6)
-    assert [r.output for r in on] == [r.output for r in off]
-    assert accepted_share(on) > 0.1
-
-
-def test_a_batch_may_mix_requests_with_and_without_speculation(hybrid: Pair, plain: list[list[int]]) -> None:
-    sampling = [
-        SamplingParams(24, 0.0, stop_token_ids=(EOS,), speculative=i % 2 == 0) for i in range(len(hybrid.prompts))
-    ]
-    requests = run(hybrid, hybrid.tree(), sampling)
-    assert [r.output for r in requests] == plain
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
-@pytest.mark.parametrize("kind", ["plain", "chain", "tree"])
-def test_after_any_steps_a_state_is_the_recurrence_over_its_tokens(hybrid: Pair, kind: str, seed: int) -> None:
-    """Requests come, are aborted and preempted at random, in few pages; their finished answers are those of others."""
-    from transformers import AutoModelForCausalLM
-
-    theirs = AutoModelForCausalLM.from_pretrained(hybrid.target, dtype=torch.float32)
-    speculative = {"plain": None, "chain": hybrid.chain(), "tree": hybrid.tree()}[kind]
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(most: int) -> int:
-        return int(torch.randint(most, (1,), generator=generator))
-
-    spec = hybrid.spec(speculative, CacheConfig(4, num_pages=36), SchedulerConfig(5, 24))
-    submitted: list[Request] = []
-    checked, aborted = 0, set[str]()
-    with local_engine(spec) as engine:
-        for step in range(120):
-            if engine.scheduler.num_waiting < 3:
-                prompt = hybrid.prompts[random(len(hybrid.prompts))][: 1 + random(40)]
-                sampling = SamplingParams(4 + random(30), float(random(2)), seed=random(99), speculative=random(4) > 0)
-                submitted.append(Request(str(len(submitted)), prompt, sampling))
-                engine.scheduler.submit(submitted[-1])
-            if random(12) == 0:
-                victim = submitted[-1 - random(min(5, len(submitted)))].request_id
-                if engine.scheduler.abort(victim) is not None:
-                    aborted.add(victim)
-            engine.step()
-            if step % 6 == 5:
-                checked += check_states(engine, theirs)
-        while engine.scheduler.num_running or engine.scheduler.num_waiting:
-            engine.step()
-    assert checked > 30 and aborted
-    assert sum(r.num_preemptions for r in submitted) > 0
-    finished = [r for r in submitted if r.request_id not in aborted]
-    with local_engine(hybrid.spec()) as engine:
-        alone = engine.generate([r.prompt for r in finished], [r.sampling for r in finished], 1)
-    assert [r.output for r in finished] == [r.output for r in alone]
 
 
 def check_states(engine: LocalEngine, theirs: torch.nn.Module) -> int:

@@ -190,7 +190,8 @@ class RoundTables:
     slots:        [B] int64; padding rows have the padding slot, all others differ.
     prefix_len:   [B] int32, committed tokens before the first row.
     mask:         [B, R] int64, bit j of row i: node j is i or an ancestor of i. Bit 0 and bit i are set, bits above i
-                  are not; R <= 63 and at most W.
+                  are not; R <= 63 and at most W. A row without a node of the request's tree may have any mask of this
+                  form, not of a tree; no node has it as an ancestor, and its output is finite.
     snapshot_at:  [S + 1] int32, by slot: the state after exactly so many tokens is kept; -1 for none.
     snapshot_entry: [S + 1] int64, by slot: the snapshot that it becomes.
     """
