@@ -32,6 +32,7 @@ SCHEDULING = tuple(
         "scheduler",
         "scheduler_flush",
         "latency_budget",
+        "prefill",
         "waiting_queue",
         "shared_prefixes",
         "slot_admission",
