@@ -210,7 +210,7 @@ def set_visible_devices(devices: str | None) -> None:
 
 
 def prestart_folder() -> Path | None:
-    """Where the ranks listen that `aerie serve` has begun ahead on this machine; None where none were."""
+    """Return the folder with the sockets of ranks that `aerie serve` started ahead on this machine; None: no ranks."""
     folder = os.environ.get(PRESTART_VARIABLE)
     return Path(folder) if folder else None
 

@@ -225,8 +225,8 @@ class RequestStreams:
             self._ingress_lost(ingress, reason)
 
     def _ingress_lost(self, ingress: IngressLink, reason: str) -> None:
-        """Abort its requests: what became of one of them cannot be told. If it is still there, the state that it is
-        sent next shows it so."""
+        """Abort the requests of an ingress, since some of its messages are lost. If it still runs, it notices by the
+        number of the next state."""
         if ingress.is_gone:
             self.states.forget(ingress)
         lost = [stream.request_id for stream in self._streams.values() if stream.ingress is ingress]

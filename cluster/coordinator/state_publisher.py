@@ -1,7 +1,7 @@
-"""What ingresses choose an engine by: its load and the digests of its cached pages, sent to those who subscribed.
+"""Publishes what ingresses choose an engine by, its load and the digests of its cached pages, to subscribers.
 
-Used by `cluster.coordinator.loop` in its thread. Bounded in rate and size: a message per subscriber each `PERIOD_S` at
-most, with `MAX_DIGESTS` digests at most; what has changed beyond goes with the next ones.
+Used by `cluster.coordinator.loop` in its thread. A subscriber gets at most one message per `PERIOD_S`, with at most
+`MAX_DIGESTS` digests; the rest follows in later messages.
 """
 
 import math
@@ -14,16 +14,15 @@ from workers.scheduling.scheduler import Scheduler
 
 PERIOD_S = 0.05
 MAX_DIGESTS = 2048
-# per engine, which bounds what an ingress keeps of it: beyond, each second page is told, or fourth
-MAX_TOLD_PAGES = 8192
+MAX_ADVERTISED_PAGES = 8192  # bounds an ingress's memory per engine; of more pages every 2nd, 4th ... is advertised
 
 
 class _Subscriber:
-    """untold: by digest whether the page is here, of what has changed since the last message."""
+    """unsent: changed digests, and whether each is cached."""
 
-    def __init__(self, untold: dict[bytes, bool]) -> None:
+    def __init__(self, unsent: dict[bytes, bool]) -> None:
         self.num_received = 0
-        self.untold = untold
+        self.unsent = unsent
 
 
 class StatePublisher:
@@ -47,10 +46,10 @@ class StatePublisher:
         self._subscribers: dict[IngressLink, _Subscriber] = {}
         self._last_s = -math.inf
         num_pages = scheduler.allocator.num_pages
-        self._stride = 1 << max(0, math.ceil(math.log2(num_pages / MAX_TOLD_PAGES)))
+        self._stride = 1 << max(0, math.ceil(math.log2(num_pages / MAX_ADVERTISED_PAGES)))
 
     def subscribe(self, ingress: IngressLink) -> None:
-        """From now on, until it is forgotten."""
+        """Send states to an ingress until `forget`."""
         cache = self._scheduler.prefix_cache
         if not self._subscribers and cache is not None:
             cache.watch(self._stride)
@@ -58,26 +57,26 @@ class StatePublisher:
         self.changed()
 
     def received(self, ingress: IngressLink) -> None:
-        """A request of this ingress was read."""
+        """Count a request of this ingress."""
         subscriber = self._subscribers.get(ingress)
         if subscriber is not None:
             subscriber.num_received += 1
         self.changed()
 
     def changed(self) -> None:
-        """Something that is told has changed, or may have."""
+        """The state has changed, or may have: publish it."""
         if self.due_s == math.inf and self._subscribers:
             self.due_s = self._last_s + PERIOD_S
 
     def forget(self, ingress: IngressLink) -> None:
-        """It has gone."""
+        """An ingress is gone."""
         if self._subscribers.pop(ingress, None) is not None and not self._subscribers:
             self.due_s = math.inf
             if self._scheduler.prefix_cache is not None:
                 self._scheduler.prefix_cache.watch(0)
 
     def publish(self, status: str, fault: str, is_leaving: bool, wait_s: float) -> None:
-        """Tell every subscriber what is so now; the arguments are fields of `EngineState`."""
+        """Send the state to every subscriber. The arguments are fields of `EngineState`."""
         self.due_s = math.inf
         if not self._subscribers:
             return
@@ -97,20 +96,20 @@ class StatePublisher:
             "stride": self._stride,
         }
         for ingress, subscriber in list(self._subscribers.items()):
-            subscriber.untold.update(changes)
-            told = dict(islice(subscriber.untold.items(), MAX_DIGESTS))
-            for digest in told:
-                del subscriber.untold[digest]
+            subscriber.unsent.update(changes)
+            sent = dict(islice(subscriber.unsent.items(), MAX_DIGESTS))
+            for digest in sent:
+                del subscriber.unsent[digest]
             state = EngineState(
                 self._engine_id,
                 status,
                 fault,
                 is_leaving,
                 subscriber.num_received,
-                added=b"".join(digest for digest, here in told.items() if here),
-                removed=b"".join(digest for digest, here in told.items() if not here),
+                added=b"".join(digest for digest, is_cached in sent.items() if is_cached),
+                removed=b"".join(digest for digest, is_cached in sent.items() if not is_cached),
                 **load,  # type: ignore[arg-type]
             )
             self._send(ingress, state)
-            if subscriber.untold:
+            if subscriber.unsent:
                 self.changed()

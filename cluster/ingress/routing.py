@@ -66,16 +66,16 @@ class EngineView:
         self._cached: set[bytes] = set()
         self._promised: dict[bytes, float] = {}  # digest -> time until which it counts
         self.num_sent = 0
-        self._untold: deque[tuple[int, int]] = deque()  # number of an unreported request, its prompt tokens
+        self._unreported: deque[tuple[int, int]] = deque()  # number of an unreported request, its prompt tokens
 
-        self._untold_tokens = 0
+        self._unreported_tokens = 0
 
     def heard(self, state: EngineState, now: float) -> None:
         """Take a report."""
         self.state, self.heard_s, self.is_suspect = state, now, False
         self.faulty_since_s = min(self.faulty_since_s, now) if state.fault else math.inf
-        while self._untold and self._untold[0][0] <= state.num_received:
-            self._untold_tokens -= self._untold.popleft()[1]
+        while self._unreported and self._unreported[0][0] <= state.num_received:
+            self._unreported_tokens -= self._unreported.popleft()[1]
         self._cached.update(split_digests(state.added))
         removed = split_digests(state.removed)
         self._cached.difference_update(removed)
@@ -90,8 +90,8 @@ class EngineView:
         if self.state is None:
             return
         num_tokens = prompt.num_tokens - self.num_cached(prompt)
-        self._untold.append((self.num_sent, num_tokens))
-        self._untold_tokens += num_tokens
+        self._unreported.append((self.num_sent, num_tokens))
+        self._unreported_tokens += num_tokens
         for digest in self._digests(prompt):
             self._promised.pop(digest, None)
             self._promised[digest] = now + PROMISE_S
@@ -100,7 +100,7 @@ class EngineView:
     def num_active(self) -> int:
         """Requests that run or wait there."""
         state = self.state
-        return len(self._untold) + (0 if state is None else state.num_running + state.num_waiting)
+        return len(self._unreported) + (0 if state is None else state.num_running + state.num_waiting)
 
     def num_cached(self, prompt: Prompt) -> int:
         """Tokens of a prompt that are cached there, or will be."""
@@ -121,7 +121,7 @@ class EngineView:
         for a slot."""
         state = self.state
         assert state is not None
-        pending = state.backlog_tokens + self._untold_tokens
+        pending = state.backlog_tokens + self._unreported_tokens
         speed = state.prefill_tokens_per_s or USUAL_TOKENS_PER_S
         return (pending + prompt.num_tokens - self.num_cached(prompt)) / speed + state.wait_s
 

@@ -64,29 +64,29 @@ class RankFacts:
 
 
 class AdoptedRank:
-    """An actor's end of a rank that was begun ahead. Every call waits for its answer, and raises what the rank raised,
+    """An actor's connection to a rank that was started ahead. Calls wait for the answer, and raise what the rank raised
     or RankLostError."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def facts(self) -> RankFacts:
-        """Where it is."""
+        """Return where the rank runs."""
         facts: RankFacts = self._call("facts")
         return facts
 
     def build(self) -> tuple[EngineLayout, CostTable | None]:
-        """Waits until it is ready for plans."""
+        """Wait until the rank is ready for plans."""
         built: tuple[EngineLayout, CostTable | None] = self._call("build")
         return built
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:
-        """Bind the channel; returns the endpoint."""
+        """Bind the channel; return the endpoint."""
         endpoint: str = self._call("listen", transport, name, epoch)
         return endpoint
 
     def run(self) -> str:
-        """Execute plans until a `Stop` comes or the coordinator is lost; returns which."""
+        """Execute plans until a `Stop` comes or the coordinator is lost; return which."""
         ended: str = self._call("run")
         return ended
 
@@ -95,15 +95,15 @@ class AdoptedRank:
             self._connection.send(request)
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise RankLostError("the process that was begun ahead has ended") from error
+            raise RankLostError("the process that was started ahead has ended") from error
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
 
 def adopt(folder: Path | None, plan: RankPlan, rank: int) -> AdoptedRank | None:
-    """The rank that was begun ahead for an engine like this one, if there is one that nobody has yet and that could use
-    its device. folder: see `cluster.config.prestart_folder`."""
+    """Attach to a free rank that was started ahead for an engine like this one and can use its device; None if there is
+    none. folder: see `cluster.config.prestart_folder`."""
     if folder is None:
         return None
     path = _socket_path(folder, rank)

@@ -95,7 +95,7 @@ class Worker:
     ) -> tuple[EngineLayout, CostTable | None]:
         """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any;
         returns what they are like and what steps cost, if that was measured. Rank 0 prints each phase as it ends.
-        One that was begun ahead has met the others already."""
+        One that was started ahead has met the others already."""
         if self._adopted is not None:
             return self._adopted.build()
         gc.freeze()  # imports: measuring memory collects garbage twenty times, with them a third of a second each
@@ -125,7 +125,7 @@ class Worker:
         if may_be_ahead:
             self._adopted = adopt(prestart_folder(), self._plan, rank)
             if self._adopted is not None:
-                self._log.done("took the rank begun ahead")
+                self._log.done("took the rank started ahead")
         if self._adopted is None:
             if not self._plan.uses_gpus:
                 give_way()

@@ -195,7 +195,7 @@ class WorkerGroup:
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
         self.places = await self._all("place")
         if len({place.is_ahead for place in self.places}) > 1:
-            # those that were begun ahead wait for each other, and one of them is missing
+            # those that were started ahead wait for each other, and one of them is missing
             self.kill(hung=False)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
             self.places = await self._all("place")

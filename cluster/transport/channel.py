@@ -192,7 +192,7 @@ class RankChannel:
         return self._monitor.check()
 
     def send(self, message: StepResult | Heartbeat) -> bool:
-        """Never waits. False if nobody is there to read it: the coordinator has not connected yet, or is lost."""
+        """Send without waiting. False if there is no reader: the coordinator has not connected yet, or is lost."""
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:

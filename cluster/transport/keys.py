@@ -20,12 +20,12 @@ def make_transport(one_node: bool, application: str) -> Transport:
 
 
 def application_keys(application: str) -> CurveKeys:
-    """The one key pair of an application: whoever asks first makes it. It stays when replicas come and go, and it is
-    as secret as the cluster's key-value store, which Ray's token authentication guards."""
+    """Return the key pair of an application; the first call creates it. It outlives replicas, and is as secret as the
+    cluster's key-value store, which Ray's token authentication guards."""
     key = f"curve:{application}".encode()
     stored: bytes | None = _internal_kv_get(key, namespace=_KV_NAMESPACE)
     if stored is None:
-        # Kept only if nobody was faster; what is read back is what everybody reads.
+        # Stored only if no other process was faster. All processes read the stored one.
         _internal_kv_put(key, msgspec.msgpack.encode(new_keys()), overwrite=False, namespace=_KV_NAMESPACE)
         stored = _internal_kv_get(key, namespace=_KV_NAMESPACE)
         assert stored is not None

@@ -152,7 +152,7 @@ class Subscribe(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True):
-    """What an ingress chooses an engine by. It is stale when it is read, and a choice by it may cost time, no more.
+    """What an ingress chooses an engine by. It is stale when it is read: a choice by it may cost time, but no token.
 
     engine_id: the coordinator's.
     status: as in `EngineStats`.
@@ -161,10 +161,10 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
     num_received: requests of this subscriber that the numbers below include.
     num_running, num_waiting, num_slots: requests.
     backlog_tokens: prompt tokens that are not computed yet, without those found in the prefix cache.
-    prefill_tokens_per_s: at which those are computed beside the rounds of now; 0: not known.
-    wait_s: until what waits for a slot has one.
+    prefill_tokens_per_s: speed of prefill beside the current rounds; 0: unknown.
+    wait_s: estimated wait for a slot.
     page_size, lookahead: of the prefix cache; page_size 0: there is none.
-    stride: of so many pages in a row, the last one's digest is told.
+    stride: every `stride`-th page of a prompt is advertised.
     added, removed: digests (`attention.kv_cache.prefix_digests`) of pages that came into the prefix cache, or left,
         since the last message on this connection.
     """
@@ -188,10 +188,10 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FlushOutcome(msgspec.Struct, frozen=True):
-    """What became of an order to empty an engine's prefix cache.
+    """The result of emptying an engine's prefix cache.
 
     num_pages: pages it had.
-    unfinished: which requests kept it from doing so.
+    unfinished: the requests that prevented it.
     fault: why it could not be asked.
     """
 
@@ -202,7 +202,7 @@ class FlushOutcome(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """One engine's state now, and its counters since its coordinator started; /health and /metrics are made of these.
+    """One engine's state now, and its counters since its coordinator started. /health and /metrics show them.
 
     status: "starting", "ready", "recovering" (workers are being restarted), "draining" or "dead".
     detail: why, for the operator.

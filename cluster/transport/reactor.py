@@ -66,7 +66,7 @@ class Reactor:
                 handler()
 
     def run_calls(self) -> None:
-        """Run what was handed in; also after the last turn, so that nobody waits for ever."""
+        """Run the calls handed in. Also called after the last turn, so that no caller waits forever."""
         while True:
             try:
                 run = self._calls.get_nowait()

@@ -21,7 +21,7 @@ HEARTBEAT_TIMEOUT_MS = 5000
 class CurveKeys:
     """One key pair (Z85) for everything that belongs to an application, handed out through Ray and never published.
 
-    A server accepts whoever knows its public key, so this one is as secret as the other; who does not know it can
+    Knowing a server's public key suffices to connect, so it is as secret as the private one. Without it a process can
     neither connect nor read (CurveZMQ, rfc.zeromq.org/spec/26).
     """
 

@@ -22,7 +22,7 @@ from cluster.start_log import READY, Step, read_line
 from cluster.start_log import Progress as StepProgress
 
 _SHOWN = ("aerie serve", "check", "engine", "rank 0")  # the processes whose steps are shown; all are in the log
-_DETAILS = ("actor began", "took the rank begun ahead", "replica began")
+_DETAILS = ("actor began", "took the rank started ahead", "replica began")
 _PLAIN_PERIOD_S = 10.0  # between two lines of one long step in a file
 
 

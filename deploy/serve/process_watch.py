@@ -15,13 +15,13 @@ from deploy.processes.server_record import note_processes
 from deploy.serve.watches import Watch
 
 STOPPED_LIMIT_S = 5.0
-_ZOMBIE_LIMIT_S = 10.0  # longer than whoever began a process takes to ask for its exit code
+_ZOMBIE_LIMIT_S = 10.0  # longer than a parent takes to read an exit code
 
 
 class ProcessWatch(Watch):
-    """A process that is stopped (SIGSTOP) answers nobody and keeps its sockets open: its connections hang until each
-    one's own limit, and of some processes nobody notices (Serve's actor around HAProxy, Ray 2.60). One that is killed
-    is replaced at once. report: is told of each."""
+    """Kills processes that stay stopped (SIGSTOP), so that they are replaced at once. A stopped process keeps its
+    sockets open without answering: connections hang up to their own limits, and Ray 2.60 does not notice some of these
+    processes (Serve's actor around HAProxy). report: called with a line for each."""
 
     period_s = 1.0
 

@@ -110,7 +110,7 @@ class Cluster:
         """Processes of `part` on a node, oldest first. "": all of the node's."""
         processes = list(self._processes(node))
         if part == "worker" and any(found == "rank" for _, found in processes):
-            part = "rank"  # begun ahead: its actor is only its proxy
+            part = "rank"  # started ahead: its actor is only its proxy
         return [process for process, found in processes if part in ("", found)]
 
     def usage(self) -> dict[str, Usage]:

@@ -74,7 +74,7 @@ class NameMap:
         "layers.{layer}.mlp.experts": "model.layers.{layer}.mlp.experts.{expert}.{part}"
 
     aliases: (prefix, ours) of names that some checkpoints spell otherwise, replaced one after the other.
-    ignored: patterns (`fnmatch`) of names that a checkpoint may have and nobody loads.
+    ignored: patterns (`fnmatch`) of names that a checkpoint may have and that are not loaded.
     packed: tensors that are taken apart before they are loaded.
     """
 
@@ -141,7 +141,7 @@ class NameMap:
         return self.canonical(f"{module}.").removesuffix(".")
 
     def ignores(self, name: str) -> bool:
-        """Whether nobody loads the canonical `name`."""
+        """Whether the tensor of the canonical `name` is not loaded."""
         return any(fnmatchcase(name, pattern) for pattern in (*self.ignored, *_UNUSED))
 
     def pieces(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

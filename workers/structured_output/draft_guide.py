@@ -1,13 +1,13 @@
-"""What drafts should propose under a grammar, found while the masks of a tree are filled.
+"""Computes what drafts should propose under a grammar, while the masks of a tree are filled.
 
-The draft of a step's next tree runs on the device right after acceptance, when the host does not know yet which tokens
-were accepted. So before that it writes down, for every node at which acceptance may end, what the grammar says of what
-follows: a guide (`workers.structured_output.guide_table`). Its states are of two kinds. Within a text that the grammar
-demands the next token is forced, however the text was cut into tokens so far. Elsewhere, as in a string or a number, a
-mask says what may come, and edges lead to the texts behind tokens that end such a place: those after which this grammar
-demanded a text before, or all where they are few.
+The next tree is drafted on the device right after acceptance, before the host knows which tokens were accepted. So for
+every node at which acceptance may end, the host writes a guide in advance (`workers.structured_output.guide_table`):
+which tokens the grammar allows next. A guide's states are of two kinds. In a text that the grammar forces, the next
+token is forced, whatever the tokens so far. Elsewhere, as in a string or a number, a mask gives the allowed tokens.
+From there, edges lead to forced texts by the tokens that end the string or number: by those after which this grammar
+forced a text before, or by all if they are few.
 
-Nothing here decides what is chosen: a guide that is wrong, or short of states, costs accepted drafts alone. Called by
+A guide never decides which token is chosen: if it is wrong or incomplete, fewer drafts are accepted. Called by
 `workers.structured_output.guest`.
 """
 
@@ -60,7 +60,7 @@ class StepClosedError(Exception):
 class MaskRows:
     """The masks of a tree, before they are the step's.
 
-    words: [rows, w] int32, of this walk alone: the masks of the tree's nodes, then those of places behind the tree.
+    words: [rows, w] int32, of this walk alone: the masks of the tree's nodes, then those of positions after the tree.
     array: the same memory.
     first: of the step's masks that of the root; the others follow.
     end: rows in use; up to `limit` may be.
@@ -243,7 +243,7 @@ class TreeWalk:
         return state
 
     def _behind(self, level: int) -> int:
-        """The state behind a token that was tried, if there is a text."""
+        """The state after a token that was tried, if a forced text follows."""
         text = self._text()
         if text:
             return self._demand(text, level).state

@@ -39,7 +39,7 @@ NO_TOKEN = Failure("the grammar allows no token after what was written; it canno
 
 @dataclass(frozen=True)
 class Tree:
-    """What a request verifies: tokens of its nodes, and the children of each. Nodes without a token are nobody's."""
+    """What a request verifies: tokens of its nodes, and the children of each. Nodes without a token are padding."""
 
     tokens: list[int]
     children: list[list[int]]

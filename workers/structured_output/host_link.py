@@ -27,10 +27,10 @@ _BUFFER_BYTES = 1 << 20
 
 
 class HostLink:
-    """Orders to the process and answers from it, without ever waiting for longer than it is told to.
+    """Sends orders to the process and reads its answers, within given time limits.
 
-    generation: processes that there have been; a new one knows nothing of what the former ones were told.
-    fault: why there is no process, if making one has failed for good.
+    generation: processes so far; a new one knows no earlier orders.
+    fault: why there is no process, if starting one has failed for good.
     """
 
     def __init__(self, folder: str, vocab_size: int, table: MaskTable) -> None:

@@ -1,11 +1,11 @@
 """The process that follows the grammars of one rank's requests, and fills their masks into memory that it shares with
 the rank.
 
-A thread, the leader, carries out the rank's orders one after the other. Where one request's mask takes too long, the
-rank says so; the request is late, and another thread leads on, while the former one brings that request's mask to its
-end beside the steps. So a request's grammar costs other requests what the rank will wait, and no more. A mask that
-takes `MASK_LIMIT_S` of a processor ends its request; the process, which cannot stop the work, ends itself once nobody
-needs its result, and the rank makes another one.
+One thread at a time, the leader, carries out the rank's orders. If a request's mask takes too long, the rank says so.
+The request is then late: another thread becomes the leader, and the former one completes that mask beside the steps.
+So a grammar delays other requests by no more than the rank's limit. A mask that takes `MASK_LIMIT_S` of processor time
+ends its request. The process cannot interrupt that work: it exits once no request needs the result, and the rank starts
+another process.
 """
 
 import logging
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNWANTED_SHARE = 0.1  # of these, that a thread may go on for a request that has ended
-MAX_BESIDE = 4  # masks that are begun beside the steps at a time
+MAX_BESIDE = 4  # masks computed beside the steps at a time
 _WATCH_S = 0.1
 
 

@@ -18,8 +18,8 @@ from workers.structured_output.guide_table import NOWHERE, GuideTable, block_siz
 
 logger = logging.getLogger(__name__)
 
-HELD = -2  # in the index: this slot's mask is not there, and it emits nothing in this step
-NUM_SPARE = 4  # masks of a slot for places behind its tree
+HELD = -2  # in the index: this slot's mask is missing, and it emits no token in this step
+NUM_SPARE = 4  # masks of a slot for positions after its tree
 MAX_RUNNING = 256  # requests whose masks are being filled, after the table in shared memory
 _ALIGNMENT = 4  # of int32: kernels are compiled for addresses that 16 divides
 

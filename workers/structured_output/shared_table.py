@@ -50,9 +50,9 @@ class SharedTable:
 
 
 class Desk:
-    """One leader's: its thread, and what it writes on before that is the step's.
+    """A leader's thread, and the buffers that it fills before their content is copied to the step's.
 
-    words: [nodes of a tree and places behind it, w] int32, the masks of one request. masks: the same memory.
+    words: [nodes of a tree and positions after it, w] int32, the masks of one request. masks: the same memory.
     scratch: [1, w] int32.
     guide: None in an engine without drafts.
     """

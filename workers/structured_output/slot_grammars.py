@@ -91,10 +91,10 @@ class SlotGrammars:
     """The grammars of an engine's slots on one rank.
 
     folder: of the model, whose tokenizer is read with the first grammar.
-    forgives: requests begin their grammar anew where they leave it; for synthetic acceptance, which heeds no mask.
-    fill_s, num_fills: seconds that steps waited for masks so far, and how many did.
+    forgives: a request that leaves its grammar starts it again; for synthetic acceptance, which ignores masks.
+    fill_s, num_fills: seconds that steps waited for masks so far, and the number of such steps.
     work_s: seconds that the process took for these.
-    num_forced: drafts that were accepted within texts that grammars demanded.
+    num_forced: accepted drafts within texts that grammars forced.
     """
 
     def __init__(self, folder: str, vocab_size: int, masks: MaskTable, forgives: bool = False) -> None:

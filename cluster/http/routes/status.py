@@ -38,7 +38,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return _health(*await _known(edge.engine), edge.config)
 
     async def live(http: Request) -> LiveReply:
-        """Whether this ingress answers, whatever its engines do: not restarting it would help nobody."""
+        """Whether this ingress answers, whatever its engines do: restarting it would not help them."""
         return LiveReply()
 
     async def metrics(http: Request) -> Response:
@@ -62,8 +62,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
 
 async def require_engine(edge: Edge) -> None:
-    """For routes that clients take for a sign that the server has started: raises ApiError until an engine has been
-    ready once. Waits until this ingress would know of one of which another has just told."""
+    """Raise ApiError until an engine has been ready once: for routes that clients poll for the server's start. Waits as
+    long as this ingress may take to learn of an engine that another ingress already knows."""
     waited_s = 0.0
     while not edge.admission.engine_seen:
         reply = _health(*await _known(edge.engine), edge.config)

@@ -1,8 +1,8 @@
 """Bodies of requests: how they are read, and one rule for fields that no schema knows.
 
 A field that a schema knows is honoured, has no effect (documented), or is refused by name (`Schema.refused`). A field
-that no schema knows is ignored and told (`unknown_fields`), or refused with `ingress.strict`. The rule holds in every
-part of a body, because every part is a `Schema`. Called by `cluster.http.endpoint`.
+that no schema knows is ignored and named in a header of the reply (`unknown_fields`), or refused with `ingress.strict`.
+The rule holds in every part of a body, because every part is a `Schema`. Called by `cluster.http.endpoint`.
 """
 
 from collections.abc import Iterator, Mapping

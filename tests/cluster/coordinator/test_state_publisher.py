@@ -87,7 +87,7 @@ def test_a_message_is_bounded_and_the_rest_follows(monkeypatch) -> None:  # type
 
 
 def test_of_a_large_cache_each_nth_page_is_told(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(state_publisher, "MAX_TOLD_PAGES", 16)
+    monkeypatch.setattr(state_publisher, "MAX_ADVERTISED_PAGES", 16)
     rig = Rig(num_pages=50)
     digests = rig.cache(np.arange(36, dtype=np.int32))
     rig.publisher.subscribe(X)
