@@ -17,7 +17,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import finish_weights
 from workers.layers.vocab import LMHead
 from workers.layers.weighted import WeightedModule, WeightKey
-from workers.models.decoder import Decoder
+from workers.models.decoder import TargetModel
 from workers.models.finite import check_finite
 from workers.models.loading import allocate
 from workers.models.name_map import NameMap
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def load_draft(
     method: DraftMethod,
     source: ModelSource,
-    target: Decoder,
+    target: TargetModel,
     group: TPGroup,
     device: torch.device,
     max_position: int,
@@ -52,7 +52,7 @@ def load_draft(
 def fill_draft(
     method: DraftMethod,
     source: ModelSource,
-    target: Decoder,
+    target: TargetModel,
     group: TPGroup,
     device: torch.device,
     max_position: int,
@@ -78,7 +78,7 @@ def fill_draft(
     return model
 
 
-def _trimmed_ids(method: DraftMethod, source: ModelSource, target: Decoder) -> Tensor:
+def _trimmed_ids(method: DraftMethod, source: ModelSource, target: TargetModel) -> Tensor:
     """Choose the rows of a trimmed head, and say so once."""
     size, whole = method.vocab_size, target.config.vocab_size
     ids = head_ids(source.path, whole, size, target.config.eos_token_ids)
@@ -94,7 +94,7 @@ def _dummy_target_ids(method: DraftMethod, device: torch.device) -> Tensor | Non
 
 
 def _share_with_target(
-    model: DraftModel, tensors: Set[str], method: DraftMethod, source: ModelSource, target: Decoder
+    model: DraftModel, tensors: Set[str], method: DraftMethod, source: ModelSource, target: TargetModel
 ) -> frozenset[str]:
     """Fill what the draft takes from the target. Return the names that the draft's checkpoint may lack."""
     if method.head_rows is not None and "lm_head.weight" not in tensors:
@@ -133,7 +133,7 @@ def _share_with_target(
     return frozenset(lacking)
 
 
-def _copy_from_target(model: DraftModel, lacking: list[str], source: ModelSource, target: Decoder) -> None:
+def _copy_from_target(model: DraftModel, lacking: list[str], source: ModelSource, target: TargetModel) -> None:
     """Fill embedding and vocabulary head from the target's checkpoint, the head in the format that it has there."""
     names, tied = _target_names(source, target), target.config.tie_embeddings
     if "lm_head" in lacking:
@@ -151,7 +151,7 @@ def _copy_from_target(model: DraftModel, lacking: list[str], source: ModelSource
             raise ValueError(f"model {source.path}: has no {tensor_name} for the draft to share")
 
 
-def _head(model: DraftModel, quant: QuantMethod, names: NameMap, target: Decoder) -> LMHead:
+def _head(model: DraftModel, quant: QuantMethod, names: NameMap, target: TargetModel) -> LMHead:
     """Return an empty vocabulary head like the draft's, stored as `quant` has the target's."""
     shard, hidden = model.lm_head.shard, model.lm_head.shape.in_features
     like = next(target.parameters())
@@ -167,7 +167,7 @@ def _head(model: DraftModel, quant: QuantMethod, names: NameMap, target: Decoder
     return head
 
 
-def _target_names(source: ModelSource, target: Decoder) -> NameMap:
+def _target_names(source: ModelSource, target: TargetModel) -> NameMap:
     family = family_of(target.config.architecture, f"model {source.path}")
     names: NameMap = family.weight_names(target.config)
     return names

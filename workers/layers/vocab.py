@@ -139,14 +139,16 @@ class TiedLinearMethod(DenseLinearMethod):
 class LMHead(LinearBase):
     """Logits of this rank's vocabulary shard. May share the embedding's weight."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup, tied: VocabEmbedding | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, group: TPGroup, tied: VocabEmbedding | None = None, bias: bool = False
+    ) -> None:
         shard = VocabShard(vocab_size, group)
         rows = Span(shard.first, shard.end, vocab_size)
         shape = LinearShape.stacked([("", rows)], Span.whole(hidden_size), padding=shard.size - rows.size)
         method: LinearMethod | None = TiedLinearMethod(shape, tied) if tied else None
-        super().__init__(shape, bias=False, method=method)
+        super().__init__(shape, bias, method)
         self.shard = shard
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [rows, shard size] of hidden [rows, hidden_size]."""
-        return self.shard.mask_padding(self.method.multiply(hidden, None))
+        return self.shard.mask_padding(self.method.multiply(hidden, self.bias))

@@ -1,6 +1,7 @@
 """`Decoder`: embedding, layers, norm and vocabulary head, tensor-parallel; what every family's model is. The layers and
 the rotary table are the family's."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,7 +27,26 @@ class DecoderOutput:
     captured: Tensor | None
 
 
-class Decoder(nn.Module):
+class TargetModel(nn.Module, ABC):
+    """What a target is to the runner and to drafts, tensor-parallel over `group`.
+
+    capture: layers whose input `forward` returns beside the hidden states.
+    embed_tokens: also drafts embed tokens by it.
+    lm_head: [n, hidden_size] -> logits of this rank's shard of the vocabulary, which it has as `shard`; also drafts'.
+    """
+
+    config: ModelConfig
+    group: TPGroup
+    capture: tuple[int, ...]
+    embed_tokens: VocabEmbedding
+    lm_head: LMHead
+
+    @abstractmethod
+    def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
+        """ids: [rows] int64. Writes the rows' KV into the context's pool."""
+
+
+class Decoder(TargetModel):
     """rotary: what the layers' attention is given angles of. capture: layers whose input is returned beside the hidden
     states (what an EAGLE-3 head reads); for the stream that leaves the last layer every row must attend there."""
 

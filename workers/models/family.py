@@ -8,7 +8,7 @@ import torch
 
 from workers.distributed.tp_group import TPGroup
 from workers.models.config import ModelConfig
-from workers.models.decoder import Decoder
+from workers.models.decoder import TargetModel
 from workers.models.name_map import NameMap
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
@@ -22,5 +22,5 @@ class ModelFamily(Generic[ConfigT]):
     """
 
     read_config: Callable[[dict[str, Any], str], ConfigT]
-    model: Callable[[ConfigT, TPGroup, int, torch.device, tuple[int, ...]], Decoder]
+    model: Callable[[ConfigT, TPGroup, int, torch.device, tuple[int, ...]], TargetModel]
     weight_names: Callable[[ConfigT], NameMap]

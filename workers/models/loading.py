@@ -19,7 +19,7 @@ from workers.layers.experts import Experts
 from workers.layers.linear import LinearBase, finish_weights
 from workers.models.config import ModelConfig, read_config_json
 from workers.models.config_fields import architecture_of
-from workers.models.decoder import Decoder
+from workers.models.decoder import TargetModel
 from workers.models.finite import check_finite
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of
@@ -66,7 +66,7 @@ def load_target(
     capture: tuple[int, ...] = (),
     deterministic: bool = False,
     advance: Advance = lambda done, total: None,
-) -> Decoder:
+) -> TargetModel:
     """This rank's shard of the target. max_position: rows of the rotary table, more than any position in a step.
     deterministic: see `finish_weights`. advance: hears how many bytes of the checkpoint are loaded. Raises ValueError
     as `fill_target`."""
@@ -92,7 +92,7 @@ def fill_target(
     max_position: int,
     capture: tuple[int, ...] = (),
     advance: Advance = lambda done, total: None,
-) -> Decoder:
+) -> TargetModel:
     """`load_target` without the packing. device: "meta" reads the headers of the checkpoint's files only, and checks
     them.
 

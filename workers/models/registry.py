@@ -23,11 +23,16 @@ ARCHITECTURES = {
 }
 
 
+_ADAPTER = "workers.models.adapter"  # serves what transformers knows and no file of this folder does
+
+
 def family_of(architecture: str, source: str) -> Family:
     """Raises ValueError that lists what there is for any other; `source` names the model in it."""
-    if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{source}: architecture {architecture or 'none'} is not supported as a target; supported are "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return cast(Family, import_module(f"workers.models.{ARCHITECTURES[architecture]}").FAMILY)
+    if architecture in ARCHITECTURES:
+        return cast(Family, import_module(f"workers.models.{ARCHITECTURES[architecture]}").FAMILY)
+    if import_module(f"{_ADAPTER}.config").is_known(architecture):
+        return cast(Family, import_module(f"{_ADAPTER}.family").FAMILY)
+    raise ValueError(
+        f"{source}: architecture {architecture or 'none'} is not supported as a target; supported are "
+        f"{', '.join(ARCHITECTURES)}, and the decoders of transformers, which has none of this name"
+    )

@@ -13,7 +13,7 @@ from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.recurrent.batch import StateBatch
 from attention.recurrent.pool import StatePool
 from workers.layers.forward_context import Attending, ForwardContext, make_context
-from workers.models.decoder import Decoder, DecoderOutput
+from workers.models.decoder import DecoderOutput, TargetModel
 
 ModelT = TypeVar("ModelT")
 
@@ -38,7 +38,7 @@ class ModelRunner(Generic[ModelT]):
 
 
 @dataclass(frozen=True)
-class TargetRunner(ModelRunner[Decoder]):
+class TargetRunner(ModelRunner[TargetModel]):
     """states: of the model's recurrent layers; None without any."""
 
     states: StatePool | None = None

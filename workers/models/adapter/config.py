@@ -1,0 +1,207 @@
+"""`AdapterConfig`: a decoder of transformers as a target, from its config.json."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup
+from workers.distributed.tp_group import TPGroup
+from workers.layers.linear import kv_head_span
+from workers.models.adapter.names import TransformersNames, conversions, expert_names, renamings
+from workers.models.adapter.survey import AttentionCall, UnservableError, make_model, survey
+from workers.models.config import ModelConfig, dtype_of
+from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, flag_of, ids_of, number_of, size_of
+from workers.quantization.table import read_quant_method
+
+KV_PROJECTIONS = ("k_proj", "v_proj")  # of whose outputs several ranks may have the same
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig(ModelConfig):
+    """raw: config.json of the decoder, as JSON. calls: its attention. plan: (pattern of modules' paths, how ranks share
+    them), as transformers has it. cut: (name of a size, size) that ranks share. renamed, experts: see
+    `workers.models.adapter.names`.
+
+    num_heads, num_kv_heads, head_dim: of the first layer.
+    """
+
+    raw: str
+    calls: tuple[AttentionCall, ...]
+    plan: tuple[tuple[str, str], ...]
+    cut: tuple[tuple[str, int], ...]
+    renamed: tuple[tuple[str, str], ...]
+    experts: tuple[str, ...] | None
+
+    def check_shards(self, tensor_parallel: int, source: str) -> None:
+        if tensor_parallel == 1:
+            return
+        if not self.plan:
+            raise ValueError(
+                f"tensor_parallel={tensor_parallel}: transformers has no plan of how ranks share {source} "
+                f"({self.architecture}); use tensor_parallel: 1"
+            )
+        cut = dict(self.cut) | {"num_attention_heads": self.num_heads}
+        kv = {call.num_kv_heads for call in self.calls}
+
+        def fits(size: int) -> bool:
+            kv_fits = all(heads % size == 0 if heads >= size else size % heads == 0 for heads in kv)
+            return kv_fits and not any(total % size for total in cut.values())
+
+        if not fits(tensor_parallel):
+            named = ", ".join(f"{name}={total}" for name, total in cut.items())
+            raise ValueError(
+                f"tensor_parallel={tensor_parallel}: does not divide {source} ({named}, num_key_value_heads="
+                f"{', '.join(map(str, sorted(kv)))}); try one of {[n for n in range(1, 129) if fits(n)]}"
+            )
+
+    def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+        group = TPGroup(0, tensor_parallel)
+        layers: dict[HeadsLayout, list[int]] = {}
+        for layer, call in enumerate(self.calls):
+            first, end = kv_head_span(call.num_kv_heads, group)
+            layers.setdefault(HeadsLayout(end - first, call.head_dim, dtype), []).append(layer)
+        return tuple(LayerGroup(tuple(which), layout) for layout, which in layers.items())
+
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        heads = self.num_heads * self.head_dim // tensor_parallel
+        shares = {name: size // tensor_parallel for name, size in self.cut}
+        return {"hidden_size": self.hidden_size, "num_attention_heads * head_dim": heads} | shares
+
+
+def weight_names(config: AdapterConfig) -> TransformersNames:
+    ignored = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_embeddings else ()))
+    return TransformersNames({}, ignored=ignored, renamed=config.renamed, experts=config.experts)
+
+
+def is_known(architecture: str) -> bool:
+    """Whether transformers has a decoder of that name, or a model of pictures and text with a decoder in it."""
+    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or architecture.endswith(
+        "ForConditionalGeneration"
+    )
+
+
+def read_config(config: dict[str, Any], source: str) -> AdapterConfig:
+    """Raises ValueError that says why, where the model would be computed wrongly."""
+    try:
+        return _read(json.dumps(config, sort_keys=True), source)
+    except UnservableError as error:
+        raise ValueError(f"{source}: {error}; serve it with transformers itself") from error
+
+
+@lru_cache(maxsize=8)
+def _read(text: str, source: str) -> AdapterConfig:
+    whole: dict[str, Any] = json.loads(text)
+    raw = decoder_part(whole, source)
+    config = transformers_config(raw, source)
+    model = make_model(config)
+    calls = survey(model)
+    _check_layers(config, calls)
+    first = calls[0]
+    hidden = size_of({"hidden_size": getattr(config, "hidden_size", None)}, "hidden_size", source)
+    plan, converted = tuple(sorted(model.tp_plan.items())), conversions(model)
+    return AdapterConfig(
+        architecture=architecture_of(whole),
+        hidden_size=hidden,
+        num_layers=size_of({"num_hidden_layers": len(calls)}, "num_hidden_layers", source, most=MAX_LAYERS),
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        vocab_size=size_of({"vocab_size": config.vocab_size}, "vocab_size", source),
+        max_position=_max_position(config, calls, source),
+        rms_eps=number_of(raw, "rms_norm_eps", source, 1e-6),
+        tie_embeddings=flag_of({"tie_word_embeddings": config.tie_word_embeddings}, "tie_word_embeddings", source),
+        dtype=dtype_of(whole | raw),
+        quant=read_quant_method(whole, source),
+        eos_token_ids=ids_of(whole, "eos_token_id", source) or ids_of(raw, "eos_token_id", source),
+        raw=json.dumps(raw, sort_keys=True),
+        calls=calls,
+        plan=plan,
+        cut=tuple(_cut_sizes(model, dict(plan))),
+        renamed=renamings(converted),
+        experts=expert_names(converted),
+    )
+
+
+def decoder_part(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The part of a config.json that describes the decoder of tokens; of a model of text alone, all of it."""
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and "model_type" in inner:
+        return {"tie_word_embeddings": config.get("tie_word_embeddings", True)} | inner
+    return dict(config)
+
+
+def transformers_config(raw: Mapping[str, Any], source: str) -> PreTrainedConfig:
+    """Raises ValueError, or UnservableError for kinds that transformers does not have."""
+    kind = str(raw.get("model_type") or "")
+    if "auto_map" in raw and kind not in CONFIG_MAPPING:
+        raise UnservableError("needs code that the checkpoint brings along, which Aerie does not run")
+    if kind not in CONFIG_MAPPING:
+        raise UnservableError(f"has model_type={kind!r}, which this release of transformers does not have")
+    if raw.get("is_encoder_decoder"):
+        raise UnservableError("has an encoder beside its decoder")
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(
+            {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}
+        )
+    except Exception as error:  # each class checks its fields in a way of its own
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{source}: config.json: {reason}; correct it, or download the checkpoint again") from error
+    return config
+
+
+def _check_layers(config: PreTrainedConfig, calls: tuple[AttentionCall, ...]) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
+    if kinds:
+        raise UnservableError(f"has layers of {', '.join(sorted(kinds))}, which only a family of its own could serve")
+    for call in calls:
+        if call.sinks or call.soft_cap is not None:
+            what = "sinks" if call.sinks else "soft-capped scores"
+            raise UnservableError(f"has attention with {what} ({call.module}), which Aerie has no operation for")
+    layers = getattr(config, "num_hidden_layers", len(calls))
+    if layers != len(calls):
+        raise UnservableError(f"has {layers} layers, of which {len(calls)} have attention that could be served")
+
+
+def _max_position(config: PreTrainedConfig, calls: tuple[AttentionCall, ...], source: str) -> int:
+    """Where angles depend on the length of the text, up to where they do not; and up to the shortest window."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    sections = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+    longest = getattr(config, "max_position_embeddings", None) or 2048
+    for section in sections:
+        if section.get("rope_type") in _LENGTH_DEPENDENT:
+            original = section.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", longest
+            )
+            longest = min(longest, original)
+    longest = min([longest, *(call.window for call in calls if call.window is not None)])
+    return size_of({"max_position_embeddings": longest}, "max_position_embeddings", source, most=MAX_POSITIONS)
+
+
+def style_of(plan: Mapping[str, str], path: str) -> str | None:
+    """How ranks share the module `path`; None: each has it whole."""
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", path)
+    return plan.get(path) or plan.get(generic)
+
+
+def _cut_sizes(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, int]]:
+    """The outputs and inputs that ranks share, but for the vocabulary, each once."""
+    sizes: dict[str, int] = {}
+    for path, module in model.named_modules():
+        style = style_of(plan, path)
+        if style is None or not isinstance(module, nn.Linear) or path.count(".") < 2:
+            continue
+        name, size = path.rsplit(".", 1)[1], module.in_features if "row" in style else module.out_features
+        if name not in KV_PROJECTIONS:
+            sizes[f"{name}'s {'inputs' if 'row' in style else 'outputs'}"] = size
+    return list(sizes.items())

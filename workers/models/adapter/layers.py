@@ -1,0 +1,242 @@
+"""Our layers in the places of those that a model of transformers is made of."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.experts import Experts
+from workers.layers.forward_context import ForwardContext
+from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, kv_head_span, rank_span
+from workers.layers.linear_method import DenseLinearMethod, check_plain
+from workers.layers.vocab import VocabEmbedding
+from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.models.adapter.config import KV_PROJECTIONS, style_of
+from workers.models.adapter.names import conversions, expert_names
+from workers.models.adapter.survey import AttentionCall, UnservableError
+from workers.ops.gemm.workspace import GEMMOptions
+from workers.span import Span
+
+_COLUMNS = ("colwise", "colwise_gather_output")
+_ROWS = ("rowwise", "rowwise_split_input")
+_WHOLE = (None, "replicated_with_grad_allreduce")
+
+
+class Columns(ColumnParallelLinear):
+    """Outputs cut among the ranks, or gathered from them: x [..., in] -> [..., out]."""
+
+    def __init__(self, linear: nn.Linear, rows: Span, group: TPGroup, gather: bool) -> None:
+        super().__init__(linear.in_features, {"": rows}, linear.bias is not None)
+        self._gather = group if gather and group.size > 1 else None
+
+    @property
+    def weight(self) -> Tensor:
+        """[this rank's outputs, inputs]; models ask for its type. Of unquantised layers."""
+        assert isinstance(self.method, DenseLinearMethod)
+        return self.method.dense_weight()
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        out = super().forward(x.reshape(-1, x.shape[-1]))
+        if self._gather is not None:
+            out = self._gather.all_gather_last(out)
+        return out.unflatten(0, x.shape[:-1])
+
+
+class Rows(RowParallelLinear):
+    """Inputs cut among the ranks, or taken from whole ones: x [..., in] -> [..., out]."""
+
+    def __init__(self, linear: nn.Linear, group: TPGroup, path: str, whole_inputs: bool) -> None:
+        super().__init__(linear.in_features, linear.out_features, group, path, linear.bias is not None)
+        self._columns = self.shape.parts[0].columns if whole_inputs else None
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if self._columns is not None:
+            x = x[..., self._columns.first : self._columns.end]
+        rows = x.reshape(-1, x.shape[-1])
+        # not into the ranks' buffer: a model may keep one product while it makes the next
+        part = self.method.multiply(rows, self.bias if self.group.rank == 0 else None)
+        return self.group.all_reduce(part).unflatten(0, x.shape[:-1])
+
+
+class Embedding(VocabEmbedding):
+    """scale: factor on every row (Gemma)."""
+
+    def __init__(self, embedding: nn.Embedding, group: TPGroup) -> None:
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, group)
+        self._scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = super().forward(ids)
+        return rows if self._scale == 1.0 else rows * torch.tensor(self._scale, dtype=rows.dtype)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A choice of experts that the model has made, in the place of `RouterLogits`."""
+
+    chosen: Tensor
+    weight: Tensor
+
+    def choose(self) -> tuple[Tensor, Tensor]:
+        return self.chosen, self.weight
+
+
+class GivenExperts(Experts):
+    """Experts whose router is the model's."""
+
+    def __init__(self, experts: nn.Module, group: TPGroup) -> None:
+        stacked: Tensor = experts.down_proj  # type: ignore[assignment]
+        super().__init__(stacked.shape[0], stacked.shape[1], stacked.shape[2], group, experts_per_token=1)
+        self._group = group
+
+    def forward(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        """x: [..., hidden_size]. chosen: [rows, experts of a token] int64. weight: [rows, experts of a token]."""
+        rows = x.reshape(-1, x.shape[-1])
+        part = self.method.multiply(rows, _Given(chosen, weight.float()))  # type: ignore[arg-type]
+        return self._group.all_reduce(part).view(x.shape)
+
+    def finish(self, options: GEMMOptions) -> None:
+        """The kernels that choose by the router's logits would choose again: grouped products are as they are."""
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether `GivenExperts` computes the same: experts with gates by SiLU, stacked as transformers stacks them."""
+    wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    plain = getattr(type(module), "_apply_gate", None) is _default_apply_gate
+    return plain and all(getattr(module, name, None) is value for name, value in wanted.items()) and is_silu(module)
+
+
+def is_silu(module: nn.Module) -> bool:
+    """Whether the module's activation is SiLU."""
+    return isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
+
+
+class Leaf(WeightedModule):
+    """What a module of transformers becomes that has tensors of its own and none of our layers: each rank loads them
+    whole. Its `forward` is its own."""
+
+    def weight_keys(self) -> Iterable[WeightKey]:
+        return [WeightKey(name) for name, _ in own_tensors(self)]
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        mine = dict(own_tensors(self))[key.kind]
+        check_plain(full)
+        check_shape(full, mine.shape)
+        mine.data.copy_(full)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        for _, tensor in own_tensors(self):
+            if tensor.dim() == 1:
+                tensor.data.fill_(1.0)
+            else:
+                tensor.data.normal_(0.0, 0.02, generator=generator)
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The tensors of a module that a checkpoint has, without its submodules'."""
+    lasting = (pair for pair in module.named_buffers(recurse=False) if pair[0] not in module._non_persistent_buffers_set)
+    return [*module.named_parameters(recurse=False), *lasting]
+
+
+class PagedAttention:
+    """Attention of one layer over the pages of a context; see `workers.models.adapter.survey.attend`.
+
+    layer: index in the KV pool. call: of the whole model. passing: holds the context of the pass.
+    """
+
+    def __init__(self, layer: int, call: AttentionCall, group: TPGroup, passing: "Passing") -> None:
+        self._layer, self._call, self._passing = layer, call, passing
+        self._q = rank_span(call.num_heads, group, "num_attention_heads")
+        self._kv = Span(*kv_head_span(call.num_kv_heads, group), call.num_kv_heads)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+        call, whole = self._call, q.shape[1] == self._q.total
+        heads = _rows(q, self._q), (_rows(k, self._kv), _rows(_padded(v, call.head_dim), self._kv))
+        out = self._passing.attend(self._layer, *heads, call.scale)[..., : call.value_dim]
+        if not whole or self._q.size == self._q.total:
+            return out.unsqueeze(0)
+        # the model goes on with all heads; those of other ranks are read by nobody
+        full = out.new_zeros(1, out.shape[0], self._q.total, call.value_dim)
+        full[:, :, self._q.first : self._q.end] = out
+        return full
+
+
+def _rows(heads: Tensor, mine: Span) -> Tensor:
+    """[1, heads, rows, size], of all ranks or of this one, as [rows, this rank's heads, size]."""
+    rows = heads[0].transpose(0, 1)
+    if rows.shape[1] != mine.size:
+        rows = rows[:, mine.first : mine.end]
+    return rows.contiguous()
+
+
+def _padded(values: Tensor, size: int) -> Tensor:
+    missing = size - values.shape[-1]
+    return nn.functional.pad(values, (0, missing)) if missing else values
+
+
+class Passing:
+    """The context of the pass that is under way, and what stands for angles where the model turns its heads itself."""
+
+    def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:
+        self.context: ForwardContext | None = None
+        self._still = {
+            size: (torch.ones(1, size // 2, device=device), torch.zeros(1, size // 2, device=device)) for size in sizes
+        }
+
+    def attend(self, layer: int, q: Tensor, rows: tuple[Tensor, Tensor], scale: float) -> Tensor:
+        """See `ForwardContext.attend`. The turn by an angle of 0 changes no bit."""
+        context = self.context
+        assert context is not None, "attention is called in a pass"
+        cos, sin = self._still[q.shape[-1]]
+        context.plan(layer, q, scale)
+        kept = context.pool.store(
+            layer, q, rows, cos, sin, torch.zeros_like(context.positions), context.slot_mapping
+        )
+        return context.attend_to_kept(layer, kept, scale)
+
+
+def put_layers(
+    model: PreTrainedModel, calls: Iterable[AttentionCall], plan: Mapping[str, str], group: TPGroup
+) -> None:
+    """Replace the model's linear layers and its embedding of tokens, in place; what is left with tensors becomes a
+    `Leaf`. Raises UnservableError for a way of sharing that is not ours."""
+    embedding = model.get_input_embeddings()
+    kv_heads = {f"{call.module}.{name}": call.num_kv_heads for call in calls for name in KV_PROJECTIONS}
+    for path, module in list(model.named_modules()):
+        new: nn.Module | None = None
+        if module is embedding:
+            new = Embedding(module, group)
+        elif type(module) is nn.Linear:
+            style = style_of(plan, path) if group.size > 1 else None
+            heads = kv_heads.get(path)
+            if style == "colwise" and heads is not None:
+                new = Columns(module, _kv_rows(module, heads, group), group, gather=False)
+            else:
+                new = _linear(path, module, style, group)
+        elif are_experts(module) and expert_names(conversions(model)):
+            new = GivenExperts(module, group)
+        elif own_tensors(module):
+            module.__class__ = type(type(module).__name__, (Leaf, type(module)), {})
+        if new is not None:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, new)
+
+
+def _kv_rows(linear: nn.Linear, num_heads: int, group: TPGroup) -> Span:
+    return Span(*kv_head_span(num_heads, group), num_heads).times(linear.out_features // num_heads)
+
+
+def _linear(path: str, linear: nn.Linear, style: str | None, group: TPGroup) -> nn.Module:
+    if style in _WHOLE:
+        return Columns(linear, Span.whole(linear.out_features), group, gather=False)
+    if style in _COLUMNS:
+        return Columns(linear, rank_span(linear.out_features, group, path), group, style == _COLUMNS[1])
+    if style in _ROWS:
+        return Rows(linear, group, path, style == _ROWS[1])
+    raise UnservableError(f"shares {path} among ranks by {style!r}, which Aerie does not know; use tensor_parallel: 1")

@@ -1,0 +1,169 @@
+"""`TransformersModel`: a decoder of transformers that the runner calls like any other target."""
+
+import copy
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.forward_context import ForwardContext
+from workers.layers.vocab import LMHead, VocabEmbedding
+from workers.layers.weighted import WeightedModule, WeightKey
+from workers.models.adapter.config import AdapterConfig, transformers_config
+from workers.models.adapter.layers import PagedAttention, Passing, own_tensors, put_layers
+from workers.models.adapter.survey import UnservableError, decoder, make_model
+from workers.models.decoder import DecoderOutput, TargetModel
+from workers.ops.gemm.workspace import GEMMOptions
+
+
+class TransformersModel(TargetModel):
+    """See `TargetModel`. Made on the meta device; max_position is of no use here: the model computes its angles."""
+
+    def __init__(
+        self,
+        config: AdapterConfig,
+        group: TPGroup,
+        max_position: int,
+        device: torch.device,
+        capture: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.config, self.group, self.capture = config, group, capture
+        theirs = make_model(transformers_config(json.loads(config.raw), config.architecture))
+        self._passing = Passing(device, {call.head_dim for call in config.calls})
+        for layer, call in enumerate(config.calls):
+            paged = PagedAttention(layer, call, group, self._passing)
+            theirs.get_submodule(call.module).paged = paged  # type: ignore[assignment]
+        head = theirs.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise UnservableError(f"is a {type(theirs).__name__}, which has no vocabulary head")
+        put_layers(theirs, config.calls, dict(config.plan), group)
+        embedding = theirs.get_input_embeddings()
+        assert isinstance(embedding, VocabEmbedding), "put there"
+        tied = embedding if config.tie_embeddings else None
+        theirs.set_output_embeddings(LMHead(config.vocab_size, config.hidden_size, group, tied, head.bias is not None))
+        self.theirs = theirs
+        self.embed_tokens = embedding
+        self.lm_head = _Head(theirs)
+        self.constants = _Constants(theirs)
+        _capture_streams(self, decoder(theirs), capture)
+
+    def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
+        """ids: [rows] int64. Writes the rows' KV into the context's pool."""
+        self._passing.context = context
+        self._streams: dict[int, Tensor] = {}
+        try:
+            out = decoder(self.theirs)(
+                input_ids=ids.unsqueeze(0), position_ids=context.positions.unsqueeze(0), use_cache=False
+            )
+        finally:
+            self._passing.context = None
+        hidden = out[0].squeeze(0)
+        if context.last is not None:
+            hidden = context.last.attending_rows(hidden)
+        captured = [self._streams[layer].squeeze(0) for layer in self.capture]
+        return DecoderOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
+
+
+def _capture_streams(model: TransformersModel, theirs: nn.Module, capture: tuple[int, ...]) -> None:
+    """Keep what enters each layer of `capture`; the number of layers names what leaves the last one."""
+    if not capture:
+        return
+    layers = next(
+        (m for m in theirs.modules() if isinstance(m, nn.ModuleList) and len(m) == model.config.num_layers), None
+    )
+    if layers is None:
+        raise UnservableError("has no list of layers that a draft could read from; serve it without an EAGLE-3 head")
+
+    def keep_input(number: int) -> Any:
+        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            model._streams[number] = given[0] if given else named["hidden_states"]
+
+        return hook
+
+    def keep_output(module: nn.Module, given: Any, out: Any) -> None:
+        model._streams[len(layers)] = out[0] if isinstance(out, tuple) else out
+
+    for number in capture:
+        if number < len(layers):
+            layers[number].register_forward_pre_hook(keep_input(number), with_kwargs=True)
+        else:
+            layers[-1].register_forward_hook(keep_output)
+
+
+class _Head(nn.Module):
+    """The vocabulary head, and whatever the model does to logits after it.
+
+    shard: of this rank.
+    """
+
+    def __init__(self, theirs: PreTrainedModel) -> None:
+        super().__init__()
+        head = theirs.get_output_embeddings()
+        assert isinstance(head, LMHead), "put there"
+        self.shard = head.shard
+        # the whole model, its decoder replaced by one that returns what it is given
+        shell = copy.copy(theirs)
+        shell._modules = dict(theirs._modules) | {theirs.base_model_prefix: _Given()}
+        self._shell = (shell,)  # the tuple keeps it from being a submodule
+        self._linear = (head,)
+
+    @property
+    def method(self) -> Any:
+        """See `LMHead`."""
+        return self._linear[0].method
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits [rows, shard size] of hidden [rows, hidden_size]."""
+        logits: Tensor = self._shell[0](inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        return self.shard.mask_padding(logits.squeeze(0))
+
+
+class _Output(BaseModelOutputWithPast):
+    """What a decoder returns, with None for whatever else a model may pass on."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Given(nn.Module):
+    @property
+    def decoder(self) -> nn.Module:
+        """Where the decoder is a part of a part (OPT)."""
+        return self
+
+    def forward(self, *ids: Any, inputs_embeds: Tensor, **others: Any) -> BaseModelOutputWithPast:
+        return _Output(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+
+
+class _Constants(WeightedModule):
+    """Computes the tensors of a model that no checkpoint has, such as the frequencies of rotary positions."""
+
+    def __init__(self, theirs: PreTrainedModel) -> None:
+        super().__init__()
+        self._theirs = (theirs,)
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return ()
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        raise AssertionError("has no weights")
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        pass
+
+    def finish(self, options: GEMMOptions) -> None:
+        theirs = self._theirs[0]
+        for module in theirs.modules():
+            if module._non_persistent_buffers_set:
+                kept = [tensor.clone() for _, tensor in own_tensors(module)]
+                theirs._init_weights(module)
+                for (_, tensor), value in zip(own_tensors(module), kept, strict=True):
+                    tensor.data.copy_(value)
+            if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+                module.rope_type = "default"  # `AdapterConfig.max_position` ends where its angles would change

@@ -1,0 +1,147 @@
+"""What a model of `transformers` asks of attention, found by running it without memory."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION = "aerie"  # the name of our attention among those of transformers
+_ROWS = 3
+_HARMLESS = {"dropout", "position_ids", "is_causal", "cache_position", "use_cache", "output_attentions"}
+
+
+class UnservableError(ValueError):
+    """The model has something that would be computed wrongly. The text continues a sentence that begins with the
+    model's name."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention. Sizes are of the whole model.
+
+    module: path of the module that calls.
+    head_dim, value_dim: of q and k, and of v.
+    window: keys that a row sees, itself included; None for all.
+    soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
+    sinks: whether each head has one more score, without a value.
+    """
+
+    module: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: bool
+
+
+def attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    """The attention function of transformers' models: passes on to the module's `paged`, which whoever made the model
+    has set.
+
+    q, k, v: [1, heads, rows, head_dim], rotated.
+    returns: [1, rows, heads, value_dim], None.
+    """
+    return module.paged(q, k, v, attention_mask, **options), None  # type: ignore[operator]
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)  # no function for masks: models then make none
+
+
+def make_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without memory. Raises UnservableError where its attention cannot be replaced."""
+    # experts as products of gathered weights, since a loop over those that are hit would wait for the device
+    options = {"experts_implementation": "batched_mm"} if hasattr(config, "_experts_implementation") else {}
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=torch.get_default_dtype(), **options
+            )
+    except (ValueError, ImportError) as error:
+        raise UnservableError(f"cannot be made by transformers: {str(error).splitlines()[0]}") from error
+    if not model._supports_attention_backend:
+        raise UnservableError(f"is a {type(model).__name__}, whose attention transformers does not let others replace")
+    if getattr(model, "_is_stateful", False):
+        raise UnservableError(f"is a {type(model).__name__}, which keeps a state that only its own family could serve")
+    return model.eval()
+
+
+def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
+    """The calls of attention of one pass, in order. model: without memory. Raises UnservableError."""
+    calls: list[AttentionCall] = []
+    for path, module in model.named_modules():
+        module.paged = _Recorder(path, module, calls)  # type: ignore[assignment]
+    ids = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            decoder(model)(input_ids=ids, position_ids=ids, use_cache=False)
+    except UnservableError:
+        raise
+    except Exception as error:  # whatever code that we have never seen may raise
+        reason = str(error).strip().splitlines()
+        raise UnservableError(f"does not run as a decoder of tokens: {reason[0] if reason else error!r}") from error
+    if not calls:
+        raise UnservableError("has no attention that could be served")
+    modules = [call.module for call in calls]
+    if len(set(modules)) < len(modules):
+        raise UnservableError("calls attention of one layer twice in a pass")
+    return tuple(calls)
+
+
+def decoder(model: PreTrainedModel) -> nn.Module:
+    """The part before the vocabulary head. Raises UnservableError if there is none."""
+    inner = getattr(model, model.base_model_prefix, None)
+    if not isinstance(inner, nn.Module):
+        raise UnservableError(f"is a {type(model).__name__}, which has no part before its vocabulary head")
+    if "position_ids" not in inspect.signature(inner.forward).parameters:
+        raise UnservableError(f"is a {type(model).__name__}, which is not told the positions of tokens")
+    return inner
+
+
+class _Recorder:
+    def __init__(self, path: str, module: nn.Module, calls: list[AttentionCall]) -> None:
+        self._path, self._calls = path, calls
+        self._causal = getattr(module, "is_causal", True)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        unknown = sorted(key for key, value in others.items() if value is not None and key not in _HARMLESS)
+        if mask is not None:
+            unknown.append("attention_mask")
+        if unknown or not self._causal or others.get("is_causal") is False:
+            raise UnservableError(
+                f"has attention ({self._path}) with {', '.join(unknown) or 'rows that see later ones'}, which Aerie "
+                "has no operation for"
+            )
+        self._calls.append(
+            AttentionCall(
+                module=self._path,
+                num_heads=q.shape[1],
+                num_kv_heads=k.shape[1],
+                head_dim=q.shape[3],
+                value_dim=v.shape[3],
+                scale=q.shape[3] ** -0.5 if scaling is None else float(scaling),
+                window=sliding_window or None,
+                soft_cap=softcap or None,
+                sinks=s_aux is not None,
+            )
+        )
+        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
