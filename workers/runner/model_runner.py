@@ -63,7 +63,7 @@ class TargetRunner(ModelRunner[TargetModel]):
             return self._run(ids, context)
         ends = context.num_decode_rows + chunks.last_row_indices
         rows = torch.cat((torch.arange(context.num_decode_rows, device=ends.device), ends))
-        if self.states is not None and self.states.has(len(self.model.layers) - 1):  # all rows change its state
+        if self.states is not None and self.states.has(self.model.config.num_layers - 1):  # all rows change its state
             output = self._run(ids, context)
             return replace(output, hidden=output.hidden.index_select(0, rows))
         prepared = self.backends[Mode.PREFILL].prepare(chunks.last_rows())

@@ -8,6 +8,7 @@ import torch
 
 from attention.config import CacheConfig
 from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support import MODELS
 from tests.support.embedded import embedded_spec
@@ -45,7 +46,7 @@ def by_transformers(target: Path) -> list[list[int]]:
     return answers
 
 
-def by_us(target: Path, tensor_parallel: int = 1) -> list[list[int]]:
+def by_us(target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None) -> list[list[int]]:
     torch.set_num_threads(1)
     worker = WorkerConfig(
         ModelSource(path=str(target), device="cpu"),
@@ -55,7 +56,7 @@ def by_us(target: Path, tensor_parallel: int = 1) -> list[list[int]]:
         measure_costs=False,
         debug=True,
     )
-    with local_engine(EngineSpec(worker)) as engine:
+    with local_engine(EngineSpec(worker, speculative)) as engine:
         return [r.output for r in engine.generate(prompts(), GREEDY, 4)]
 
 

@@ -177,14 +177,15 @@ def _max_position(config: PreTrainedConfig, calls: tuple[AttentionCall, ...], so
     """Where angles depend on the length of the text, up to where they do not; and up to the shortest window."""
     rope = getattr(config, "rope_parameters", None) or {}
     sections = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
-    longest = getattr(config, "max_position_embeddings", None) or 2048
+    longest = int(getattr(config, "max_position_embeddings", None) or 2048)
     for section in sections:
         if section.get("rope_type") in _LENGTH_DEPENDENT:
             original = section.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", longest
             )
             longest = min(longest, original)
-    longest = min([longest, *(call.window for call in calls if call.window is not None)])
+    for call in calls:
+        longest = min(longest, call.window or longest)
     return size_of({"max_position_embeddings": longest}, "max_position_embeddings", source, most=MAX_POSITIONS)
 
 

@@ -45,7 +45,7 @@ class Columns(ColumnParallelLinear):
         out = super().forward(x.reshape(-1, x.shape[-1]))
         if self._gather is not None:
             out = self._gather.all_gather_last(out)
-        return out.unflatten(0, x.shape[:-1])
+        return out.view(*x.shape[:-1], -1)
 
 
 class Rows(RowParallelLinear):
@@ -61,7 +61,7 @@ class Rows(RowParallelLinear):
         rows = x.reshape(-1, x.shape[-1])
         # not into the ranks' buffer: a model may keep one product while it makes the next
         part = self.method.multiply(rows, self.bias if self.group.rank == 0 else None)
-        return self.group.all_reduce(part).unflatten(0, x.shape[:-1])
+        return self.group.all_reduce(part).view(*x.shape[:-1], -1)
 
 
 class Embedding(VocabEmbedding):
@@ -140,7 +140,9 @@ class Leaf(WeightedModule):
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The tensors of a module that a checkpoint has, without its submodules'."""
-    lasting = (pair for pair in module.named_buffers(recurse=False) if pair[0] not in module._non_persistent_buffers_set)
+    lasting = (
+        pair for pair in module.named_buffers(recurse=False) if pair[0] not in module._non_persistent_buffers_set
+    )
     return [*module.named_parameters(recurse=False), *lasting]
 
 
@@ -195,15 +197,11 @@ class Passing:
         assert context is not None, "attention is called in a pass"
         cos, sin = self._still[q.shape[-1]]
         context.plan(layer, q, scale)
-        kept = context.pool.store(
-            layer, q, rows, cos, sin, torch.zeros_like(context.positions), context.slot_mapping
-        )
+        kept = context.pool.store(layer, q, rows, cos, sin, torch.zeros_like(context.positions), context.slot_mapping)
         return context.attend_to_kept(layer, kept, scale)
 
 
-def put_layers(
-    model: PreTrainedModel, calls: Iterable[AttentionCall], plan: Mapping[str, str], group: TPGroup
-) -> None:
+def put_layers(model: PreTrainedModel, calls: Iterable[AttentionCall], plan: Mapping[str, str], group: TPGroup) -> None:
     """Replace the model's linear layers and its embedding of tokens, in place; what is left with tensors becomes a
     `Leaf`. Raises UnservableError for a way of sharing that is not ours."""
     embedding = model.get_input_embeddings()

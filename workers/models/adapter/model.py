@@ -37,7 +37,7 @@ class TransformersModel(TargetModel):
         self._passing = Passing(device, {call.head_dim for call in config.calls})
         for layer, call in enumerate(config.calls):
             paged = PagedAttention(layer, call, group, self._passing)
-            theirs.get_submodule(call.module).paged = paged  # type: ignore[assignment]
+            theirs.get_submodule(call.module).paged = paged
         head = theirs.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UnservableError(f"is a {type(theirs).__name__}, which has no vocabulary head")
@@ -48,7 +48,7 @@ class TransformersModel(TargetModel):
         theirs.set_output_embeddings(LMHead(config.vocab_size, config.hidden_size, group, tied, head.bias is not None))
         self.theirs = theirs
         self.embed_tokens = embedding
-        self.lm_head = _Head(theirs)
+        self.lm_head = _Head(theirs)  # type: ignore[assignment]
         self.constants = _Constants(theirs)
         _capture_streams(self, decoder(theirs), capture)
 
@@ -123,7 +123,7 @@ class _Head(nn.Module):
         return self.shard.mask_padding(logits.squeeze(0))
 
 
-class _Output(BaseModelOutputWithPast):
+class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
     """What a decoder returns, with None for whatever else a model may pass on."""
 
     def __getattr__(self, name: str) -> None:
@@ -138,7 +138,7 @@ class _Given(nn.Module):
         return self
 
     def forward(self, *ids: Any, inputs_embeds: Tensor, **others: Any) -> BaseModelOutputWithPast:
-        return _Output(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+        return _Output(last_hidden_state=inputs_embeds)
 
 
 class _Constants(WeightedModule):

@@ -78,7 +78,7 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     """The calls of attention of one pass, in order. model: without memory. Raises UnservableError."""
     calls: list[AttentionCall] = []
     for path, module in model.named_modules():
-        module.paged = _Recorder(path, module, calls)  # type: ignore[assignment]
+        module.paged = _Recorder(path, module, calls)
     ids = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():

@@ -1,0 +1,64 @@
+"""Tiny random checkpoints of whatever decoder transformers knows, by its model_type."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.tiny_models import VOCAB
+
+# Sizes by the names that configurations give them; each configuration takes those that it has.
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "decoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 256),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
+    "vocab_size": VOCAB,
+    "rotary_dim": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "initializer_range": 0.2,
+    "sliding_window": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
+
+
+def known_config(kind: str, **overrides: Any) -> Any:
+    """transformers' configuration of that model_type, tiny."""
+    from transformers import CONFIG_MAPPING
+
+    made = CONFIG_MAPPING[kind]
+    usual = made()
+    settings = {name: value for name, value in _SIZES.items() if hasattr(usual, name)}
+    if "kv_lora_rank" in settings:
+        settings["num_key_value_heads"] = 4  # latents have a head each
+    return made(**(settings | overrides))
+
+
+def make_known(folder: Path, kind: str, seed: int = 0, **overrides: Any) -> Path:
+    """A random checkpoint of that model_type whose answers are not one token over and over."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(known_config(kind, **overrides), dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            least, most = (0.5, 1.5) if "norm" in name or ".ln" in name else (-0.2, 0.2)
+            torch.nn.init.uniform_(parameter, least, most)
+        elif parameter.std() < 0.1:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,162 @@
+"""Decoders of transformers without a family of ours: the same tokens as transformers, or a refusal that says why."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculative.config import SpeculativeConfig
+from tests.support.known_models import known_config, make_known
+from tests.support.tiny_models import make_eagle3
+from tests.workers.models.test_targets import by_transformers, by_us
+from workers.config import ModelSource
+from workers.models.loading import read_target_config
+
+# Each shows something that the others do not have.
+QUICK = (
+    "afmoe",  # experts, gates on attention, norms before and after
+    "cohere",  # attention and MLP side by side, scaled logits, LayerNorm
+    "gemma",  # scaled embeddings, norms of weight + 1
+    "glm4",  # rotated pairs, gate_up in one matrix
+    "gpt_neox",  # qkv in one matrix, a head of another name
+    "mixtral",  # experts by other names
+    "olmo2",  # norms over all heads
+    "opt",  # learnt positions
+    "phi3",  # qkv in one matrix
+    "youtu",  # values of another size than keys
+)
+OTHERS = [
+    "apertus",
+    "arcee",
+    "axk1",
+    "bitnet",
+    "cohere2",
+    "ctrl",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "flex_olmo",
+    "gemma3_text",
+    "glm",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
+    "jais2",
+    "laguna",
+    "llama",
+    "mellum",
+    "minicpm3",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "modernbert-decoder",
+    "nanochat",
+    "nemotron",
+    "olmo",
+    "olmo3",
+    "olmoe",
+    "persimmon",
+    "phi",
+    "phimoe",
+    "qwen2_moe",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+    "starcoder2",
+]
+
+
+@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str, without_families: None) -> None:
+    target = make_known(tmp_path, kind)
+    expected = by_transformers(target)
+    assert by_us(target) == expected
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "olmo2", pytest.param("granite", marks=pytest.mark.slow)])
+def test_shards_together_are_the_model(tmp_path: Path, kind: str) -> None:
+    target = make_known(tmp_path, kind)
+    assert by_us(target, tensor_parallel=2) == by_transformers(target)
+
+
+@pytest.mark.parametrize("kind", ["granite", "mixtral"])
+def test_a_head_that_reads_its_layers_changes_no_token(tmp_path: Path, kind: str) -> None:
+    target = make_known(tmp_path / "target", kind, head_dim=16)
+    ids = [0, 2, 4]  # the last is what leaves the layers
+    head = make_eagle3(tmp_path / "head", target, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    alone = by_us(target)
+    for shape in ((3, 1, 4), (3, 4, 12)):
+        assert by_us(target, speculative=SpeculativeConfig(str(head), "eagle3", *shape)) == alone
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("mamba", "attention transformers does not let others replace"),
+        ("bart", "an encoder beside its decoder"),
+        ("bert", "rows that see later ones"),
+        ("gemma2", "soft-capped scores"),
+        ("gpt_oss", "sinks"),
+        ("lfm2", "layers of conv"),
+        ("minimax", "layers of linear_attention"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(tmp_path: Path, kind: str, words: str) -> None:
+    layers = {"layer_types": ["conv", "full_attention", "conv", "conv"]} if kind == "lfm2" else {}
+    known_config(kind, **layers).save_pretrained(tmp_path)
+    set_field(tmp_path, "architectures", [architecture_of(kind)])
+    with pytest.raises(ValueError, match=words):
+        read_target_config(ModelSource(path=str(tmp_path), device="cpu"), 1)
+
+
+def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    known_config("granite").save_pretrained(tmp_path)
+    set_field(tmp_path, "architectures", ["GraniteForCausalLM"])
+    set_field(tmp_path, "model_type", "unheard_of")
+    set_field(tmp_path, "auto_map", {"AutoModelForCausalLM": "modeling.Model"})
+    with pytest.raises(ValueError, match="code that the checkpoint brings along"):
+        read_target_config(ModelSource(path=str(tmp_path), device="cpu"), 1)
+
+
+def test_windows_and_long_angles_limit_the_length(tmp_path: Path) -> None:
+    known_config("mistral", sliding_window=100).save_pretrained(tmp_path / "window")
+    set_field(tmp_path / "window", "architectures", ["MistralForCausalLM"])
+    assert read_target_config(ModelSource(path=str(tmp_path / "window"), device="cpu"), 1).max_position == 100
+
+
+def test_a_plan_is_needed_for_ranks(tmp_path: Path) -> None:
+    known_config("opt").save_pretrained(tmp_path)
+    set_field(tmp_path, "architectures", ["OPTForCausalLM"])
+    with pytest.raises(ValueError, match="no plan of how ranks share"):
+        read_target_config(ModelSource(path=str(tmp_path), device="cpu"), 2)
+
+
+def architecture_of(kind: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+
+
+def set_field(folder: Path, name: str, value: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+
+
+@pytest.fixture
+def without_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what has a family of ours is served as if it had none."""
+    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
