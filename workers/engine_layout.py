@@ -39,6 +39,7 @@ class EngineLayout:
     chunk_bytes: what a recurrent layer's kernels on GPUs keep of the longest prompt chunk: part of the largest step.
     num_snapshots: copies that a rank has memory for; known with the pages.
     keeps_latent_rows: whether layers of the target do.
+    served_by: see `workers.models.config.ModelConfig.served_by`.
     known_pages: KV pages of a rank that is built; before that the configured number, if there is one.
     memory: where the memory of the rank went that this is the layout of; None before it is built.
     """
@@ -57,6 +58,7 @@ class EngineLayout:
     chunk_bytes: int = 0
     num_snapshots: int = 0
     keeps_latent_rows: bool = False
+    served_by: str | None = None
     graph_capture: GraphCapture = GraphCapture()  # noqa: RUF009 - frozen
     known_pages: int | None = None
     memory: MemoryUse | None = None

@@ -28,6 +28,7 @@ def plan_lines(
     each = " + ".join(_bundle(bundle) for bundle in placement.bundles)
     return [
         f"target      {config.model.path}",
+        *([] if layout.served_by is None else [f"served by   {layout.served_by}"]),
         f"draft       {_draft(config)}",
         f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks"
         f"{' with whole experts' if parallel.expert_parallel else ''} on {placement.device}, "

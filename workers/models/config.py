@@ -48,6 +48,11 @@ class ModelConfig(ABC):
     kv_scheme: str | None = None
     whole_experts: bool = False
 
+    @property
+    def served_by(self) -> str | None:
+        """Whose code computes the model, where that is not this project's own; and what follows for its user."""
+        return None
+
     def with_whole_experts(self, source: str) -> Self:
         """The same model, its experts cut so. Raises ValueError, naming `source`, if it has none."""
         raise ValueError(f"expert_parallel=true: {source} has no experts; leave it out")

@@ -73,6 +73,8 @@ def load_target(
     name = f"model {source.path}"
     here = Capability.of(device)
     config.check_device(here, resolve_dtype(source.dtype, config.dtype, here), name)
+    if config.served_by is not None and group.rank == 0:
+        logger.info("%s: served by %s", name, config.served_by)
     fallback = config.quant.fallback(device)
     if fallback is not None and group.rank == 0:
         logger.warning("%s: %s", name, fallback)

@@ -181,6 +181,7 @@ def plan_engine(
         bytes_per_page=bytes_per_page([*of_target, *speculation.kv_groups(dtype)], cache.page_size),
         kv_in_fp8=kept == FP8,
         keeps_latent_rows=keeps_latent_rows(of_target),
+        served_by=target.served_by,
         graph_capture=worker.graph_capture,
         bytes_per_snapshot=snapshot_bytes(recurrent, saved_dtype(cache)),
         chunk_bytes=chunk_bytes(recurrent, min(scheduler.step_token_limit, max_model_len)),

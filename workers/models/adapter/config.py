@@ -20,6 +20,7 @@ from workers.models.adapter.names import TransformersNames, conversions, expert_
 from workers.models.adapter.survey import AttentionCall, UnservableError, make_model, survey
 from workers.models.config import ModelConfig, dtype_of
 from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, flag_of, ids_of, number_of, size_of
+from workers.quantization.quant_method import Unquantized
 from workers.quantization.table import read_quant_method
 
 KV_PROJECTIONS = ("k_proj", "v_proj")  # of whose outputs several ranks may have the same
@@ -42,6 +43,14 @@ class AdapterConfig(ModelConfig):
     cut: tuple[tuple[str, int], ...]
     renamed: tuple[tuple[str, str], ...]
     experts: tuple[str, ...] | None
+
+    @property
+    def served_by(self) -> str:
+        windows = {call.window for call in self.calls if call.window is not None}
+        limit = f"; texts end where its windows of {', '.join(map(str, sorted(windows)))} tokens would begin to cut"
+        return (
+            f"the modules of transformers' {self.architecture}, slower than a family of its own{limit * bool(windows)}"
+        )
 
     def check_shards(self, tensor_parallel: int, source: str) -> None:
         if tensor_parallel == 1:
@@ -107,6 +116,9 @@ def _read(text: str, source: str) -> AdapterConfig:
     model = make_model(config)
     calls = survey(model)
     _check_layers(config, calls)
+    quant = read_quant_method(whole, source)
+    if not isinstance(quant, Unquantized) and any(parameter.dim() == 3 for parameter in model.parameters()):
+        raise UnservableError("has quantised experts, which only a family of its own could serve")
     first = calls[0]
     hidden = size_of({"hidden_size": getattr(config, "hidden_size", None)}, "hidden_size", source)
     plan, converted = tuple(sorted(model.tp_plan.items())), conversions(model)
@@ -122,7 +134,7 @@ def _read(text: str, source: str) -> AdapterConfig:
         rms_eps=number_of(raw, "rms_norm_eps", source, 1e-6),
         tie_embeddings=flag_of({"tie_word_embeddings": config.tie_word_embeddings}, "tie_word_embeddings", source),
         dtype=dtype_of(whole | raw),
-        quant=read_quant_method(whole, source),
+        quant=quant,
         eos_token_ids=ids_of(whole, "eos_token_id", source) or ids_of(raw, "eos_token_id", source),
         raw=json.dumps(raw, sort_keys=True),
         calls=calls,
@@ -183,7 +195,7 @@ def _max_position(config: PreTrainedConfig, calls: tuple[AttentionCall, ...], so
             original = section.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", longest
             )
-            longest = min(longest, original)
+            longest = min(longest, int(original or longest))
     for call in calls:
         longest = min(longest, call.window or longest)
     return size_of({"max_position_embeddings": longest}, "max_position_embeddings", source, most=MAX_POSITIONS)

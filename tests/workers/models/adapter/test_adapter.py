@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from speculative.config import SpeculativeConfig
+from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.known_models import known_config, make_known
 from tests.support.tiny_models import make_eagle3
 from tests.workers.models.test_targets import by_transformers, by_us
@@ -91,6 +92,18 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str, with
 def test_shards_together_are_the_model(tmp_path: Path, kind: str) -> None:
     target = make_known(tmp_path, kind)
     assert by_us(target, tensor_parallel=2) == by_transformers(target)
+
+
+@pytest.mark.parametrize("kind", ["cohere", "phi3"])
+def test_linear_layers_of_4_bits_are_served(tmp_path: Path, kind: str) -> None:
+    folder = quantise(make_known(tmp_path / "t", kind), tmp_path / "q", pack_quantized())
+    assert by_us(folder) == by_transformers(folder / "plain")
+
+
+def test_experts_of_4_bits_are_refused(tmp_path: Path) -> None:
+    folder = quantise(make_known(tmp_path / "t", "mixtral"), tmp_path / "q", pack_quantized())
+    with pytest.raises(ValueError, match="quantised experts"):
+        read_target_config(ModelSource(path=str(folder), device="cpu"), 1)
 
 
 @pytest.mark.parametrize("kind", ["granite", "mixtral"])
