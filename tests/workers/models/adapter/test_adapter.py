@@ -88,13 +88,15 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str, with
     assert by_us(target) == expected
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "olmo2", pytest.param("granite", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["olmo2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("granite", "mixtral"))]
+)
 def test_shards_together_are_the_model(tmp_path: Path, kind: str) -> None:
     target = make_known(tmp_path, kind)
     assert by_us(target, tensor_parallel=2) == by_transformers(target)
 
 
-@pytest.mark.parametrize("kind", ["cohere", "phi3"])
+@pytest.mark.parametrize("kind", ["phi3", pytest.param("cohere", marks=pytest.mark.slow)])
 def test_linear_layers_of_4_bits_are_served(tmp_path: Path, kind: str) -> None:
     folder = quantise(make_known(tmp_path / "t", kind), tmp_path / "q", pack_quantized())
     assert by_us(folder) == by_transformers(folder / "plain")
@@ -106,7 +108,7 @@ def test_experts_of_4_bits_are_refused(tmp_path: Path) -> None:
         read_target_config(ModelSource(path=str(folder), device="cpu"), 1)
 
 
-@pytest.mark.parametrize("kind", ["granite", "mixtral"])
+@pytest.mark.parametrize("kind", ["granite", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_a_head_that_reads_its_layers_changes_no_token(tmp_path: Path, kind: str) -> None:
     target = make_known(tmp_path / "target", kind, head_dim=16)
     ids = [0, 2, 4]  # the last is what leaves the layers
