@@ -16,6 +16,7 @@ from attention.metadata import Mode
 HALF_TYPES = (torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)  # the first whose instructions convert it
+FP8_LEAST_DIM = 32  # even and odd dimensions are operands of their own, of at least 16 numbers
 MAX_LATENT = 512  # a program's registers hold the sums of 64 rows of that size
 FLASHINFER_CAPABILITY = (8, 0)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -79,7 +80,10 @@ def torch_refusal(use: AttentionUse) -> str | None:
 def triton_refusal(use: AttentionUse) -> str | None:
     reason = _gpu_refusal(use, TRITON_CAPABILITY)
     if reason is None and use.is_fp8:
+        least, name = (use.head_dim, "head_dim") if use.value_dim is None else (use.head_dim - use.value_dim, "rotated")
         refused = _gpu_refusal(use, FP8_CAPABILITY)
+        if refused is None and least < FP8_LEAST_DIM:
+            refused = f"{name}={least}: must be at least {FP8_LEAST_DIM}"
         reason = None if refused is None else f"KV in FP8: {refused}"
     if reason is not None:
         return reason

@@ -39,11 +39,51 @@ def widened(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def as_multiplied(q, pages_ptr, UPCAST: tl.constexpr):
-    """Return q in the dtype in which attention multiplies it with the pages. Over FP8 that is float16 in bfloat16's
-    place, to which one instruction converts two numbers of the pages, exactly; bfloat16 takes four. Queries beyond
-    float16 saturate; those below 2^-14 round to multiples of 2^-24."""
-    if pages_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+def even(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return the first of each pair of FP8 numbers, which `pairs` has as int16, in `dtype`.
+
+    16 bits because instructions that load operands of products transpose units of that size: pairs of one token become
+    operands of two products, one of even and one of odd dimensions, without a byte of theirs crossing a thread.
+    """
+    if INTERPRETED:
+        number = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        number = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $1, $1, 0x3120; mov.b32 {lo, hi}, t;"
+            " cvt.rn.f16x2.e4m3x2 $0, lo; }",
+            "=r,r",
+            [pairs],
+            tl.float16,
+            True,
+            2,
+        )
+    return number.to(dtype)
+
+
+@triton.jit
+def odd(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return the second of each pair; see `even`."""
+    if INTERPRETED:
+        number = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        number = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $1, $1, 0x3120; mov.b32 {lo, hi}, t;"
+            " cvt.rn.f16x2.e4m3x2 $0, hi; }",
+            "=r,r",
+            [pairs],
+            tl.float16,
+            True,
+            2,
+        )
+    return number.to(dtype)
+
+
+@triton.jit
+def as_multiplied(q, FP8: tl.constexpr, UPCAST: tl.constexpr):
+    """Return q in the dtype in which attention multiplies it with the pages. Over FP8 that is float16 in
+    bfloat16's place, to which one instruction converts two numbers of the pages, exactly; bfloat16 takes four. Queries
+    beyond float16 saturate; those below 2^-14 round to multiples of 2^-24."""
+    if FP8 and q.dtype == tl.bfloat16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     if UPCAST:
         q = q.to(tl.float32)

@@ -65,13 +65,12 @@ def decode_tiles(
 
 
 def _fp8_tiles(packed_rows: int, head_dim: int, density: float) -> DecodeTiles:
-    """Long tiles: each is converted to float16 in registers, which more warps do while others wait for memory."""
+    """Long tiles: each is converted to float16 in registers, which more warps do while others wait for memory. At most
+    32 rows, so that the products take their operands from registers."""
     block_n = min(128, max(32, 128 * 128 // head_dim))
     if packed_rows <= 16:
         return DecodeTiles(16, block_n, 4, 3 if density <= 1 else 4, 2, 64 if density <= 1 else 128)
-    if packed_rows <= 32 or head_dim > 128:
-        return DecodeTiles(32, block_n, 4, 3, 2, 64)
-    return DecodeTiles(64, block_n, 4, 2, 2, 64)
+    return DecodeTiles(32, block_n, 4, 3, 2, 64)
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import read_pages, weight_unit
+from attention.fp8 import FP8, read_pages, weight_unit
 from attention.metadata import DecodeBatch, Mode
 from attention.ops.attend.decode_plan_triton import FAN, MAX_SPLITS, DecodePlan, partial_rows
 from attention.ops.attend.merge_states_triton import merge_by_the_last, merge_rows
-from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate, score_tile
+from attention.ops.attend.online_softmax_triton import (
+    LOG2_E,
+    accumulate,
+    accumulate_pairs,
+    both,
+    score_pairs,
+    score_tile,
+)
 from attention.ops.attend.split_kv_triton import ITEM_FIELDS
 from attention.ops.attend.window_triton import oldest_seen
 from attention.ops.fp8_triton import as_multiplied
@@ -94,6 +101,7 @@ def _attend_decode(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
     UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     head = tl.program_id(0) % KV_HEADS
     item = items_ptr + tl.program_id(1) * ITEM_FIELDS
@@ -102,7 +110,9 @@ def _attend_decode(
         return
     low, high = tl.load(item + 1), tl.load(item + 2)
     partial, first, count = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
+    # Over FP8 pages, rows are pairs of numbers: `score_pairs`. Then acc has the even columns, acc_odd the odd ones.
+    WIDTH: tl.constexpr = D // 2 if PAIRS else D
+    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
     packed = (tl.program_id(0) // KV_HEADS) * BLOCK_M + m
     live = packed < ROWS * GROUP
     row, query_head = packed // GROUP, head * GROUP + packed % GROUP
@@ -117,18 +127,20 @@ def _attend_decode(
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    if PAIRS:
+        acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     if PDL:
         # All reads so far are of data from before the layer's store, the plan included: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
-    q = tl.load(
-        q_ptr + row[:, None] * q_row_stride + query_head[:, None] * q_head_stride + d[None, :],
-        mask=live[:, None],
-        other=0.0,
-    )
-    q = as_multiplied(q, k_ptr, UPCAST)
+    q_row = q_ptr + row[:, None] * q_row_stride + query_head[:, None] * q_head_stride
+    if PAIRS:
+        q = as_multiplied(tl.load(q_row + 2 * d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
+        q_odd = as_multiplied(tl.load(q_row + 2 * d[None, :] + 1, mask=live[:, None], other=0.0), PAIRS, UPCAST)
+    else:
+        q = as_multiplied(tl.load(q_row + d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
     shared_end = high
     if PATHS:
         shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
@@ -136,7 +148,10 @@ def _attend_decode(
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+        if PAIRS:
+            scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
+        else:
+            scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
         if start + BLOCK_N > prefix:
             over = column - prefix
             seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1
@@ -144,7 +159,12 @@ def _attend_decode(
             scores = tl.where(seen, scores, float("-inf"))
         if WINDOW:
             scores = tl.where(column[None, :] >= oldest[:, None], scores, float("-inf"))
-        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED, UNIT)
+        if PAIRS:
+            top, total, acc, acc_odd = accumulate_pairs(
+                scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT
+            )
+        else:
+            top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
     if PATHS:
         first_row = tl.program_id(0) // KV_HEADS * BLOCK_M // GROUP
         end_row = tl.minimum(ROWS, (tl.program_id(0) // KV_HEADS * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
@@ -156,9 +176,20 @@ def _attend_decode(
                     seen = seen & (start + n >= oldest_seen(path, prefix, WINDOW))
                 column = tl.where(start + n < prefix, start + n, prefix + place)
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
-                scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+                if PAIRS:
+                    scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
+                else:
+                    scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
                 scores = tl.where((packed // GROUP == r)[:, None] & seen[None, :], scores, float("-inf"))
-                top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED, UNIT)
+                if PAIRS:
+                    top, total, acc, acc_odd = accumulate_pairs(
+                        scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT
+                    )
+                else:
+                    top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
+    if PAIRS:
+        acc = both(acc, acc_odd, BLOCK_M, D)
+        d = tl.arange(0, D)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None] * v_scale
     out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
     if count == 1:
@@ -212,8 +243,7 @@ def attend_decode(
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
     _attend_decode[(columns, plan.items.items.shape[0])](
         q,
-        kv.k,
-        kv.v,
+        *pages_of(kv),
         out,
         batch.mask,
         batch.prefix_len,
@@ -244,6 +274,7 @@ def attend_decode(
         WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,
         UNIT=unit,
+        PAIRS=kv.k.dtype == FP8,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=not plan.fixed,
@@ -252,6 +283,11 @@ def attend_decode(
     if plan.apart:
         merge_apart(out, batch, plan, shape, part_m, workspace.part)
     return out
+
+
+def pages_of(kv: LayerKV) -> tuple[Tensor, Tensor]:
+    """Return keys and values as kernels read them: FP8 as int16, pairs of numbers."""
+    return (kv.k.view(torch.int16), kv.v.view(torch.int16)) if kv.k.dtype == FP8 else (kv.k, kv.v)
 
 
 def merge_apart(

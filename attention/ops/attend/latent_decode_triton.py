@@ -17,12 +17,16 @@ from attention.ops.attend.decode_plan_triton import FAN, MAX_SPLITS, DecodePlan,
 from attention.ops.attend.decode_triton import TREE_MODES, merge_apart, path_columns, within_window
 from attention.ops.attend.latent_tile_triton import (
     accumulate_latent,
+    accumulate_latent_pairs,
+    both_latent,
     finish_latent,
     latent_maps,
     load_latent_rows,
     load_latent_tile,
     load_queries,
     no_state,
+    pages_of_rows,
+    score_latent_pairs,
     score_latent_tile,
 )
 from attention.ops.attend.merge_states_triton import merge_by_the_last
@@ -51,8 +55,8 @@ def latent_tiles(packed_rows: int, itemsize: int, density: float, kv_itemsize: i
     if itemsize == 4:
         return DecodeTiles(16, 16, 4, 1, 1, 128)
     least = 64 if density <= 0.25 else 128
-    if kv_itemsize == 1:  # each tile is converted by way of shared memory, which all rows should share
-        return DecodeTiles(64, 64, 8, 3, 1, least)
+    if kv_itemsize == 1:  # a tile for many rows is converted by way of shared memory, which all of them should share
+        return DecodeTiles(16 if packed_rows <= 16 else 64, 64, 8, 3, 1, least)
     if packed_rows <= 16:
         return DecodeTiles(16, 64, 4, 2, 1, least)
     if packed_rows <= TOKENS_FIRST_ROWS or density * MAX_SPLITS <= 0.5:
@@ -102,6 +106,7 @@ def _attend_latent(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
     UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     item = items_ptr + tl.program_id(1) * ITEM_FIELDS
     request = tl.load(item)
@@ -121,21 +126,34 @@ def _attend_latent(
     # Page numbers are loaded one tile ahead, else Triton keeps no tiles in flight: see `decode_triton`.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
-    top, total, acc = no_state(BLOCK_M, BLOCK_N, D, TOKENS)
+    # Over FP8 rows, a tile has pairs of numbers: `score_latent_pairs`.
+    STEP: tl.constexpr = 2 if PAIRS else 1
+    top, total, acc = no_state(BLOCK_M, BLOCK_N, D // STEP, TOKENS)
+    if PAIRS:
+        _, _, acc_odd = no_state(BLOCK_M, BLOCK_N, D // STEP, TOKENS)
     if PDL:
         # All reads so far are of data from before the layer's store, the plan included: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
-    q, q_rotated = load_queries(q_ptr, rows_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
+    W: tl.constexpr = D // STEP
+    R: tl.constexpr = ROTATED // STEP
+    q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, W, R, UPCAST, UNIT, STEP)
+    if PAIRS:
+        q_odd, q_rotated_odd = load_queries(
+            q_ptr + 1, row, head, live, q_row_stride, q_head_stride, W, R, UPCAST, UNIT, STEP
+        )
     shared_end = high
     if PATHS:
         shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
     for start in range(low, shared_end, BLOCK_N):
         column = start + n
-        latent, rotated = load_latent_tile(rows_ptr, latent_desc, rotated_desc, page, start, BLOCK_N, PAGE, D, ROTATED)
+        latent, rotated = load_latent_tile(rows_ptr, latent_desc, rotated_desc, page, start, BLOCK_N, PAGE, W, R)
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS)
+        if PAIRS:
+            scores = score_latent_pairs(q, q_odd, q_rotated, q_rotated_odd, latent, rotated, scale_log2, TOKENS, UPCAST)
+        else:
+            scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS)
         if start + BLOCK_N > prefix:
             over = column - prefix
             place = tl.expand_dims(tl.maximum(tl.minimum(over, 63), 0).to(tl.int64), 1 - TOKENS)
@@ -144,7 +162,12 @@ def _attend_latent(
             scores = tl.where(seen, scores, float("-inf"))
         if WINDOW:
             scores = tl.where(tl.expand_dims(column, 1 - TOKENS) >= oldest, scores, float("-inf"))
-        top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED, UNIT)
+        if PAIRS:
+            top, total, acc, acc_odd = accumulate_latent_pairs(
+                scores, latent, q.dtype, top, total, acc, acc_odd, TOKENS, FIXED, UNIT, UPCAST
+            )
+        else:
+            top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED, UNIT)
     if PATHS:
         first_row = tl.program_id(0) * BLOCK_M // HEADS
         end_row = tl.minimum(ROWS, (tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // HEADS + 1)
@@ -156,11 +179,23 @@ def _attend_latent(
                     there = there & (start + n >= oldest_seen(path, prefix, WINDOW))
                 column = tl.where(start + n < prefix, start + n, prefix + place)
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
-                latent, rotated = load_latent_rows(rows_ptr, token, D, ROTATED)
-                scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS)
+                latent, rotated = load_latent_rows(rows_ptr, token, W, R)
+                if PAIRS:
+                    scores = score_latent_pairs(
+                        q, q_odd, q_rotated, q_rotated_odd, latent, rotated, scale_log2, TOKENS, UPCAST
+                    )
+                else:
+                    scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS)
                 seen = tl.expand_dims(packed // HEADS == r, TOKENS) & tl.expand_dims(there, 1 - TOKENS)
                 scores = tl.where(seen, scores, float("-inf"))
-                top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED, UNIT)
+                if PAIRS:
+                    top, total, acc, acc_odd = accumulate_latent_pairs(
+                        scores, latent, q.dtype, top, total, acc, acc_odd, TOKENS, FIXED, UNIT, UPCAST
+                    )
+                else:
+                    top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED, UNIT)
+    if PAIRS:
+        acc = both_latent(acc, acc_odd, BLOCK_M, D, TOKENS)
     total, acc = finish_latent(total, acc, TOKENS)
     acc = acc * value_scale
     out = out_ptr + (row * HEADS + head) * D
@@ -214,10 +249,11 @@ def attend_latent(
     columns = -(-packed_rows // tiles.block_m)
     part_m = partial_rows(tiles, packed_rows) if plan.fixed else tiles.block_m
     part, unit = _partials(plan, out.dtype), weight_unit(kv.rows.dtype)
+    pairs = kv.rows.dtype == FP8 and tiles.block_m == 16  # more rows are multiplied faster from shared memory
     _attend_latent[(columns, plan.items.items.shape[0])](
         q,
-        kv.rows,
-        *latent_maps(kv, tiles.block_n),
+        pages_of_rows(kv, pairs),
+        *latent_maps(kv, tiles.block_n, pairs),
         out,
         batch.mask,
         batch.prefix_len,
@@ -242,7 +278,7 @@ def attend_latent(
         PAGE=kv.rows.shape[1],
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        TOKENS=token_axis(tiles),
+        TOKENS=1 if pairs else token_axis(tiles),
         COLUMNS=columns,
         SLICE=tiles.merge_slice(latent),
         FAN=FAN,
@@ -253,6 +289,7 @@ def attend_latent(
         WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,
         UNIT=unit,
+        PAIRS=pairs,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=not plan.fixed,

@@ -62,7 +62,7 @@ def _attend_latent_prefill(
     position = start_position + m // HEADS_OF_TILE
     last = start_position + tl.minimum(ROWS, end - first) - 1
     row = row.to(tl.int64)
-    q, q_rotated = load_queries(q_ptr, rows_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
+    q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST, UNIT)
     top, total, acc = no_state(BLOCK_M, BLOCK_N, D, 1)
     table = table_ptr + chunk * table_stride
     low = 0

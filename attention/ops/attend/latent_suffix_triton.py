@@ -58,7 +58,7 @@ def _add_suffix(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    q, q_rotated = load_queries(q_ptr, rows_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
+    q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
     latent, rotated = load_latent_rows(rows_ptr, token, D, ROTATED)
     scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, 1)
     seen = ((bits[:, None] >> n[None, :].to(tl.int64)) & 1) != 0

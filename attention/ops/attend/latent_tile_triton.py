@@ -7,19 +7,20 @@ is loaded once and multiplied twice. wgmma's first operand has 64 rows. With TOK
 TOKENS is the axis of the scores that tokens are on.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.ops.attend.online_softmax_triton import sum_weights
-from attention.ops.fp8_triton import as_multiplied
+from attention.ops.fp8_triton import as_multiplied, even, odd
 from attention.views import LatentKV
 
 
 @triton.jit
 def load_queries(
     q_ptr,
-    rows_ptr,
     row,
     head,
     live,
@@ -28,13 +29,15 @@ def load_queries(
     D: tl.constexpr,
     ROTATED: tl.constexpr,
     UPCAST: tl.constexpr,
+    UNIT: tl.constexpr = 1.0,
+    STEP: tl.constexpr = 1,
 ):
     """Load [M, D] and [M, ROTATED] of q for rows `row` and heads `head` [M], zeros where not `live`; in the dtype in
-    which they are multiplied with the pool's rows."""
+    which they are multiplied with the pool's rows. STEP: load every second of 2 D and 2 ROTATED numbers."""
     q = q_ptr + (row * q_row_stride + head * q_head_stride)[:, None]
-    latent = tl.load(q + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
-    rotated = tl.load(q + D + tl.arange(0, ROTATED)[None, :], mask=live[:, None], other=0.0)
-    return as_multiplied(latent, rows_ptr, UPCAST), as_multiplied(rotated, rows_ptr, UPCAST)
+    latent = tl.load(q + STEP * tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
+    rotated = tl.load(q + STEP * (D + tl.arange(0, ROTATED))[None, :], mask=live[:, None], other=0.0)
+    return as_multiplied(latent, UNIT != 1.0, UPCAST), as_multiplied(rotated, UNIT != 1.0, UPCAST)
 
 
 @triton.jit
@@ -74,14 +77,22 @@ def load_latent_tile(
     return latent, rotated
 
 
-def latent_maps(kv: LatentKV, block_n: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+def pages_of_rows(kv: LatentKV, pairs: bool) -> Tensor:
+    """Return rows as kernels read them: as int16 where they are pairs of FP8 numbers."""
+    return kv.rows.view(torch.int16) if pairs else kv.rows
+
+
+def latent_maps(
+    kv: LatentKV, block_n: int, pairs: bool = False
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     """Return tensor maps for tiles of block_n tokens; None if a tile spans pages or tensor maps do not support the
     rows."""
     page_size, width = kv.rows.shape[1:]
     if page_size % block_n or width * kv.rows.itemsize % 16:
         return None, None
-    tokens = kv.rows.view(-1, width)
-    latent, rotated = ([block_n, size] for size in (kv.latent, width - kv.latent))
+    step = 2 if pairs else 1
+    tokens = pages_of_rows(kv, pairs).view(-1, width // step)
+    latent, rotated = ([block_n, size // step] for size in (kv.latent, width - kv.latent))
     return TensorDescriptor.from_tensor(tokens, latent), TensorDescriptor.from_tensor(tokens, rotated)
 
 
@@ -99,6 +110,71 @@ def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.cons
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee") * scale_log2
         scores += tl.dot(q_rotated, tl.trans(rotated), input_precision="ieee") * scale_log2
     return scores, latent
+
+
+@triton.jit
+def score_latent_pairs(
+    q, q_odd, q_rotated, q_rotated_odd, pairs, rotated, scale_log2, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """As `score_latent_tile` over FP8 rows, whose numbers are read as pairs (`attention.ops.fp8_triton.even`); q and
+    the values have even and odd dimensions apart."""
+    dtype: tl.constexpr = q.dtype
+    first, second = even(pairs, dtype, INTERPRETED), odd(pairs, dtype, INTERPRETED)
+    turned, turned_odd = even(rotated, dtype, INTERPRETED), odd(rotated, dtype, INTERPRETED)
+    if TOKENS == 0:
+        scores = tl.dot(turned, tl.trans(q_rotated), input_precision="ieee")
+        scores = tl.dot(turned_odd, tl.trans(q_rotated_odd), scores, input_precision="ieee")
+        scores = tl.dot(first, tl.trans(q), scores, input_precision="ieee")
+        scores = tl.dot(second, tl.trans(q_odd), scores, input_precision="ieee")
+    else:
+        scores = tl.dot(q_rotated, tl.trans(turned), input_precision="ieee")
+        scores = tl.dot(q_rotated_odd, tl.trans(turned_odd), scores, input_precision="ieee")
+        scores = tl.dot(q, tl.trans(first), scores, input_precision="ieee")
+        scores = tl.dot(q_odd, tl.trans(second), scores, input_precision="ieee")
+    return scores * scale_log2
+
+
+@triton.jit
+def accumulate_latent_pairs(
+    scores,
+    pairs,
+    dtype: tl.constexpr,
+    top,
+    total,
+    acc,
+    acc_odd,
+    TOKENS: tl.constexpr,
+    FIXED: tl.constexpr,
+    UNIT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """As `accumulate_latent`, with the values' even and odd dimensions apart."""
+    new_top = tl.maximum(top, tl.max(scores, TOKENS))
+    origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - tl.expand_dims(origin, TOKENS))
+    shrink = tl.exp2(top - origin)
+    if TOKENS == 0:
+        total = total * shrink[None, :] + weights
+        weights = (weights * UNIT).to(dtype)
+        turned = tl.trans(pairs)
+        acc = tl.dot(even(turned, dtype, INTERPRETED), weights, acc * shrink[None, :], input_precision="ieee")
+        acc_odd = tl.dot(odd(turned, dtype, INTERPRETED), weights, acc_odd * shrink[None, :], input_precision="ieee")
+    else:
+        total = total * shrink + sum_weights(weights, 1, FIXED)
+        weights = (weights * UNIT).to(dtype)
+        acc = tl.dot(weights, even(pairs, dtype, INTERPRETED), acc * shrink[:, None], input_precision="ieee")
+        acc_odd = tl.dot(weights, odd(pairs, dtype, INTERPRETED), acc_odd * shrink[:, None], input_precision="ieee")
+    return new_top, total, acc, acc_odd
+
+
+@triton.jit
+def both_latent(acc, acc_odd, M: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr):
+    """Return acc of all D dimensions: [M, D], or [D, M] with TOKENS = 0."""
+    if TOKENS == 0:
+        joined = tl.trans(tl.reshape(tl.join(tl.trans(acc), tl.trans(acc_odd)), (M, D)))
+    else:
+        joined = tl.reshape(tl.join(acc, acc_odd), (M, D))
+    return joined
 
 
 @triton.jit

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from attention.ops.fp8_triton import even, odd
+
 LOG2_E = 1.4426950408889634
 
 
@@ -16,6 +18,20 @@ def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.co
     k = tl.load(k_ptr + offset).to(q.dtype)
     v = tl.load(v_ptr + offset).to(q.dtype)
     return tl.dot(q, tl.trans(k), input_precision="ieee"), v
+
+
+@triton.jit
+def score_pairs(
+    q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """As `score_tile` over FP8 pages, whose numbers are read as pairs (`attention.ops.fp8_triton.even`): q, q_odd
+    [M, D / 2] are even and odd dimensions. Return the scores, and the values' even and odd dimensions [N, D / 2]."""
+    offset = ((token * KV_HEADS + head) * (D // 2))[:, None] + d[None, :]
+    k = tl.load(k_ptr + offset)
+    v = tl.load(v_ptr + offset)
+    scores = tl.dot(q, tl.trans(even(k, q.dtype, INTERPRETED)), input_precision="ieee")
+    scores = tl.dot(q_odd, tl.trans(odd(k, q.dtype, INTERPRETED)), scores, input_precision="ieee")
+    return scores, even(v, q.dtype, INTERPRETED), odd(v, q.dtype, INTERPRETED)
 
 
 @triton.jit
@@ -41,13 +57,34 @@ def accumulate(scores, v, scale_log2, top, total, acc, FIXED: tl.constexpr = Fal
     FIXED: see `sum_weights`.
     UNIT: see `attention.fp8.weight_unit`.
     """
+    top, total, weights, shrink = weigh(scores, scale_log2, top, total, FIXED)
+    if UNIT != 1.0:
+        weights = weights * UNIT
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def accumulate_pairs(scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED: tl.constexpr, UNIT: tl.constexpr):
+    """As `accumulate`, with the values' even and odd dimensions apart."""
+    top, total, weights, shrink = weigh(scores, scale_log2, top, total, FIXED)
+    weights = (weights * UNIT).to(v.dtype)
+    acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+    acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None], input_precision="ieee")
+    return top, total, acc, acc_odd
+
+
+@triton.jit
+def weigh(scores, scale_log2, top, total, FIXED: tl.constexpr):
+    """Return the softmax state after a tile, its weights, and the factor on what was accumulated before."""
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * scale_log2 - origin[:, None])
     shrink = tl.exp2(top - origin)
-    total = total * shrink + sum_weights(weights, 1, FIXED)
-    acc = acc * shrink[:, None]
-    if UNIT != 1.0:
-        weights = weights * UNIT
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-    return new_top, total, acc
+    return new_top, total * shrink + sum_weights(weights, 1, FIXED), weights, shrink
+
+
+@triton.jit
+def both(acc, acc_odd, M: tl.constexpr, D: tl.constexpr):
+    """Return [M, D] of its even and odd columns."""
+    return tl.reshape(tl.join(acc, acc_odd), (M, D))

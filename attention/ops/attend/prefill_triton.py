@@ -98,7 +98,7 @@ def _attend_prefill(
         mask=live[:, None],
         other=0.0,
     )
-    q = as_multiplied(q, k_ptr, UPCAST)
+    q = as_multiplied(q, UNIT != 1.0, UPCAST)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
