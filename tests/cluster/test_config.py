@@ -72,6 +72,8 @@ def test_replicas_are_a_number_or_a_range(base: Path) -> None:
         ({"cache": {"page_sice": 16}}, "cache.page_sice: unknown key; did you mean cache.page_size?"),
         ({"speculative": {"path": "draft", "depth": 3}}, "speculative.depth: unknown key; known are path, method"),
         ({"cache": {"page_size": 24}}, "cache.page_size=24: must be a power of two up to 64; try 16 or 32"),
+        ({"cache": {"dtype": "int4"}}, "cache.dtype=int4: is no dtype of KV; choose one of auto, model, fp8_e4m3"),
+        ({"cache": {"draft_dtype": "fp8"}}, "cache.draft_dtype=fp8: is no dtype of KV"),
         ({"cache": {"page_size": "16"}}, "cache.page_size='16': input should be a valid integer"),
         ({"parallel": {"tensor_parallel": 0}}, "parallel.tensor_parallel=0: must be at least 1"),
         ({"engine": {"on_worker_loss": "retry"}}, "engine.on_worker_loss='retry': input should be 'resume' or 'error'"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deploy.cli import main
 from tests.speculative.drafts.test_published_heads import flat, layer
@@ -117,3 +118,19 @@ def test_small_pages_of_latent_rows_are_told_of(tmp_path: Path, capsys: pytest.C
     assert main(["plan", str(served), "--cpus", "64", "--gpus", "8"]) == 0
     line = line_of(capsys.readouterr().out, "KV cache")
     assert "16 tokens per page (latent rows are read faster by pages of 64: set cache.page_size)" in line
+
+
+def test_kv_in_fp8_takes_half_the_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The draft's one layer keeps 16 bits."""
+    models = {"Qwen3-30B-A3B-FP8": QWEN3_30B | {"quantization_config": FP8}, "qwen3_30b_moe_eagle3": QWEN3_HEAD}
+    planned("qwen3-30b-a3b", tmp_path, models, capsys)
+    served = tmp_path / "qwen3-30b-a3b.yaml"
+    content = yaml.safe_load(served.read_text())
+    content["applications"][0]["args"].setdefault("cache", {})["dtype"] = "fp8_e4m3"
+    served.write_text(yaml.safe_dump(content))
+    assert main(["plan", str(served), "--cpus", "64", "--gpus", "8"]) == 0
+    printed = capsys.readouterr().out
+    each = 2 * 4 * 128
+    assert f"KV takes {48 * each + each * 2} bytes per token of each" in line_of(printed, "weights")
+    line = line_of(printed, "KV cache")
+    assert f"16 tokens per page in fp8_e4m3, {(48 * each + each * 2) / 1e3:.4g} kB per token on each rank" in line

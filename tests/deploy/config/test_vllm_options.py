@@ -33,6 +33,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
     line = (
         "--served-model-name a b --max-model-len 1k -tp 2 --gpu-memory-utilization 0.8 --max-num-seqs 4 "
         f"--max-num-batched-tokens 512 --api-key {KEY} --dtype half --seed 3 --enable-prefix-caching --block-size 32 "
+        "--kv-cache-dtype fp8 "
         "--allowed-origins https://a.example --strict "
         "--tool-call-parser hermes --reasoning-parser qwen3 --enable-auto-tool-choice --trust-remote-code"
     )
@@ -49,7 +50,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
             "strict": True,
         },
         "parallel": {"tensor_parallel": 2},
-        "cache": {"memory_share": 0.8, "prefix_cache": True, "page_size": 32},
+        "cache": {"memory_share": 0.8, "prefix_cache": True, "page_size": 32, "dtype": "fp8_e4m3"},
         "scheduler": {"max_running": 4, "max_step_tokens": 512},
         "speculative": {"method": "eagle3", "path": DRAFT, "num_steps": 2, "num_draft_tokens": 3, "draft_tp": 1},
     }
