@@ -141,6 +141,7 @@ class DeltaLives:
     lives: dict[int, Literal] = field(default_factory=dict)
     length: dict[int, int] = field(default_factory=dict)
     replayed: dict[int, list[Literal]] = field(default_factory=dict)  # before and after each committed row
+    worst: float = 0.0  # error so far
 
     def __post_init__(self) -> None:
         self.weights = random_weights(self.heads, self.dtype, self.device, self.rng.randrange(1 << 30))
@@ -262,4 +263,5 @@ class DeltaLives:
 
     def _close(self, ours: Tensor, expected: Tensor) -> None:
         error = (ours.double().cpu() - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
+        self.worst = max(self.worst, float(error))
         assert error <= self.tolerance, f"relative error {error:.2e}"

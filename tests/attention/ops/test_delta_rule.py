@@ -87,3 +87,16 @@ def test_random_lives_are_the_recurrence(seed: int, heads: DeltaHeads) -> None:
             lives.run_round(alive, rng.randint(1, lives.width), rng.randint(0, 2) or not alive)
     if lives.lives:
         lives.finish()
+
+
+@pytest.mark.parametrize("tokens", [300, pytest.param(32_768, marks=pytest.mark.slow)])
+def test_states_do_not_drift(tokens: int) -> None:
+    """Decoded with trees that are verified, against one token after the other in float64; a state forgets its errors
+    as it forgets its tokens. The tolerance is that of any single round: the last norm enlarges the rounding of outputs
+    that almost cancel. `pytest -m slow -s -k drift tests/attention/ops/test_delta_rule.py` prints the largest error."""
+    lives = DeltaLives(SMALL, torch.float32, random.Random(tokens), 2e-4, slots=1)
+    lives.run_chunks([(0, 70)])
+    while lives.length[0] < 70 + tokens:
+        lives.run_round([0], 4)
+    lives.finish()
+    print(f"{lives.length[0]} tokens: largest relative error {lives.worst:.1e}")
