@@ -102,7 +102,7 @@ def test_linear_layers_of_each_weight(monkeypatch: pytest.MonkeyPatch, capsys: p
     finally:
         torch.set_default_dtype(before)
     assert [(row["product"], row["weights"], row["rows"]) for row in results] == [
-        (product.name, weights, rows) for product in products for weights in ("bf16", "fp8") for rows in (1, 3)
+        (product.name, weights, rows) for product in products for weights in ("bf16", "fp8", "w4a16") for rows in (1, 3)
     ]
     assert all(row["us"] == round(10 / linear.MAX_WEIGHTS, 2) for row in results)
 

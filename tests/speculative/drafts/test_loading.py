@@ -34,7 +34,7 @@ def edited(source: Path, folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported.*LlamaForCausalLM"),
+        ({"architectures": ["UnheardOfForCausalLM"]}, "UnheardOfForCausalLM is not supported.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},

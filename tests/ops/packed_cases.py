@@ -1,0 +1,39 @@
+"""Cases of products with weights of few bits (tests/workers/kernels has their formats and row counts)."""
+
+from typing import Any
+
+import torch
+
+from tests.ops.case import Case
+from workers.ops.experts.route import RouterLogits, Routing
+from workers.ops.gemm.workspace import GEMMOptions, Workspace
+from workers.ops.packed.expert_tiles import packed_expert_tiles, partial_sizes
+from workers.ops.packed.experts import PackedExpertWeights, packed_expert_products
+from workers.ops.packed.weight import PackedWeight, pack
+
+SIZE, WIDTH, EXPERTS, SLOTS = 128, 64, 4, 2
+
+
+def arguments(rows: int, device: torch.device) -> tuple[Any, ...]:
+    """Rows in bfloat16 and experts of int4 in groups of 32."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def matrix(n: int, k: int) -> PackedWeight:
+        codes = torch.randint(0, 16, (EXPERTS, n, k), generator=generator).to(torch.uint8)
+        scales = (0.5 + torch.rand(EXPERTS, n, k // 32, generator=generator)) * k**-0.5 / 3.5
+        return pack(codes.to(device), scales.to(device, torch.bfloat16), None, None, 32, "int4")
+
+    weights = PackedExpertWeights(matrix(2 * WIDTH, SIZE), matrix(SIZE, WIDTH))
+    x = torch.randn(rows, SIZE, generator=generator).to(device, torch.bfloat16)
+    logits = torch.randn(rows, EXPERTS, generator=generator).to(device)
+    sizes = weights.sizes(SLOTS)
+    cells, tickets = partial_sizes(rows, sizes, packed_expert_tiles(rows, sizes))
+    workspace = Workspace.of_size(max(cells, 1), max(tickets, 64), device)
+    router = RouterLogits(logits, None, Routing(EXPERTS, SLOTS, normalise=True))
+    return x, router, weights, GEMMOptions(workspace)
+
+
+CASES = tuple(
+    Case(packed_expert_products, f"{rows} rows", lambda device, rows=rows: arguments(rows, device), slow=rows > 3)
+    for rows in (3, 20)
+)
