@@ -141,5 +141,5 @@ def _keys_and_values(kv: LayerKV | LatentKV, pages: Tensor, dtype: torch.dtype) 
 
 
 def _scales(kv: LayerKV | LatentKV) -> tuple[float, float]:
-    """Of keys and values."""
+    """Return the factors on stored keys and on stored values."""
     return (kv.scale, kv.scale) if isinstance(kv, LatentKV) else (kv.k_scale, kv.v_scale)

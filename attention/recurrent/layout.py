@@ -47,7 +47,7 @@ def chunk_bytes(groups: Iterable[StateGroup], num_tokens: int) -> int:
 
 
 def saved_dtype(cache: CacheConfig) -> torch.dtype:
-    """Of the states of snapshots."""
+    """Return the dtype in which snapshots keep recurrent states."""
     dtypes: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     return dtypes[cache.state_snapshot_dtype]
 

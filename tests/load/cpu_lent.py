@@ -68,7 +68,8 @@ def _at_s(sample: Sample) -> float:
 
 
 def _grown(before: dict[int, float], after: dict[int, float]) -> float:
-    """Of what is in both: what was first seen later may have used its time earlier."""
+    """Return the CPU milliseconds that processes used between two samples. A process that only the later sample has is
+    left out: it may have used its time before the earlier one."""
     return sum(ms - before[pid] for pid, ms in after.items() if pid in before)
 
 

@@ -83,7 +83,7 @@ def _tool(name: Any, parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
 
 
-# What is shaped as its field is, and odd inside.
+# Values of the type that the field expects, with unusual contents.
 shaped: dict[str, st.SearchStrategy[Any]] = {
     "model": texts,
     "user": texts,
@@ -152,7 +152,7 @@ class Asked:
 
 @st.composite
 def bodies(draw: st.DrawFn, valid: dict[str, Any]) -> bytes:
-    """Of a request that was valid once."""
+    """Return the body of a valid request after one to four random changes."""
     body = dict(valid)
     for _ in range(draw(st.integers(1, 4))):
         name = draw(st.one_of(st.sampled_from(sorted(shaped)), _names))

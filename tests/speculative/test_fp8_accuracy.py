@@ -32,8 +32,8 @@ def content(text: str) -> list[int]:
 
 
 def needles(between: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts that say how many apples somebody has, then `between` tokens of other text, and begin the answer; and
-    the two digits that should follow."""
+    """Return prompts and, for each, the two digits that should follow. A prompt says how many apples somebody has, goes
+    on with `between` tokens of other text, and then begins the answer."""
     filler = [token for message in tokenized(held_out_prompts(40, seed=9)) for token in message[2:-2]]
     rng, prompts, answers = random.Random(1), [], []
     for i in range(NUM_NEEDLES):

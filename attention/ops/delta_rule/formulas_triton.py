@@ -47,6 +47,23 @@ def before(i, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
+def three_before(above, column):
+    """The convolution's inputs of each row: its three nearest ancestors, newest first, as `place` counts tokens. Where
+    a row has fewer than three in the tile, the tokens before the tile follow.
+
+    above: [rows, rows], whether a column is an ancestor of a row. column: [1, rows], the columns' numbers.
+    """
+    newest = tl.max(tl.where(above, column, -1), 1)
+    older = tl.max(tl.where(above & (column < newest[:, None]), column, -1), 1)
+    oldest = tl.max(tl.where(above & (column < older[:, None]), column, -1), 1)
+    missing = (newest < 0).to(tl.int32) + (older < 0).to(tl.int32) + (oldest < 0).to(tl.int32)
+    newest = tl.where(newest < 0, 2, 3 + newest)
+    older = tl.where(older < 0, 4 - missing, 3 + older)
+    oldest = tl.where(oldest < 0, 3 - missing, 3 + oldest)
+    return newest, older, oldest
+
+
+@triton.jit
 def place(token, conv_ptr, committed_ptr, rows_ptr, stride, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr):
     """Where the channels of tokens stand: three before the tile, PATH committed ones, and the new rows."""
     new = rows_ptr + (token - 3 - PATH) * stride

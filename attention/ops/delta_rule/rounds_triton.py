@@ -26,6 +26,7 @@ from attention.ops.delta_rule.formulas_triton import (
     settled,
     sigmoid,
     silu,
+    three_before,
 )
 from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
 from attention.ops.pdl import pdl_wait
@@ -80,13 +81,7 @@ def _delta_round(
     among_new = (c >= PATH) & (((mask[:, None] >> tl.maximum(c - PATH, 0)) & 1) == 1)
     sees = live[:, None] & ((c <= r[:, None]) & (c < count) | among_new)
     above = sees & (c < r[:, None])
-    newest = tl.max(tl.where(above, c, -1), 1)
-    older = tl.max(tl.where(above & (c < newest[:, None]), c, -1), 1)
-    oldest = tl.max(tl.where(above & (c < older[:, None]), c, -1), 1)
-    missing = (newest < 0).to(tl.int32) + (older < 0).to(tl.int32) + (oldest < 0).to(tl.int32)
-    newest = tl.where(newest < 0, 2, 3 + newest)
-    older = tl.where(older < 0, 4 - missing, 3 + older)
-    oldest = tl.where(oldest < 0, 3 - missing, 3 + oldest)
+    newest, older, oldest = three_before(above, c)
     passed = tl.load(at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
     due = (passed >= 0) & (passed <= count)
     entry = tl.load(entry_ptr + slot)

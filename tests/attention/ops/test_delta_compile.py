@@ -62,7 +62,7 @@ DELTA_FEW_ROWS = (few_rows_triton._delta_few_rows, POINTERS, few_row_constants(4
 
 @pytest.mark.parametrize("programs", [48, 1536])
 def test_few_rows_fit_hopper(programs: int, tmp_path: Path) -> None:
-    """Of many programs three run on a multiprocessor; what they spill is little beside their state."""
+    """With many programs, three run on a multiprocessor at a time. They spill little, compared with their state."""
     tiles = few_rows_triton.few_row_tiles(HEADS.value_dim, programs)
     spills, shared, ptx = compiled(
         few_rows_triton._delta_few_rows, tmp_path, POINTERS, few_row_constants(programs), tiles.warps, 1,

@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def numbers(self) -> int:
-        """Of a token in a layer."""
+        """How many numbers the KV of a token has in one layer."""
         return WIDTH if self.latent else 2 * KV_HEADS * DIM
 
     @property
