@@ -24,8 +24,8 @@ from workers.quantization.quant_method import Unquantized
 from workers.quantization.table import read_quant_method
 
 KV_PROJECTIONS = ("k_proj", "v_proj")  # of whose outputs several ranks may have the same
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
-_LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,7 @@ class AdapterConfig(ModelConfig):
 
 
 def weight_names(config: AdapterConfig) -> TransformersNames:
+    """Return what the checkpoint calls the model's tensors."""
     ignored = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_embeddings else ()))
     return TransformersNames({}, ignored=ignored, renamed=config.renamed, experts=config.experts)
 
@@ -191,7 +192,7 @@ def _max_position(config: PreTrainedConfig, calls: tuple[AttentionCall, ...], so
     sections = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
     for section in sections:
-        if section.get("rope_type") in _LENGTH_DEPENDENT:
+        if section.get("rope_type") in LENGTH_DEPENDENT:
             original = section.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", longest
             )

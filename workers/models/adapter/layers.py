@@ -1,6 +1,6 @@
 """Our layers in the places of those that a model of transformers is made of."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, kv_he
 from workers.layers.linear_method import DenseLinearMethod, check_plain
 from workers.layers.vocab import VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
-from workers.models.adapter.config import KV_PROJECTIONS, style_of
-from workers.models.adapter.names import conversions, expert_names
+from workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
 from workers.models.adapter.survey import AttentionCall, UnservableError
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
@@ -201,11 +200,11 @@ class Passing:
         return context.attend_to_kept(layer, kept, scale)
 
 
-def put_layers(model: PreTrainedModel, calls: Iterable[AttentionCall], plan: Mapping[str, str], group: TPGroup) -> None:
+def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup) -> None:
     """Replace the model's linear layers and its embedding of tokens, in place; what is left with tensors becomes a
     `Leaf`. Raises UnservableError for a way of sharing that is not ours."""
-    embedding = model.get_input_embeddings()
-    kv_heads = {f"{call.module}.{name}": call.num_kv_heads for call in calls for name in KV_PROJECTIONS}
+    embedding, plan = model.get_input_embeddings(), dict(config.plan)
+    kv_heads = {f"{call.module}.{name}": call.num_kv_heads for call in config.calls for name in KV_PROJECTIONS}
     for path, module in list(model.named_modules()):
         new: nn.Module | None = None
         if module is embedding:
@@ -217,7 +216,7 @@ def put_layers(model: PreTrainedModel, calls: Iterable[AttentionCall], plan: Map
                 new = Columns(module, _kv_rows(module, heads, group), group, gather=False)
             else:
                 new = _linear(path, module, style, group)
-        elif are_experts(module) and expert_names(conversions(model)):
+        elif config.experts is not None and are_experts(module):
             new = GivenExperts(module, group)
         elif own_tensors(module):
             module.__class__ = type(type(module).__name__, (Leaf, type(module)), {})

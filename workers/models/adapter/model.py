@@ -13,7 +13,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey
-from workers.models.adapter.config import AdapterConfig, transformers_config
+from workers.models.adapter.config import LENGTH_DEPENDENT, AdapterConfig, transformers_config
 from workers.models.adapter.layers import PagedAttention, Passing, own_tensors, put_layers
 from workers.models.adapter.survey import UnservableError, decoder, make_model
 from workers.models.decoder import DecoderOutput, TargetModel
@@ -41,7 +41,7 @@ class TransformersModel(TargetModel):
         head = theirs.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UnservableError(f"is a {type(theirs).__name__}, which has no vocabulary head")
-        put_layers(theirs, config.calls, dict(config.plan), group)
+        put_layers(theirs, config, group)
         embedding = theirs.get_input_embeddings()
         assert isinstance(embedding, VocabEmbedding), "put there"
         tied = embedding if config.tie_embeddings else None
@@ -165,5 +165,5 @@ class _Constants(WeightedModule):
                 theirs._init_weights(module)
                 for (_, tensor), value in zip(own_tensors(module), kept, strict=True):
                     tensor.data.copy_(value)
-            if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+            if getattr(module, "rope_type", None) in LENGTH_DEPENDENT:
                 module.rope_type = "default"  # `AdapterConfig.max_position` ends where its angles would change
