@@ -78,7 +78,8 @@ class EngineLinks:
             self._num_waiting += 1
             try:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), remaining_s)
+                    async with asyncio.timeout(remaining_s):
+                        await self._changed.wait()
             finally:
                 self._num_waiting -= 1
 
@@ -118,7 +119,8 @@ class EngineLinks:
                 await asyncio.sleep(FIND_HASTE_S)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), FIND_PERIOD_S)
+                async with asyncio.timeout(FIND_PERIOD_S):
+                    await self._wanted.wait()
 
     async def _look(self) -> None:
         """Open links to new coordinators, and close those to coordinators that are gone."""

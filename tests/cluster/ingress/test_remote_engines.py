@@ -161,6 +161,20 @@ async def test_cancelling_the_reader_closes_the_stream() -> None:
     assert rig.calls.closed == rig.calls.streams[:1]
 
 
+async def test_reader_cancelled_as_a_token_arrives_closes_the_stream() -> None:
+    """asyncio.wait_for of Python 3.11 loses such a cancellation, and the request ran to its last token."""
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    await asyncio.sleep(0)
+    rig.send(0, 1)
+    await asyncio.sleep(0)  # the event's waiter has ended, its reader has not run
+    reading.cancel()
+    await asyncio.wait((reading,), timeout=5)
+    assert reading.cancelled()
+    assert rig.calls.closed == rig.calls.streams[:1]
+
+
 async def test_refusal_is_raised_before_the_first_delta() -> None:
     rig = Rig()
     reading = rig.run()
@@ -275,8 +289,8 @@ async def test_engine_that_dies_with_tokens_under_way_is_noticed() -> None:
     rig = Rig()
     reading = rig.run()
     await rig.call_started(1)
+    rig.send(0, 5, 6)
     rig.lose(0, "the replica died")
-    asyncio.get_running_loop().call_soon(rig.send, 0, 5, 6)
     await rig.call_started(2)
     assert unpack_i32(rig.calls.requests[1].output).tolist() == [5, 6]
     rig.send(1, 7, finish="length")
