@@ -15,9 +15,9 @@ from workers.layers.norm import ZeroCentredRMSNorm
 from workers.layers.rotary import RotaryTable
 from workers.models.config import ModelConfig
 from workers.models.config_fields import flag_of, section_of, size_of
-from workers.models.hybrid import HybridConfig, make_layer
-from workers.models.hybrid_names import layer_rules, packed_experts
 from workers.models.name_map import NameMap
+from workers.models.qwen.hybrid import HybridConfig, make_layer
+from workers.models.qwen.hybrid_names import layer_rules, packed_experts
 from workers.models.registry import family_of
 
 ARCHITECTURES = (

@@ -12,7 +12,7 @@ from attention.rotation import rotate
 from speculative.drafts.mtp_qwen import QwenMtp
 from speculative.training.eagle3 import BranchCache, GatedMLP, branch_attention, linear
 from speculative.training.mtp_head import MtpHead
-from workers.models.hybrid import HybridConfig
+from workers.models.qwen.hybrid import HybridConfig
 
 _OWN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
 

@@ -3,10 +3,9 @@
 registry   architecture -> family; `family` what a family's file says
 llama      Llama 2 and 3, Qwen2, Qwen3 (dense)
 deepseek   DeepSeek-V2 and V3: latent attention and mixtures of experts
-hybrid     Qwen's hybrids: configuration and layers; `hybrid_names` what their checkpoints have in common
-qwen3_next, qwen3_5  their families
+qwen       Qwen's mixtures of experts and hybrids
 adapter    every other decoder of transformers
-qwen3_moe  Qwen3's mixtures of experts; `moe` has what families with experts share
+moe        what families with experts share
 config     `ModelConfig`, what every target has, and how Hugging Face spells it
 decoder    `TargetModel`, what a target is to its callers; `Decoder`, what every family's is: embedding, layers, head
 name_map   `NameMap`: a family's declaration of what the checkpoint calls its tensors

@@ -7,17 +7,17 @@ from workers.models.family import ModelFamily
 
 Family = ModelFamily[Any]  # of its own configuration
 
-# By config.json's "architectures": the module of this folder that has its FAMILY, imported when it is asked for.
+# By config.json's "architectures": the module in this folder that has its FAMILY, imported when it is asked for.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Qwen3NextForCausalLM": "qwen3_next",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
-    "Qwen3_5ForCausalLM": "qwen3_5",
-    "Qwen3_5MoeForCausalLM": "qwen3_5",
+    "Qwen3MoeForCausalLM": "qwen.qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen.qwen3_next",
+    "Qwen3_5ForConditionalGeneration": "qwen.qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen.qwen3_5",
+    "Qwen3_5ForCausalLM": "qwen.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen.qwen3_5",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
 }

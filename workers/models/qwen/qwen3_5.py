@@ -3,12 +3,12 @@ out."""
 
 from typing import Any
 
-from workers.models import hybrid
 from workers.models.config_fields import section_of
 from workers.models.family import ModelFamily
-from workers.models.hybrid import HybridConfig, HybridForCausalLM
-from workers.models.hybrid_names import layer_rules, packed_experts, split_rows
 from workers.models.name_map import NameMap, Packed
+from workers.models.qwen import hybrid
+from workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM
+from workers.models.qwen.hybrid_names import layer_rules, packed_experts, split_rows
 from workers.quantization.integers.format import split_outputs
 
 # Of the whole model, beside text_config.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from workers.layers.weighted import WrongTensorError
-from workers.models.hybrid import HybridConfig
 from workers.models.name_map import Packed
+from workers.models.qwen.hybrid import HybridConfig
 
 
 def layer_rules(ours: str, theirs: str) -> dict[str, str]:
