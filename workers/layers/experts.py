@@ -1,5 +1,6 @@
 """The experts of a layer as stacked tensors: a slice of every expert's width, or some whole experts. An `ExpertsMethod`
-stores and multiplies them, as a `LinearMethod` does for a linear layer."""
+stores and multiplies them, as a `LinearMethod` does for a linear layer. Over 300 lines: the module, the interface of
+its methods and the unquantised one name each other."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import rank_span
 from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod, check_plain
-from workers.layers.weighted import WeightedModule, WeightKey
+from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
 from workers.ops.experts.gated import SWIGLU, GatedActivation
-from workers.ops.experts.grouped import experts_one_by_one, grouped_experts, numbered_here
+from workers.ops.experts.grouped import Biases, experts_one_by_one, grouped_experts, numbered_here
 from workers.ops.experts.route import RouterLogits
 from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
 from workers.ops.experts.weights import ExpertWeights
@@ -147,6 +148,7 @@ class DenseExperts(ExpertsMethod):
     """Experts whose weights have the dtype of their inputs. Uses fused kernels where they fit, else torch."""
 
     _fused: FusedExperts | None = None
+    biases: Biases | None = None
 
     @abstractmethod
     def dense_weights(self) -> tuple[Tensor, Tensor]:
@@ -160,13 +162,22 @@ class DenseExperts(ExpertsMethod):
     def finish(self, options: GEMMOptions) -> None:
         if options.workspace is None:
             return
-        fits = fuses(self.shape.size, self.shape.width, options)
-        assert fits or not options.deterministic, "refused at start"
+        fits = self._fuses(options)
+        if options.deterministic and not fits:
+            raise ValueError(
+                "deterministic=true: the order of sums of experts with biases or a clamped activation depends on the "
+                "batch; set deterministic: false"
+            )
         if fits:
             gate_up, down = self.dense_weights()
             num_shared = gate_up.shape[0] - self.shape.num_experts
             weights = ExpertWeights(gate_up, down, num_shared=num_shared, held=self.shape.held_if_some)
             self._fused = choose_experts(weights, options, gate_up.dtype)
+
+    def _fuses(self, options: GEMMOptions) -> bool:
+        shape = self.shape
+        is_plain = shape.activation == SWIGLU and not shape.biased
+        return is_plain and fuses(shape.size, shape.width, options)
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -182,15 +193,20 @@ class DenseExperts(ExpertsMethod):
         partly = self.shape.held_if_some is not None
         if partly:
             chosen = numbered_here(chosen, self.shape.held)
+        activation, biases = self.shape.activation, self.biases
         if aligned:
-            result = grouped_experts(x, chosen, weight, gate_up, down, partly)
+            result = grouped_experts(x, chosen, weight, gate_up, down, partly, activation, biases)
         else:
-            result = experts_one_by_one(x, chosen, weight, gate_up, down)
+            result = experts_one_by_one(x, chosen, weight, gate_up, down, activation, biases)
         return result if out is None else out.copy_(result)
 
 
 class UnquantizedExperts(DenseExperts):
-    """Weights in bfloat16, float16 or float32, with room for joined experts."""
+    """Weights in bfloat16, float16 or float32, with room for joined experts.
+
+    gate_up_bias, down_bias: [experts, rows]; None without. Ranks that share an expert sum its outputs, so that all but
+        one have zeros for down_bias.
+    """
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__(shape)
@@ -198,7 +214,19 @@ class UnquantizedExperts(DenseExperts):
         def stacked(one: LinearShape) -> nn.Parameter:
             return nn.Parameter(shape.stacked(one, torch.get_default_dtype()), requires_grad=False)
 
+        def bias(one: LinearShape) -> nn.Parameter | None:
+            empty = torch.empty(shape.num_experts, one.out_features)
+            return nn.Parameter(empty, requires_grad=False) if shape.biased else None
+
         self.gate_up, self.down = stacked(shape.gate_up), stacked(shape.down)
+        self.gate_up_bias, self.down_bias = bias(shape.gate_up), bias(shape.down)
+        self.kinds = ("weight", "bias") if shape.biased else ("weight",)
+
+    @property
+    def biases(self) -> Biases | None:  # type: ignore[override]
+        if self.gate_up_bias is None or self.down_bias is None:
+            return None
+        return self.gate_up_bias, self.down_bias
 
     def dense_weights(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down
@@ -207,7 +235,7 @@ class UnquantizedExperts(DenseExperts):
         if not isinstance(gate_up, UnquantizedLinearMethod) or not isinstance(down, UnquantizedLinearMethod):
             return False
         num_shared = self.shape.num_shared
-        if not num_shared or not fuses(self.shape.size, self.shape.width, options):
+        if not num_shared or not self._fuses(options):
             return False
         self.gate_up.data = with_shared(self.gate_up.data, shared_rows(gate_up.weight.data, num_shared))
         self.down.data = with_shared(self.down.data, shared_columns(down.weight.data, num_shared))
@@ -215,12 +243,29 @@ class UnquantizedExperts(DenseExperts):
 
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
         check_plain(full)
-        mine = self.down if part in self.shape.down.parts else self.gate_up
+        is_down = part in self.shape.down.parts
+        if kind == "bias":
+            check_shape(full, (part.rows.total,))
+            self._load_bias(expert, part, full, is_down)
+            return
+        mine = self.down if is_down else self.gate_up
         mine.data[expert, part.offset : part.offset + part.rows.size].copy_(part.cut(full))
+
+    def _load_bias(self, expert: int, part: Part, full: Tensor, is_down: bool) -> None:
+        assert self.gate_up_bias is not None and self.down_bias is not None, "kinds has it"
+        if not is_down:
+            rows = slice(part.offset, part.offset + part.rows.size)
+            self.gate_up_bias.data[expert, rows].copy_(full[part.rows.first : part.rows.end])
+        elif part.columns.first == 0:
+            self.down_bias.data[expert].copy_(full)
+        else:
+            self.down_bias.data[expert].zero_()
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         for parameter in (self.gate_up, self.down):
             parameter.data.normal_(0.0, 0.02, generator=generator)
+        for bias in self.biases or ():
+            bias.data.zero_()
 
 
 class Experts(WeightedModule):

@@ -16,6 +16,7 @@ class RopeConfig:
     kind: "llama3" rescales long wavelengths (Llama 3.1 model card); "linear" divides all frequencies by `factor`;
         "yarn" (arXiv 2309.00071) divides frequencies below beta_slow turns in the original length, keeps those above
         beta_fast turns, and blends between.
+    truncate: YaRN blends between whole dimensions.
     magnitude: factor on cos and sin, so q . k is scaled by its square.
     """
 
@@ -28,6 +29,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     magnitude: float = 1.0
+    truncate: bool = True
 
 
 class RotaryTable:
@@ -66,15 +68,17 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Blend between whole dimensions (reference code of arXiv 2309.00071, also used by DeepSeek)."""
+    """Blend between dimensions (reference code of arXiv 2309.00071, also used by DeepSeek; not rounded in gpt-oss)."""
 
     def dimension(turns: float) -> float:
         """The dimension with this number of turns in the original length."""
         return half * math.log(rope.original_max_position / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     half = frequencies.shape[0]
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), 2 * half - 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
     width = high - low or 0.001
     slowed = ((torch.arange(half, dtype=torch.float32, device="cpu") - low) / width).clamp(0.0, 1.0)
     return frequencies / rope.factor * slowed + frequencies * (1 - slowed)

@@ -18,6 +18,7 @@ class Router(WeightedModule):
     """The router, whole on every rank, so that all ranks choose alike. Never quantised; computes in float32.
 
     weight: [num_logits, hidden_size]; after the experts' rows that of a shared gate, then zeros.
+    bias: [num_logits], of the logits; None without.
     e_score_correction_bias: [num_experts] float32; None without.
     """
 
@@ -27,19 +28,22 @@ class Router(WeightedModule):
         self._workspace: Workspace | None = None
         self._deterministic = False
         self.weight = nn.Parameter(torch.empty(routing.num_logits, hidden_size), requires_grad=False)
-        bias = torch.empty(routing.num_experts, dtype=torch.float32)
-        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False) if routing.has_bias else None
+        assert not (routing.shared_gate and routing.biased_logits), "no family has both"
+        bias = torch.empty(routing.num_logits)
+        self.bias = nn.Parameter(bias, requires_grad=False) if routing.biased_logits else None
+        correction = torch.empty(routing.num_experts, dtype=torch.float32)
+        self.e_score_correction_bias = nn.Parameter(correction, requires_grad=False) if routing.has_bias else None
 
     def forward(self, x: Tensor, live: TokenSlots | None = None) -> RouterLogits:
         """Return the router logits of x [rows, hidden_size]."""
-        logits = router_gemm(x, self.weight, self._workspace, self._deterministic)
+        logits = router_gemm(x, self.weight, self.bias, self._workspace, self._deterministic)
         return RouterLogits(logits, self.e_score_correction_bias, self.routing, live)
 
     def workspace_size(self) -> tuple[int, int]:
         return 0, 1
 
     def finish(self, options: GEMMOptions) -> None:
-        if self.weight.shape[1] % 128 == 0:
+        if self.weight.shape[1] % 64 == 0:
             self._workspace, self._deterministic = options.workspace, options.deterministic
 
     def weight_keys(self) -> Iterator[WeightKey]:
@@ -48,11 +52,13 @@ class Router(WeightedModule):
             yield WeightKey("weight", SHARED_GATE)
         else:
             yield WeightKey("weight")
+        if self.bias is not None:
+            yield WeightKey("bias")
         if self.e_score_correction_bias is not None:
             yield WeightKey("e_score_correction_bias")
 
     def load(self, key: WeightKey, full: Tensor) -> None:
-        parameter = self.weight if key.kind == "weight" else self.e_score_correction_bias
+        parameter = {"weight": self.weight, "bias": self.bias}.get(key.kind, self.e_score_correction_bias)
         assert parameter is not None, "key not in `weight_keys`"
         experts, rows = self.routing.num_experts, parameter.data
         if key.part:
@@ -63,5 +69,6 @@ class Router(WeightedModule):
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         self.weight.data.normal_(0.0, 0.02, generator=generator)
-        if self.e_score_correction_bias is not None:
-            self.e_score_correction_bias.data.zero_()
+        for bias in (self.bias, self.e_score_correction_bias):
+            if bias is not None:
+                bias.data.zero_()

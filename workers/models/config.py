@@ -16,7 +16,7 @@ from attention.recurrent.layout import StateGroup
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.layers.rotary import RopeConfig, yarn_magnitude
-from workers.models.config_fields import MAX_POSITIONS, number_of, section_of, size_of
+from workers.models.config_fields import MAX_POSITIONS, flag_of, number_of, section_of, size_of
 from workers.quantization.quant_method import QuantMethod
 
 
@@ -150,8 +150,6 @@ def rope_of(config: Mapping[str, Any], source: str) -> RopeConfig:
 
 
 def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfig:
-    if scaling.get("truncate") is False:
-        raise ValueError(f"{source}: YaRN with truncate=false is not supported")
     for key in ("factor", "original_max_position_embeddings"):
         if scaling.get(key) is None:
             raise ValueError(f"{source}: rope_type='yarn' needs {key!r} in rope_scaling")
@@ -166,6 +164,7 @@ def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfi
         beta_fast=number_of(scaling, "beta_fast", source, 32.0),
         beta_slow=number_of(scaling, "beta_slow", source, 1.0),
         magnitude=number_of(scaling, "attention_factor", source, default),
+        truncate=flag_of(scaling, "truncate", source, True),
     )
 
 

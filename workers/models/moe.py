@@ -53,10 +53,21 @@ def moe_rules(ours: str, theirs: str) -> dict[str, str]:
 
 
 def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
-    """Of a `NameMap`, the tensors of all experts of a layer as gpt-oss stacks them: blocks, scales and biases, gate and
-    up rows in turn. theirs: the layer's name in the checkpoint."""
+    """Of a `NameMap`, the tensors of all experts of a layer as gpt-oss stacks them, gate and up rows in turn: blocks,
+    scales and biases; or weights in 16 bits, transposed, and biases. theirs: the layer's name in the checkpoint."""
     experts = [f"{theirs}.mlp.experts.{i}" for i in range(num_experts)]
-    found = []
+    found = [
+        Packed(
+            f"{theirs}.mlp.experts.gate_up_proj",
+            tuple(f"{each}.{part}.weight" for each in experts for part in ("gate_proj", "up_proj")),
+            lambda full, _: _in_turn(_transposed(full), num_experts, 2),
+        ),
+        Packed(
+            f"{theirs}.mlp.experts.down_proj",
+            tuple(f"{each}.down_proj.weight" for each in experts),
+            lambda full, _: _in_turn(_transposed(full), num_experts, 1),
+        ),
+    ]
     for kind in ("blocks", "scales", "bias"):
         gate_up = tuple(f"{each}.{part}.{kind}" for each in experts for part in ("gate_proj", "up_proj"))
         down = tuple(f"{each}.down_proj.{kind}" for each in experts)
@@ -67,6 +78,11 @@ def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
             Packed(f"{theirs}.mlp.experts.down_proj_{kind}", down, lambda full, _: _in_turn(full, num_experts, 1)),
         ]
     return tuple(found)
+
+
+def _transposed(full: Tensor) -> Tensor:
+    """Return each expert's matrix [inputs, outputs] as [outputs, inputs]."""
+    return full.mT if full.dim() == 3 else full.flatten()
 
 
 def _in_turn(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:

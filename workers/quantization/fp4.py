@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from workers.layers.experts import ExpertsMethod, ExpertsShape
+from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.quantization.fp4_scheme import Fp4Scheme
 from workers.quantization.module_lists import is_listed
 from workers.quantization.packed_experts import PackedExperts
 from workers.quantization.packed_linear import PackedLinear
-from workers.quantization.quant_method import QuantMethod, all_or_none, list_of_names, unquantized_experts
+from workers.quantization.quant_method import QuantMethod, all_or_none, list_of_names
 from workers.quantization.tensor_fp8 import read_modelopt_fp8
 
 GPT_OSS_MXFP4 = Fp4Scheme("blocks", "scales", 32)  # openai/gpt-oss
@@ -52,7 +52,7 @@ class Fp4Quant(QuantMethod):
 
     def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
         if all_or_none(names, self.ignores):
-            return unquantized_experts(names, shape)
+            return UnquantizedExperts(shape)
         return PackedExperts(shape, self.scheme)
 
 

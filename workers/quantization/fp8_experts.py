@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from workers.layers.experts import DenseExperts, ExpertsShape
 from workers.layers.linear_method import LinearMethod, LinearShape, Part
 from workers.ops.experts.fused import choose_experts, fuses
+from workers.ops.experts.gated import SWIGLU
 from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
 from workers.ops.experts.weights import ExpertWeights
 from workers.ops.gemm.workspace import GEMMOptions
@@ -37,6 +38,11 @@ class Fp8Experts(DenseExperts):
 
     def __init__(self, shape: ExpertsShape, scheme: Fp8Scheme) -> None:
         super().__init__(shape)
+        if shape.biased or shape.activation != SWIGLU:
+            raise ValueError(
+                "quantization_config: experts in FP8 with biases or a clamped activation are not supported; "
+                "use a checkpoint in MXFP4 or bf16"
+            )
         self.kinds = scheme.kinds
         self.scheme, self._dtype = scheme, torch.get_default_dtype()
         self.weights = nn.ParameterList(

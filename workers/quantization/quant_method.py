@@ -10,7 +10,6 @@ import torch
 
 from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from workers.ops.experts.gated import SWIGLU
 
 
 class QuantMethod(ABC):
@@ -51,17 +50,7 @@ class Unquantized(QuantMethod):
         return UnquantizedLinearMethod(shape)
 
     def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
-        return unquantized_experts(names, shape)
-
-
-def unquantized_experts(names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
-    """Raises ValueError if experts in the model's dtype cannot have these biases or this activation."""
-    if shape.biased or shape.activation != SWIGLU:
-        raise ValueError(
-            f"{names[0]}: experts with biases or a clamped activation need weights of few bits; "
-            "use a checkpoint in MXFP4"
-        )
-    return UnquantizedExperts(shape)
+        return UnquantizedExperts(shape)
 
 
 def all_or_none(names: Sequence[str], ignores: Callable[[str], bool]) -> bool:

@@ -8,9 +8,9 @@ from typing import Self
 import torch
 
 from attention.capability import Capability
-from workers.layers.experts import ExpertsMethod, ExpertsShape
+from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from workers.quantization.quant_method import QuantMethod, unquantized_experts
+from workers.quantization.quant_method import QuantMethod
 from workers.quantization.separate_parts import SeparateParts
 
 
@@ -89,7 +89,7 @@ class SchemeQuant(QuantMethod):
                 "which is not supported; use a checkpoint that quantises all of them alike"
             )
         scheme = next(iter(schemes.values()))
-        return unquantized_experts(list(names), shape) if scheme is None else scheme.experts_method(shape)
+        return UnquantizedExperts(shape) if scheme is None else scheme.experts_method(shape)
 
 
 def _method(scheme: Scheme | None, shape: LinearShape) -> LinearMethod:

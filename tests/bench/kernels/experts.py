@@ -141,7 +141,7 @@ class Pass:
 
     def layer(self) -> None:
         for layer in self.layers:
-            logits = router_gemm(self.x, layer.router, self.workspace, deterministic=False)
+            logits = router_gemm(self.x, layer.router, None, self.workspace, deterministic=False)
             inputs = quantize_rows(self.x, by_group=True) if self.model.fp8 else self.x
             self._multiply(layer, self._route(layer, logits), inputs)
 

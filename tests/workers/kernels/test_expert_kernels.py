@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
@@ -94,21 +95,25 @@ def test_routing_is_that_of_torch(name: str, rows: int) -> None:
     assert found.used.tolist() == used + [NO_EXPERT] * (len(found.used) - len(used))
 
 
+@pytest.mark.parametrize("size,biased", [(512, False), (256 + 64, True)])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_routers_parts_are_added_up_in_their_order(deterministic: bool) -> None:
-    """Its columns are shared by programs that do not wait for each other."""
-    rows, size, generator = 3 if INTERPRETED else 70, 512, torch.Generator().manual_seed(3)
+def test_a_routers_parts_are_added_up_in_their_order(deterministic: bool, size: int, biased: bool) -> None:
+    """Its columns are shared by programs that do not wait for each other. One of them adds the bias."""
+    rows, generator = 3 if INTERPRETED else 70, torch.Generator().manual_seed(3)
     x = torch.randn(rows, size, generator=generator).to(DEVICE, HALF)
     weight = (torch.randn(12, size, generator=generator) / size**0.5).to(DEVICE, HALF)
-    parts = router_gemm(x, weight, Workspace.of_size(1, 1, DEVICE), deterministic)
-    assert parts.shape == (4, rows, 12)
-    torch.testing.assert_close(parts.sum(0), x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)
-    bias, total = torch.zeros(12, device=DEVICE), parts[0] + parts[1] + parts[2] + parts[3]
-    found = route(RouterLogits(parts, bias, SMALL), 1, tickets())
-    expected = route(RouterLogits(total, bias, SMALL), 1, tickets())
-    assert torch.equal(found.chosen, expected.chosen) and torch.equal(found.weight, expected.weight)
+    added = torch.randn(12, generator=generator).to(DEVICE, HALF) if biased else None
+    parts = router_gemm(x, weight, added, Workspace.of_size(1, 1, DEVICE), deterministic)
+    assert parts.shape == (4 if size == 512 else 5, rows, 12)
+    expected = F.linear(x.float(), weight.float(), None if added is None else added.float())
+    torch.testing.assert_close(parts.sum(0), expected, rtol=1e-3, atol=1e-3)
+    bias, total = torch.zeros(12, device=DEVICE), parts[0]
+    for part in parts[1:]:
+        total = total + part
+    found, other = (route(RouterLogits(logits, bias, SMALL), 1, tickets()) for logits in (parts, total))
+    assert torch.equal(found.chosen, other.chosen) and torch.equal(found.weight, other.weight)
     if deterministic:
-        alone = router_gemm(x[1:2], weight, Workspace.of_size(1, 1, DEVICE), deterministic)
+        alone = router_gemm(x[1:2], weight, added, Workspace.of_size(1, 1, DEVICE), deterministic)
         assert torch.equal(alone[:, 0], parts[:, 1])
 
 
@@ -118,7 +123,7 @@ def test_a_router_of_few_rows_reads_all_of_its_weight_ahead() -> None:
     assert tiles.ahead and tiles.splits * tiles.block_k == size
     x = torch.randn(rows, size, generator=generator).to(DEVICE, HALF)
     weight = (torch.randn(12, size, generator=generator) / size**0.5).to(DEVICE, HALF)
-    parts = router_gemm(x, weight, Workspace.of_size(1, 1, DEVICE), False)
+    parts = router_gemm(x, weight, None, Workspace.of_size(1, 1, DEVICE), False)
     assert parts.shape == (16, rows, 12)
     torch.testing.assert_close(parts.sum(0), x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)
 

@@ -21,6 +21,7 @@ from speculative.ops import (  # noqa: E402
 )
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from workers.ops import norm_triton  # noqa: E402
+from workers.ops.experts.router_gemm_triton import router_tiles  # noqa: E402
 from workers.ops.fp8 import gemm_ahead_triton as fp8_gemm_ahead  # noqa: E402
 from workers.ops.fp8 import gemm_triton as fp8_gemm  # noqa: E402
 from workers.ops.fp8 import gemm_wide_triton as fp8_gemm_wide  # noqa: E402
@@ -82,6 +83,33 @@ PRODUCTS = [
     (128, 4096, 14336),
     *GATED,
 ]
+
+
+@pytest.mark.parametrize("num_rows,n,k", [(1, 32, 2880), (8, 128, 2880), (64, 256, 7168)])
+def test_product_of_a_router_fits_hopper(num_rows: int, n: int, k: int, tmp_path: Path) -> None:
+    """gpt-oss, whose hidden_size is no multiple of 128, and DeepSeek-V3. The first of the parts has the bias."""
+    tiles = router_tiles(num_rows, n, k)
+    blocks = {"x_desc": (tiles.block_m, tiles.block_k), "w_desc": (tiles.block_n, tiles.block_k)}
+    constants = {
+        "N": n,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "SPLITS": tiles.splits,
+        "APART": True,
+        "SPAN": tiles.span(k),
+        "AHEAD": tiles.columns_ahead,
+        "GATED": False,
+        "HAS_BIAS": True,
+        "PDL": True,
+        "UPCAST": False,
+    }
+    pointers = BF16 | dict.fromkeys(("part_ptr", "out_ptr"), "fp32")
+    spills, shared, ptx = compiled(
+        skinny_gemm._skinny_gemm, tmp_path, pointers, constants, tiles.warps, tiles.stages, descriptors=blocks
+    )
+    assert spills == 0 and shared <= SHARED_PER_SM
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
 
 
 @pytest.mark.parametrize(

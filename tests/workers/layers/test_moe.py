@@ -25,7 +25,8 @@ from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.forward_context import make_context
 from workers.layers.linear import finish_weights
 from workers.layers.moe import MixtureOfExperts
-from workers.layers.weighted import WeightedModule
+from workers.layers.routing import Router
+from workers.layers.weighted import WeightedModule, WeightKey
 from workers.models.decoder import Decoder
 from workers.models.loading import load_target, read_target_config
 from workers.models.moe import check_experts_device
@@ -80,6 +81,26 @@ def test_routing_is_that_of_the_papers(name: str) -> None:
         found = dict(zip(chosen[row].tolist(), weight[row].tolist(), strict=True))
         assert found == pytest.approx(expected, rel=1e-5)  # float32 against float64
     assert (other > 0) == routing.has_bias
+
+
+def test_a_bias_of_logits_is_in_choice_and_weights() -> None:
+    """As in gpt-oss: softmax of the chosen logits alone."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+
+    theirs = GptOssTopKRouter(GptOssConfig(hidden_size=32, num_local_experts=8, num_experts_per_tok=3))
+    ours, generator = Router(32, Routing(8, 3, normalise=True, biased_logits=True)), torch.Generator().manual_seed(0)
+    for name, parameter in theirs.requires_grad_(False).named_parameters():
+        parameter.normal_(generator=generator)
+        ours.load(WeightKey(name), parameter)
+    x = torch.randn(50, 32, generator=generator)
+    _, weight, chosen = theirs(x)
+    found_chosen, found_weight = ours(x).choose()
+
+    def whole(chosen: Tensor, weight: Tensor) -> Tensor:
+        return torch.zeros(50, 8).scatter(1, chosen, weight)
+
+    torch.testing.assert_close(whole(found_chosen, found_weight), whole(chosen, weight))
 
 
 @pytest.mark.parametrize(

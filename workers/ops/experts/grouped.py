@@ -5,7 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.ops.activation import silu_mul
+from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.span import Span
+
+Biases = tuple[Tensor, Tensor]  # of all experts: gate_up [experts, 2 * width], down [experts, size]
 
 
 def numbered_here(chosen: Tensor, held: Span) -> Tensor:
@@ -15,7 +18,14 @@ def numbered_here(chosen: Tensor, held: Span) -> Tensor:
 
 
 def grouped_experts(
-    x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, partly: bool = False
+    x: Tensor,
+    chosen: Tensor,
+    weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    partly: bool = False,
+    activation: GatedActivation = SWIGLU,
+    biases: Biases | None = None,
 ) -> Tensor:
     """Return the weighted sum of experts: rows sorted by expert, two grouped products.
 
@@ -28,20 +38,40 @@ def grouped_experts(
     experts, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(gate_up.shape[0], device=x.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-    hidden = silu_mul(F.grouped_mm(x.index_select(0, order // k), gate_up.transpose(1, 2), offs=ends))
-    outputs = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+    inner = F.grouped_mm(x.index_select(0, order // k), gate_up.transpose(1, 2), offs=ends)
+    own = experts.clamp_max(gate_up.shape[0] - 1)
+    if biases is not None:
+        inner = inner + biases[0].index_select(0, own)
+    outputs = F.grouped_mm(_activated(inner, activation), down.transpose(1, 2), offs=ends)
+    if biases is not None:
+        outputs = outputs + biases[1].index_select(0, own)
     by_row = torch.empty_like(outputs).index_copy_(0, order, outputs).view(num_rows, k, -1)
     if partly:  # rows without an expert were never written
         by_row = by_row.masked_fill((chosen == gate_up.shape[0]).unsqueeze(-1), 0.0)
     return (by_row.float() * weight.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-def experts_one_by_one(x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts_one_by_one(
+    x: Tensor,
+    chosen: Tensor,
+    weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: GatedActivation = SWIGLU,
+    biases: Biases | None = None,
+) -> Tensor:
     """`grouped_experts` for weights of any size: every row through every expert."""
     out = x.new_zeros(x.shape, dtype=torch.float32)
     for expert in range(gate_up.shape[0]):
         mine = chosen == expert
-        part = F.linear(silu_mul(F.linear(x, gate_up[expert])), down[expert]).float()
+        inner_bias, bias = (None, None) if biases is None else (biases[0][expert], biases[1][expert])
+        inner = F.linear(x, gate_up[expert], inner_bias)
+        part = F.linear(_activated(inner, activation), down[expert], bias).float()
         share = torch.where(mine, weight, 0.0).sum(-1, keepdim=True)
         out += torch.where(mine.any(-1, keepdim=True), part * share, 0.0)
     return out.to(x.dtype)
+
+
+def _activated(inner: Tensor, activation: GatedActivation) -> Tensor:
+    """Apply the activation to inner [rows, 2 * width], gates before ups."""
+    return silu_mul(inner) if activation == SWIGLU else activation(*inner.chunk(2, -1))

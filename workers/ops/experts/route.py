@@ -23,6 +23,9 @@ class Routing:
     has_bias: scores have a bias that affects the choice but not the weights (arXiv 2412.19437, 2.1.2).
     normalise: divide a row's weights by their sum. `scale` multiplies them afterwards.
     shared_gate: the router has one more logit, whose sigmoid is the weight of shared experts.
+    biased_logits: the router's product has a bias, before scores are computed (gpt-oss).
+
+    The softmax of the chosen logits alone (gpt-oss, Mixtral) is softmax scoring with `normalise`.
     """
 
     num_experts: int
@@ -35,6 +38,7 @@ class Routing:
     normalise: bool = False
     scale: float = 1.0
     shared_gate: bool = False
+    biased_logits: bool = False
 
     @property
     def num_logits(self) -> int:

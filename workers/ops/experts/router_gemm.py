@@ -12,19 +12,22 @@ from workers.ops.gemm.workspace import Workspace
         "triton",
         "workers.ops.experts.router_gemm_triton:router_gemm",
         lambda here: True,
-        serves=lambda x, weight, workspace, deterministic: workspace is not None,
-        limits="16 bits, K a multiple of 128, with a workspace",
+        serves=lambda x, weight, bias, workspace, deterministic: workspace is not None,
+        limits="16 bits, K a multiple of 64, with a workspace",
     )
 )
-def router_gemm(x: Tensor, weight: Tensor, workspace: Workspace | None, deterministic: bool) -> Tensor:
-    """Return x W^T.
+def router_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace | None, deterministic: bool
+) -> Tensor:
+    """Return x W^T + b.
 
     x              [rows, K], last stride 1
     weight         [N, K], contiguous, x's dtype
-    workspace      for 16-bit models on a GPU with K a multiple of 128; else None
+    bias           [N], x's dtype, or None
+    workspace      for 16-bit models on a GPU with K a multiple of 64; else None
     deterministic  a row's result must not depend on the number of rows
     ->             [rows, N] float32; or partial sums [parts, rows, N], which the routing adds in order, so that
     programs
                    with a common sum need not wait for each other
     """
-    return F.linear(x.float(), weight.float())
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())

@@ -91,7 +91,10 @@ def _skinny_gemm(
             return
         acc = sum_of_splits(part, None, BLOCK_N * BLOCK_M, SPLITS)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        if APART:
+            bias = tl.where(split == 0, bias, 0.0)
+        acc += bias[:, None]
     if GATED:
         # rounded as the plain product and `silu_mul` round
         acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -114,7 +117,7 @@ def _multiply(
     assert (apart or rows <= tiles.block_m) and x.shape == (rows, k)
     assert weight.is_contiguous() and x.dtype == weight.dtype
     assert out.dtype in (x.dtype, torch.float32) and (out[0] if apart else out).is_contiguous()
-    assert not apart or (out.shape[0] == tiles.splits and bias is None and not gated)
+    assert not apart or (out.shape[0] == tiles.splits and not gated)
     if rows == 0:
         return  # no prompt ends in this step; tensor maps cannot be empty
     inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
@@ -160,7 +163,7 @@ def skinny_gemm(
     workspace: for this shape.
     tiles: from `skinny_gemm_tiles` for this shape and at least as many rows.
     out: contiguous memory for the result, may be float32; or [splits, rows, N] for the partial sums of any number of
-        rows, without bias.
+        rows, of which the first has the bias.
 
     Reference: `torch.nn.functional.linear`.
     """
