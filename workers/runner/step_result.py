@@ -20,7 +20,7 @@ from workers.scheduling.plan import (
     TokenLogprobs,
     pack_i32,
 )
-from workers.structured_output.slot_grammars import News
+from workers.structured_output.slot_grammars import MaskEvents
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class PendingStep:
     failed_requests: dict[int, Failure]
     asking: tuple[int, ...] = ()
 
-    def result(self, news: News, graphs: GraphCount) -> StepResult:
-        """Return the result, once it is on the host. news: of grammars. graphs: after this step."""
+    def result(self, events: MaskEvents, graphs: GraphCount) -> StepResult:
+        """Return the result, once it is on the host. events: of grammars. graphs: after this step."""
         plan, emitted = self.plan, self.emitted
         if emitted is None:
             elapsed_s = time.perf_counter() - self.started_s
@@ -67,9 +67,9 @@ class PendingStep:
             accepted=pack_i32([row[-1] for row in rows]),
             logprobs=logprobs,
             failed=self.failed,
-            masks_ready=pack_i32(news.ready),
-            failed_requests=news.failed | self.failed_requests,
-            grammars_ready=pack_i32(news.compiled),
+            masks_ready=pack_i32(events.ready),
+            failed_requests=events.failed | self.failed_requests,
+            grammars_ready=pack_i32(events.compiled),
             elapsed_s=time.perf_counter() - self.started_s,
             graphs=graphs,
             prompt_logprobs=prompt_logprobs,

@@ -22,7 +22,7 @@ from workers.runner.step_result import PendingStep
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import Failure, GraphCount, StepPlan, StepResult
 from workers.slots.slot_table import SlotTable
-from workers.structured_output.slot_grammars import News, SlotGrammars
+from workers.structured_output.slot_grammars import MaskEvents, SlotGrammars
 
 
 class RanksDisagreeError(RuntimeError):
@@ -127,12 +127,12 @@ class Worker:
 
     def take(self) -> StepResult:
         pending = self._pending.popleft()
-        news = News()
+        events = MaskEvents()
         if pending.emitted is not None:
             pending.emitted.wait()
             if self._grammars is not None:
-                news = self._grammars.news(pending.emitted)
-        return pending.result(news, self.graphs)
+                events = self._grammars.events(pending.emitted)
+        return pending.result(events, self.graphs)
 
     def _assert_ranks_agree(self, tensors: StepTensors) -> None:
         """Compare this step's output with the other ranks'. Costs a gather and a host read, so debug only."""

@@ -1,8 +1,8 @@
-"""Grammars compiled for a model's vocabulary, by xgrammar. Imports it, and so torch: only processes that
-`workers.structured_output.template_process` makes import this module.
+"""Compiles grammars for a model's vocabulary, by xgrammar. Imports it, and so torch: only processes forked by
+`workers.structured_output.mask_process.template_process` import this module.
 
-A compiled grammar says for each of its states which tokens may come. Special tokens occur in no text: but for the
-grammar's own end tokens they are never allowed, except in structural tags, whose tags may be such tokens.
+A compiled grammar gives the allowed tokens of each of its states. Special tokens are never allowed, with two
+exceptions: the grammar's end tokens, and special tokens in structural tags.
 """
 
 import functools
@@ -15,17 +15,17 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from workers.scheduling.plan import Grammar
 from workers.structured_output.faults import InvalidGrammarError, VocabularyError
-from workers.structured_output.token_texts import TokenTexts
+from workers.structured_output.mask_process.token_texts import TokenTexts
 
-CACHE_BYTES = 256 << 20  # of compiled grammars; one of a large schema takes 10 MB with 128,256 tokens
-# Between the parts of JSON; without a bound a model that likes spaces writes nothing else until its tokens are used up.
+CACHE_BYTES = 256 << 20  # for compiled grammars; a large schema takes 10 MB with 128,256 tokens
+# Spaces between the parts of JSON. Without a bound some models write spaces until max_tokens.
 MAX_WHITESPACE = 32
 
 
 class Vocabulary:
-    """What the tokens of the model in `folder` spell. vocab_size: of its logits, at least the tokenizer's; 0: that.
+    """The tokens of the model in `folder`. Raises VocabularyError.
 
-    Raises VocabularyError.
+    vocab_size: size of the model's logits, at least the tokenizer's vocabulary; 0: the latter.
     """
 
     def __init__(self, folder: str | Path, vocab_size: int = 0) -> None:
@@ -38,7 +38,7 @@ class Vocabulary:
         self._known: dict[tuple[tuple[int, ...], bool], xgrammar.TokenizerInfo] = {}
 
     def tokens(self, end_token_ids: tuple[int, ...], with_special: bool) -> xgrammar.TokenizerInfo:
-        """For grammars that end with these. with_special: special tokens may occur in their texts."""
+        """Return xgrammar's tokens for grammars with these end tokens. with_special: texts may have special tokens."""
         key = end_token_ids, with_special
         if key not in self._known:
             words, kind = _words(self.tokenizer, self.size, with_special)
@@ -51,17 +51,17 @@ class Vocabulary:
 class GrammarCompiler:
     """Compiles grammars for a vocabulary.
 
-    num_threads: that compile one grammar.
-    remembers: compiled grammars, but for the least recently used ones; of these the library warns only once.
+    num_threads: threads that compile one grammar.
+    caches: cache compiled grammars; the library then warns only once about each.
     """
 
-    def __init__(self, vocabulary: Vocabulary, num_threads: int = 1, remembers: bool = True) -> None:
+    def __init__(self, vocabulary: Vocabulary, num_threads: int = 1, caches: bool = True) -> None:
         self._vocabulary = vocabulary
         self._num_threads = num_threads
-        self._remembers = remembers
+        self._remembers = caches
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        """Raises InvalidGrammarError or VocabularyError."""
+        """Compile a grammar. Raises InvalidGrammarError or VocabularyError."""
         compiler = self._compiler(grammar.end_token_ids, grammar.kind == "structural_tag")
         try:
             return compiled(compiler, grammar)
@@ -69,7 +69,7 @@ class GrammarCompiler:
             raise InvalidGrammarError(_first_line(error)) from None
 
     def texts_of(self, compiled: xgrammar.CompiledGrammar) -> TokenTexts:
-        """What the tokens spell that one of its grammars allows."""
+        """Return the bytes of the tokens."""
         return TokenTexts(compiled.tokenizer_info.decoded_vocab, self._vocabulary.tokenizer)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - lives as long as the process; few models have several ends
@@ -83,7 +83,7 @@ class GrammarCompiler:
 
 
 def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
-    """Raises RuntimeError, ValueError or TypeError for what cannot be compiled."""
+    """Compile a grammar. Raises RuntimeError, ValueError or TypeError if that fails."""
     match grammar.kind:
         case "json_schema":
             if grammar.any_whitespace:
@@ -105,8 +105,8 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.C
 
 
 def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
-    """A structural tag, or a part of one, whose JSON has whitespace as JSON without a tag; where a part says its own
-    bound, that one. A tag's JSON schema cannot forbid whitespace, but for the grammar that it amounts to."""
+    """Bound the whitespace of the JSON schemas in a structural tag, as outside of tags. A schema's own bound is kept. A
+    tag cannot forbid whitespace in a JSON schema, so the schema is replaced with its grammar."""
     if isinstance(part, list):
         return [_with_bounded_whitespace(each, any_whitespace) for each in part]
     if not isinstance(part, dict):
@@ -122,7 +122,7 @@ def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
 
 
 def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> tuple[list[str], xgrammar.VocabType]:
-    """Every token as the vocabulary spells it, "" for what stands for no text, and how it spells bytes."""
+    """Return every token as the vocabulary spells it ("" without a text), and how the vocabulary spells bytes."""
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
         kind = xgrammar.VocabType.BYTE_FALLBACK
@@ -142,6 +142,6 @@ def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> tuple[l
 
 
 def _first_line(error: Exception) -> str:
-    """xgrammar's message without the time and the place in its sources."""
+    """Return xgrammar's message without time and source location."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[0].partition(".cc:")[2].partition(": ")[2] or lines[0]

@@ -1,4 +1,4 @@
-"""Why a grammar cannot be used. Imports nothing, so that processes without the compiler can name these errors."""
+"""Errors of grammars. Imports nothing, so that processes without the compiler can use them."""
 
 
 class InvalidGrammarError(ValueError):
@@ -6,4 +6,4 @@ class InvalidGrammarError(ValueError):
 
 
 class VocabularyError(ValueError):
-    """The model's tokenizer cannot write every text, so that a grammar could leave no token to choose."""
+    """The model's tokenizer cannot spell every text, so a grammar might allow no token."""

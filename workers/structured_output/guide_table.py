@@ -1,9 +1,8 @@
-"""What drafts follow under grammars: for each request of a step a small automaton, its guide, on the device. Written by
-`workers.structured_output.draft_guide`, read by `speculative.drafts.guidance`.
+"""Draft guides: for each request with a grammar a small automaton on the device, which proposes draft tokens.
 
-A guide begins at the nodes of the tree that the step verifies: each has a state, the newest token leads to another one,
-and every drafted token to the next. What a guide does not know has no state, and is drafted freely: a guide says what
-is worth proposing, never what may be chosen.
+Each node of the tree that a step verifies has a state. The bonus token and each drafted token lead to the next state.
+Without a state, drafts are unconstrained. A guide never decides which token is chosen. Written by
+`workers.structured_output.mask_process.draft_guide`, read by `speculative.drafts.guidance`.
 """
 
 from dataclasses import dataclass
@@ -13,24 +12,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-NOWHERE = -1  # in the place of a guide, a state, a token or a mask: there is none
+NOWHERE = -1  # no guide, state, token or mask
 MAX_STATES = 64
 MAX_EDGES = 256  # powers of two, for the kernels
-_NO_ORIGIN = -2  # of an edge that is not there: no state, and not `NOWHERE` either
+_NO_ORIGIN = -2  # origin of an unused edge: neither a state nor `NOWHERE`
 
 
 @dataclass(frozen=True)
 class GuideTable:
-    """Guides of a step's requests, packed in the order of the step. All int32.
+    """Guides of a step's requests, packed in the order of the step. All tensors are int32.
 
     index: [num_slots + 1], the guide of each slot, or `NOWHERE`.
-    blocks: [num_slots, block_size(width)], a row for each guide; what follows are parts of it.
+    blocks: [num_slots, block_size(width)], one row per guide; the following tensors are views of it.
     nodes: [num_slots, width], the state of each node of the tree.
-    forced: [num_slots, MAX_STATES], the token to propose in a state; beside it only those that have an edge.
-    other: [num_slots, MAX_STATES], the state after a token that has no edge.
-    rows: [num_slots, MAX_STATES], which of the step's masks says what may come.
-    origins, tokens, targets: [num_slots, MAX_EDGES], the states that an edge joins, and its token; at most one edge for
-        a state and a token.
+    forced: [num_slots, MAX_STATES], the token to propose in a state; other proposals need an edge.
+    other: [num_slots, MAX_STATES], the state after a token without an edge.
+    rows: [num_slots, MAX_STATES], index of the mask with the allowed tokens of a state.
+    origins, tokens, targets: [num_slots, MAX_EDGES], origin state, token and target state of each edge; at most one
+        edge per state and token.
     """
 
     index: Tensor
@@ -54,8 +53,10 @@ class GuideTable:
 
 
 class GuideBlock:
-    """A guide as it is written: block [block_size] int32, a row of a table. States and edges for which there is no room
-    are left out."""
+    """Writer of one guide. States and edges that do not fit are left out.
+
+    block: [block_size] int32, a row of `GuideTable.blocks`.
+    """
 
     def __init__(self, block: npt.NDArray[np.int32]) -> None:
         width = block.shape[0] - sum(_PARTS)
@@ -67,21 +68,21 @@ class GuideBlock:
         self._num_edges = 0
 
     def clear(self) -> None:
-        """Nothing of it is left."""
+        """Remove all states and edges."""
         self.block.fill(NOWHERE)
         self._origins.fill(_NO_ORIGIN)
         self.num_states = self._num_edges = 0
 
     @property
     def room(self) -> int:
-        """States that can be added."""
+        """Number of states that still fit."""
         return MAX_STATES - self.num_states
 
     def set_node(self, node: int, state: int) -> None:
         self._nodes[node] = state
 
     def add_state(self, forced: int = NOWHERE, row: int = NOWHERE, stays: bool = False) -> int:
-        """stays: tokens that have no edge lead back to it. Returns the state, or `NOWHERE`."""
+        """Add a state. stays: a token without an edge leads back to it. Returns the state, or `NOWHERE`."""
         state = self.num_states
         if state == MAX_STATES:
             return NOWHERE

@@ -1,5 +1,8 @@
-"""A rank's connection to the process that fills its masks (`workers.structured_output.mask_host`): made when it is
-first needed, and again whenever it has ended. Used by `workers.structured_output.slot_grammars`."""
+"""A rank's connection to the process that fills its masks (`workers.structured_output.mask_process.mask_host`).
+
+The process starts with the first grammar, and again after it has ended. Used by
+`workers.structured_output.slot_grammars`.
+"""
 
 import contextlib
 import logging
@@ -14,14 +17,14 @@ from dataclasses import dataclass
 import msgspec
 
 from workers.structured_output.framing import receive, send
-from workers.structured_output.mask_messages import Begin, Filled, Hurry, Notice, Order
+from workers.structured_output.mask_messages import Begin, Deadline, Filled, Notice, Order
+from workers.structured_output.mask_process.template_process import ForkedProcess, TemplateError, Work, template
 from workers.structured_output.mask_table import MaskTable
-from workers.structured_output.template_process import ForkedProcess, TemplateError, Work, template
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 1.0  # after a process could not be made
-_SILENT_S = 5.0  # after a hurry: then the process is stuck as a whole, and killed
+RETRY_S = 1.0  # before the next start, after one has failed
+_SILENT_S = 5.0  # without an answer after a deadline: the process is stuck, and is killed
 _SEND_TIMEOUT_S = 0.5
 _BUFFER_BYTES = 1 << 20
 
@@ -29,7 +32,7 @@ _BUFFER_BYTES = 1 << 20
 class HostLink:
     """Sends orders to the process and reads its answers, within given time limits.
 
-    generation: processes so far; a new one knows no earlier orders.
+    generation: number of processes started; a new one has received no earlier orders.
     fault: why there is no process, if starting one has failed for good.
     """
 
@@ -50,7 +53,7 @@ class HostLink:
         self._answer_due_s: float | None = None  # of an order whose answer was not waited for
 
     def begin(self, end_token_ids: tuple[int, ...] = ()) -> None:
-        """Start the process, if there is none, without waiting for it."""
+        """Start the process unless it runs. Does not wait."""
         with self._lock:
             if self._is_starting or self._is_up.is_set() or self.fault or time.monotonic() < self._retry_s:
                 return
@@ -58,12 +61,12 @@ class HostLink:
         threading.Thread(target=self._start, args=(end_token_ids,), name="mask host", daemon=True).start()
 
     def is_up(self, wait_s: float = 0.0) -> bool:
-        """Whether there is a process, if need be after a wait."""
+        """Return whether the process runs, after waiting for it at most `wait_s`."""
         self.begin()
         return self._is_up.wait(wait_s)
 
     def tell(self, order: Order) -> None:
-        """Send an order without fills, to a process that is up. What cannot be sent is lost with the process."""
+        """Send an order without fills to the running process. If that fails, the process is replaced."""
         assert self._orders is not None
         try:
             send(self._orders, order)
@@ -71,8 +74,11 @@ class HostLink:
             self.lost(f"it does not read: {error}")
 
     def ask(self, order: Order, wait_s: float) -> Filled | None:
-        """Send an order with fills and wait for its answer. After half of `wait_s` the step goes on without the request
-        that takes so long, after `wait_s` without all whose masks are not there; None if there is no answer then."""
+        """Send an order with fills and wait for its answer; None if there is none in time.
+
+        After half of `wait_s` the step drops the request whose mask is being filled, after `wait_s` all requests
+        without a mask.
+        """
         if self._answer_due_s is not None and not self._take_overdue():
             return None
         self._sequence += 1
@@ -84,12 +90,12 @@ class HostLink:
             if self._readable(waits_s):
                 return self._receive()
             if closes is not None:
-                self._hurry(Hurry(self._sequence, closes))
+                self._on_deadline(Deadline(self._sequence, closes))
         self._answer_due_s = time.monotonic() + _SILENT_S
         return None
 
     def notices(self) -> Iterator[Notice]:
-        """What the process has said beside its answers."""
+        """Yield the process's reports that are not answers."""
         while self._control is not None:
             try:
                 raw = self._control.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -103,7 +109,7 @@ class HostLink:
             yield msgspec.msgpack.decode(raw, type=Notice)
 
     def lost(self, reason: str) -> None:
-        """Kill the process, if it is there still, and make another one when it is needed."""
+        """Kill the process. The next call that needs one starts another."""
         if not self._is_up.is_set():
             return
         logger.warning("the process that fills masks is replaced: %s", reason)
@@ -164,7 +170,7 @@ class HostLink:
         return filled
 
     def _take_overdue(self) -> bool:
-        """Whether the answer that was not waited for has come."""
+        """Return whether the answer that came too late for its step has arrived."""
         assert self._answer_due_s is not None
         if self._orders is not None and self._readable(0):
             self._answer_due_s = None
@@ -173,10 +179,10 @@ class HostLink:
             self.lost("it does not answer")
         return False
 
-    def _hurry(self, hurry: Hurry) -> None:
+    def _on_deadline(self, deadline: Deadline) -> None:
         assert self._control is not None
         try:
-            self._control.send(msgspec.msgpack.encode(hurry))
+            self._control.send(msgspec.msgpack.encode(deadline))
         except OSError as error:
             self.lost(f"it does not read: {error}")
 

@@ -1,4 +1,4 @@
-"""What travels between a rank and the process that fills its masks."""
+"""Messages between a rank and the process that fills its masks."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from workers.scheduling.plan import Failure, Grammar
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True):
-    """The first message: the sizes of the table in shared memory, see `MaskTable`."""
+    """The first message: sizes of the shared `MaskTable`."""
 
     num_slots: int
     width: int
@@ -14,49 +14,49 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entered(msgspec.Struct, frozen=True, array_like=True):
-    """A request that has a slot from now on; known or not.
+    """A request was admitted to a slot, for the first time or again.
 
-    guest: its number.
-    output: int32 tokens that it has emitted.
-    forgives: it begins its grammar anew where it leaves it.
+    request: the scheduler's number.
+    output: emitted tokens, int32.
+    tolerates_violations: restart the grammar when a token violates it.
     """
 
-    guest: int
+    request: int
     grammar: Grammar
     output: bytes
-    forgives: bool
+    tolerates_violations: bool
 
 
 class Advanced(msgspec.Struct, frozen=True, array_like=True):
-    """What a step emitted for a request, and the tree that it verifies next.
+    """Tokens that a step emitted for a request, and the tree it verifies next.
 
-    drafted, parents: tokens of the tree's nodes, and the parent of each; empty without a draft.
+    drafted, parents: token and parent of each node of the tree; empty without a draft.
     """
 
-    guest: int
+    request: int
     tokens: list[int]
     drafted: list[int] = []
     parents: list[int] = []
 
 
 class Fill(msgspec.Struct, frozen=True, array_like=True):
-    """The masks of a request are wanted for a step.
+    """Fill the masks of one request for a step.
 
     count: nodes of its tree.
-    guide: index of its guide in the step; -1: there are no guides.
-    num_guided: nodes that get a state in it.
+    guide: index of its guide in the step; -1 without guides.
+    num_guided: nodes that get a state in the guide.
     """
 
-    guest: int
+    request: int
     count: int
     guide: int
     num_guided: int
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """In this order. Only an order with `fills` is answered, with a `Filled`.
+    """Work for the process, carried out in the order of the fields. Only `fills` are answered, with `Filled`.
 
-    prepared: grammars of requests that will come, by number.
+    prepared: grammars of waiting requests, by number, to compile.
     dropped: requests that have ended.
     """
 
@@ -72,10 +72,12 @@ LATE = -1
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
-    """rows: the first mask of each fill of the order, or `LATE`.
-    failures: of those that will never have one, by their place in the order.
-    num_rows: masks in use.
-    num_forced: drafts that were accepted within demanded texts, of what advanced.
+    """The answer to an order with fills.
+
+    rows: index of the first mask of each fill, or `LATE`.
+    failures: of requests whose masks cannot be filled, by index in `Order.fills`.
+    num_rows: number of masks filled.
+    num_forced: accepted drafts within forced texts, among the tokens of `Order.advanced`.
     took_s: seconds of work.
     """
 
@@ -87,17 +89,20 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     took_s: float
 
 
-class Hurry(msgspec.Struct, frozen=True, array_like=True):
-    """The step of order `sequence` should go on: without the request whose masks are being filled, or (closes) without
-    all that are not filled yet."""
+class Deadline(msgspec.Struct, frozen=True, array_like=True):
+    """The step of order `sequence` drops the request whose mask is being filled; with `closes`, all unfilled ones."""
 
     sequence: int
     closes: bool
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """ready: late requests whose next mask is known now. failures: of those that will never have one, by request.
-    prepared: grammars that are done with, of those that were to be."""
+    """A report outside of answers.
+
+    ready: late requests whose next mask is filled now.
+    failures: late requests whose mask cannot be filled.
+    prepared: numbers of `Order.prepared` that are compiled, or cannot be.
+    """
 
     ready: list[int] = []
     failures: dict[int, Failure] = {}

@@ -1,6 +1,9 @@
-"""Which tokens the requests of a step may choose, as bits on the device, and what their drafts follow. Written by
-`workers.structured_output.mask_host` in memory that it shares with the rank, brought to the device by
-`workers.structured_output.slot_grammars`, read by `workers.sampling.sampler` and where drafts are made."""
+"""Grammar masks of a step: a bit for each allowed token, on the device, with the guides of the drafts.
+
+`workers.structured_output.mask_process.mask_host` writes them in memory shared with the rank,
+`workers.structured_output.slot_grammars` copies them to the device, `workers.sampling.sampler` and the draft steps read
+them.
+"""
 
 import contextlib
 import logging
@@ -18,23 +21,23 @@ from workers.structured_output.guide_table import NOWHERE, GuideTable, block_siz
 
 logger = logging.getLogger(__name__)
 
-HELD = -2  # in the index: this slot's mask is missing, and it emits no token in this step
-NUM_SPARE = 4  # masks of a slot for positions after its tree
-MAX_RUNNING = 256  # requests whose masks are being filled, after the table in shared memory
-_ALIGNMENT = 4  # of int32: kernels are compiled for addresses that 16 divides
+HELD = -2  # in the index: the slot's mask is missing, so the slot emits no token in this step
+NUM_SPARE = 4  # masks per slot for positions after its tree
+MAX_RUNNING = 256  # entries for requests whose masks are being filled, after the table in shared memory
+_ALIGNMENT = 4  # int32 numbers: kernels are compiled for addresses divisible by 16
 
 
 class MaskTable:
-    """Masks of a step's rows: of a slot up to `width` (the nodes of its tree), and `NUM_SPARE` more where there are
-    drafts, packed in the order of the step.
+    """Masks of a step's rows, packed in the order of the step: up to `width` per slot (the nodes of its tree), and
+    `NUM_SPARE` more in engines with drafts.
 
-    shape: its sizes.
-    file: descriptor of the host's side, for the process that fills masks.
-    index: [num_slots + 1] int32 on the device, the first mask of each slot, `FREE` or `HELD`.
+    shape: sizes of the table.
+    file: descriptor of the shared memory, for the process that fills masks.
+    index: [num_slots + 1] int32 on the device, index of the first mask of each slot, `FREE` or `HELD`.
     words: [masks, ceil(vocab_size / 32)] int32 on the device; bit t % 32 of word t // 32 allows token t.
-    host_index, host_words: the same on the host; whoever changes them knows that the last upload is done.
-    guides, host_guides: what drafts follow; None where there are none, which is where trees have but a root.
-    running: [MAX_RUNNING] int64, requests whose masks the process is filling; -1: none.
+    host_index, host_words: the same on the host. Write them only after the last upload has completed.
+    guides, host_guides: guides of the drafts; None in engines without drafts.
+    running: [MAX_RUNNING] int64, requests whose masks the process is filling; -1 in unused entries.
     """
 
     def __init__(self, num_slots: int, width: int, vocab_size: int, device: torch.device) -> None:
@@ -48,7 +51,7 @@ class MaskTable:
         self._host = torch.from_numpy(np.frombuffer(memory, np.int32, self.shape.size))
         self._host[: self.shape.before_words].fill_(FREE)
         here = Capability.of(device)
-        # on a CPU there is one of both: writing is uploading
+        # on a CPU both are one tensor, and an upload does nothing
         self._device = self._host if here.shares_host_memory else torch.full_like(self._host, FREE, device=device)
         self.index, self.guides, self.words = self.shape.parts(self._device)
         self.host_index, self.host_guides, self.host_words = self.shape.parts(self._host)
@@ -58,14 +61,14 @@ class MaskTable:
             _pin(self, self._host, device)
 
     def clear(self) -> None:
-        """Nobody has a mask or a guide, until the host's parts are written."""
+        """Clear the masks and guides of all slots on the host."""
         self.host_index.fill_(FREE)
         if self.host_guides is not None:
             self.host_guides.index.fill_(NOWHERE)
 
     def upload(self, num_rows: int) -> None:
-        """Bring the host's index, guides and the first `num_rows` masks to the device, beside what runs there: the
-        current stream waits for the copy, the host does not."""
+        """Copy the index, the guides and the first `num_rows` masks to the device, in a stream of its own. The current
+        stream waits for the copy, the host does not."""
         if self._stream is None:
             return
         size = self.shape.before_words + num_rows * self.shape.columns
@@ -75,10 +78,10 @@ class MaskTable:
 
 
 class TableShape:
-    """How a table lies in one piece of memory: the index, the guides' index, the guides, the masks.
+    """Layout of a table in one piece of memory: index, index of the guides, guides, masks.
 
     before_words: int32 numbers before the masks.
-    rows, columns: of the masks.
+    rows, columns: shape of the masks.
     """
 
     def __init__(self, num_slots: int, width: int, vocab_size: int) -> None:
@@ -91,21 +94,21 @@ class TableShape:
 
     @property
     def size(self) -> int:
-        """int32 numbers of the table."""
+        """Size of the table in int32 numbers."""
         return self.before_words + self.rows * self.columns
 
     @property
     def running_offset(self) -> int:
-        """Bytes before the requests whose masks are being filled."""
+        """Byte offset of `MaskTable.running`."""
         return 4 * (self.size + self.size % 2)
 
     @property
     def num_bytes(self) -> int:
-        """Of the shared memory."""
+        """Size of the shared memory in bytes."""
         return self.running_offset + 8 * MAX_RUNNING
 
     def parts(self, flat: Tensor) -> tuple[Tensor, GuideTable | None, Tensor]:
-        """Index, guides and masks."""
+        """Split `flat` into index, guides and masks."""
         words, guides = flat[self.before_words :].view(self.rows, self.columns), None
         if self._block:
             index = flat[self._index : self._index + self.num_slots + 1]
@@ -115,15 +118,14 @@ class TableShape:
 
 
 def _pin(owner: MaskTable, tensor: Tensor, device: torch.device) -> None:
-    """Make copies to the device not wait for the host, until `owner` is gone: CUDA must not know addresses that another
-    table may get then."""
+    """Pin memory for asynchronous copies, and unpin it when `owner` is deleted: another table may get its address."""
     runtime, address = torch.cuda.cudart(), tensor.data_ptr()  # type: ignore[no-untyped-call]
     failed = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
     if not failed:
         weakref.finalize(owner, runtime.cudaHostUnregister, address)
         return
-    logger.warning("masks lie in memory that is not pinned, which slows their steps: CUDA error %d", failed)
-    with contextlib.suppress(RuntimeError):  # the error stays with CUDA until a call of torch's has raised it
+    logger.warning("the memory of grammar masks could not be pinned; their steps are slower: CUDA error %d", failed)
+    with contextlib.suppress(RuntimeError):  # clear CUDA's pending error: the next torch call raises it
         torch.zeros(1, device=device)
 
 
@@ -132,7 +134,7 @@ def _aligned(size: int) -> int:
 
 
 def mask_bytes(width: int, vocab_size: int) -> int:
-    """Of one slot in a table."""
+    """Return the bytes of one slot in a table."""
     one, two = (TableShape(count, width, vocab_size) for count in (_ALIGNMENT, 2 * _ALIGNMENT))
     size = two.before_words - one.before_words + (two.rows - one.rows) * two.columns
     return 4 * size // _ALIGNMENT

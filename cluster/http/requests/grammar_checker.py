@@ -1,8 +1,8 @@
-"""Whether a grammar can be used, found out before its request runs: in a process of its own for each, off the event
-loop, within a time. Called by the routes that generate.
+"""Checks a grammar before its request runs, in a process of its own and within a time limit. Called by the routes that
+generate.
 
-Such a process is a fork of one that has imported torch, which the ingress does not: that takes seconds, and 0.3 GB. An
-ingress begins it once an engine is ready.
+The process is a fork of one that has imported torch, which takes seconds and 0.3 GB: the ingress itself does not import
+it. The ingress starts the template once an engine is ready.
 """
 
 import asyncio
@@ -20,47 +20,49 @@ from cluster.http.errors import ApiError, invalid, overloaded, unsupported
 from workers.scheduling.plan import Grammar
 from workers.structured_output.faults import VocabularyError
 from workers.structured_output.framing import send
-from workers.structured_output.template_process import ForkedProcess, TemplateError, Work, template
-from workers.structured_output.trial import WALK_LIMIT_S, Trial, Verdict
+from workers.structured_output.mask_process.template_process import ForkedProcess, TemplateError, Work, template
+from workers.structured_output.mask_process.trial import WALK_LIMIT_S, Trial, TrialResult
 
-MAX_REMEMBERED = 1024  # grammars and what was found
-MAX_WAITING = 256  # grammars to try; more are refused
-QUICK_S = 0.5  # a trial that takes longer gives its place to the next one, and goes on behind
-MAX_SLOW = 8  # trials that have given their places; more are refused
-WALK_WALL_S = 8.0  # for what takes `workers.structured_output.trial.WALK_LIMIT_S` of a processor
-STARVED_SHARE = 0.5  # of the time that a trial may use: one that had less when its time was over was not too slow
+MAX_CACHED = 1024  # results
+MAX_WAITING = 256  # waiting grammars; more are refused
+QUICK_S = 0.5  # a longer trial frees its place for the next one, and continues at low priority
+MAX_SLOW = 8  # trials that continue at low priority; more are refused
+WALK_WALL_S = 8.0  # wall time for `WALK_LIMIT_S` of CPU time
+STARVED_SHARE = 0.5  # a trial that got less than this share of its CPU time is not called too slow
 PARAM = "response_format"
 
 
 class GrammarChecker(Protocol):
-    """What the edge needs."""
+    """The interface to the API routes."""
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises ApiError if the grammar cannot be used."""
+        """Raise ApiError if the grammar cannot be used."""
 
 
 class NoChecker:
-    """Leaves it to the engine; for engines without a model's folder."""
+    """Accepts all grammars and leaves errors to the engine; for engines without a model folder."""
 
     async def check(self, grammar: Grammar) -> None:
         pass
 
 
 class ProcessChecker:
-    """Tries grammars for the tokenizer in `folder`, several at a time, for `timeout_s` each. What is known is answered
-    at once, and quick ones pass slow ones."""
+    """Tries grammars for the tokenizer in `folder`, several at a time, each for at most `timeout_s`.
+
+    Results are cached, and quick trials overtake slow ones.
+    """
 
     def __init__(self, folder: str | Path, timeout_s: float) -> None:
         self._work = Work("trial", str(folder), 0)
         self._timeout_s = timeout_s
         self._quick = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
         self._num_slow = 0
-        self._trials: dict[Grammar, asyncio.Task[Verdict]] = {}
-        self._known: collections.OrderedDict[Grammar, Verdict] = collections.OrderedDict()
+        self._trials: dict[Grammar, asyncio.Task[TrialResult]] = {}
+        self._known: collections.OrderedDict[Grammar, TrialResult] = collections.OrderedDict()
 
     async def begin(self) -> None:
-        """Start what the processes are forked from, so that the first grammar need not wait for it; if that fails, the
-        first one starts it."""
+        """Start the template process, so that the first grammar need not wait. If that fails, the first grammar starts
+        it."""
         with contextlib.suppress(OSError, TemplateError, VocabularyError):
             process, own = await asyncio.to_thread(self._forked, ())
             own.close()
@@ -78,8 +80,8 @@ class ProcessChecker:
         for trial in self._trials.values():
             trial.cancel()
 
-    async def _found(self, grammar: Grammar) -> Verdict:
-        """What a trial finds, of which there is one for all that ask; remembered."""
+    async def _found(self, grammar: Grammar) -> TrialResult:
+        """Return the result of a trial. Requests with the same grammar share one trial."""
         trial = self._trials.get(grammar)
         if trial is None:
             if len(self._trials) >= MAX_WAITING:
@@ -88,28 +90,28 @@ class ProcessChecker:
             trial.add_done_callback(lambda done: self._keep(grammar, done))
         return await asyncio.shield(trial)  # others may wait for it when this client leaves
 
-    def _keep(self, grammar: Grammar, trial: "asyncio.Task[Verdict]") -> None:
+    def _keep(self, grammar: Grammar, trial: "asyncio.Task[TrialResult]") -> None:
         del self._trials[grammar]
         if trial.cancelled() or trial.exception() is not None:
             return
         self._known[grammar] = trial.result()
-        if len(self._known) > MAX_REMEMBERED:
+        if len(self._known) > MAX_CACHED:
             self._known.popitem(last=False)
 
-    async def _try(self, grammar: Grammar) -> Verdict:
-        """Raises ApiError where it cannot be tried now."""
+    async def _try(self, grammar: Grammar) -> TrialResult:
+        """Try a grammar. Raises ApiError if that is not possible now."""
         async with contextlib.AsyncExitStack() as place:
             await place.enter_async_context(self._quick)
             try:
                 process, own = await asyncio.to_thread(self._forked, grammar.end_token_ids)
             except VocabularyError as error:
-                return Verdict(str(error), with_model=True)
+                return TrialResult(str(error), is_model_fault=True)
             except (OSError, TemplateError) as error:
                 raise overloaded(f"the grammar cannot be tried: {error}", 5.0) from None
             began_s, is_slow = time.monotonic(), False
-            verdicts = asyncio.create_task(_verdicts(own, process, Trial(grammar), self._timeout_s))
+            trying = asyncio.create_task(_trial_result(own, process, Trial(grammar), self._timeout_s))
             try:
-                done, _ = await asyncio.wait([verdicts], timeout=QUICK_S)
+                done, _ = await asyncio.wait([trying], timeout=QUICK_S)
                 if not done:
                     await place.aclose()  # the next one may begin
                     if self._num_slow >= MAX_SLOW:
@@ -121,19 +123,19 @@ class ProcessChecker:
                     is_slow = True
                     self._num_slow += 1
                     process.give_way()
-                verdict = await verdicts
+                result = await trying
             finally:
                 self._num_slow -= is_slow
-                verdicts.cancel()
+                trying.cancel()
                 process.kill()
                 own.close()
-        if not verdict.fault or not is_slow:
-            return verdict
+        if not result.fault or not is_slow:
+            return result
         took_s = time.monotonic() - began_s
-        return msgspec.structs.replace(verdict, fault=f"{verdict.fault} (found after {took_s:.1f} s)")
+        return msgspec.structs.replace(result, fault=f"{result.fault} (found after {took_s:.1f} s)")
 
     def _forked(self, end_token_ids: tuple[int, ...]) -> tuple[ForkedProcess, socket.socket]:
-        """A process that waits for a grammar, and the socket to it."""
+        """Fork a process that waits for a grammar. Return it and the socket to it."""
         own, its = socket.socketpair()
         try:
             with its:
@@ -145,9 +147,8 @@ class ProcessChecker:
         return process, own
 
 
-async def _verdicts(own: socket.socket, process: ForkedProcess, trial: Trial, timeout_s: float) -> Verdict:
-    """The last verdict on a grammar, or why there is none. Raises ApiError where that is this machine's fault, which
-    shall not be remembered of the grammar."""
+async def _trial_result(own: socket.socket, process: ForkedProcess, trial: Trial, timeout_s: float) -> TrialResult:
+    """Return the final result of a trial. Raises ApiError, which is not cached, if the machine is too busy."""
     with contextlib.suppress(OSError):
         await asyncio.to_thread(send, own, trial)
     own.setblocking(False)
@@ -158,9 +159,9 @@ async def _verdicts(own: socket.socket, process: ForkedProcess, trial: Trial, ti
             async with asyncio.timeout(limit_s):
                 head = await reader.readexactly(4)
                 raw = await reader.readexactly(int.from_bytes(head, "little"))
-            verdict = msgspec.msgpack.decode(raw, type=Verdict)
-            if not verdict.is_compiled:
-                return verdict
+            result = msgspec.msgpack.decode(raw, type=TrialResult)
+            if not result.is_compiled:
+                return result
             limit_s, is_compiled, compiled_s = WALK_WALL_S, True, process.processor_s()
     except TimeoutError:
         used_s = process.processor_s() - compiled_s
@@ -169,20 +170,20 @@ async def _verdicts(own: socket.socket, process: ForkedProcess, trial: Trial, ti
                 f"the grammar got {used_s:.1f} s of a busy core in {limit_s:g} s; retry later", 5.0
             ) from None
         if is_compiled:
-            return Verdict("one token of an answer takes longer than it may; nest fewer repetitions")
-        return Verdict(f"it takes longer than {timeout_s:g} s to compile; make it smaller")
+            return TrialResult("one token of an answer takes longer than it may; nest fewer repetitions")
+        return TrialResult(f"it takes longer than {timeout_s:g} s to compile; make it smaller")
     except (asyncio.IncompleteReadError, ConnectionError):
         if is_compiled:
-            return Verdict("one token of an answer takes more time or memory than it may; nest fewer repetitions")
-        return Verdict("it takes too much memory to compile; make it smaller")
+            return TrialResult("one token of an answer takes more time or memory than it may; nest fewer repetitions")
+        return TrialResult("it takes too much memory to compile; make it smaller")
     finally:
         writer.close()
 
 
-def _refusal(grammar: Grammar, found: Verdict) -> ApiError:
+def _refusal(grammar: Grammar, found: TrialResult) -> ApiError:
     kind = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "grammar"}.get(
         grammar.kind, grammar.kind.replace("_", " ")
     )
-    if found.with_model:
+    if found.is_model_fault:
         return unsupported(PARAM, found.fault)
     return invalid(PARAM, f"The {kind} cannot be used: {found.fault}", "unsupported_grammar")

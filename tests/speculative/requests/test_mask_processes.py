@@ -133,7 +133,7 @@ def test_masks_that_are_late_on_another_rank_delay_their_request_alone(
 def test_a_mask_that_never_comes_on_another_rank_ends_its_request_alone(
     engine: LocalEngine, others: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.scheduling.queues.grammar_queue.LATE_LIMIT_S", 0.5)
+    monkeypatch.setattr("workers.scheduling.queues.grammar_queue.LATE_LIMIT_S", 2.0)
     undisturbed, disturbed = _asked(), [*_asked(), Request("long", PROMPTS[3], LONG)]
     engine.run(undisturbed, 4)
     others(lambda grammar, times: grammar == 1)

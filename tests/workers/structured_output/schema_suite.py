@@ -19,8 +19,8 @@ from tests.support.embedded import eos_token_ids
 from workers.scheduling.plan import Grammar
 from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from workers.structured_output.json_schema import checked_schema
+from workers.structured_output.mask_process.trial import try_grammar
 from workers.structured_output.schema_keywords import UnsupportedSchemaError
-from workers.structured_output.trial import verdict
 
 TARGET = str(MODELS / "target")
 MAX_DEPTH = 32
@@ -40,7 +40,7 @@ def main(folders: list[str]) -> int:
                 counts["refused by keyword"] += 1
                 keywords[error.keyword] += 1
                 continue
-            if verdict(grammar, vocabulary).fault:
+            if try_grammar(grammar, vocabulary).fault:
                 counts["refused by the compiler"] += 1
                 continue
             counts["taken"] += 1

@@ -12,12 +12,12 @@ from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
 from tests.support.grammars import grammar_of
 from workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from workers.structured_output.draft_guide import Endings, MaskRows, TreeWalk
-from workers.structured_output.guest import Tree
 from workers.structured_output.guide_table import MAX_STATES, GuideBlock, GuideTable
+from workers.structured_output.mask_process.draft_guide import Endings, MaskRows, TreeWalk
+from workers.structured_output.mask_process.matcher import Matcher
+from workers.structured_output.mask_process.request_grammar import Tree
+from workers.structured_output.mask_process.token_texts import TokenTexts
 from workers.structured_output.mask_table import NUM_SPARE, MaskTable
-from workers.structured_output.matcher import Matcher
-from workers.structured_output.token_texts import TokenTexts
 
 VOCAB, WIDTH, SLOTS = 4096, 4, torch.tensor([0])
 TOKENIZER = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
@@ -163,7 +163,7 @@ def test_each_node_has_its_place() -> None:
     tokens = [0, *letters('{"x')]
     walked = Walked(PERSON, "", Tree(tokens, [[1], [2], [3], []]))
     assert walked.after(*letters("n"), node=2) == 'ame": "'
-    assert walked.walk.is_demanded == {0: True, 1: True, 2: True}
+    assert walked.walk.is_forced == {0: True, 1: True, 2: True}
     few = Walked(PERSON, "", Tree(tokens, [[1], [2], [3], []]), num_guided=1)
     assert few.after(*letters("{")) == '"name": "' and few.after(*letters("n"), node=2) == ""
 

@@ -10,8 +10,8 @@ from tests.support.embedded import eos_token_ids
 from workers.scheduling.plan import Grammar
 from workers.structured_output.compiler import Vocabulary
 from workers.structured_output.json_schema import checked_schema
+from workers.structured_output.mask_process.trial import try_grammar
 from workers.structured_output.schema_keywords import UnsupportedSchemaError
-from workers.structured_output.trial import verdict
 
 UNSUPPORTED: list[tuple[Any, str, str]] = [
     ({"not": {"type": "integer"}}, "not", "#"),
@@ -115,10 +115,10 @@ def test_depth_is_limited() -> None:
 
 
 def test_what_the_compiler_warns_of_is_refused_every_time() -> None:
-    """It warns when it compiles: of a grammar that it remembers it says nothing."""
+    """It warns when it compiles: of a grammar that it caches it says nothing."""
     schema = {"type": "string", "oneOf": [{"minLength": 2}, {"maxLength": 4}]}
     grammar, vocabulary = (
         Grammar("json_schema", checked_schema(schema, 32), eos_token_ids()),
         Vocabulary(MODELS / "target"),
     )
-    assert [verdict(grammar, vocabulary).fault.partition(" ")[0] for _ in range(2)] == ["oneOf", "oneOf"]
+    assert [try_grammar(grammar, vocabulary).fault.partition(" ")[0] for _ in range(2)] == ["oneOf", "oneOf"]

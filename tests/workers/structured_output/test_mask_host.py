@@ -15,14 +15,14 @@ import torch
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
 from workers.scheduling.plan import Grammar, pack_i32
-from workers.structured_output import mask_jobs
 from workers.structured_output.compiler import Vocabulary
 from workers.structured_output.framing import receive, send
-from workers.structured_output.guest import Guest
-from workers.structured_output.mask_host import MaskHost
-from workers.structured_output.mask_messages import LATE, Advanced, Entered, Fill, Filled, Hurry, Notice, Order
+from workers.structured_output.mask_messages import LATE, Advanced, Deadline, Entered, Fill, Filled, Notice, Order
+from workers.structured_output.mask_process import mask_jobs
+from workers.structured_output.mask_process.mask_host import MaskHost
+from workers.structured_output.mask_process.request_grammar import RequestGrammar
+from workers.structured_output.mask_process.shared_table import SharedTable
 from workers.structured_output.mask_table import MaskTable
-from workers.structured_output.shared_table import SharedTable
 
 VOCAB, SLOTS = 4096, 4
 VOCABULARY = Vocabulary(MODELS / "target", VOCAB)
@@ -66,8 +66,8 @@ class Host:
     def notice(self) -> Notice:
         return msgspec.msgpack.decode(self.control.recv(1 << 16), type=Notice)
 
-    def hurry(self, sequence: int, closes: bool) -> None:
-        self.control.send(msgspec.msgpack.encode(Hurry(sequence, closes)))
+    def deadline(self, sequence: int, closes: bool) -> None:
+        self.control.send(msgspec.msgpack.encode(Deadline(sequence, closes)))
 
     def close(self) -> None:
         for own in (self.orders, self.control):
@@ -92,14 +92,14 @@ class Stuck:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number_of_tokens: int = 7) -> None:
         self.go_on = threading.Event()
-        stand = Guest.stand
+        original = RequestGrammar.advanced_matcher
 
-        def wait(guest: Guest) -> object:
-            if guest.num_known == number_of_tokens:
+        def wait(request: RequestGrammar) -> object:
+            if request.num_known == number_of_tokens:
                 self.go_on.wait(30.0)
-            return stand(guest)
+            return original(request)
 
-        monkeypatch.setattr(Guest, "stand", wait)
+        monkeypatch.setattr(RequestGrammar, "advanced_matcher", wait)
 
 
 def digits(count: int) -> list[int]:
@@ -128,7 +128,7 @@ def test_a_slow_request_is_left_behind_and_its_mask_is_told_of(host: Host, monke
         host.enter(number, QUICK, digits(count))
     sequence = host.fill(1, 2, 3)
     time.sleep(0.2)
-    host.hurry(sequence, closes=False)
+    host.deadline(sequence, closes=False)
     filled = host.filled()
     assert filled.rows == [0, LATE, 1]
     for _ in range(3):  # and as long as it takes: the others' steps go on
@@ -147,7 +147,7 @@ def test_a_step_that_closes_leaves_all_behind_that_were_not_filled(host: Host, m
         host.enter(number, QUICK, digits(count))
     sequence = host.fill(1, 2)
     time.sleep(0.2)
-    host.hurry(sequence, closes=True)
+    host.deadline(sequence, closes=True)
     assert host.filled().rows == [LATE, LATE]
     assert host.notice().ready == [2]
     stuck.go_on.set()
@@ -158,20 +158,20 @@ def test_a_hurry_for_a_step_that_is_over_changes_nothing(host: Host) -> None:
     host.enter(1, QUICK)
     sequence = host.fill(1)
     assert host.filled().rows == [0]
-    host.hurry(sequence, closes=True)
+    host.deadline(sequence, closes=True)
     host.fill(1)
     assert host.filled().rows == [0]
 
 
 def test_whatever_fails_fails_alone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = Guest.fill
+    fill = RequestGrammar.fill
 
-    def broken(guest: Guest, *arguments: object) -> bool:
-        if guest.num_known == 3:
+    def broken(request: RequestGrammar, *arguments: object) -> bool:
+        if request.num_known == 3:
             raise UnicodeDecodeError("utf-8", b"\xd0", 0, 1, "unexpected end of data")
-        return fill(guest, *arguments)  # type: ignore[arg-type]
+        return fill(request, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Guest, "fill", broken)
+    monkeypatch.setattr(RequestGrammar, "fill", broken)
     for number, count in ((1, 0), (2, 3), (3, 1)):
         host.enter(number, QUICK, digits(count))
     host.fill(1, 2, 3)
@@ -193,7 +193,7 @@ def test_a_mask_has_a_limit(host: Host, monkeypatch: pytest.MonkeyPatch) -> None
     host.enter(1, QUICK, digits(7))
     sequence = host.fill(1)
     time.sleep(0.1)
-    host.hurry(sequence, closes=True)
+    host.deadline(sequence, closes=True)
     assert host.filled().rows == [LATE]
     notice = host.notice()
     assert list(notice.failures) == [1] and notice.failures[1].is_invalid

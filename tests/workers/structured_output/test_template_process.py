@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support import MODELS
-from workers.structured_output.template_process import GIVING_WAY, Template, Work
+from workers.structured_output.mask_process.template_process import LOWEST_PRIORITY, Template, Work
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness is a thread's on Linux alone")
 
@@ -33,7 +33,7 @@ def test_what_takes_seconds_gives_way_to_running_requests_and_what_is_forked_doe
     template.start()
     assert template._process is not None
     pid, deadline_s = template._process.pid, time.monotonic() + 30
-    while GIVING_WAY not in (seen := niceness(pid)).values():
+    while LOWEST_PRIORITY not in (seen := niceness(pid)).values():
         assert time.monotonic() < deadline_s and template._process.poll() is None, "nothing gave way"
         time.sleep(0.005)
     assert seen[pid] == os.nice(0)

@@ -14,7 +14,7 @@ from cluster.http.requests import grammar_checker
 from cluster.http.requests.grammar_checker import ProcessChecker
 from tests.support.embedded import embedded_spec
 from workers.scheduling.plan import Grammar
-from workers.structured_output import template_process
+from workers.structured_output.mask_process import template_process
 
 DIGITS = Grammar("regex", "[0-9]+", (0,))
 BROKEN = Grammar("regex", "(", (0,))

@@ -1,56 +1,58 @@
-"""xgrammar's matcher with what the walks of a tree need beside it."""
+"""xgrammar's matcher, with undo of all tried tokens in one call."""
 
 import xgrammar
 from torch import Tensor
 
 
 class Matcher:
-    """Where one request stands in its grammar. What is tried on top of that can be taken back in one call, wherever an
-    exception has cut it short. Its calls release Python's lock, and any may take seconds for a hostile grammar."""
+    """The state of one request's grammar, with tries on top of it. `rewind` undoes all tries, also after an exception.
+
+    Calls release Python's global lock. Any of them may take seconds for a hostile grammar.
+    """
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._num_tried = 0
 
     def take(self, token: int) -> bool:
-        """Advance through an emitted token for good; False, and nothing done, where the grammar does not allow it."""
-        assert self._num_tried == 0, "a token was taken amid tries"
+        """Advance by an emitted token. Return False, and change nothing, if the grammar does not allow it."""
+        assert self._num_tried == 0, "tries must be undone before a token is taken"
         return bool(not self._matcher.is_terminated() and self._matcher.accept_token(token))
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Return to the start of the grammar."""
         self._matcher.reset()
         self._num_tried = 0
 
     def accept_token(self, token: int) -> bool:
-        """Try a token, if the grammar allows it."""
+        """Try a token. Return whether the grammar allows it."""
         is_allowed = bool(self._matcher.accept_token(token))
         self._num_tried += is_allowed
         return is_allowed
 
     def accept_string(self, text: bytes) -> bool:
-        """Try a text, if the grammar allows it; `rollback` counts it as one."""
+        """Try a text. Return whether the grammar allows it. `rollback` counts it as one try."""
         is_allowed = bool(self._matcher.accept_string(text))
         self._num_tried += is_allowed
         return is_allowed
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` tries."""
+        """Undo the last `count` tries."""
         self._matcher.rollback(count)
         self._num_tried -= count
 
     def rewind(self) -> None:
-        """Take back all tries."""
+        """Undo all tries."""
         if self._num_tried:
             self.rollback(self._num_tried)
 
     def fill(self, words: Tensor, row: int = 0) -> None:
-        """The tokens that may come next as bits. words: [n, w] int32, of which a row is written."""
+        """Write the mask of the allowed next tokens to `words[row]`. words: [n, w] int32."""
         self._matcher.fill_next_token_bitmask(words, row)
 
     def jump(self) -> bytes:
-        """The longest text that must come, byte by byte; it may begin or end inside a character. xgrammar 0.2.8 returns
-        it as a str, so that such bytes come with the error."""
+        """Return the longest forced text. It may begin or end inside a character: xgrammar 0.2.8 then raises an error,
+        which has the bytes."""
         try:
             text: str = self._matcher.find_jump_forward_string()
         except UnicodeDecodeError as error:
@@ -58,9 +60,9 @@ class Matcher:
         return text.encode()
 
     def is_terminated(self) -> bool:
-        """Whether its end token was taken."""
+        """Return whether an end token was taken."""
         return bool(self._matcher.is_terminated())
 
     def is_completed(self) -> bool:
-        """Whether the text may end here."""
+        """Return whether the text may end here."""
         return bool(self._matcher.is_completed())

@@ -1,4 +1,4 @@
-"""What the tokens of a vocabulary spell, and how a text that a grammar demands is written in tokens."""
+"""The bytes of each token, and the token sequences that spell a text forced by a grammar."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-MAX_TOKEN_BYTES = 24  # of tokens that are looked for at the beginning of a text
+MAX_TOKEN_BYTES = 24  # longer tokens are not proposed
 MAX_TEXT_STATES = 32
-_MAX_KEPT = 4096  # texts that are kept
+_MAX_CACHED = 4096  # texts whose states are cached
 
 
 @dataclass(frozen=True)
 class TextStates:
-    """A demanded text as states, each the place after some of its bytes. The end is no state: -1.
+    """The states of a forced text: one for each offset that tokens reach. The end of the text has no state (-1).
 
-    by_offset: bytes before each state.
-    forced: [n] int32, the token with which the model's tokenizer goes on.
-    origins, tokens, targets: [m] int32, every token that a state may go on with, and where it leads.
-    last: which of these lead to the end.
+    by_offset: state by byte offset.
+    forced: [states] int32, the next token as the model's tokenizer spells the text.
+    origins, tokens, targets: [edges] int32, every token that fits in a state, and the next state.
+    last: indices of the edges that lead to the end.
     """
 
     by_offset: dict[int, int]
@@ -32,7 +32,11 @@ class TextStates:
 
 
 class TokenTexts:
-    """texts: what each token spells, b"" for what stands for no text. tokenizer: writes texts as the model does."""
+    """Texts of a vocabulary's tokens.
+
+    texts: bytes of each token; b"" for tokens without a text.
+    tokenizer: the model's.
+    """
 
     def __init__(self, texts: Sequence[bytes], tokenizer: Tokenizer) -> None:
         self._texts = texts
@@ -50,15 +54,15 @@ class TokenTexts:
         return self._texts[token]
 
     def bytes_allowed(self, words: npt.NDArray[np.int32]) -> bytes:
-        """The bytes that a mask [w] allows to be the next token."""
+        """Return the single-byte tokens that a mask [w] allows, as bytes."""
         allowed = np.flatnonzero(words[self._byte_words] >> self._byte_bits & 1)
         return bytes(self._bytes[place] for place in allowed.tolist())
 
     def states(self, text: bytes) -> TextStates:
-        """Of a text that is not empty; of a long one as far as drafts may come."""
+        """Return the states of a non-empty text; of a long one the first `MAX_TEXT_STATES`."""
         found = self._states.get(text)
         if found is None:
-            if len(self._states) >= _MAX_KEPT:
+            if len(self._states) >= _MAX_CACHED:
                 self._states.clear()
             found = self._states[text] = self._make_states(text)
         return found
@@ -86,7 +90,7 @@ class TokenTexts:
         return TextStates(by_offset, np.array(forced, np.int32), origins, tokens, targets, np.flatnonzero(targets < 0))
 
     def _written(self, text: bytes) -> dict[int, int]:
-        """By offset the tokens with which the model's tokenizer writes a text."""
+        """Return by offset the tokens with which the model's tokenizer spells a text."""
         found, offset = dict[int, int](), 0
         for token in self._tokenizer.encode(text.decode(errors="ignore"), add_special_tokens=False).ids:
             spelt = self._texts[token] if token < len(self._texts) else b""
@@ -96,7 +100,7 @@ class TokenTexts:
         return found
 
     def _beginnings(self, text: bytes, offset: int, usual: int | None) -> list[int]:
-        """The tokens that a text may go on with: the usual one first, if there is one, then the longer ones first."""
+        """Return the tokens that fit at `offset`: the tokenizer's choice (`usual`) first, then the longest first."""
         rest = text[offset : offset + MAX_TOKEN_BYTES]
         found = [self._ids[rest[:length]] for length in range(len(rest), 0, -1) if rest[:length] in self._ids]
         return found if usual is None else [usual, *(token for token in found if token != usual)]

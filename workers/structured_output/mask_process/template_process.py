@@ -1,8 +1,8 @@
-"""A process that has imported what compiles grammars, and forks a process for each piece of such work.
+"""A process that has imported the grammar compiler, and forks a process for each task.
 
-Grammars come from clients. Compiling one or filling its masks may take minutes, all memory, or crash, and the compiler,
-which is C++, cannot be interrupted in a thread. So this work runs in processes that may be killed at any time, and a
-fork makes another one in milliseconds. Used by `workers.structured_output.host_link` (the masks of a rank's requests)
+Clients send grammars. Compiling one or filling its masks may take minutes or all memory, or crash, and the compiler is
+C++ code that a thread cannot interrupt. So it runs in processes that may be killed at any time; a fork starts another
+one in milliseconds. Used by `workers.structured_output.host_link` (the masks of a rank's requests)
 and `cluster.http.requests.grammar_checker` (the trial of a grammar).
 """
 
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MEMORY_BYTES = 4 << 30  # that a forked process may allocate: torch takes 0.4 GB of it, and 1.5 GB of addresses
-START_TIMEOUT_S = 120.0  # importing torch on a busy machine
-GIVING_WAY = 19  # as Linux counts niceness
+MEMORY_BYTES = 4 << 30  # memory limit of a forked process; torch takes 0.4 GB, and 1.5 GB of addresses
+START_TIMEOUT_S = 120.0  # for importing torch on a busy machine
+LOWEST_PRIORITY = 19  # niceness
 _PARENT_CHECK_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """What a forked process is for: a kind of work on the vocabulary of a model.
+    """The task of a forked process.
 
-    vocab_size: of the model's logits; 0: the tokenizer's.
-    end_token_ids: that grammars are expected to end with, so that the template prepares for them.
+    folder: the model's.
+    vocab_size: size of the model's logits; 0: the tokenizer's vocabulary.
+    end_token_ids: the usual end tokens of grammars; the template prepares their vocabulary.
     """
 
     kind: Literal["masks", "trial"]
@@ -52,18 +53,18 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Forked(msgspec.Struct, frozen=True, array_like=True):
-    """pid: of the new process. fault: why there is none, "" if there is one."""
+    """The answer to `Work`. pid: of the new process. fault: why the fork failed, or ""."""
 
     pid: int
     fault: str = ""
 
 
 class TemplateError(RuntimeError):
-    """No process could be made for grammars. The message says why."""
+    """A process for grammars could not be started. The message says why."""
 
 
 class Template:
-    """The parent's side. `fork` may be called from any thread."""
+    """The parent's end of the template process. `fork` may be called from any thread."""
 
     def __init__(self) -> None:
         atexit.register(self.close)
@@ -72,13 +73,13 @@ class Template:
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """Begin to start the process, without waiting for it."""
+        """Start the process. Does not wait."""
         with self._lock:
             self._start()
 
     def fork(self, work: Work, files: list[int]) -> "ForkedProcess":
-        """Make a process for `work`, which gets copies of `files` (descriptors) and ends with this process. Raises
-        TemplateError or VocabularyError."""
+        """Fork a process for `work`. It inherits copies of `files` (descriptors), and ends when this process ends.
+        Raises TemplateError or VocabularyError."""
         with self._lock:
             self._start()
             assert self._socket is not None
@@ -87,17 +88,17 @@ class Template:
                 raw = self._socket.recv(1 << 16)
             except OSError as error:
                 self._end()
-                raise TemplateError(f"the process that makes processes for grammars failed: {error}") from None
+                raise TemplateError(f"the template process for grammars failed: {error}") from None
             if not raw:
                 self._end()
-                raise TemplateError("the process that makes processes for grammars has ended")
+                raise TemplateError("the template process for grammars has ended")
         forked = msgspec.msgpack.decode(raw, type=_Forked)
         if forked.fault:
             raise VocabularyError(forked.fault)
         return ForkedProcess(forked.pid)
 
     def close(self) -> None:
-        """End the process, and so all that it forked."""
+        """End the process and all its forks."""
         with self._lock:
             self._end()
 
@@ -107,17 +108,18 @@ class Template:
         self._end()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(START_TIMEOUT_S)
-        # the parent's own path, which need not be in the environment
+        # the parent's sys.path, which may not be in the environment
         program = (
             "import os; os.environ.update(TOKENIZERS_PARALLELISM='false', OMP_NUM_THREADS='1'); "
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from workers.structured_output.template_process import main; main({theirs.fileno()}, {os.getpid()})"
+            "from workers.structured_output.mask_process.template_process import main; "
+            f"main({theirs.fileno()}, {os.getpid()})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a terminal's Ctrl-C is for the parent, which ends it
+            start_new_session=True,  # Ctrl-C goes to the parent, which ends this process
         )
         theirs.close()
         self._socket = ours
@@ -133,8 +135,8 @@ class Template:
 
 
 class ForkedProcess:
-    """A process of a template's. Its number may be another's once it has ended, so Linux is asked for a descriptor;
-    where it has none, the process is left to end with its sockets."""
+    """A process forked by the template, held by a descriptor, because its number may be reused once it has ended.
+    Without descriptors (not on Linux) the process ends when its sockets are closed."""
 
     def __init__(self, pid: int) -> None:
         self._descriptor: int | None = None
@@ -143,15 +145,15 @@ class ForkedProcess:
         self._pid = pid
 
     def give_way(self) -> None:
-        """Let others have the processor: where Linux allows, run only on cores that nothing else wants. Eight processes
-        of niceness 19 would take a third of two cores from two ranks of niceness 10."""
+        """Run only on cores that are otherwise idle (SCHED_IDLE), where Linux allows it. Eight processes of niceness 19
+        would take a third of two cores from two ranks of niceness 10."""
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._pid, GIVING_WAY)
+            os.setpriority(os.PRIO_PROCESS, self._pid, LOWEST_PRIORITY)
             if sys.platform == "linux":
                 os.sched_setscheduler(self._pid, os.SCHED_IDLE, os.sched_param(0))
 
     def processor_s(self) -> float:
-        """Seconds of a processor that it has used; infinity if that cannot be told."""
+        """Return the CPU seconds used; infinity if unknown."""
         try:
             with open(f"/proc/{self._pid}/stat") as file:
                 ticks = file.read().rpartition(")")[2].split()[11:13]
@@ -160,7 +162,7 @@ class ForkedProcess:
         return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
+        """Kill the process unless it has ended."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(OSError):
@@ -170,15 +172,15 @@ class ForkedProcess:
 
 @functools.cache
 def template() -> Template:
-    """This process's template: one, since it takes seconds to start and 0.3 GB."""
+    """Return the template of this process. There is one, since it takes seconds to start, and 0.3 GB."""
     return Template()
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Fork what is asked for, until the parent is gone."""
-    # The imports come first and the vocabulary with the first work: a fork then has both.
-    _giving_way(_import)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children are reaped
+    """Fork processes until the parent has ended."""
+    # Forks inherit the imports and the vocabulary.
+    _at_low_priority(_import)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap ended children automatically
     own = socket.socket(fileno=descriptor)
     own.settimeout(_PARENT_CHECK_S)
     while os.getppid() == parent:
@@ -199,23 +201,23 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _import() -> None:
-    import workers.structured_output.mask_host
-    import workers.structured_output.trial  # noqa: F401
+    import workers.structured_output.mask_process.mask_host
+    import workers.structured_output.mask_process.trial  # noqa: F401
 
 
-def _giving_way(call: Callable[[], T]) -> T:
-    """Result of `call`, which takes seconds of a core beside the steps of running requests.
+def _at_low_priority(call: Callable[[], T]) -> T:
+    """Return the result of `call`, run at low priority, because requests run on the same cores meanwhile.
 
-    A thread of its own makes it: Linux counts niceness by thread, and no process may lower its own again, whereas what
-    is forked fills masks that steps wait for. Elsewhere niceness is the whole process's, and is left alone.
+    A thread runs it: on Linux niceness belongs to a thread and cannot be lowered again, and forks of the main thread
+    fill masks that steps wait for. On other systems niceness belongs to the process and stays unchanged.
     """
-    first = functools.partial(os.nice, GIVING_WAY) if sys.platform == "linux" else None
-    with ThreadPoolExecutor(1, "giving way", first) as thread:
+    first = functools.partial(os.nice, LOWEST_PRIORITY) if sys.platform == "linux" else None
+    with ThreadPoolExecutor(1, "low priority", first) as thread:
         return thread.submit(call).result()
 
 
 def _fork(work: Work, files: list[int], own: socket.socket) -> _Forked:
-    """Raises VocabularyError, which is a ValueError, and OSError."""
+    """Fork one process. Raises VocabularyError (a ValueError) and OSError."""
     vocabulary = _prepared(work.folder, work.vocab_size, work.end_token_ids)
     own_pid = os.getpid()
     pid = os.fork()
@@ -237,11 +239,11 @@ def _fork(work: Work, files: list[int], own: socket.socket) -> _Forked:
 
 def _run(work: Work, files: list[int], vocabulary: "Vocabulary") -> None:
     if work.kind == "masks":
-        from workers.structured_output.mask_host import run_host
+        from workers.structured_output.mask_process.mask_host import run_host
 
         run_host(files, vocabulary)
     else:
-        from workers.structured_output.trial import run_trial
+        from workers.structured_output.mask_process.trial import run_trial
 
         run_trial(files, vocabulary)
 
@@ -254,7 +256,7 @@ def _prepared(folder: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> "
             vocabulary.tokens(end_token_ids, False)
         return vocabulary
 
-    return _giving_way(prepare)
+    return _at_low_priority(prepare)
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""Compiled grammars of the process that fills masks: threads compile them. Used by
-`workers.structured_output.mask_host`."""
+"""Compiled grammars of the process that fills masks, compiled in threads. Used by
+`workers.structured_output.mask_process.mask_host`."""
 
 import os
 from collections import OrderedDict
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from workers.scheduling.plan import Grammar
-from workers.structured_output.draft_guide import Endings
-from workers.structured_output.token_texts import TokenTexts
+from workers.structured_output.mask_process.draft_guide import Endings
+from workers.structured_output.mask_process.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     import xgrammar
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 
 COMPILER_NICENESS = 10
-MAX_THREADS = 4  # so that a grammar of many seconds holds up no other
-MAX_KEPT = 64  # compiled grammars beside those in use, up to 10 MB each; the compiler keeps some too
+MAX_THREADS = 4  # so that a grammar that takes seconds delays no other
+MAX_CACHED = 64  # compiled grammars, up to 10 MB each; the compiler has a cache of its own
 
 
 @dataclass(frozen=True)
-class KeptGrammar:
-    """A grammar that is compiled, or will be.
+class CachedGrammar:
+    """A grammar that is compiled or being compiled.
 
-    endings: what its requests have shown of it.
+    endings: tokens after which it forced a text in earlier answers.
     """
 
     grammar: Grammar
@@ -34,39 +34,39 @@ class KeptGrammar:
 
 
 class GrammarCache:
-    """Grammars over one vocabulary."""
+    """An LRU cache of grammars compiled for one vocabulary."""
 
     def __init__(self, vocabulary: "Vocabulary") -> None:
         self._vocabulary = vocabulary
-        self._kept: OrderedDict[Grammar, KeptGrammar] = OrderedDict()
+        self._cached: OrderedDict[Grammar, CachedGrammar] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None
         self._compiler: GrammarCompiler | None = None
         self._texts: TokenTexts | None = None
 
     @property
     def texts(self) -> TokenTexts:
-        """What the model's tokens spell; known once a grammar is compiled."""
+        """The bytes of the model's tokens. Available once a grammar is compiled."""
         assert self._texts is not None, "asked before a grammar was compiled"
         return self._texts
 
-    def of(self, grammar: Grammar) -> KeptGrammar:
-        """The grammar, compiled in a thread, or before."""
-        found = self._kept.pop(grammar, None)
+    def of(self, grammar: Grammar) -> CachedGrammar:
+        """Return the cached grammar; a thread compiles a new one."""
+        found = self._cached.pop(grammar, None)
         if found is None:
             if self._thread is None:
-                # ranks compute on the same cores; the compiler's own threads are as nice as the one that starts them
+                # ranks compute on the same cores; the compiler's threads inherit the niceness
                 self._thread = ThreadPoolExecutor(MAX_THREADS, "grammar", os.nice, (COMPILER_NICENESS,))
-            found = KeptGrammar(grammar, self._thread.submit(self._compile, grammar))
-        self._kept[grammar] = found
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+            found = CachedGrammar(grammar, self._thread.submit(self._compile, grammar))
+        self._cached[grammar] = found
+        if len(self._cached) > MAX_CACHED:
+            self._cached.popitem(last=False)
         return found
 
     def _compile(self, grammar: Grammar) -> "xgrammar.CompiledGrammar":
         from workers.structured_output.compiler import GrammarCompiler
 
         if self._compiler is None:
-            # few threads: those of what else this machine runs must not wait
+            # few threads, since the machine runs other work
             num_threads = max(1, min(4, (os.cpu_count() or 1) // 4))
             self._compiler = GrammarCompiler(self._vocabulary, num_threads)
         compiled = self._compiler.compile(grammar)

@@ -1,5 +1,5 @@
-"""The masks and guides of a step as the process that fills them sees them, in memory that it shares with its rank. Used
-by `workers.structured_output.mask_host`."""
+"""Masks and guides of a step in the process that fills them, in memory shared with the rank. Used by
+`workers.structured_output.mask_process.mask_host`."""
 
 import mmap
 
@@ -7,14 +7,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.structured_output.guest import scratch_of
 from workers.structured_output.guide_table import GuideBlock
-from workers.structured_output.mask_jobs import Thread
+from workers.structured_output.mask_process.mask_jobs import Thread
+from workers.structured_output.mask_process.request_grammar import scratch_of
 from workers.structured_output.mask_table import MAX_RUNNING, TableShape
 
 
 class SharedTable:
-    """A `MaskTable`'s shared memory, in this process. masks: [rows, w] int32."""
+    """The shared memory of a `MaskTable`. masks: [rows, w] int32."""
 
     def __init__(self, memory: mmap.mmap, shape: TableShape) -> None:
         _, guides, words = shape.parts(torch.from_numpy(np.frombuffer(memory, np.int32, shape.size)))
@@ -27,32 +27,33 @@ class SharedTable:
         self._places: dict[int, int] = {}  # in `_running`, by request
 
     def new_guide(self) -> GuideBlock | None:
-        """A guide in memory of its own; None in an engine without drafts."""
+        """Allocate a guide; None in an engine without drafts."""
         return None if self._blocks is None else GuideBlock(np.empty(self._blocks.shape[1], np.int32))
 
     def set_guide(self, number: int, guide: GuideBlock) -> None:
-        """Put a guide in its place in the step."""
+        """Copy a guide to its index in the step."""
         assert self._blocks is not None
         self._blocks[number] = guide.block
 
     def began(self, number: int) -> None:
-        """A request's mask is being filled."""
+        """Record that a request's mask is being filled."""
         if self._free and number not in self._places:
             self._places[number] = self._free.pop()
             self._running[self._places[number]] = number
 
     def ended(self, number: int) -> None:
-        """It is not any more."""
+        """Remove that record."""
         place = self._places.pop(number, None)
         if place is not None:
             self._running[place] = -1
             self._free.append(place)
 
 
-class Desk:
-    """A leader's thread, and the buffers that it fills before their content is copied to the step's.
+class FillBuffers:
+    """Buffers of the leading thread for one request, copied to the shared table once they are complete.
 
-    words: [nodes of a tree and positions after it, w] int32, the masks of one request. masks: the same memory.
+    words: [nodes of a tree and positions after it, w] int32, the request's masks.
+    masks: the same memory, for numpy.
     scratch: [1, w] int32.
     guide: None in an engine without drafts.
     """

@@ -1,10 +1,9 @@
-"""The process that follows the grammars of one rank's requests, and fills their masks into memory that it shares with
-the rank.
+"""The process that follows the grammars of one rank's requests and fills their masks in shared memory.
 
-One thread at a time, the leader, carries out the rank's orders. If a request's mask takes too long, the rank says so.
-The request is then late: another thread becomes the leader, and the former one completes that mask beside the steps.
-So a grammar delays other requests by no more than the rank's limit. A mask that takes `MASK_LIMIT_S` of processor time
-ends its request. The process cannot interrupt that work: it exits once no request needs the result, and the rank starts
+One thread, the leader, carries out the rank's orders. If a mask takes too long, the rank sends a deadline: the request
+is late, another thread becomes the leader, and the former leader completes the mask in the background. So a grammar
+delays other requests by no more than the rank's limit. A mask that takes `MASK_LIMIT_S` of CPU time ends its request.
+The compiler's calls cannot be interrupted: the process exits once no request needs the result, and the rank starts
 another process.
 """
 
@@ -21,28 +20,38 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from workers.scheduling.plan import Failure
-from workers.structured_output.draft_guide import MaskRows, StepClosedError
 from workers.structured_output.framing import receive, send
-from workers.structured_output.grammar_cache import GrammarCache
-from workers.structured_output.guest import Guest, Guests, failure_of, scratch_of
-from workers.structured_output.mask_jobs import MASK_LIMIT_S, Job, Step
-from workers.structured_output.mask_messages import LATE, Begin, Fill, Filled, Hurry, Notice, Order
+from workers.structured_output.mask_messages import LATE, Begin, Deadline, Fill, Filled, Notice, Order
+from workers.structured_output.mask_process.draft_guide import MaskRows, StepClosedError
+from workers.structured_output.mask_process.grammar_cache import GrammarCache
+from workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S, Job, Step
+from workers.structured_output.mask_process.request_grammar import (
+    RequestGrammar,
+    RequestGrammars,
+    failure_of,
+    scratch_of,
+)
+from workers.structured_output.mask_process.shared_table import FillBuffers, SharedTable
 from workers.structured_output.mask_table import NUM_SPARE, TableShape
-from workers.structured_output.shared_table import Desk, SharedTable
 
 if TYPE_CHECKING:
     from workers.structured_output.compiler import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-UNWANTED_SHARE = 0.1  # of these, that a thread may go on for a request that has ended
-MAX_BESIDE = 4  # masks computed beside the steps at a time
+ABANDONED_SHARE = 0.1  # of the time limits, for the mask of a request that has ended
+MAX_BACKGROUND = 4  # late masks computed at the same time
 _WATCH_S = 0.1
 
 
 class MaskHost:
-    """orders: where the rank's orders come from, and their answers go. control: hurries in, notices out. table: of the
-    step, in shared memory. leave: ends the process."""
+    """Fills masks for one rank.
+
+    orders: socket for the rank's orders and their answers.
+    control: socket for deadlines (received) and notices (sent).
+    table: masks and guides of the step.
+    leave: ends the process.
+    """
 
     def __init__(
         self,
@@ -57,19 +66,19 @@ class MaskHost:
         self._control = control
         self._table = table
         self._cache = GrammarCache(vocabulary)
-        self._guests = Guests(self._cache)
-        self._lock = threading.Lock()  # of all that follows
+        self._requests = RequestGrammars(self._cache)
+        self._lock = threading.Lock()  # guards the fields below
         self._leader = object()
         self._step: Step | None = None
         self._jobs: dict[int, Job] = {}  # by request
-        self._is_doomed = False
-        self._beside = threading.BoundedSemaphore(MAX_BESIDE)
+        self._must_exit = False
+        self._background = threading.BoundedSemaphore(MAX_BACKGROUND)
 
     def run(self) -> None:
-        """Until the rank is gone, or a thread is stuck for good."""
+        """Run until the rank has ended or a thread cannot be stopped."""
         threading.Thread(target=self._lead, args=(self._leader,), daemon=True).start()
         self._control.settimeout(_WATCH_S)
-        while not self._is_doomed:
+        while not self._must_exit:
             try:
                 raw = self._control.recv(1 << 16)
             except TimeoutError:
@@ -77,12 +86,12 @@ class MaskHost:
                 continue
             if not raw:
                 return
-            self._hurry(msgspec.msgpack.decode(raw, type=Hurry))
+            self._on_deadline(msgspec.msgpack.decode(raw, type=Deadline))
 
     # ---- the leader
 
     def _lead(self, me: object) -> None:
-        desk = Desk(self._table)
+        buffers = FillBuffers(self._table)
         try:
             while True:
                 with self._lock:
@@ -93,7 +102,7 @@ class MaskHost:
                         self._leave(0)
                         return
                     step = self._begin(order)
-                if step is not None and not self._work(step, me, desk):
+                if step is not None and not self._work(step, me, buffers):
                     return
         except OSError:
             self._leave(0)  # the rank is gone
@@ -102,17 +111,17 @@ class MaskHost:
             self._leave(1)
 
     def _begin(self, order: Order) -> Step | None:
-        """Take an order in; its step, if it has one."""
+        """Carry out an order up to its fills. Return its step; None without fills."""
         began_s = time.perf_counter()
         for number, grammar in order.prepared.items():
-            kept = self._cache.of(grammar)
-            kept.compiled.add_done_callback(lambda _, number=number: self._notify(Notice(prepared=[number])))  # type: ignore[misc]
+            cached = self._cache.of(grammar)
+            cached.compiled.add_done_callback(lambda _, number=number: self._notify(Notice(prepared=[number])))  # type: ignore[misc]
         with self._lock:
             for number in order.dropped:
-                self._guests.drop(number)
+                self._requests.drop(number)
                 if number in self._jobs:
-                    self._jobs[number].is_wanted = False
-        num_forced = self._guests.follow(order.entered, order.advanced)
+                    self._jobs[number].is_needed = False
+        num_forced = self._requests.follow(order.entered, order.advanced)
         if not order.fills:
             return None
         step = Step(order, deque(range(len(order.fills))), [LATE] * len(order.fills), began_s, num_forced=num_forced)
@@ -120,78 +129,78 @@ class MaskHost:
             self._step = step
         return step
 
-    def _work(self, step: Step, me: object, desk: Desk) -> bool:
-        """Fill what is left of a step, and answer; False if another thread leads meanwhile."""
-        since_s = desk.thread.processor_s()
+    def _work(self, step: Step, me: object, buffers: FillBuffers) -> bool:
+        """Fill the rest of a step and answer. Return False if another thread has become the leader."""
+        since_s = buffers.thread.processor_s()
         while True:
             with self._lock:
                 if self._leader is not me:
                     return False
                 if self._step is not step:
                     return True  # closed
-                job = self._next(step, desk, since_s)
+                job = self._next(step, buffers, since_s)
                 if job is None:
                     self._answer(step)
                     return True
-            failure = self._fill(step, job, desk)
+            failure = self._fill(step, job, buffers)
             with self._lock:
                 if self._leader is me:
                     since_s += job.processor_s() if job.may_be_slow() else 0.0
                     self._end(job)
                     step.current = None
                     if failure is not None:
-                        step.failures[job.place] = job.guest.failure = failure
+                        step.failures[job.place] = job.request.failure = failure
                         step.rows[job.place] = LATE
                     continue
-            self._settle(job)
+            self._finish_late(job)
             return False
 
-    def _next(self, step: Step, desk: Desk, since_s: float) -> Job | None:
-        """The next fill that is worth waiting for; the others are done beside the step."""
+    def _next(self, step: Step, buffers: FillBuffers, since_s: float) -> Job | None:
+        """Return the next fill that the step waits for. Masks of slow requests are filled in the background."""
         while step.todo:
             place = step.todo.popleft()
             fill = step.order.fills[place]
-            guest = self._guests.find(fill.guest)
-            if guest is None or fill.guest in self._jobs:
+            request = self._requests.find(fill.request)
+            if request is None or fill.request in self._jobs:
                 continue
-            if guest.failure is not None:
-                step.failures[place] = guest.failure
+            if request.failure is not None:
+                step.failures[place] = request.failure
                 continue
-            if guest.is_slow and (guest.root is None or fill.count > 1):
-                self._settle_beside(guest, fill.guest)
+            if request.is_slow and (request.root is None or fill.count > 1):
+                self._fill_in_background(request, fill.request)
                 continue
-            job = self._jobs[fill.guest] = step.current = Job(guest, fill.guest, desk.thread, since_s, place)
-            self._table.began(fill.guest)
+            job = self._jobs[fill.request] = step.current = Job(request, fill.request, buffers.thread, since_s, place)
+            self._table.began(fill.request)
             return job
         return None
 
-    def _fill(self, step: Step, job: Job, desk: Desk) -> Failure | None:
-        """One request's masks and guide. Returns why it cannot go on, or None."""
+    def _fill(self, step: Step, job: Job, buffers: FillBuffers) -> Failure | None:
+        """Fill one request's masks and guide. Return the failure that ends the request, or None."""
         fill: Fill = step.order.fills[job.place]
-        guest, table = job.guest, self._table
-        guide = desk.guide if fill.guide >= 0 else None
-        first, was_known = step.num_rows, guest.root is not None
+        request, table = job.request, self._table
+        guide = buffers.guide if fill.guide >= 0 else None
+        first, was_known = step.num_rows, request.root is not None
 
         def check() -> None:
             if not job.is_current:
                 raise StepClosedError
 
         limit = fill.count + (NUM_SPARE if guide else 0)
-        rows = MaskRows(desk.words, desk.masks, first, fill.count, limit, desk.scratch, check)
+        rows = MaskRows(buffers.words, buffers.masks, first, fill.count, limit, buffers.scratch, check)
         try:
-            guest.kept.compiled.result()
-            is_guided = guest.fill(rows, fill.count, guide, fill.num_guided, self._cache.texts)
+            request.cached.compiled.result()
+            is_guided = request.fill(rows, fill.count, guide, fill.num_guided, self._cache.texts)
         except StepClosedError:
             return None
-        except Exception as error:  # whatever it is, it is this request's alone
+        except Exception as error:  # it ends this request alone
             return failure_of(error)
         with self._lock:
             if job.is_current:
                 step.rows[job.place], step.num_rows = first, first + rows.end
-                table.masks[first : step.num_rows] = desk.masks[: rows.end]
+                table.masks[first : step.num_rows] = buffers.masks[: rows.end]
                 if is_guided and guide is not None:
                     table.set_guide(fill.guide, guide)
-                guest.is_slow = job.is_slow() or (was_known and guest.is_slow)
+                request.is_slow = job.is_slow() or (was_known and request.is_slow)
         return None
 
     def _answer(self, step: Step) -> None:
@@ -202,33 +211,33 @@ class MaskHost:
             Filled(step.order.sequence, step.rows, step.failures, step.num_rows, step.num_forced, took_s),
         )
 
-    # ---- beside the steps
+    # ---- late masks, in the background
 
-    def _settle_beside(self, guest: Guest, number: int) -> None:
-        """Find a late request's mask in a thread of its own."""
-        job = self._jobs[number] = Job(guest, number, None, is_current=False)
+    def _fill_in_background(self, request: RequestGrammar, number: int) -> None:
+        """Fill a late request's mask in a new thread."""
+        job = self._jobs[number] = Job(request, number, None, is_current=False)
 
-        def settle() -> None:
-            with self._beside:
+        def run() -> None:
+            with self._background:
                 job.start()
                 self._table.began(number)
-                self._settle(job)
+                self._finish_late(job)
 
-        threading.Thread(target=settle, daemon=True).start()
+        threading.Thread(target=run, daemon=True).start()
 
-    def _settle(self, job: Job) -> None:
-        """Bring a late request's mask to its end, in this thread."""
-        guest, failure = job.guest, None
+    def _finish_late(self, job: Job) -> None:
+        """Complete a late request's mask in this thread."""
+        request, failure = job.request, None
         try:
-            guest.settle(scratch_of(self._table.num_words))
+            request.fill_root(scratch_of(self._table.num_words))
         except Exception as error:
             failure = failure_of(error)
         with self._lock:
-            guest.is_slow = job.is_slow()
-            if guest.failure is None:
-                guest.failure = failure
+            request.is_slow = job.is_slow()
+            if request.failure is None:
+                request.failure = failure
             self._end(job)
-            is_known = guest.failure is None or failure is not None
+            is_known = request.failure is None or failure is not None
         if is_known:
             self._notify(Notice([job.number]) if failure is None else Notice(failures={job.number: failure}))
 
@@ -244,10 +253,10 @@ class MaskHost:
 
     # ---- the watching thread
 
-    def _hurry(self, hurry: Hurry) -> None:
+    def _on_deadline(self, deadline: Deadline) -> None:
         with self._lock:
             step = self._step
-            if step is None or step.order.sequence != hurry.sequence:
+            if step is None or step.order.sequence != deadline.sequence:
                 return
             if (job := step.current) is not None:
                 job.is_current, step.current = False, None
@@ -255,30 +264,30 @@ class MaskHost:
                 job.give_way()
                 self._leader = object()
                 threading.Thread(target=self._lead, args=(self._leader,), daemon=True).start()
-            if hurry.closes:
+            if deadline.closes:
                 for place in step.todo:
-                    number = step.order.fills[place].guest
-                    if (guest := self._guests.find(number)) is not None and number not in self._jobs:
-                        self._settle_beside(guest, number)
+                    number = step.order.fills[place].request
+                    if (request := self._requests.find(number)) is not None and number not in self._jobs:
+                        self._fill_in_background(request, number)
                 step.todo.clear()
                 self._answer(step)
 
     def _watch(self) -> None:
-        """End requests whose masks take too long, and this process if that does not end their threads."""
+        """End requests whose masks take too long, and the process if their threads go on."""
         with self._lock:
             used = {job: job.share_of_limit() for job in self._jobs.values() if job.thread is not None}
-            over = [job for job, share in used.items() if share > 1 and job.guest.failure is None]
+            over = [job for job, share in used.items() if share > 1 and job.request.failure is None]
             failure = Failure(f"the grammar takes more than {MASK_LIMIT_S:g} s for one token", True)
             for job in over:
-                job.guest.failure = failure
-            limits = {True: 3.0, False: UNWANTED_SHARE}
-            self._is_doomed |= any(share > limits[job.is_wanted] for job, share in used.items())
+                job.request.failure = failure
+            limits = {True: 3.0, False: ABANDONED_SHARE}
+            self._must_exit |= any(share > limits[job.is_needed] for job, share in used.items())
         for job in over:
             self._notify(Notice(failures={job.number: failure}))
 
 
 def run_host(files: list[int], vocabulary: "Vocabulary") -> None:
-    """files: sockets of orders and control, and the shared memory."""
+    """Run a `MaskHost`. files: descriptors of the order socket, the control socket and the shared memory."""
     orders, control = (socket.socket(fileno=file) for file in files[:2])
     begin = receive(orders, Begin)
     if begin is None:

@@ -1,6 +1,7 @@
-"""What becomes of a grammar, found out before its request runs: whether it compiles, and what the masks of its answers
-cost. Runs in a process made for this one grammar (`workers.structured_output.template_process`), which its starter,
-`cluster.http.requests.grammar_checker`, kills where it takes too long.
+"""Tries a grammar before its request runs: whether it compiles, and how long the masks of sample answers take.
+
+Each trial runs in a process of its own (`workers.structured_output.mask_process.template_process`).
+`cluster.http.requests.grammar_checker` starts it, and kills it when it takes too long.
 """
 
 import os
@@ -24,20 +25,24 @@ if TYPE_CHECKING:
 
     from workers.structured_output.compiler import Vocabulary
 
-TOKEN_LIMIT_S = 0.2  # of a processor, for one token of an answer; the rank's process gives up at five times that
-WALK_LIMIT_S = 2.0  # of a processor, for all answers that are tried
-MIN_TOKENS = 100  # that are to be walked in this time
-NICENESS = 10  # of the process, beside engines that compute on the same cores
-WALK_TOKENS = 96  # of each answer
+TOKEN_LIMIT_S = 0.2  # CPU time for one token of an answer; the rank's process allows five times as much
+WALK_LIMIT_S = 2.0  # CPU time for all sample answers
+MIN_TOKENS = 100  # that sample answers must reach within this time
+NICENESS = 10  # of the process: engines compute on the same cores
+WALK_TOKENS = 96  # per sample answer
 _REPEATED = (b"a", b" ", b"0", b"\n")
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """fault: why the grammar cannot be used, "" if it can. with_model: the model's fault, not the grammar's.
-    is_compiled: this is not the end; the grammar compiles, and its answers are being tried."""
+class TrialResult(msgspec.Struct, frozen=True, array_like=True):
+    """The result of a trial.
+
+    fault: why the grammar cannot be used; "" if it can.
+    is_model_fault: the model's tokenizer is the reason.
+    is_compiled: an interim result: the grammar compiles, and sample answers are being tried.
+    """
 
     fault: str = ""
-    with_model: bool = False
+    is_model_fault: bool = False
     is_compiled: bool = False
 
 
@@ -48,7 +53,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
 
 
 def run_trial(files: list[int], vocabulary: "Vocabulary") -> None:
-    """files: a socket, on which the grammar comes and verdicts go."""
+    """Run a trial. files: descriptor of the socket that receives the grammar and sends results."""
     os.nice(NICENESS)
     own = socket.socket(fileno=files[0])
     trial = receive(own, Trial)
@@ -56,33 +61,35 @@ def run_trial(files: list[int], vocabulary: "Vocabulary") -> None:
         return
 
     def limit_walk() -> None:
-        send(own, Verdict(is_compiled=True))
+        send(own, TrialResult(is_compiled=True))
         used_s = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
         limit_s = used_s + int(WALK_LIMIT_S) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))  # ends the process amid a call that takes longer
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))  # kills the process inside a call that takes longer
 
-    send(own, verdict(trial.grammar, vocabulary, limit_walk))
+    send(own, try_grammar(trial.grammar, vocabulary, limit_walk))
 
 
-def verdict(grammar: Grammar, vocabulary: "Vocabulary", on_compiled: Callable[[], None] = lambda: None) -> Verdict:
-    """What becomes of a grammar. on_compiled: called before its answers are tried."""
+def try_grammar(
+    grammar: Grammar, vocabulary: "Vocabulary", on_compiled: Callable[[], None] = lambda: None
+) -> TrialResult:
+    """Compile a grammar and try sample answers. on_compiled: called in between."""
     try:
         compiled = _compile(grammar, vocabulary)
         on_compiled()
         _walk(compiled)
     except InvalidGrammarError as error:
-        return Verdict(str(error))
+        return TrialResult(str(error))
     except VocabularyError as error:
-        return Verdict(str(error), with_model=True)
+        return TrialResult(str(error), is_model_fault=True)
     except MemoryError:
-        return Verdict("it takes too much memory; make it smaller")
-    except Exception as error:  # what the library raises here it would raise in an engine
-        return Verdict(f"the compiler fails on it: {type(error).__name__}: {error}")
-    return Verdict()
+        return TrialResult("it takes too much memory; make it smaller")
+    except Exception as error:  # the library would raise it in an engine, too
+        return TrialResult(f"the compiler fails on it: {type(error).__name__}: {error}")
+    return TrialResult()
 
 
 def _compile(grammar: Grammar, vocabulary: "Vocabulary") -> "xgrammar.CompiledGrammar":
-    """Raises InvalidGrammarError, for what the library warns of too: it leaves that out of the grammar."""
+    """Compile a grammar. Raises InvalidGrammarError, also for the library's warnings: it ignores those parts."""
     from workers.structured_output.compiler import GrammarCompiler
 
     with tempfile.TemporaryFile() as said:
@@ -90,7 +97,7 @@ def _compile(grammar: Grammar, vocabulary: "Vocabulary") -> "xgrammar.CompiledGr
         os.dup2(said.fileno(), 2)
         try:
             compiled = GrammarCompiler(
-                vocabulary, num_threads=2 if (os.cpu_count() or 1) > 4 else 1, remembers=False
+                vocabulary, num_threads=2 if (os.cpu_count() or 1) > 4 else 1, caches=False
             ).compile(grammar)
         finally:
             os.dup2(own, 2)
@@ -103,8 +110,8 @@ def _compile(grammar: Grammar, vocabulary: "Vocabulary") -> "xgrammar.CompiledGr
 
 
 def _walk(compiled: "xgrammar.CompiledGrammar") -> None:
-    """Write answers that are likely to be the hardest: of the longest tokens, of the shortest, and of one text again
-    and again. Raises InvalidGrammarError where they take too long, or no text is allowed."""
+    """Generate sample answers that are likely to be slow: of the longest tokens, of the shortest, and of one repeated
+    token. Raises InvalidGrammarError if they take too long, or no text is allowed."""
     import numpy as np
 
     texts = compiled.tokenizer_info.decoded_vocab
@@ -134,12 +141,15 @@ def _walk(compiled: "xgrammar.CompiledGrammar") -> None:
 def _answer(
     compiled: "xgrammar.CompiledGrammar", lengths: "npt.NDArray[np.int32]", prefer: int | None
 ) -> Iterator[float]:
-    """Write one answer; yields the processor time of each token. lengths: bytes of each token, 0 of those to avoid.
-    prefer: this token wherever it is allowed, else the shortest; None: the longest. Raises InvalidGrammarError."""
+    """Generate one sample answer, and yield the CPU seconds of each token. Raises InvalidGrammarError.
+
+    lengths: [vocab] int32, bytes of each token; 0 for tokens to avoid.
+    prefer: a token to choose wherever it is allowed, else the shortest; None: the longest.
+    """
     import numpy as np
     import xgrammar
 
-    from workers.structured_output.matcher import Matcher
+    from workers.structured_output.mask_process.matcher import Matcher
 
     words = xgrammar.allocate_token_bitmask(1, len(lengths))
     matcher, shortest = Matcher(compiled), np.where(lengths > 0, 1_000_000 - lengths, 0)
@@ -155,7 +165,7 @@ def _answer(
         token = prefer if prefer and allowed[prefer] else best
         if not allowed[token] or lengths[token] == 0:
             yield filled_s
-            return  # the end alone may come, or a token without a text
+            return  # only an end token is allowed, or a token without a text
         began_s = time.thread_time()
         matcher.take(token)
         yield filled_s + time.thread_time() - began_s
