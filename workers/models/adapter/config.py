@@ -17,14 +17,13 @@ from attention.kv_cache.layout import LayerGroup
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.models.adapter.names import TransformersNames, conversions, expert_names, renamings
-from workers.models.adapter.survey import AttentionCall, UnservableError, make_model, survey
+from workers.models.adapter.survey import LENGTH_DEPENDENT, AttentionCall, UnservableError, make_model, survey
 from workers.models.config import ModelConfig, dtype_of
 from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, flag_of, ids_of, number_of, size_of
 from workers.quantization.quant_method import Unquantized
 from workers.quantization.table import read_quant_method
 
 KV_PROJECTIONS = ("k_proj", "v_proj")  # of whose outputs several ranks may have the same
-LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -46,7 +45,7 @@ class AdapterConfig(ModelConfig):
 
     @property
     def served_by(self) -> str:
-        windows = {call.window for call in self.calls if call.window is not None}
+        windows = {call.window for call in self.calls if call.window is not None and call.window <= self.max_position}
         limit = f"; texts end where its windows of {', '.join(map(str, sorted(windows)))} tokens would begin to cut"
         return (
             f"the modules of transformers' {self.architecture}, slower than a family of its own{limit * bool(windows)}"

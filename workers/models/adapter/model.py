@@ -13,9 +13,9 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey
-from workers.models.adapter.config import LENGTH_DEPENDENT, AdapterConfig, transformers_config
+from workers.models.adapter.config import AdapterConfig, transformers_config
 from workers.models.adapter.layers import PagedAttention, Passing, own_tensors, put_layers
-from workers.models.adapter.survey import UnservableError, decoder, make_model
+from workers.models.adapter.survey import LENGTH_DEPENDENT, UnservableError, decoder, make_model
 from workers.models.decoder import DecoderOutput, TargetModel
 from workers.ops.gemm.workspace import GEMMOptions
 

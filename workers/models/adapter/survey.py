@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "aerie"  # the name of our attention among those of transformers
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
 _ROWS = 3
 _HARMLESS = {"dropout", "position_ids", "is_causal", "cache_position", "use_cache", "output_attentions"}
 
@@ -75,10 +76,12 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
-    """The calls of attention of one pass, in order. model: without memory. Raises UnservableError."""
+    """The calls of attention of one pass, in order. model: without memory, not used again. Raises UnservableError."""
     calls: list[AttentionCall] = []
     for path, module in model.named_modules():
         module.paged = _Recorder(path, module, calls)
+        if getattr(module, "rope_type", None) in LENGTH_DEPENDENT:
+            module.rope_type = "default"  # it would read the largest position, and there is no memory to read
     ids = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():

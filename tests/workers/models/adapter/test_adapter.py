@@ -88,6 +88,27 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str, with
     assert by_us(target) == expected
 
 
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [9.0] * 8, "attention_factor": 1.1}
+LONG_ROPE |= {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "options"),
+    [
+        ("phi3", 128, {"rope_parameters": LONG_ROPE, "head_dim": 16, "original_max_position_embeddings": 128}),
+        ("cohere", 256, {"rope_parameters": DYNAMIC}),
+    ],
+)
+def test_angles_that_depend_on_the_length_are_served_up_to_the_original_one(
+    tmp_path: Path, kind: str, limit: int, options: dict[str, Any]
+) -> None:
+    target = make_known(tmp_path, kind, **options)
+    assert by_us(target) == by_transformers(target)
+    config = read_target_config(ModelSource(path=str(target), device="cpu"), 1)
+    assert config.max_position == limit
+
+
 @pytest.mark.parametrize(
     "kind", ["olmo2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("granite", "mixtral"))]
 )

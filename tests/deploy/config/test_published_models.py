@@ -1,0 +1,54 @@
+"""What `aerie plan` says of models in use: rows of docs/models.md beside the printed plan.
+
+`published/NAME.json` is a config.json as published, without fields that no decoder reads. There are no weights.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import main
+from tests.support import DOCS, MODELS
+
+PUBLISHED = Path(__file__).parent / "published"
+# Rows: name -> served by, GB of weights, bytes of KV per token, longest request.
+ROWS = {
+    cells[0]: tuple(cells[1:])
+    for line in (DOCS / "models.md").read_text().rpartition("| model | served by |")[2].splitlines()[2:]
+    if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 5
+}
+# Of those that transformers makes, on no device: this many in each run, for a model takes a second or more.
+QUICK = {"gemma-2-9b-it", "gemma-3-1b-it", "gpt-oss-20b", "Mistral-7B-Instruct-v0.3", "phi-4", "Phi-4-mini-instruct"}
+NAMES = sorted(path.stem for path in PUBLISHED.glob("*.json"))
+
+
+def test_every_published_model_has_a_row() -> None:
+    assert sorted(ROWS) == NAMES and len(NAMES) >= 20
+    assert set(NAMES) > QUICK
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK or ROWS[name][0] == "own" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
+def test_the_plan_says_what_the_page_says(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    shutil.copy(PUBLISHED / f"{name}.json", folder / "config.json")
+    for file in (MODELS / "target").glob("*token*"):
+        shutil.copy(file, folder)
+    served, weights, kv, limit = ROWS[name]
+    status = main(["plan", str(folder), "--cpus", "64", "--gpus", "8"])
+    printed = capsys.readouterr()
+    if served.startswith("refused: "):
+        (line,) = (line for line in printed.err.splitlines() if line.startswith(f"model {folder}: "))
+        assert status != 0 and served.removeprefix("refused: ") in line
+        return
+    assert status == 0
+    assert ("served by" in printed.out) == (served == "adapter") and served in ("own", "adapter")
+    found = re.search(r"^weights +([\d.]+) GB of the target(?: and ([\d.]+) GB of the draft)?", printed.out, re.M)
+    assert found is not None and weights == " + ".join(part for part in found.groups() if part)
+    assert f"KV takes {kv} bytes per token" in printed.out
+    assert f"requests of up to {limit} tokens" in printed.out
