@@ -13,6 +13,8 @@ _CHAIN = {"num_steps": 3, "top_k": 1, "num_draft_tokens": 4}
 # Architectures whose modules are served (`speculative.drafts`), and the number of modules where config.json has none.
 _MODULES = {
     "DeepseekV3ForCausalLM": 0,
+    "Glm4MoeForCausalLM": 0,
+    "Glm4MoeLiteForCausalLM": 0,
     "Qwen3_5ForConditionalGeneration": 0,
     "Qwen3_5MoeForConditionalGeneration": 0,
     "Qwen3_5ForCausalLM": 0,

@@ -183,7 +183,9 @@ class DeepseekLayer(nn.Module):
 
 def mtp_head(method: DeepseekMtp) -> MtpHead:
     """The trainable module."""
-    return MtpHead(method, DeepseekLayer(method.model, 0), method.model, method.model.rms_eps)
+    model = method.model
+    assert isinstance(model, DeepseekConfig), "only its architecture is trained"
+    return MtpHead(method, DeepseekLayer(model, 0), model, model.rms_eps)
 
 
 def initialise(module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from speculative.drafts import mtp_deepseek, mtp_qwen
+from speculative.drafts.config import draft_architecture
 from speculative.drafts.mtp import Mtp
 from speculative.training import TrainingError, deepseek_layers, hybrid_layers
 from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft
@@ -57,7 +58,7 @@ def module_tensors(head: MtpHead) -> dict[str, Tensor]:
 def read_module(folder: Path) -> MtpHead:
     """The module of a checkpoint, in float32 on the CPU. Raises `TrainingError` if it has none that can be trained."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    family = next((each for each in _FAMILIES if each.method.recognises(raw)), None)
+    family = next((each for each in _FAMILIES if draft_architecture(raw) in each.architectures), None)
     if family is None:
         known = ", ".join(name for each in _FAMILIES for name in each.architectures)
         raise TrainingError(

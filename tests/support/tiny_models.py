@@ -37,6 +37,10 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen3_5": HYBRID,
     "Qwen3_5Moe": HYBRID | MOE | {"num_experts": 6, "shared_expert_intermediate_size": 32},
     "Qwen3Next": HYBRID | MOE | {"num_experts": 6, "shared_expert_intermediate_size": 32},
+    "Glm4Moe": MOE
+    | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_hidden_layers": 4}
+    | {"use_qk_norm": True, "attention_bias": True},
+    "Glm4MoeLite": MOE | LATENT | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
     "DeepseekV2": MOE | LATENT | {"n_routed_experts": 6, "n_shared_experts": 2, "topk_method": "greedy"},
     "DeepseekV3": MOE | LATENT | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
 }
@@ -82,17 +86,20 @@ def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any
 
 
 def add_mtp(target: Path, seed: int = 1, copying: bool = False) -> torch.nn.Module:
-    """Gives a DeepSeek-V3 target a random module for multi-token prediction, in its own checkpoint and by the published
-    names; returns transformers' module with the same weights. copying: it passes the newest token's embedding on almost
-    unchanged."""
-    from transformers import DeepseekV3Config
+    """Gives a DeepSeek-V3 or GLM-4.5 target a random module for multi-token prediction, in its own checkpoint and by
+    the published names; returns transformers' module with the same weights. copying: it passes the newest token's
+    embedding on almost unchanged."""
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_layers import MtpLayer
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
-    config = DeepseekV3Config.from_pretrained(target, attn_implementation="eager")
+    config = AutoConfig.from_pretrained(target, attn_implementation="eager")
     index, path = config.num_hidden_layers, target / "model.safetensors"
+    text = AutoModelForCausalLM.from_config(config)
+    layer_class, norm_class = type(text.model.layers[0]), type(text.model.norm)
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
     torch.manual_seed(seed)
-    module = MtpLayer(config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, index).eval().requires_grad_(False)
+    module = MtpLayer(config, layer_class, norm_class, index).eval().requires_grad_(False)
     for name, parameter in module.named_parameters():
         torch.nn.init.uniform_(parameter, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(parameter, 0.0, 0.2)
     tensors = load_file(str(path))
@@ -111,6 +118,8 @@ def add_mtp(target: Path, seed: int = 1, copying: bool = False) -> torch.nn.Modu
     tensors[f"{theirs}.embed_tokens.weight"] = tensors[f"{theirs}.shared_head.head.weight"] = torch.zeros(3, 3)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     save_file(tensors, str(path), metadata={"format": "pt"})
+    settings = {"num_nextn_predict_layers": 1} | json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(settings))
     return module
 
 
@@ -169,6 +178,7 @@ def make_eagle3(folder: Path, target: Path, seed: int = 1, **overrides: Any) -> 
     """A random EAGLE-3 head for `target`, sharing its embedding, with its own vocabulary."""
     config = json.loads((target / "config.json").read_text())
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    config.setdefault("head_dim", hidden // config["num_attention_heads"])  # a target of latent rows has none
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randperm(vocab, generator=generator)[:DRAFT_VOCAB].sort().values

@@ -168,6 +168,19 @@ def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfi
     )
 
 
+def rotated_dim_of(config: Mapping[str, Any], head_dim: int, source: str, default: float) -> int:
+    """Rotated dimensions of a head, its first ones. default: the share of them where config.json has none."""
+    factor = number_of(config, "partial_rotary_factor", source, default)
+    factor = number_of(rope_scaling_of(config, source), "partial_rotary_factor", source, factor)
+    rotated = int(head_dim * factor)
+    if rotated % 2 or not 2 <= rotated <= head_dim:
+        raise ValueError(
+            f"{source}: config.json: partial_rotary_factor={factor:g} of head_dim={head_dim}: must give an even number "
+            "from 2 to head_dim; correct it, or download the checkpoint again"
+        )
+    return rotated
+
+
 def mscale_of(scaling: Mapping[str, Any], key: str, source: str, default: float = 0.0) -> float:
     """One of YaRN's factors; 0 means `default`, as in transformers."""
     return default if scaling.get(key) == 0 else number_of(scaling, key, source, default)

@@ -128,7 +128,7 @@ def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
         value_dim=size_of(config, "v_head_dim", source),
         attention_scale=(key_dim + rotated_dim) ** -0.5 * _scale_of_yarn(config, rope, source),
         intermediate_size=size_of(config, "intermediate_size", source),
-        routing=_read_routing(config, source),
+        routing=read_routing(config, source, architecture_of(config) == "DeepseekV3ForCausalLM"),
         expert_width=width,
         shared_width=size_of(config, "n_shared_experts", source, 0, least=0, most=MAX_EXPERTS) * width,
         first_moe_layer=size_of(config, "first_k_dense_replace", source, 0, least=0),
@@ -143,8 +143,8 @@ def _scale_of_yarn(config: dict[str, Any], rope: RopeConfig, source: str) -> flo
     return yarn_magnitude(rope.factor, mscale) ** 2 if rope.kind == "yarn" else 1.0
 
 
-def _read_routing(config: dict[str, Any], source: str) -> Routing:
-    is_v3 = architecture_of(config) == "DeepseekV3ForCausalLM"
+def read_routing(config: dict[str, Any], source: str, is_v3: bool) -> Routing:
+    """is_v3: what config.json does not say is as in DeepSeek-V3, else as in V2."""
     method = str(config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy"))
     methods = ("greedy", "group_limited_greedy", "noaux_tc")
     if method not in methods:

@@ -1,5 +1,5 @@
-"""The module for multi-token prediction that comes with DeepSeek-V3: the same states as transformers', the same answers
-with it as without, and refusals."""
+"""The module for multi-token prediction that comes with DeepSeek-V3 and GLM: the same states as transformers', the
+same answers with it as without, and refusals."""
 
 import json
 from pathlib import Path
@@ -32,13 +32,12 @@ def read(target: Path) -> DeepseekMtp:
     return draft
 
 
-def test_its_states_are_those_of_transformers(tmp_path: Path) -> None:
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+@pytest.mark.parametrize("architecture", ["DeepseekV3", "Glm4Moe", "Glm4MoeLite"])
+def test_its_states_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+    from transformers import AutoModelForCausalLM
 
-    target = make_target(tmp_path / "t", **V3)
-    module = add_mtp(target)
-    rotary = DeepseekV3RotaryEmbedding(DeepseekV3Config.from_pretrained(target))
+    target = make_target(tmp_path / "t", architecture=architecture)
+    module, rotary = add_mtp(target), AutoModelForCausalLM.from_pretrained(target).model.rotary_emb
 
     def reference(embedded: torch.Tensor, features: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(mask.shape[-1]).unsqueeze(0)
@@ -90,6 +89,16 @@ def test_it_changes_no_token(
     """Greedy and sampled."""
     drafted = answers(served, SpeculativeConfig("", "mtp", *shape, draft_tp), ranks, cache)
     check_answers(drafted, plain, cache)
+
+
+@pytest.mark.parametrize("architecture", ["Glm4Moe", pytest.param("Glm4MoeLite", marks=pytest.mark.slow)])
+def test_a_module_of_glm_changes_no_token(tmp_path: Path, pair: Pair, architecture: str) -> None:
+    target = make_target(tmp_path / "t", calm=0.01, architecture=architecture)
+    add_mtp(target, copying=True)
+    served = Pair(target, pair.eagle, pair.eagle3, pair.prompts[:4])
+    plain = [request.output for request in answers(served, None)]
+    for shape in ((3, 1, 4), (4, 3, 10)):
+        check_answers(answers(served, SpeculativeConfig("", "mtp", *shape)), plain, None)
 
 
 def test_its_weights_may_be_fp8(tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ def quantised(source: Path, folder: Path, block: tuple[int, int] = BLOCK, **quan
     return folder
 
 
-@pytest.mark.parametrize("architecture", ["DeepseekV3", "Qwen3Moe", "Llama"])
+@pytest.mark.parametrize(
+    "architecture", ["DeepseekV3", "Qwen3Moe", "Llama", pytest.param("Glm4Moe", marks=pytest.mark.slow)]
+)
 def test_a_target_answers_as_its_weights_mean(
     tmp_path: Path, architecture: str, caplog: pytest.LogCaptureFixture
 ) -> None:

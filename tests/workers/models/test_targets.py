@@ -47,17 +47,23 @@ def by_transformers(target: Path) -> list[list[int]]:
 
 
 def by_us(target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None) -> list[list[int]]:
+    return [request.output for request in requests_of(target, tensor_parallel, speculative)]
+
+
+def requests_of(
+    target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None, num_pages: int = 200
+) -> list[Request]:
     torch.set_num_threads(1)
     worker = WorkerConfig(
         ModelSource(path=str(target), device="cpu"),
-        CacheConfig(4, num_pages=200),
+        CacheConfig(4, num_pages=num_pages),
         SchedulerConfig(4, 32),
         tensor_parallel=tensor_parallel,
         measure_costs=False,
         debug=True,
     )
     with local_engine(EngineSpec(worker, speculative)) as engine:
-        return [r.output for r in engine.generate(prompts(), GREEDY, 4)]
+        return engine.generate(prompts(), GREEDY, 4)
 
 
 @pytest.mark.parametrize(

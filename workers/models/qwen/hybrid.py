@@ -18,8 +18,8 @@ from workers.layers.moe import MixtureOfExperts
 from workers.layers.norm import ZeroCentredRMSNorm
 from workers.layers.rotary import RotaryTable
 from workers.models import llama
-from workers.models.config import rope_scaling_of
-from workers.models.config_fields import flag_of, ids_of, number_of, size_of
+from workers.models.config import rotated_dim_of
+from workers.models.config_fields import flag_of, ids_of, size_of
 from workers.models.decoder import Decoder
 from workers.models.llama import LlamaConfig, make_mlp
 from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, num_experts_of
@@ -109,7 +109,7 @@ def read_config(config: dict[str, Any], source: str) -> HybridConfig:
         **vars(dense),
         heads=_heads(config, source),
         recurrent=_recurrent(config, dense.num_layers, source),
-        rotated_dim=_rotated(config, dense.head_dim, source),
+        rotated_dim=rotated_dim_of(config, dense.head_dim, source, 0.25),
         experts=_experts(config, dense.num_layers, source) if has_experts else None,
     )
 
@@ -148,19 +148,6 @@ def _recurrent(config: dict[str, Any], num_layers: int, source: str) -> frozense
     if FULL not in kinds:
         raise ValueError(f"{source}: config.json: layer_types has no {FULL!r}; models without attention are not served")
     return frozenset(i for i, kind in enumerate(kinds) if kind == LINEAR)
-
-
-def _rotated(config: dict[str, Any], head_dim: int, source: str) -> int:
-    """Rotated dimensions of a head."""
-    factor = number_of(config, "partial_rotary_factor", source, 0.25)
-    factor = number_of(rope_scaling_of(config, source), "partial_rotary_factor", source, factor)
-    rotated = int(head_dim * factor)
-    if rotated % 2 or not 2 <= rotated <= head_dim:
-        raise ValueError(
-            f"{source}: config.json: partial_rotary_factor={factor:g} of head_dim={head_dim}: must give an even number "
-            "from 2 to head_dim; correct it, or download the checkpoint again"
-        )
-    return rotated
 
 
 def _experts(config: dict[str, Any], num_layers: int, source: str) -> Experts:

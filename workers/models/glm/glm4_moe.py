@@ -1,0 +1,131 @@
+"""GLM-4.5, 4.6 and 4.7: a Llama that rotates a part of each head, with DeepSeek-V3's experts after the first layers."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from attention.capability import Capability
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import DecoderLayer, FeedForward
+from workers.layers.moe import MixtureOfExperts
+from workers.layers.rotary import RotaryTable
+from workers.models import llama
+from workers.models.config import rotated_dim_of
+from workers.models.config_fields import MAX_EXPERTS, MAX_LAYERS, flag_of, size_of
+from workers.models.decoder import Decoder
+from workers.models.deepseek import read_routing
+from workers.models.family import ModelFamily
+from workers.models.llama import LlamaConfig, make_attention, make_mlp
+from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, moe_rules
+from workers.models.name_map import NameMap
+from workers.ops.experts.route import Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeConfig(LlamaConfig):
+    """intermediate_size: of layers without experts, which are those before first_moe_layer. expert_width: intermediate
+    size of an expert. shared_width: of all shared experts of a layer together. rotated_dim: of a head. num_mtp_layers:
+    modules for drafting that the checkpoint has after its layers."""
+
+    rotated_dim: int
+    routing: Routing
+    expert_width: int
+    shared_width: int
+    first_moe_layer: int
+    num_mtp_layers: int
+
+    def has_experts(self, layer: int) -> bool:
+        return layer >= self.first_moe_layer
+
+    @property
+    def cut_sizes(self) -> dict[str, int]:
+        experts = expert_cuts(self.routing, self.expert_width, self.shared_width, self.whole_experts)
+        return self._dense_sizes | experts
+
+    @property
+    def _dense_sizes(self) -> dict[str, int]:
+        return super().cut_sizes if self.first_moe_layer > 0 else {}
+
+    def with_whole_experts(self, source: str) -> Self:
+        return replace(self, whole_experts=True)
+
+    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
+        check_experts_device(device, dtype, source)
+
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        inputs = super().linear_inputs(tensor_parallel)
+        if not self._dense_sizes:
+            del inputs["intermediate_size"]
+        return inputs | expert_inputs(self.expert_width, self.shared_width, self.whole_experts, tensor_parallel)
+
+
+def read_config(config: dict[str, Any], source: str) -> Glm4MoeConfig:
+    """Raises ValueError where the model has something that would otherwise be ignored."""
+    dense = llama.read_config(config, source)
+    width = size_of(config, "moe_intermediate_size", source)
+    own = vars(dense) | {"o_bias": False, "qk_norm": flag_of(config, "use_qk_norm", source)}
+    return Glm4MoeConfig(
+        **own,
+        rotated_dim=rotated_dim_of(config, dense.head_dim, source, 0.5),
+        routing=read_routing(config, source, is_v3=True),
+        expert_width=width,
+        shared_width=size_of(config, "n_shared_experts", source, 1, least=0, most=MAX_EXPERTS) * width,
+        first_moe_layer=size_of(config, "first_k_dense_replace", source, 1, least=0),
+        num_mtp_layers=size_of(config, "num_nextn_predict_layers", source, 0, least=0, most=MAX_LAYERS),
+    )
+
+
+def make_layer(config: Glm4MoeConfig, layer: int, group: TPGroup) -> DecoderLayer:
+    mlp: FeedForward
+    if config.has_experts(layer):
+        mlp = MixtureOfExperts(
+            config.hidden_size,
+            config.expert_width,
+            config.routing,
+            group,
+            shared_width=config.shared_width,
+            whole_experts=config.whole_experts,
+        )
+    else:
+        mlp = make_mlp(config, group)
+    attention = make_attention(config, layer, group, config.hidden_size)
+    return DecoderLayer(config.hidden_size, config.rms_eps, attention, mlp, group)
+
+
+class Glm4MoeForCausalLM(Decoder):
+    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
+
+    def __init__(
+        self,
+        config: Glm4MoeConfig,
+        group: TPGroup,
+        max_position: int,
+        device: torch.device,
+        capture: tuple[int, ...] = (),
+    ) -> None:
+        rotary = RotaryTable(config.rope, config.rotated_dim, max_position, device)
+        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
+        super().__init__(config, group, rotary, layers, capture)
+
+
+def layer_rules(ours: str, theirs: str) -> dict[str, str]:
+    """Of a `NameMap`, for a layer: its path and its name in the checkpoint."""
+    return moe_rules(ours, theirs) | {
+        f"{ours}.self_attn.qkv": f"{theirs}.self_attn.{{part}}",
+        f"{ours}.mlp.gate_up": f"{theirs}.mlp.{{part}}",
+        f"{ours}.{{block}}.{{module}}": f"{theirs}.{{block}}.{{module}}",
+        f"{ours}.{{norm}}": f"{theirs}.{{norm}}",
+    }
+
+
+def weight_names(config: Glm4MoeConfig) -> NameMap:
+    """The names of Hugging Face's checkpoints. Modules for drafting are not loaded."""
+    dense = llama.weight_names(config)
+    drafting = tuple(f"model.layers.{config.num_layers + i}.*" for i in range(config.num_mtp_layers))
+    return NameMap(
+        layer_rules("layers.{layer}", "model.layers.{layer}") | dict(dense.rules), ignored=dense.ignored + drafting
+    )
+
+
+FAMILY = ModelFamily(read_config, Glm4MoeForCausalLM, weight_names)
