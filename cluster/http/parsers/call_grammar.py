@@ -3,7 +3,7 @@ calls tools, which the same form's parser reads."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.http.config import OutputParserName
@@ -23,6 +23,7 @@ class CallSyntax:
     opening, closing: around all.
     trigger: what an answer's call begins with, whatever its name.
     style: of the arguments, as xgrammar names it.
+    others: (trigger, begin) of other ways in which a model may begin a call by itself.
     """
 
     begin: str
@@ -32,13 +33,10 @@ class CallSyntax:
     opening: str = ""
     closing: str = ""
     style: str = "json"
+    others: tuple[tuple[str, str], ...] = ()
 
 
-_DEEPSEEK = {
-    "opening": "<｜tool▁calls▁begin｜>",
-    "closing": "<｜tool▁calls▁end｜>",
-    "trigger": "<｜tool▁calls▁begin｜>",
-}
+_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 SYNTAX: dict[OutputParserName, CallSyntax] = {
     "hermes": CallSyntax('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n", "<tool_call>"),
     "llama3": CallSyntax('{"name": "{name}", "parameters": ', "}", "; ", '{"name": '),
@@ -46,7 +44,12 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
         '{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS]", opening="[TOOL_CALLS][", closing="]"
     ),
     "deepseek_v3": CallSyntax(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>", "\n", **_DEEPSEEK
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        "\n",
+        _DEEPSEEK_BEGIN,
+        _DEEPSEEK_BEGIN,
+        _DEEPSEEK_END,
     ),
     "qwen3_coder": CallSyntax(
         "<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", "\n", "<tool_call>", style="qwen_xml"
@@ -56,9 +59,19 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
         "",  # the token that ends a call is an end of sequence, which the constraint allows at its end only
         "<|start|>assistant",
         "<|channel|>commentary to=",
+        others=(
+            ("<|start|>assistant to=", "<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>"),
+        ),
     ),
 }
-_DEEPSEEK_V3_1 = CallSyntax("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "", **_DEEPSEEK)
+_DEEPSEEK_V3_1 = CallSyntax(
+    "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "",
+    _DEEPSEEK_BEGIN,
+    _DEEPSEEK_BEGIN,
+    _DEEPSEEK_END,
+)
 
 
 def calls_format(
@@ -87,10 +100,11 @@ def calls_format(
         calls = {"type": "tag", "begin": syntax.opening, "content": calls, "end": syntax.closing}
     if forced:
         return calls
+    others = [_tag(replace(syntax, begin=begin), tool, forced) for _, begin in syntax.others for tool in tools]
     return {
         "type": "triggered_tags",
-        "triggers": [syntax.trigger],
-        "tags": [calls] if syntax.opening else tags,
+        "triggers": [syntax.trigger, *(trigger for trigger, _ in syntax.others)],
+        "tags": [calls] if syntax.opening else [*tags, *others],
         "at_least_one": False,
         "stop_after_first": not parallel,
     }

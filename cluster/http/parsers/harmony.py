@@ -1,69 +1,195 @@
-"""gpt-oss's answers: messages, each with a head that names its channel and perhaps the function it is for."""
+"""gpt-oss's answers: messages, each with a head that names its channel and perhaps the function it is for
+(openai/harmony, docs/format.md).
+
+Marks are known by their tokens, since an answer may write about them. Malformed answers lose no text: what is no head
+is content.
+"""
 
 import re
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 
 from cluster.http.answer import Piece
 from cluster.http.parsers.json_calls import CallPart
 from cluster.http.parsers.marked import CallDeltas
 from cluster.http.parsers.marks import cut
 from cluster.http.parsers.output_parser import ReplyDelta
+from cluster.http.text.harmony_prompt import MARKS
 
-MESSAGE = "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = MARKS
+_CHANNEL = re.compile(r"<\|channel\|>\s*([\w-]*)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+# A head: a role (unless the prompt has it), a recipient on either side of the channel, a type of content.
+_TO = r"\s*(?:to=[^\s<]*)?\s*"
+_HEAD = re.compile(rf"{_TO}(?:<\|channel\|>\s*[\w-]*)?{_TO}(?:<\|constrain\|>)?\s*\w*\s*")
+_HEAD_WITH_ROLE = re.compile(rf"\s*[\w.-]*{_HEAD.pattern}")
+_PARTS = re.compile(r"<\|channel\|>\s*[\w-]*|\bto=[^\s<]+|<\|constrain\|>\s*\w*|<\|\w+\|>")
 
 
 class HarmonyParser:
-    """State of one answer. The prompt ends in a message's role, so that the answer begins with the rest of a head.
+    """State of one answer.
 
-    with_calls: whether messages to functions are tool calls; else they are not shown.
+    with_calls: whether messages to functions are tool calls; else they are content.
+    mark_ids: the marks among the tokens; none: marks are known by their text.
+    tools: names of functions, which may be called without their namespace.
+    prompt: its text. It ends in a message's head, or in a message that the answer continues.
     """
 
-    def __init__(self, with_calls: bool, parallel: bool) -> None:
+    def __init__(
+        self,
+        with_calls: bool,
+        parallel: bool,
+        mark_ids: Mapping[int, str] | None = None,
+        tools: Collection[str] = (),
+        prompt: str = "",
+    ) -> None:
         self._with_calls = with_calls
+        self._tools = tools
+        self._marks = TokenMarks(mark_ids) if mark_ids else TextMarks()
         self._deltas = CallDeltas(parallel)
-        self._held = ""
-        self._in_head = True
-        self._any_message = False
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[CallPart] = []
+        self._head: str | None = ""  # None: inside a message
+        self._has_role = False  # the head has one
         self._channel = ""
-        self._recipient: str | None = None
+        self._call: str | None = None  # the function that the message is for
+        self._has_arguments = False
+        begun = prompt[prompt.rfind(START) :].partition(MESSAGE) if START in prompt else ("", "", "")
+        if begun[1]:
+            self._open(begun[0].removeprefix(START).removeprefix("assistant"))
 
     def push(self, piece: Piece) -> ReplyDelta:
         """See `cluster.http.parsers.output_parser.OutputParser`."""
-        end = piece.finish is not None
-        text, self._held = self._held + piece.text, ""
-        content, reasoning = "", ""
-        parts: list[CallPart] = []
-        while True:
-            before, mark, after = cut(text, (MESSAGE,) if self._in_head else ENDS)
-            if self._in_head:
-                if mark is None:
-                    self._held = text
-                    break
-                parts += self._open(before)
-                text = after
-                continue
-            body = before if mark or not end else before + after
-            if self._channel == "analysis":
-                reasoning += body
-            elif self._recipient is None:
-                content += body
-            elif body:
-                parts.append(CallPart(None, body))
-            if mark is None:
-                self._held = "" if end else after
-                break
-            self._in_head, text = True, after
-        if end and not self._any_message:
-            content += self._held  # a constraint on the answer can leave no room for heads
-        deltas = self._deltas.of(parts) if self._with_calls else ()
-        finish = "tool_calls" if piece.finish == "stop" and self._deltas.any else piece.finish
-        return ReplyDelta(content, reasoning, deltas, finish)
+        for text, mark in self._marks.take(piece):
+            if text:
+                self._take_text(text)
+            if mark is not None:
+                self._take_mark(mark)
+        if piece.finish is not None:
+            if self._head is not None:
+                self._show_rest(self._head)
+            elif piece.finish == "stop":
+                self._close()
+        deltas = self._deltas.of(self._calls)
+        delta = ReplyDelta("".join(self._content), "".join(self._reasoning), deltas, piece.finish)
+        self._content, self._reasoning, self._calls = [], [], []
+        if piece.finish == "stop" and self._deltas.any:
+            return ReplyDelta(delta.content, delta.reasoning, deltas, "tool_calls")
+        return delta
 
-    def _open(self, head: str) -> list[CallPart]:
+    def _take_text(self, text: str) -> None:
+        if self._head is None:
+            self._show(text)
+            return
+        self._head += text
+        stripped = self._head.lstrip()
+        if self._has_role or not stripped or stripped.startswith("<|") or "to=".startswith(stripped[:3]):
+            return
+        text = self._head  # a constraint on the answer may leave no room for heads
+        self._open("")
+        self._show(text)
+
+    def _take_mark(self, mark: str) -> None:
+        if self._head is None:
+            if mark in (MESSAGE, CONSTRAIN):
+                return
+            self._close()
+            self._head = CHANNEL if mark == CHANNEL else ""
+        elif mark == MESSAGE:
+            self._show_rest(self._head)
+            self._open(self._head)
+            return
+        elif mark in (CHANNEL, CONSTRAIN):
+            self._head += mark
+            return
+        else:
+            self._show_rest(self._head)
+            self._head = ""
+        self._has_role = mark == START
+
+    def _open(self, head: str) -> None:
         channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
         self._channel = channel[1] if channel else "final"
-        self._recipient = recipient[1] if recipient else None
-        self._in_head, self._any_message = False, True
-        return [CallPart(self._recipient, "")] if self._recipient else []
+        name = recipient[1] if recipient else ""
+        function = name.removeprefix("functions.")
+        self._call = function if self._with_calls and function and (function != name or name in self._tools) else None
+        self._head, self._has_arguments = None, False
+        if self._call:
+            self._calls.append(CallPart(self._call, ""))
+
+    def _show(self, text: str) -> None:
+        """More of the message's text."""
+        if self._call is not None:
+            self._calls.append(CallPart(None, text))
+            self._has_arguments = True
+        elif self._channel == "analysis":
+            self._reasoning.append(text)
+        else:
+            self._content.append(text)
+
+    def _show_rest(self, head: str) -> None:
+        """What of a head is none is content."""
+        if (_HEAD_WITH_ROLE if self._has_role else _HEAD).fullmatch(head):
+            return
+        rest = _PARTS.sub("", head)
+        if rest.strip():
+            self._content.append(rest)
+
+    def _close(self) -> None:
+        if self._call is not None and not self._has_arguments:
+            self._show("{}")
+        self._call = None
+
+
+class TextMarks:
+    """Marks by their text."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def take(self, piece: Piece) -> Iterator[tuple[str, str | None]]:
+        """Text, and the mark after it; None: what follows is not known yet."""
+        text, self._held = self._held + piece.text, ""
+        while True:
+            before, mark, after = cut(text, MARKS)
+            if mark is None:
+                break
+            yield before, mark
+            text = after
+        if piece.finish is None:
+            self._held = after
+            yield before, None
+        else:
+            yield text, None
+
+
+class TokenMarks:
+    """Marks by their tokens: the same characters from other tokens are text."""
+
+    def __init__(self, mark_ids: Mapping[int, str]) -> None:
+        self._mark_ids = mark_ids
+        self._expected: deque[tuple[int, str]] = deque()  # where in the answer a mark's text comes, at the earliest
+        self._at = 0  # of what is held
+        self._held = ""
+
+    def take(self, piece: Piece) -> Iterator[tuple[str, str | None]]:
+        """As `TextMarks`. Text may come after its tokens, where it might begin a stop string."""
+        for token, offset in zip(piece.tokens, piece.offsets, strict=False):
+            if token in self._mark_ids:
+                self._expected.append((offset, self._mark_ids[token]))
+        text, self._held = self._held + piece.text, ""
+        while self._expected:
+            offset, mark = self._expected[0]
+            found = text.find(mark, max(0, offset - self._at))
+            if found < 0:
+                break
+            self._expected.popleft()
+            before, text = text[:found], text[found + len(mark) :]
+            self._at += found + len(mark)
+            yield before, mark
+        if self._expected and piece.finish is None:
+            shown = max(0, self._expected[0][0] - self._at)
+            text, self._held = text[:shown], text[shown:]
+        self._at += len(text)
+        yield text, None

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from cluster.http.config import OutputParserName
+from cluster.http.text import harmony_prompt
 
 
 class Cut(NamedTuple):
@@ -59,6 +60,6 @@ MARKS: dict[OutputParserName, tuple[str, ...] | None] = {
         "<｜tool▁calls▁end｜>",
     ),
     "qwen3_coder": (*_THINK, "<tool_call>", "</tool_call>"),
-    "harmony": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    "harmony": harmony_prompt.MARKS,
     "response_template": None,
 }

@@ -19,6 +19,7 @@ from cluster.http.parsers.tool_calls import (
     xml_calls,
 )
 from cluster.http.requests.edge_request import EdgeRequest
+from cluster.http.text.harmony_prompt import MARKS
 from cluster.http.text.tokenizer import ChatTokenizer
 
 _Maker = Callable[[EdgeRequest, str, ChatTokenizer], OutputParser]  # of the request, its prompt's text
@@ -38,7 +39,10 @@ def _marked(calls: Callable[[Sequence[Mapping[str, Any]]], CallReader] | None) -
 
 
 def _harmony(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
-    return HarmonyParser(request.reads_calls, request.parallel_calls)
+    names = {tool["function"]["name"] for tool in request.tools}
+    # a grammar describes marks by their characters, which other tokens have too
+    ids = {} if request.is_constrained else tokenizer.added_ids(MARKS)
+    return HarmonyParser(request.reads_calls, request.parallel_calls, ids, names, prompt)
 
 
 def _response_template(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:

@@ -93,6 +93,11 @@ class EdgeRequest:
         return bool(self.echo) and self.logprobs >= 0 and not self.chat
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether answers follow a grammar."""
+        return any(choice.sampling.grammar is not None for choice in self.choices)
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether the reply has log-probabilities of prompts."""
         return self.prompt_logprobs >= 0 or self.echo_logprobs

@@ -15,10 +15,11 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-from cluster.http.text import long_text, model_files
+from cluster.http.text import harmony_prompt, long_text, model_files
 from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError
 from cluster.http.text.control_tokens import ControlTokens
 from cluster.http.text.detokenizer import ByteLevelDetokenizer, ByteVocabulary, Detokenizer, PrefixDetokenizer
+from cluster.http.text.harmony_prompt import HarmonyPrompt
 from cluster.http.text.long_text import Kept
 from cluster.http.text.user_text import ChatText, marked, unmarked
 from cluster.linux import give_memory_back
@@ -28,6 +29,7 @@ MAX_LONG_ENCODES = 2
 MANY_MESSAGES = 32  # are rendered in a thread; fewer take a millisecond
 QUICK_RENDER_S = 0.05  # for a template that is rendered in the event loop; then it is begun again in a thread
 TOKENS_BEFORE = 5  # of the prompt, seen by a PrefixDetokenizer
+ChatPrompt = ChatTemplate | HarmonyPrompt
 
 
 class TooManyTokensError(ValueError):
@@ -50,7 +52,7 @@ class ChatTokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        template: ChatPrompt | None,
         eos_token_ids: tuple[int, ...],
         response_template: Mapping[str, Any] | None = None,
         class_name: str | None = None,
@@ -63,6 +65,7 @@ class ChatTokenizer:
         self.class_name = class_name
         self.sampling_defaults = dict(sampling_defaults or {})
         added = tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._special = frozenset(token for token, content in added.items() if content.special)
         self._controls = ControlTokens(tokenizer)
         self._long_encodes = asyncio.Semaphore(MAX_LONG_ENCODES)
@@ -83,11 +86,14 @@ class ChatTokenizer:
         config = model_files.read_json(path / "tokenizer_config.json")
         special = model_files.special_tokens(config, model_files.read_json(path / "special_tokens_map.json"))
         source = model_files.template_source(path, config)
-        template = None if source is None else ChatTemplate(source, special)
+        template = None if source is None else _chat_prompt(source, special)
         generation = path / "generation_config.json"
         eos = model_files.eos_ids(generation) or model_files.eos_ids(path / "config.json")
         own = tokenizer.token_to_id(special.get("eos_token", ""))
         eos_ids = dict.fromkeys([*eos, *([] if own is None else [own])])
+        if isinstance(template, HarmonyPrompt):
+            ends = map(tokenizer.token_to_id, harmony_prompt.STOPS)
+            eos_ids |= dict.fromkeys(token for token in ends if token is not None)
         answers = model_files.response_template(config)
         defaults = model_files.sampling_defaults(generation)
         return cls(tokenizer, template, tuple(eos_ids), answers, config.get("tokenizer_class"), defaults)
@@ -187,6 +193,11 @@ class ChatTokenizer:
             return ByteLevelDetokenizer(self._bytes, hidden)
         return PrefixDetokenizer(self._tokenizer, hidden, before[-TOKENS_BEFORE:])
 
+    def added_ids(self, texts: Sequence[str]) -> dict[int, str]:
+        """Those of `texts` that are added tokens, by their ids."""
+        ids = ((self._tokenizer.token_to_id(text), text) for text in texts)
+        return {token: text for token, text in ids if token in self._added}
+
     def _hidden(self, shown: tuple[str, ...] | None) -> frozenset[int]:
         """Special tokens but those shown."""
         if shown is None:
@@ -233,6 +244,11 @@ class ChatTokenizer:
         encodings = self._tokenizer.encode_batch_fast([chat.text], add_special_tokens=add_special_tokens)
         ids: list[int] = encodings[0].ids
         return ids
+
+
+def _chat_prompt(source: str, special: Mapping[str, str]) -> ChatPrompt:
+    """What renders the chats of a model with this template."""
+    return HarmonyPrompt(source, special) if harmony_prompt.is_harmony(source) else ChatTemplate(source, special)
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:

@@ -16,7 +16,7 @@ from cluster.http.text.tokenizer import ChatTokenizer
 from tests.cluster.http.parsers.test_parsers import Request
 from tests.cluster.http.parsers.test_tools import TIME, WEATHER
 from tests.support.edge_client import CHAT, HELLO, in_process
-from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
+from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
 from workers.scheduling.plan import Grammar
 from workers.structured_output.compiler import MAX_WHITESPACE, compiled
 
@@ -87,7 +87,9 @@ async def test_required_calls_are_in_the_models_form(parser: OutputParserName) -
     single = await _grammar(parser, tool_choice="required", parallel_tool_calls=False)
     assert single is not None
     assert _allows(single, first + close) and not _allows(single, first + second + close)
-    delta = PARSERS[parser](Request(parser), "", None).push(Piece(first + second + close, (), finish="stop"))  # type: ignore[arg-type]
+    delta = PARSERS[parser](Request(parser), "", chat_tokenizer()).push(  # type: ignore[arg-type]
+        Piece(first + second + close, (), finish="stop")
+    )
     assert [call.function.name for call in delta.tool_calls if call.id] == ["weather", "time"]
     assert delta.content == ""
 
@@ -112,6 +114,15 @@ async def test_strict_tools_are_constrained_where_they_are_called(parser: Output
     for allowed in ("I cannot", first + close, "so: " + first + close):
         assert _allows(grammar, allowed), allowed
     assert not _allows(grammar, first.replace("place", "plate") + close)
+
+
+async def test_strict_calls_of_gpt_oss_are_constrained_on_either_side_of_the_channel() -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
+    grammar = await _grammar("harmony", tools=[strict])
+    assert grammar is not None
+    head = "<|channel|>analysis<|message|>so to=functions.weather<|end|><|start|>assistant"
+    call = head + " to=functions.weather<|channel|>commentary json<|message|>"
+    assert _allows(grammar, call + BERN) and not _allows(grammar, call + BERN.replace("place", "plate"))
 
 
 async def test_thinking_may_come_first_where_the_model_thinks() -> None:

@@ -48,6 +48,7 @@ class Request:
     separate_reasoning: bool = True
     reads_calls: bool = True
     parallel_calls: bool = True
+    is_constrained: bool = False
     tools: tuple[Any, ...] = (
         {
             "type": "function",
@@ -160,7 +161,7 @@ def test_without_tools_calls_are_text() -> None:
     whole, calls, _ = _parse("hermes", [_hermes()], reads_calls=False)
     assert (whole.content, calls, whole.finish) == (_hermes(), [], "stop")
     whole, calls, _ = _parse("harmony", [HARMONY.format(*FLAT)], reads_calls=False)
-    assert (whole.content, calls, whole.finish) == ("on it", [], "stop")
+    assert (whole.content, calls, whole.finish) == (f"on it{ARGUMENTS}{{}}", [], "stop")
 
 
 @pytest.mark.parametrize(("name", "answer", "content", "reasoning"), FORMS)
