@@ -1,8 +1,11 @@
-"""Two habits that creep back, counted: `python -m tests.house`, as `make check` does.
+"""Counts habits that creep back: `python -m tests.house`, as `make check` does.
 
-A module above operations and attention backends asks a device for what it can do (`attention.capability.Capability`),
-not for what it is; and imports stand at the top, since one inside a function hides what a module needs. Prints each
-place of either, and fails where there are more than the limits below. Lower a limit when you removed some.
+- Device tests: a module above operations and attention backends asks a device what it can do
+  (`attention.capability.Capability`), not what it is.
+- Imports inside functions: they hide what a module needs.
+- Long files and full folders: a room is one that a reader can look over.
+
+Prints each place, and fails above the limits below. Lower a limit when you have removed some.
 """
 
 import ast
@@ -15,6 +18,9 @@ from tests.support import ROOT
 FLOORS = ("attention", "workers", "speculative", "cluster", "deploy", "aerie")
 MAX_DEVICE_TESTS = 8
 MAX_INNER_IMPORTS = 25
+MAX_MODULES = 20  # of a folder, without its subfolders
+MAX_LINES = 300  # of a product file
+MAX_LONG_FILES = 8  # files whose head says why they are longer
 _ASKS = ("is_cuda", "is_cpu", "is_meta", "is_gpu", "is_available", "get_device_capability")
 _TYPES = ("cpu", "cuda", "meta")
 
@@ -60,17 +66,34 @@ def places(find: Callable[[ast.AST], Iterator[int]], leave_out: Callable[[Path],
     return found
 
 
+def full_folders() -> list[str]:
+    """Folders of the repository with more than `MAX_MODULES` modules."""
+    folders = {path.parent for floor in (*FLOORS, "tests") for path in (ROOT / floor).rglob("*.py")}
+    counts = {folder.relative_to(ROOT): len(list(folder.glob("*.py"))) for folder in sorted(folders)}
+    return [f"{folder}: {count} modules" for folder, count in counts.items() if count > MAX_MODULES]
+
+
+def long_files() -> list[str]:
+    """Product files with more than `MAX_LINES` lines."""
+    files = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+    counts = {path.relative_to(ROOT): path.read_text().count("\n") for path in files}
+    return [f"{path}: {count} lines" for path, count in counts.items() if count > MAX_LINES]
+
+
 def main() -> int:
     devices = places(device_tests, asks_for_device)
     imports = places(inner_imports, lambda path: False)
-    for name, found, most in (
+    counted = (
         ("device tests outside ops, backends and capability", devices, MAX_DEVICE_TESTS),
         ("imports of ours inside functions", imports, MAX_INNER_IMPORTS),
-    ):
+        (f"folders with more than {MAX_MODULES} modules", full_folders(), 0),
+        (f"files with more than {MAX_LINES} lines", long_files(), MAX_LONG_FILES),
+    )
+    for name, found, most in counted:
         print(f"{len(found)} {name} (at most {most})")
         if len(found) > most or "-v" in sys.argv:
             print(*(f"    {place}" for place in found), sep="\n")
-    return int(len(devices) > MAX_DEVICE_TESTS or len(imports) > MAX_INNER_IMPORTS)
+    return int(any(len(found) > most for _, found, most in counted))
 
 
 if __name__ == "__main__":

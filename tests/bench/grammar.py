@@ -42,8 +42,8 @@ from tests.bench.round import (
     write_checkpoints,
 )
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
-from tests.support.grammars import grammar_of, schemas
 from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.structured_output.sampled import grammar_of, schemas
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.plan import Grammar, SamplingParams

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.serve_process import serve_process
-from tests.load.hostile import attack
+from tests.load.hostile.grammars import attack
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -13,6 +13,6 @@ client     requests of an open loop with their texts checked, and /health over t
 verdict    figures of a run, and which expectations it missed
 report     timeline, plot, table
 
-At any server: hostile (grammars) and hostile_requests (anything), beside plain_streams; cpu_lent: what of their gaps
-was the machine's.
+hostile    attacks on any server, with plain streams beside them
+cpu_lent   the part of a gap that another process's use of the CPU explains
 """

@@ -13,7 +13,7 @@ from attention.ops.delta_rule.commit import commit_rows
 from attention.ops.delta_rule.rounds import delta_rule_rounds
 from attention.ops.delta_rule.tables import ChunkTables, DeltaHeads, DeltaState, RoundTables
 from tests.ops.case import TYPES, Case
-from tests.support.delta_rule import RandomTree, random_rows, random_weights
+from tests.support.kernels.delta_rule import RandomTree, random_rows, random_weights
 
 SLOTS, PATH = 4, 5
 SMALL = DeltaHeads(1, 2, 16, 16)

@@ -26,9 +26,10 @@ from tests.support.prompts import held_out_prompts, tokenized
 from workers.distributed.tp_group import SOLO
 from workers.runner.backends import ModelShape, needs_cpu_seq_lens, target_backends
 from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.build import load_parts, rounds_are_graphs
+from workers.runner.build import load_parts
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.device_memory import device_memory
+from workers.runner.graphs.first_graphs import rounds_are_graphs
 from workers.runner.memory import RankMemory
 from workers.runner.worker import Worker
 from workers.sampling.sampler import SamplingNeeds

@@ -1,7 +1,7 @@
 """The default pair speculates for a single stream after every start, whatever else the machine does meanwhile.
 
-Real starts, which measure what steps cost; `tests/workers/scheduling/test_wrong_costs.py` simulates what they may
-have measured.
+Real starts, which measure step costs; `tests/workers/scheduling/shapes/test_wrong_costs.py` simulates wrongly measured
+costs.
 """
 
 import dataclasses

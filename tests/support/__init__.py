@@ -1,5 +1,6 @@
 """What several tests share: tiny checkpoints, scripted executors, a fake engine; and where the repository's parts are.
 
+clients     a browser, and conversations with a server
 drafts      what drafts must be, computed alone
 kernels     Triton's interpreter, cases for kernels, devices that are not there
 repository  its pages, names, wheel

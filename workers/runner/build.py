@@ -29,23 +29,20 @@ from workers.runner.backends import (
     target_backends,
     target_choices,
 )
-from workers.runner.costs.cost_points import measured_steps
-from workers.runner.costs.cost_probe import probe_costs, probe_extent
-from workers.runner.decoding import CuttableStrategy
+from workers.runner.costs.cost_probe import probe_costs
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.device_memory import device_memory
 from workers.runner.graphs.compile_processes import CompileProcesses
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.graphs.graph_keys import GraphKey, bucket_sizes, token_buckets
-from workers.runner.graphs.kernel_compilation import CompileAhead, report_compilations
-from workers.runner.graphs.recorder import CudaRecorder, Recorder
+from workers.runner.graphs.first_graphs import compile_ahead, first_graphs, graphed_strategy, rounds_are_graphs
+from workers.runner.graphs.graph_keys import GraphKey
+from workers.runner.graphs.kernel_compilation import report_compilations
+from workers.runner.graphs.recorder import CudaRecorder
 from workers.runner.graphs.warm_up import largest_steps, run, warm_up
 from workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot_table
 from workers.runner.memory import RankMemory, StepPeaks, must_fit
 from workers.runner.model_runner import TargetRunner
 from workers.runner.worker import Worker
 from workers.sampling.sampler import Sampler
-from workers.slots.slot_table import SlotTable
 from workers.structured_output.mask_table import MaskTable
 from workers.structured_output.slot_grammars import SlotGrammars
 
@@ -111,7 +108,7 @@ def build_rank(
         with_chunks = not deterministic and chunks_on_device(backends, others)
         graphed = graphed_strategy(strategy, parts.slots, parts.layout, CudaRecorder(), with_chunks)
         first = first_graphs(graphed, parts.layout, worker.cache.page_size, device)
-        phases.done(_compile_ahead(graphed, first, group, compilers))
+        phases.done(compile_ahead(graphed, first, group, compilers))
     parts = _with_pages(parts, memory, eager, 0 if graphed is None else graphed.num_always_captured, phases.done)
     phases.done("KV cache allocated")
     if graphed is not None:
@@ -218,18 +215,6 @@ def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graph
     return replace(parts, layout=layout)
 
 
-def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: str | None, rank: int) -> bool:
-    """Whether rounds become CUDA graphs; rank 0 logs a fallback once. host_readers: result of `needs_cpu_seq_lens`."""
-    wanted = device.captures_graphs and worker.cuda_graphs
-    if wanted and host_readers is not None and rank == 0:
-        logger.warning(
-            "rounds run eagerly, without CUDA graphs, and wait for lengths on the host: attention backend "
-            "%s reads them (needs_cpu_seq_lens); triton does not",
-            host_readers,
-        )
-    return wanted and host_readers is None
-
-
 def attention_choices(worker: WorkerConfig, engine: EnginePlan, dtype: torch.dtype, device: Capability) -> list[Choice]:
     """Return the configured backends of all models. dtype: their dtype on `device`."""
     kept = kv_dtype(worker.cache.dtype, engine.target.kv_scheme, dtype)
@@ -249,49 +234,6 @@ def _backends_of_target(
     shape = ModelShape(engine.target, tensor_parallel, engine.dtype, page_size, kind, engine.kv_dtype)
     backend = deterministic_backend(engine.layout.max_model_len) if deterministic else None
     return target_backends(worker.attention, shape, engine.speculation.verified_modes, backend)
-
-
-def graphed_strategy(
-    strategy: CuttableStrategy, slots: SlotTable, layout: EngineLayout, recorder: Recorder, with_chunks: bool = True
-) -> GraphedDecoding:
-    """Return the strategy with graphs, none captured yet. with_chunks: also for steps with prompt tokens."""
-    buckets = bucket_sizes(layout.scheduler.num_slots)
-    tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
-    return GraphedDecoding(
-        strategy,
-        slots,
-        buckets,
-        layout.max_position,
-        recorder,
-        tokens,
-        layout.keeps_latent_rows,
-        bool(layout.bytes_per_state),
-    )
-
-
-def first_graphs(
-    graphed: GraphedDecoding, layout: EngineLayout, page_size: int, device: torch.device
-) -> frozenset[GraphKey]:
-    """What a start waits for: see `GraphKeys.first`. The steps whose costs are measured do not hang on the number of
-    pages."""
-    extent = probe_extent(layout.with_pages(0), page_size, graphed.wanted_token_buckets, device)
-    return graphed.first_graphs(measured_steps(extent))
-
-
-def _compile_ahead(
-    graphed: GraphedDecoding, first: frozenset[GraphKey], group: TPGroup, compilers: CompileProcesses | None
-) -> str:
-    """Compile kernels on all cores, before steps would compile them one by one. Return how many, as text."""
-    report_compilations(False)  # of an engine before this one
-    ahead = CompileAhead(processes=compilers)
-    try:
-        graphed.dry_run(first, ahead, group)
-    except Exception as error:  # whatever a compiler raises; Triton's errors are no RuntimeErrors
-        logger.warning("kernels could not be compiled ahead, and are where they are first launched: %s", error)
-    finally:
-        ahead.close()
-    torch.cuda.empty_cache()  # of the dry runs' graphs, before anything is measured
-    return f"{ahead.num_kernels} kernels ready"
 
 
 class _Phases:

@@ -17,7 +17,7 @@ from attention.ops.delta_rule.chunks import delta_rule_chunks, scratch_bytes  # 
 from attention.ops.delta_rule.rounds import delta_rule_rounds  # noqa: E402
 from attention.ops.delta_rule.tables import DeltaHeads, DeltaRows, RoundTables  # noqa: E402
 from tests.ops.delta_rule_cases import BATCHES, RAGGED, SMALL, chunk_arguments, round_arguments  # noqa: E402
-from tests.support.delta_rule import DeltaLives  # noqa: E402
+from tests.support.kernels.delta_rule import DeltaLives  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
 
 pytestmark = MARKS

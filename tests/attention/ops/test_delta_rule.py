@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attention.ops.delta_rule.chunks import stops
 from attention.ops.delta_rule.formulas import advanced, block
 from attention.ops.delta_rule.tables import DeltaHeads
-from tests.support.delta_rule import SMALL, DeltaLives
+from tests.support.kernels.delta_rule import SMALL, DeltaLives
 
 transformers = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
 

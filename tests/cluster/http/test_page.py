@@ -12,7 +12,7 @@ import pytest
 from cluster.http.page.files import PAGE_ROUTES
 from cluster.transport.messages import EngineStats, SpeculationStats, TokenDelta
 from tests.support import ROOT
-from tests.support.browser import CHROMIUM, Tab, browser_tab
+from tests.support.clients.browser import CHROMIUM, Tab, browser_tab
 from tests.support.edge_client import CHAT, HELLO, in_process, served
 from tests.support.fake_engine import EOS, FakeEngine, Step, says, small_tokenizer
 from workers.scheduling.plan import SamplingParams

@@ -10,7 +10,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.requests.test_grammars import MAX_TOKENS, SCHEMAS, SHAPES, requests
 from tests.support.embedded import embedded_spec
-from tests.support.grammars import assert_follows
+from tests.support.structured_output.sampled import assert_follows
 from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.worker import Worker
 

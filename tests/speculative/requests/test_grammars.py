@@ -20,9 +20,9 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
-from tests.support.grammars import assert_follows, grammar_of, schemas, text_of
 from tests.support.kernels.eager_graphs import EagerRecorder
 from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.structured_output.sampled import assert_follows, grammar_of, schemas, text_of
 from workers.config import GraphCapture
 from workers.distributed.tp_group import SOLO
 from workers.runner.graphs.cuda_graph import GraphedDecoding

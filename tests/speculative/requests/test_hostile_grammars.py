@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
-from tests.support.grammars import text_of
-from tests.support.hostile_grammars import KNOWN, STOPS, grammars
 from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.structured_output.hostile import KNOWN, STOPS, grammars
+from tests.support.structured_output.sampled import text_of
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import Grammar, SamplingParams
 from workers.scheduling.request import FinishReason, Request, RequestOutput

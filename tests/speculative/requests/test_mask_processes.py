@@ -13,8 +13,8 @@ from torch import Tensor
 
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, embedded_spec
-from tests.support.hostile_grammars import STOPS
 from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.structured_output.hostile import STOPS
 from tests.support.thread_group import on_ranks
 from workers.distributed.tp_group import TPGroup
 from workers.ops.sampling.masks import FREE

@@ -17,7 +17,7 @@ from attention.config import CacheConfig
 from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from tests.support.conversations import Conversations
+from tests.support.clients.conversations import Conversations
 from tests.support.drafts.oracle import capture
 from tests.support.engine_plans import as_captured
 from tests.support.tiny_models import VOCAB, make_eagle, make_target

@@ -32,8 +32,8 @@ from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.distributed.tp_group import SOLO
 from workers.engine_layout import EngineLayout
-from workers.runner.build import graphed_strategy
 from workers.runner.graphs.cuda_graph import GraphedDecoding
+from workers.runner.graphs.first_graphs import graphed_strategy
 from workers.runner.layout import EnginePlan
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker

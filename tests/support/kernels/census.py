@@ -242,9 +242,8 @@ class Rank:
         the warm-up, and the steps whose costs are measured. From then on steps run as they are captured."""
         from tests.support.kernels.eager_graphs import EagerRecorder
         from workers.config import GraphCapture
-        from workers.runner import build
         from workers.runner.costs import cost_points, cost_probe
-        from workers.runner.graphs import warm_up
+        from workers.runner.graphs import first_graphs, warm_up
         from workers.runner.graphs.kernel_compilation import CompileAhead
 
         worker, layout, slots, gpu = self.worker, self.layout, self.worker._slots, torch.device("cuda")
@@ -263,10 +262,10 @@ class Rank:
 
         for _, plan in warm_up.largest_steps(layout):
             warm_up.run(worker, plan)
-        worker._strategy = graphed = build.graphed_strategy(
+        worker._strategy = graphed = first_graphs.graphed_strategy(
             worker._strategy, slots, layout, Recorder(), with_chunks=not self.deterministic
         )
-        first = build.first_graphs(graphed, layout, self.page_size, gpu)
+        first = first_graphs.first_graphs(graphed, layout, self.page_size, gpu)
         roomy, timer = layout.with_pages(MANY_PAGES), cost_probe.Timer(torch.device("cpu"))
         extent = cost_probe.probe_extent(roomy, self.page_size, graphed.wanted_token_buckets, gpu)
         probe = cost_probe.CostProbe(graphed, slots, worker._group, roomy, self.page_size, timer)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from speculative.ops.guides import begin, follow, forced_or
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
-from tests.support.grammars import grammar_of
+from tests.support.structured_output.sampled import grammar_of
 from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from workers.structured_output.guide_table import MAX_STATES, GuideBlock, GuideTable
 from workers.structured_output.mask_process.draft_guide import Endings, MaskRows, TreeWalk

@@ -1,5 +1,6 @@
 """CUDA graphs of a rank's steps.
 
+first_graphs        the graphs that a start captures, and their kernels compiled ahead
 graph_keys          which steps are captured, and which graph a batch uses
 capture_queue       the order of captures
 cuda_graph          captures steps and replays them

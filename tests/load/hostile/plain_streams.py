@@ -1,10 +1,10 @@
 """Plain streams as a process of its own, whose stamps tell when tokens came and not when a busy client read them.
 
-    python -m tests.load.plain_streams http://127.0.0.1:8000 target
+    python -m tests.load.hostile.plain_streams http://127.0.0.1:8000 target
 
 One answer to each prompt, all at once; then a line of JSON (`Plain`); then the same again and again until a line comes
-on stdin, and another line of JSON. `tests.load.hostile` runs it beside its attack. In the process of the attack, one
-collection of the garbage of hypothesis and torch took 0.2 s of a core, and 1.3 s on a busy machine.
+on stdin, and another line of JSON. The attacks of this folder run it in another process: in theirs, one garbage
+collection with hypothesis and torch took 0.2 s of a core, and 1.3 s on a busy machine.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ async def _run(url: str, model: str) -> None:
 @contextlib.asynccontextmanager
 async def plain_streams(url: str, model: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Plain]]:
     """The process, and what it said of the answers alone; ends with the context."""
-    program = [sys.executable, "-m", "tests.load.plain_streams", url, model]
+    program = [sys.executable, "-m", "tests.load.hostile.plain_streams", url, model]
     process = await asyncio.create_subprocess_exec(
         *program, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=_LINE_BYTES
     )

@@ -1,6 +1,6 @@
 """A picture of `aerie chat` with a server that runs, for `docs/`:
 
-python -m tests.e2e.chat_screenshot http://127.0.0.1:8000 docs/chat.svg
+python -m tests.e2e.screenshots.chat http://127.0.0.1:8000 docs/chat.svg
 """
 
 import io
@@ -13,7 +13,7 @@ from rich.console import Console
 from deploy.chat.command import chat
 from deploy.chat.conversation import Conversation
 from deploy.client import Server
-from tests.e2e.page_screenshot import PROMPT
+from tests.e2e.screenshots.page import PROMPT
 
 
 def take(url: str, file: Path) -> None:

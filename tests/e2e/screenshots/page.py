@@ -1,6 +1,6 @@
 """A picture of the page of a server that runs, after one turn with speculation on and off, for `docs/`:
 
-python -m tests.e2e.page_screenshot http://127.0.0.1:8000 docs/page.png
+python -m tests.e2e.screenshots.page http://127.0.0.1:8000 docs/page.png
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.support.browser import browser_tab
+from tests.support.clients.browser import browser_tab
 
 PROMPT = "Ann has 3 bags with 5 apples each. She gives 4 apples to Tom. How many apples does she have left?"
 

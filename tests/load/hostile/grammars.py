@@ -1,13 +1,16 @@
 """Hostile grammars beside plain streams, over a served engine: whether the plain ones notice.
 
-    python -m tests.load.hostile http://127.0.0.1:8000 --seconds 120 --seed 1
+    python -m tests.load.hostile.grammars http://127.0.0.1:8000 --seconds 120 --seed 1
 
-32 streams at a time ask for answers after grammars that hypothesis makes (`tests.support.hostile_grammars`), or that a
-file lists (`--file`, lines of JSON: bodies of /v1/completions without model and prompt); four plain streams run beside
-them, in a process of their own (`tests.load.plain_streams`). Prints one line of JSON, and ends with 1 unless every
-plain stream's longest gap is within twice its median and one ITL target, no worker was restarted, no plain text
-changed, and every request was answered or refused with a reason. With `--pid`, of a server on this machine, the time
-for which other programs had the cores does not count.
+Sends 32 requests at a time with generated grammars (`tests.support.structured_output.hostile`), or with those of a file
+(`--file`, lines of JSON: bodies of /v1/completions without model and prompt). Four plain streams run beside them, in
+another process (`tests.load.hostile.plain_streams`). Prints one line of JSON. Ends with 0 if
+
+- the longest gap of each plain stream is within twice its median and one ITL target, and its text is unchanged;
+- no worker was restarted;
+- every request was answered or refused with a reason.
+
+With `--pid`, of a server on this machine, time in which other programs used the cores does not count.
 """
 
 import argparse
@@ -28,8 +31,8 @@ import httpx
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.load.cpu_lent import CpuLent
-from tests.load.plain_streams import ANSWER_LIMIT_S, ended, plain_streams
-from tests.support.hostile_grammars import grammars
+from tests.load.hostile.plain_streams import ANSWER_LIMIT_S, ended, plain_streams
+from tests.support.structured_output.hostile import grammars
 from workers.scheduling.plan import Grammar
 
 NUM_STREAMS = 32

@@ -1,0 +1,76 @@
+"""Chooses the graphs that a start captures, and compiles their kernels ahead. Used by `workers.runner.build`."""
+
+import logging
+
+import torch
+
+from attention.capability import Capability
+from workers.config import WorkerConfig
+from workers.distributed.tp_group import TPGroup
+from workers.engine_layout import EngineLayout
+from workers.runner.costs.cost_points import measured_steps
+from workers.runner.costs.cost_probe import probe_extent
+from workers.runner.decoding import CuttableStrategy
+from workers.runner.graphs.compile_processes import CompileProcesses
+from workers.runner.graphs.cuda_graph import GraphedDecoding
+from workers.runner.graphs.graph_keys import GraphKey, bucket_sizes, token_buckets
+from workers.runner.graphs.kernel_compilation import CompileAhead, report_compilations
+from workers.runner.graphs.recorder import Recorder
+from workers.slots.slot_table import SlotTable
+
+logger = logging.getLogger(__name__)
+
+
+def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: str | None, rank: int) -> bool:
+    """Whether rounds become CUDA graphs; rank 0 logs a fallback once. host_readers: result of `needs_cpu_seq_lens`."""
+    wanted = device.captures_graphs and worker.cuda_graphs
+    if wanted and host_readers is not None and rank == 0:
+        logger.warning(
+            "rounds run eagerly, without CUDA graphs, and wait for lengths on the host: attention backend "
+            "%s reads them (needs_cpu_seq_lens); triton does not",
+            host_readers,
+        )
+    return wanted and host_readers is None
+
+
+def graphed_strategy(
+    strategy: CuttableStrategy, slots: SlotTable, layout: EngineLayout, recorder: Recorder, with_chunks: bool = True
+) -> GraphedDecoding:
+    """Return the strategy with graphs, none captured yet. with_chunks: also for steps with prompt tokens."""
+    buckets = bucket_sizes(layout.scheduler.num_slots)
+    tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
+    return GraphedDecoding(
+        strategy,
+        slots,
+        buckets,
+        layout.max_position,
+        recorder,
+        tokens,
+        layout.keeps_latent_rows,
+        bool(layout.bytes_per_state),
+    )
+
+
+def first_graphs(
+    graphed: GraphedDecoding, layout: EngineLayout, page_size: int, device: torch.device
+) -> frozenset[GraphKey]:
+    """What a start waits for: see `GraphKeys.first`. The steps whose costs are measured do not hang on the number of
+    pages."""
+    extent = probe_extent(layout.with_pages(0), page_size, graphed.wanted_token_buckets, device)
+    return graphed.first_graphs(measured_steps(extent))
+
+
+def compile_ahead(
+    graphed: GraphedDecoding, first: frozenset[GraphKey], group: TPGroup, compilers: CompileProcesses | None
+) -> str:
+    """Compile kernels on all cores, before steps would compile them one by one. Return how many, as text."""
+    report_compilations(False)  # of an engine before this one
+    ahead = CompileAhead(processes=compilers)
+    try:
+        graphed.dry_run(first, ahead, group)
+    except Exception as error:  # whatever a compiler raises; Triton's errors are no RuntimeErrors
+        logger.warning("kernels could not be compiled ahead, and are where they are first launched: %s", error)
+    finally:
+        ahead.close()
+    torch.cuda.empty_cache()  # of the dry runs' graphs, before anything is measured
+    return f"{ahead.num_kernels} kernels ready"
