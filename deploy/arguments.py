@@ -7,6 +7,7 @@ from pathlib import Path
 
 from attention.distribution import version
 from deploy.config.model_options import add_options as add_model_options
+from deploy.quantize.names import SCHEMES
 from deploy.server_options import add_options as add_server_options
 from speculative.training.cli import add_commands as add_training
 from speculative.training.cli import at_least
@@ -53,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     config.add_argument("name", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
     config.set_defaults(run="deploy.config.files:run")
     add_training(commands)
+    _add_quantize(commands)
     _add_token_map(commands)
     _add_eval_draft(commands)
     _add_bench(commands)
@@ -99,6 +101,38 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_CONFIG,
         help=f"file, or where there is none, a packaged one's name (default: {DEFAULT_CONFIG}, the embedded pair)",
     )
+
+
+def _add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    schemes = ", ".join(f"{name}: {preset.says}" for name, preset in SCHEMES.items())
+    parser = commands.add_parser(
+        "quantize",
+        help="make a checkpoint of fewer bits",
+        description="Writes a checkpoint of fewer bits in a format of compressed-tensors, which Aerie, vLLM and "
+        "transformers read, and prints its size and its loss on text beside the original's. Weights pass one matrix at "
+        "a time, so a checkpoint may be larger than memory; loss and calibration need the model in memory.",
+    )
+    parser.add_argument("model", help="folder of a checkpoint of 16 or 32 bits, or OWNER/NAME on the hub")
+    parser.add_argument("--scheme", required=True, choices=list(SCHEMES), help=schemes)
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="for the new checkpoint")
+    chosen = parser.add_argument_group("what is quantised")
+    chosen.add_argument("--group-size", type=int, metavar="N", help="of integers: inputs per scale; -1: one per output")
+    chosen.add_argument("--asymmetric", action="store_true", help="integers with a zero point for each group")
+    chosen.add_argument(
+        "--ignore", nargs="+", default=[], metavar="NAME", help='modules to leave: names, with * or as "re:PATTERN"'
+    )
+    chosen.add_argument("--head", action="store_true", help="quantise the vocabulary head, too (integers)")
+    text = parser.add_argument_group("text: rows as of train-draft")
+    text.add_argument(
+        "--calibrate", nargs="+", default=[], metavar="ROWS", help="compensate rounding errors on these texts (GPTQ)"
+    )
+    text.add_argument("--calibration-rows", type=at_least(1), default=128, help="to read at most (default: 128)")
+    text.add_argument("--loss-text", nargs="+", default=[], metavar="ROWS", help="of the loss (default: a short text)")
+    text.add_argument("--loss-rows", type=at_least(1), default=64, help="to read at most (default: 64)")
+    text.add_argument("--no-loss", dest="loss", action="store_false", help="do not measure the loss")
+    text.add_argument("--max-length", type=at_least(2), default=512, help="tokens of a row (default: 512)")
+    parser.add_argument("--shard-gb", type=at_least(0.001, float), default=2.0, help="GB of a file (default: 2)")
+    parser.set_defaults(run="deploy.quantize.command:run")
 
 
 def _add_token_map(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

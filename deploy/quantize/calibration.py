@@ -1,0 +1,91 @@
+"""Second moments of the inputs of a model's layers, while it reads texts."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from workers.ops.activation import silu_mul
+from workers.ops.experts.route import RouterLogits
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.quantization.quant_method import QuantMethod
+
+
+class Moments:
+    """Sums of x x^T over the inputs x of layers, by `Layer.observed`."""
+
+    def __init__(self) -> None:
+        self._wanted: Collection[str] = ()
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def begin(self, wanted: Collection[str]) -> None:
+        """Forget everything, then observe these layers."""
+        self._wanted, self._sums, self._counts = wanted, {}, {}
+
+    def add(self, layer: str, x: Tensor) -> None:
+        """x: [rows, inputs]"""
+        if layer in self._wanted and x.shape[0]:
+            rows = x.float()
+            if layer not in self._sums:
+                self._sums[layer], self._counts[layer] = rows.new_zeros(rows.shape[1], rows.shape[1]), 0
+            self._sums[layer].addmm_(rows.t(), rows)
+            self._counts[layer] += rows.shape[0]
+
+    def take(self, layer: str) -> Tensor | None:
+        """Return the mean of x x^T, float32 [inputs, inputs]; None if no input was seen."""
+        return None if layer not in self._sums else self._sums[layer] / self._counts[layer]
+
+
+@dataclass(frozen=True)
+class Observed(QuantMethod):
+    """Every weight in the model's type; `moments` sees the inputs."""
+
+    moments: Moments = field(default_factory=Moments)
+
+    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
+        return _ObservedLinear(shape, names[0], self.moments)
+
+    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
+        return _ObservedExperts(shape, names[0], self.moments)
+
+
+class _ObservedLinear(UnquantizedLinearMethod):
+    def __init__(self, shape: LinearShape, name: str, moments: Moments) -> None:
+        super().__init__(shape)
+        self._name, self._moments = name, moments
+
+    def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        self._moments.add(self._name, x)
+        return super().multiply(x, bias, out)
+
+    def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        self._moments.add(self._name, x)
+        return super().multiply_gated(x, wanted)
+
+
+class _ObservedExperts(UnquantizedExperts):
+    """The first matrices of all experts share the moments of all rows, so that memory does not grow with experts."""
+
+    def __init__(self, shape: ExpertsShape, name: str, moments: Moments) -> None:
+        super().__init__(shape)
+        self._name, self._moments = name, moments
+
+    def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        self._moments.add(self._name, x)
+        chosen, _ = router.choose()
+        for expert in set(chosen.flatten().tolist()):
+            rows = x[(chosen == expert).any(1)]
+            self._moments.add(f"{self._name}#{expert}", silu_mul(F.linear(rows, self.gate_up[expert])))
+        return super().multiply(x, router, out)
+
+
+def moments_bytes(columns: int) -> int:
+    return columns * columns * torch.float32.itemsize

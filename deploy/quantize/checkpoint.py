@@ -1,0 +1,193 @@
+"""From a checkpoint of 16 bits to one of fewer: `aerie quantize`."""
+
+import argparse
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from cluster.config import ConfigError
+from deploy.config.hub import model_folder
+from deploy.quantize.calibration import Moments, Observed, moments_bytes
+from deploy.quantize.matrices import Layer, Source, chosen_layers, kept_modules
+from deploy.quantize.names import SCHEMES
+from deploy.quantize.rounding import quantised
+from deploy.quantize.schemes import Scheme, scheme_of
+from deploy.quantize.texts import SHIPPED, mean_loss, read_texts, reader
+from deploy.quantize.writer import ShardWriter, copy_others, unfinished
+from workers.config import ModelSource
+from workers.distributed.tp_group import SOLO
+from workers.models.loading import fill_target, read_target_config
+from workers.runner.device_memory import HostMemory
+
+ResultT = TypeVar("ResultT")
+_MOMENTS_BYTES = 1 << 32  # of second moments that are held at once; the texts are read again for more
+_META = torch.device("meta")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the checkpoint and print sizes and losses. Raises ConfigError, TrainingError."""
+    scheme = scheme_of(arguments.scheme, arguments.group_size, arguments.asymmetric, bool(arguments.calibrate))
+    if arguments.head and not SCHEMES[scheme.name].is_integer:
+        raise ConfigError(f"--head: {scheme.name} leaves the vocabulary head in 16 bits; leave it out, or take w4a16")
+    source = Source(model_folder(arguments.model, None))
+    layers = chosen_layers(source, arguments.ignore, arguments.head, scheme.weights.group_size or 1)
+    job = Job(source, scheme, layers, arguments)
+    try:
+        job.run()
+    except ConfigError:
+        raise
+    except ValueError as error:  # the engine's
+        raise ConfigError(str(error)) from None
+    return 0
+
+
+class Job:
+    """One run. arguments: of the command line."""
+
+    def __init__(self, source: Source, scheme: Scheme, layers: list[Layer], arguments: argparse.Namespace) -> None:
+        self.source, self.scheme, self.layers, self.arguments = source, scheme, layers, arguments
+        self.modules = {module for layer in layers for module in layer.modules}
+        self.output: Path = arguments.output.expanduser().absolute()
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
+
+    def run(self) -> None:
+        texts = self._held_out()
+        with unfinished(self.output) as folder, self.progress:
+            self._check_space()
+            copy_others(self.source.folder, folder, self.scheme.config(kept_modules(self.source, self.modules)))
+            read_target_config(ModelSource(str(folder)), 1)  # refuses what Aerie would not serve, before the work
+            before = self._loss(self.source.folder, texts, "loss before")
+            writer = ShardWriter(folder, int(self.arguments.shard_gb * 1e9))
+            self._convert(writer)
+            writer.finish()
+            fill_target(ModelSource(str(folder)), read_target_config(ModelSource(str(folder)), 1), SOLO, _META, 1)
+            after = self._loss(folder, texts, "loss after")
+        print(f"{self.output}: {self.scheme.name}, {len(self.modules)} matrices quantised")
+        print(f"weights         {self.source.num_bytes / 1e9:.3f} GB -> {writer.num_bytes / 1e9:.3f} GB")
+        if before is not None and after is not None:
+            tokens = sum(len(text) - 1 for text in texts)
+            change = f"{after - before:+.4f}, {tokens} tokens of {len(texts)} rows"
+            print(f"held-out loss   {before:.4f} -> {after:.4f} nats a token ({change})")
+
+    def _held_out(self) -> list[list[int]]:
+        """Return the texts of the loss; none if it is not measured."""
+        given = self.arguments
+        needed, free = 4 * self.source.num_weights, HostMemory().free()
+        if needed > free:
+            what = f"{needed / 1e9:.1f} GB of memory in float32, and {free / 1e9:.1f} GB are free"
+            if given.calibrate:
+                raise ConfigError(f"--calibrate: the model needs {what}; leave it out, or take a larger machine")
+            if given.loss:
+                print(f"the loss is not measured: the model needs {what}")
+            return []
+        if not given.loss:
+            return []
+        return self._texts(given.loss_text or [str(SHIPPED)], given.loss_rows)
+
+    def _texts(self, sources: Sequence[str], num_rows: int) -> list[list[int]]:
+        longest = min(self.arguments.max_length, self.source.config.max_position - 1)
+        return read_texts(self.source.folder, sources, num_rows, longest)
+
+    def _check_space(self) -> None:
+        """Raises ConfigError if the disk has not as much space as the result takes at least."""
+        kept = [entry for entry in self.source.entries.values() if entry.module not in self.modules]
+        least = sum(torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in kept)
+        mine = [self.source.by_module[module] for module in self.modules]
+        least += sum(torch.Size(entry.shape).numel() for entry in mine) * self.scheme.weights.num_bits // 8
+        free = shutil.disk_usage(self.output.parent).free
+        if least > free:
+            raise ConfigError(
+                f"--output {self.output}: needs {least / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free some "
+                "space, or name a folder on another disk"
+            )
+
+    def _loss(self, folder: Path, texts: list[list[int]], what: str) -> float | None:
+        if not texts:
+            return None
+        with reader(folder, max(map(len, texts))) as engine:
+            return mean_loss(engine, texts, self._bar(what, len(texts)))
+
+    def _bar(self, what: str, total: int) -> Callable[[], None]:
+        task = self.progress.add_task(what, total=total)
+        return lambda: self.progress.advance(task)
+
+    def _convert(self, writer: ShardWriter) -> None:
+        """Write all tensors: the quantised ones in the order of layers, then the others."""
+        advance = self._bar(f"{self.scheme.name}", len(self.layers))
+        for layers, moments in self._batches():
+            for tensors in in_order(partial(self._quantised, moments), layers):
+                writer.add(tensors)
+                advance()
+        for entry in self.source.entries.values():
+            if entry.module not in self.modules:
+                writer.add({entry.name: self.source.read(entry).clone()})
+
+    def _batches(self) -> Iterator[tuple[list[Layer], Moments]]:
+        """Layers and what is known of their inputs, as many as `_MOMENTS_BYTES` hold."""
+        moments = Moments()
+        if not self.arguments.calibrate:
+            yield self.layers, moments
+            return
+        texts = self._texts(self.arguments.calibrate, self.arguments.calibration_rows)
+        with reader(self.source.folder, max(map(len, texts)), lambda c: replace(c, quant=Observed(moments))) as engine:
+            for layers in in_batches(self.layers, _MOMENTS_BYTES):
+                moments.begin({layer.observed for layer in layers})
+                mean_loss(engine, texts, self._bar("calibration", len(texts)))
+                yield layers, moments
+
+    def _quantised(self, moments: Moments, layer: Layer) -> dict[str, Tensor]:
+        """Return the tensors of a layer by their names in the files."""
+        entries = [self.source.by_module[module] for module in layer.modules]
+        weights = [self.source.read(entry) for entry in entries]
+        largest = max(float(weight.abs().max()) for weight in weights)
+        seen = moments.take(layer.observed)
+        found: dict[str, Tensor] = {}
+        for entry, weight in zip(entries, weights, strict=True):
+            module = entry.name.removesuffix(".weight")
+            tensors = quantised(weight, self.scheme, largest, seen)
+            found |= {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}
+        return found
+
+
+def in_order(function: Callable[[Layer], ResultT], layers: Iterable[Layer]) -> Iterator[ResultT]:
+    """Yield the results of a function of layers in their order, computed by a thread per core, each of which uses one
+    core: matrices are many, and their operations small. As many layers are in memory."""
+    num_threads = os.cpu_count() or 1
+    running: deque[Future[ResultT]] = deque()
+    with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        try:
+            for layer in layers:
+                if len(running) >= num_threads:
+                    yield running.popleft().result()
+                running.append(threads.submit(function, layer))
+            while running:
+                yield running.popleft().result()
+        finally:  # after an error or Ctrl-C
+            threads.shutdown(cancel_futures=True)
+
+
+def in_batches(layers: Sequence[Layer], max_bytes: int) -> Iterator[list[Layer]]:
+    """Split layers so that the second moments of a batch are `max_bytes`, or those of one layer if they are larger."""
+    batch: list[Layer] = []
+    held: dict[str, int] = {}
+    for layer in layers:
+        more = held | {layer.observed: moments_bytes(layer.columns)}
+        if batch and sum(more.values()) > max_bytes:
+            yield batch
+            batch, more = [], {layer.observed: moments_bytes(layer.columns)}
+        batch.append(layer)
+        held = more
+    if batch:
+        yield batch

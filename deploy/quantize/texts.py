@@ -1,0 +1,78 @@
+"""Rows of text as tokens, and what a model makes of them: its loss, by an engine of this process."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from attention.config import CacheConfig
+from cluster.http.text.chat_template import ChatTemplateError
+from cluster.http.text.tokenizer import ChatTokenizer
+from speculative.training.rows import Conversation, read_conversations
+from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.models.config import ModelConfig
+from workers.models.loading import read_target_config
+from workers.runner.layout import NoSpeculation, plan_engine
+from workers.runner.local_engine import LocalEngine, local_engine
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request, RequestOutput
+
+SHIPPED = Path(__file__).parent / "held_out.jsonl"
+_CONCURRENCY = 4
+_PAGE = 16
+_ASKED = SamplingParams(1, 0.0, prompt_logprobs=1)  # of every token, so that the last layer computes all rows
+
+
+def read_texts(folder: Path, sources: Sequence[str], num_rows: int, max_tokens: int) -> list[list[int]]:
+    """Return the tokens of the first rows, each cut to `max_tokens`.
+
+    folder: the model whose tokenizer and chat template are used.
+    sources: as of `speculative.training.rows.read_conversations`.
+    Raises TrainingError for rows that cannot be read, ValueError for a tokenizer.
+    """
+    tokenizer = ChatTokenizer.from_folder(folder)
+    texts = [_tokens(tokenizer, row)[:max_tokens] for row in read_conversations(sources)[:num_rows]]
+    return [text for text in texts if len(text) > 1]
+
+
+def _tokens(tokenizer: ChatTokenizer, row: Conversation) -> list[int]:
+    try:
+        text = tokenizer.render(row.messages(), add_generation_prompt=False)
+    except ChatTemplateError:  # a base model has none
+        plain = "\n\n".join(turn.content for turn in row.turns)
+        return asyncio.run(tokenizer.encode(plain, add_special_tokens=True))
+    return asyncio.run(tokenizer.encode(text, add_special_tokens=False))
+
+
+@contextlib.contextmanager
+def reader(
+    folder: Path, max_tokens: int, change: Callable[[ModelConfig], ModelConfig] = lambda config: config
+) -> Iterator[LocalEngine]:
+    """Run an engine on the CPU that reads texts of up to `max_tokens`. change: of the model's configuration, before it
+    is loaded. Raises ValueError if the model cannot be loaded."""
+    pages = _CONCURRENCY * (-(-(max_tokens + 1) // _PAGE) + 1) + 1
+    cache = CacheConfig(_PAGE, num_pages=pages, dtype="model", prefix_cache=False, state_snapshots=0)
+    source = ModelSource(str(folder), device="cpu")
+    worker = WorkerConfig(source, cache, SchedulerConfig(_CONCURRENCY, 512), measure_costs=False)
+    plan = plan_engine(worker, read_target_config(source, 1), NoSpeculation())
+    with local_engine(worker, replace(plan, target=change(plan.target))) as engine:
+        yield engine
+
+
+def mean_loss(engine: LocalEngine, texts: Sequence[Sequence[int]], advance: Callable[[], object]) -> float:
+    """Return the mean loss in nats of all tokens after the first of a text. advance: called after each text."""
+    total, count = 0.0, 0
+
+    def listen(output: RequestOutput) -> None:
+        nonlocal total, count
+        if output.prompt_logprobs is not None:
+            values = np.frombuffer(output.prompt_logprobs.logprobs, "<f4")
+            total, count = total - float(values.sum(dtype=np.float64)), count + len(values)
+        if output.finish_reason is not None:
+            advance()
+
+    engine.run([Request(f"text-{i}", list(text), _ASKED) for i, text in enumerate(texts)], _CONCURRENCY, listen)
+    return total / count
