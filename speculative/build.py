@@ -109,7 +109,8 @@ class DraftSpeculation:
     def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
         kept = kv_dtype(self.kv_setting, None, dtype)
         shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device, kept)
-        return draft_choices(self.attention_names, shape, self._drafts_trees, self.config.window)
+        masks, window = self._drafts_trees or self.draft.masks_steps, self.config.window or self.draft.window
+        return draft_choices(self.attention_names, shape, masks, window)
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         draft, group = self.draft, TPGroup(0, self.draft_tp)
@@ -223,6 +224,12 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
         return NoSpeculation()
     draft = read_draft(config.method, config.path, spec.worker.model.path, target)
     draft = draft.trimmed(head_rows(config.draft_vocab_size, target.vocab_size, spec.worker.model.path))
+    most = draft.max_num_steps
+    if most is not None and config.num_steps > most:
+        raise ValueError(
+            f"speculative.num_steps={config.num_steps}: a block of draft {draft.path} has {most} draft tokens; set "
+            f"num_steps to at most {most}"
+        )
     draft_tp = _draft_tp(config, spec.worker.tensor_parallel)
     return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, config.shapes, spec.worker.cache.draft_dtype)
 

@@ -7,7 +7,8 @@ from attention.config import MIN_WINDOW
 from speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of
 from workers.config import RoundShapes
 
-Method = Literal["eagle", "eagle3", "mtp"]
+Method = Literal["eagle", "eagle3", "mtp", "dflash"]
+_BLOCKS = ("dflash",)  # methods that draft a block in one pass
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,9 @@ class SpeculativeConfig:
 
     path: folder of the draft, or its name on the hub; empty with `method: mtp`: the target's.
     method: `eagle3` for EAGLE-3 and EAGLE-3.1 heads, `speculators` files too; `eagle` for EAGLE and EAGLE-2 heads;
-        `mtp` for the module of a DeepSeek-V3, Qwen3-Next or Qwen3.5 and later.
-    num_steps: depth of the draft tree.
+        `mtp` for the module of a DeepSeek-V3, Qwen3-Next or Qwen3.5 and later; `dflash` for DFlash heads, z-lab's,
+        DeepSpec's and `speculators`'.
+    num_steps: depth of the draft tree; with `dflash` at most what a block holds.
     top_k: children per expanded node; 1 drafts a chain.
     num_draft_tokens: nodes verified per round, the root included; num_steps + 1 for a chain.
     draft_tp: ranks that share the draft; 1: each holds all of it; none: as many as the target.
@@ -63,7 +65,7 @@ class SpeculativeConfig:
                 f"num_draft_tokens={self.num_draft_tokens}: a tree of num_steps={self.num_steps} and "
                 f"top_k={self.top_k} has {most_nodes} nodes at most; lower it or raise those"
             )
-        if num_scratch_tokens(self.num_steps, self.top_k) > MAX_WIDTH:
+        if self.method not in _BLOCKS and num_scratch_tokens(self.num_steps, self.top_k) > MAX_WIDTH:
             raise ValueError(
                 f"num_steps={self.num_steps}, top_k={self.top_k}: (num_steps - 1) * top_k must be at "
                 f"most {MAX_WIDTH}; lower one of them"
@@ -94,7 +96,7 @@ class SpeculativeConfig:
     @property
     def shape(self) -> TreeShape:
         """The tree that it asks for."""
-        return TreeShape.of(self.num_steps, self.top_k, self.num_draft_tokens)
+        return TreeShape.of(self.num_steps, self.top_k, self.num_draft_tokens, self.method in _BLOCKS)
 
     @property
     def shapes(self) -> RoundShapes:

@@ -14,6 +14,7 @@ from torch import Tensor
 from attention.capability import Capability
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from speculative.draft_backlog import DraftBacklog
+from speculative.drafts.blocks.drafter import BlockDrafter
 from speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.drafts.guidance import Guidance
 from speculative.ops.acceptance import accept_commit
@@ -59,7 +60,9 @@ class SpeculativeDecoding(CuttableStrategy):
         trees = [shape for shape in shapes.shapes if isinstance(shape, TreeShape)]
         chains = all(shape.is_chain for shape in trees)
         self._trees = TreeTable(slots.padding_slot, max(shape.width for shape in trees), chains, slots.device)
-        self._drafters = {shape: Drafter(shape, self._trees, draft, slots, sampler) for shape in trees}
+        self._blocks = draft.model.drafts_blocks
+        drafter = BlockDrafter if self._blocks else Drafter
+        self._drafters = {shape: drafter(shape, self._trees, draft, slots, sampler) for shape in trees}
         columns = {shape.max_new_tokens for shape in shapes.shapes}
         self._causal = {rows: causal_mask(1, rows, slots.device) for rows in columns}
         self._backlog = (
@@ -167,8 +170,8 @@ class SpeculativeDecoding(CuttableStrategy):
     ) -> Tensor | None:
         """Extend the draft's KV to the committed tokens. Return its state after each entry's newest token, [B + F, H].
 
-        KV depends on a row's input only, so only the newest rows attend. If nothing is drafted next, none attends and
-        there is no state.
+        KV depends on a row's input only, so only the newest rows attend. If nothing is drafted next, and for block
+        drafts, none attends and there is no state.
         """
         chunks, extend = batch.chunks, None
         if self._backlog is not None:
@@ -186,7 +189,7 @@ class SpeculativeDecoding(CuttableStrategy):
         )
         features = joined((rounds.features if rounds else None, passed.chunk_features if chunks else None))
         prompts = chunks.batch if chunks else None
-        if not batch.next_shape:
+        if self._blocks or not batch.next_shape:
             none_attend = Attending.none(ids.device)
             self._draft.model.keep(ids, features, self._draft.context(extend, None, prompts, none_attend))
             return None
@@ -218,7 +221,7 @@ class SpeculativeDecoding(CuttableStrategy):
         if entries.shape[0] == 0:
             return
         self._trees.write_roots(entries, self._slots.bonus)
-        if hidden is not None:
+        if batch.next_shape:
             shape = self._shapes[batch.next_shape]
             assert isinstance(shape, TreeShape)
             page_table = self._slots.page_table[batch.draft_slots]

@@ -11,6 +11,7 @@ import yaml
 
 from cluster.config import ConfigError
 from deploy.config import vllm_options
+from deploy.config.draft_head import block_shape, draft_method
 from deploy.config.files import find_config, key_digest, packaged_names
 from deploy.config.hub import model_folder
 from deploy.config.own_draft import own_draft
@@ -78,9 +79,11 @@ def use_options(args: dict[str, Any], keys: Changes) -> dict[str, Any]:
         elif key == "speculative.path":
             folder = model_folder(value, None)
             speculative = args.setdefault("speculative", {})
-            speculative |= {"path": str(folder)} | {"method": speculative.get("method") or _head_method(folder)}
+            speculative |= {"path": str(folder)} | {"method": speculative.get("method") or draft_method(folder)}
         else:
             _set(args, key, value, f"{key}={value}")
+    if "speculative.path" in keys and not args["speculative"].keys() & {"num_steps", "top_k", "num_draft_tokens"}:
+        args["speculative"] |= block_shape(Path(args["speculative"]["path"]))
     return args
 
 
@@ -133,16 +136,6 @@ def names_model(given: str) -> bool:
 
 def _served_name(given: str, folder: Path) -> str:
     return folder.name if Path(given).expanduser().is_dir() else given.partition("@")[0]
-
-
-def _head_method(folder: Path) -> str:
-    """Which kind of EAGLE head a checkpoint is: only EAGLE-3's say so, by architecture or by their own vocabulary."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--draft {folder}: its config.json cannot be read ({error})") from None
-    architectures = " ".join(config.get("architectures") or [])
-    return "eagle3" if "eagle3" in architectures.lower() or "draft_vocab_size" in config else "eagle"
 
 
 def _assign(args: dict[str, Any], assignment: str) -> None:

@@ -95,18 +95,18 @@ def _json(value: Any) -> Mapping[str, Any]:
 def speculative(value: Any) -> Changes:
     """vLLM's object: method, model, num_speculative_tokens, draft_tensor_parallel_size."""
     found = dict(_json(value))
-    methods = {"eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
+    methods = {name: name for name in ("eagle", "eagle3", "mtp", "dflash")}
     methods |= dict.fromkeys(("deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp")
     model, method = found.pop("model", None), found.pop("method", None)
     steps = found.pop("num_speculative_tokens", None)
     ranks = found.pop("draft_tensor_parallel_size", None)
     if method is not None and method not in methods:
-        raise OptionError(f"method {method}: Aerie speculates with {', '.join(methods)}; take an EAGLE head")
+        raise OptionError(f"method {method}: Aerie speculates with {', '.join(methods)}; take an EAGLE or DFlash head")
     if found:
         names = ", ".join(found)
         raise OptionError(f"{names}: not known here; --set speculative.KEY=VALUE has all that Aerie can do")
     if model is None and methods.get(method or "") != "mtp":
-        raise OptionError("model is missing: the folder or the hub's name of an EAGLE head")
+        raise OptionError("model is missing: the folder or the hub's name of a head")
     keys: Changes = {}
     if method is not None:
         keys["speculative.method"] = methods[method]

@@ -57,7 +57,9 @@ class DraftRunner(ModelRunner[DraftModel]):
         return replace(super().context(decode, decode_positions, chunks), last=last)
 
     def _windowed(self, batch: BatchT | None) -> BatchT | None:
-        return None if batch is None else replace(batch, window=self.window)
+        if batch is None or (batch.window is not None and self.window is not None and batch.window < self.window):
+            return batch
+        return replace(batch, window=self.window)
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,14 @@ class DraftBatch:
     """Requests that get new trees. A row that drafts nothing has the padding slot, whose KV goes to the dummy page.
 
     slots: [B] int64.
-    hidden: [B, H] recurrent state after the newest token.
+    hidden: [B, H] recurrent state after the newest token; None for block drafts, which have none.
     page_table: [B, max_pages] int32.
     max_kv_len: host-side bound of the positions that are read or written.
     guidance: grammars of the batch; None without any.
     """
 
     slots: Tensor
-    hidden: Tensor
+    hidden: Tensor | None
     page_table: Tensor
     max_kv_len: int
     needs: SamplingNeeds
@@ -111,6 +113,7 @@ class Drafter:
     def _draft_chain(self, batch: DraftBatch) -> None:
         slots, length = batch.slots, self._slots.seq_len[batch.slots]
         head, hidden = self._runner.model, batch.hidden
+        assert hidden is not None
         tokens: list[Tensor] = []
         for step in self._steps:
             if tokens:
@@ -125,6 +128,7 @@ class Drafter:
 
     def _draft_tree(self, batch: DraftBatch) -> None:
         length, k, state = self._slots.seq_len[batch.slots], self._shape.top_k, batch.hidden
+        assert state is not None
         candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._shape.num_steps)
         # [num_steps - 1, B * k]: a level's nodes share a position, and have consecutive suffix columns
         positions = (length.long().unsqueeze(1) + self._level_positions).flatten(1)
@@ -148,9 +152,15 @@ class Drafter:
         logits = self._runner.model.logits(hidden)
         if batch.guidance is not None:
             batch.guidance.mask(logits, self._token_ids)
+        return self._noisy(logits, batch, (length.long() + depth).unsqueeze(1).expand(-1, rows))
+
+    def _noisy(self, logits: Tensor, batch: DraftBatch, positions: Tensor) -> Tensor:
+        """Return logits [B * R, shard size] with the target's noise and filters where a request is random.
+
+        positions: [B, R] int64 of the tokens that they are of.
+        """
         if not batch.needs.random:
             return logits
-        positions = (length.long() + depth).unsqueeze(1).expand(-1, rows)
         group = self._runner.model.lm_head.shard.group
         where = Rows(batch.slots, positions)
         return self._sampler.perturb(logits, where, self._token_ids, batch.needs.filtered, group)

@@ -3,14 +3,6 @@ tree growth are the same for all methods.
 
 `DraftMethod`: a checkpoint's description; a plain value, read before anything is loaded.
 `DraftModel`: the module that drafts on one rank.
-
-What another family would fill in (`docs/add-a-draft-method.md` has a whole example):
-
-Block drafts (DFlash and its like), one pass that yields all tokens of a block: `capture` names the layers read;
-`extend` projects the features into the draft's own KV, where no row attends, and `lookahead` is 0, since no embedding
-of a later token goes in. Their one `step` reads, per request, the newest token and a mask token for each place of the
-block, all of which see each other (the mask of a `DecodeBatch` is any). What the drafter must learn for them is that
-the `logits` of such a step are of as many depths as it has rows.
 """
 
 from abc import ABC, abstractmethod
@@ -84,6 +76,21 @@ class DraftMethod(ABC):
         """
 
     @property
+    def max_num_steps(self) -> int | None:
+        """Tokens that one pass drafts; None for a method that drafts one token per pass."""
+        return None
+
+    @property
+    def masks_steps(self) -> bool:
+        """Whether a draft step of a chain needs masks, because its rows see later ones."""
+        return False
+
+    @property
+    def window(self) -> int | None:
+        """The longest window of a layer, as in `DecodeBatch`; None if all layers see all tokens."""
+        return None
+
+    @property
     @abstractmethod
     def weight_names(self) -> NameMap:
         """Map checkpoint names to parameters. A draft inside its target's checkpoint ignores the target's tensors."""
@@ -101,9 +108,11 @@ class DraftModel(nn.Module, ABC):
     lm_head: over the draft's vocabulary; likewise.
     target_ids: [draft vocabulary] int64 target id of each draft id; None if equal.
     reads_last_layer: whether its features are the target's final hidden states, which are then computed for every row.
+    drafts_blocks: whether one pass drafts all tokens (`speculative.drafts.blocks`). Then `keep` alone extends its KV.
     """
 
     reads_last_layer: ClassVar[bool] = False
+    drafts_blocks: ClassVar[bool] = False
     embed_tokens: VocabEmbedding
     lm_head: LMHead
     target_ids: Tensor | None

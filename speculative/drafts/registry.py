@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from speculative.drafts.blocks.dflash import DFlash
 from speculative.drafts.config import draft_architecture
 from speculative.drafts.eagle import Eagle
 from speculative.drafts.eagle3 import Eagle3
@@ -18,6 +19,7 @@ METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
     "eagle": (Eagle,),
     "eagle3": (Eagle3,),
     "mtp": (DeepseekMtp, QwenMtp),
+    "dflash": (DFlash,),
 }
 
 
@@ -49,4 +51,5 @@ def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:
         architecture = f"{architecture}, speculators_model_type {raw['speculators_model_type']}"
     if not right:
         return f"{draft} (architecture {architecture}) is of no method that exists; those are {', '.join(METHODS)}"
-    return f"{draft} is an {right[0]} head (architecture {architecture}); set method: {right[0]}"
+    article = "a" if right[0].startswith("d") else "an"
+    return f"{draft} is {article} {right[0]} head (architecture {architecture}); set method: {right[0]}"

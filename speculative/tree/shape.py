@@ -41,21 +41,24 @@ class TreeShape(RoundShape):
 
     num_steps: drafted levels.
     top_k: children per expanded node, and expanded nodes per level.
+    in_block: one pass over a block drafts all levels (`speculative.drafts.blocks`).
     """
 
     num_steps: int
     top_k: int
+    in_block: bool = False
 
     @staticmethod
-    def of(num_steps: int, top_k: int, width: int) -> "TreeShape":
+    def of(num_steps: int, top_k: int, width: int, in_block: bool = False) -> "TreeShape":
         """Return the shape whose trees have `width` verified nodes, the root included."""
         return TreeShape(
             name=f"{num_steps}/{top_k}/{width}",
             width=width,
             max_new_tokens=min(num_steps + 1, width),
-            draft_tokens=num_scratch_tokens(num_steps, top_k),
+            draft_tokens=num_steps + 1 if in_block else num_scratch_tokens(num_steps, top_k),
             num_steps=num_steps,
             top_k=top_k,
+            in_block=in_block,
         )
 
     @property
@@ -81,13 +84,19 @@ class TreeShape(RoundShape):
     def smaller(self) -> "tuple[TreeShape, ...]":
         """Smaller shapes that may be faster under load, ascending. Each costs start time and memory for its graphs, so
         there are few: for a chain, one draft token and, if it is long, half of it; for a tree, a chain of half the
-        depth and, if it is wide, a tree of half the width."""
+        depth and, if it is wide, a tree of half the width. A block is as long as any text wants, so its chains have
+        quarters, too."""
         half = (self.num_steps + 1) // 2
         depths = {1, half} if self.is_chain and self.num_steps > 4 else {1} if self.is_chain else {half}
-        smaller = [TreeShape.of(depth, 1, depth + 1) for depth in sorted(depths) if depth < self.num_steps]
+        if self.in_block:
+            depths |= {half // 2} if half > 3 else set()
+        smaller = [
+            TreeShape.of(depth, 1, depth + 1, self.in_block) for depth in sorted(depths) if 0 < depth < self.num_steps
+        ]
         if not self.is_chain and self.num_steps > 2 and self.width >= 2 * self.max_new_tokens:
             steps, top_k = self.num_steps - 1, max(2, self.top_k // 2)
-            smaller.append(TreeShape.of(steps, top_k, min(self.width // 2, max_nodes(steps, top_k))))
+            width = min(self.width // 2, max_nodes(steps, top_k))
+            smaller.append(TreeShape.of(steps, top_k, width, self.in_block))
         return tuple(smaller)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from deploy.cli import main
 from deploy.config import model as model_config
+from deploy.config.draft_head import draft_method
 from deploy.config.own_draft import own_draft
 from tests.support import MODELS, ROOT
 
@@ -64,9 +65,9 @@ def test_errors_name_the_option_and_the_remedy(
 
 def test_heads_are_told_apart(tmp_path: Path) -> None:
     shutil.copy(MODELS / "draft" / "config.json", tmp_path / "config.json")
-    assert model_config._head_method(tmp_path) == "eagle3"
+    assert draft_method(tmp_path) == "eagle3"
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert model_config._head_method(tmp_path) == "eagle"
+    assert draft_method(tmp_path) == "eagle"
 
 
 TREE = {"method": "mtp", "num_steps": 4, "top_k": 4, "num_draft_tokens": 8}
@@ -130,3 +131,26 @@ def test_options_go_before_a_models_own_module(
     assert main(["plan", tiny, *options, "--save", str(saved), "--nodes", "0"]) == 0
     (application,) = yaml.safe_load(saved.read_text())["applications"]
     assert application["args"]["speculative"] == speculative
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "depth"),
+    [
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"block_size": 8}}, "dflash", 7),
+        ({"architectures": ["DFlashDraftModel"], "block_size": 10}, "dflash", 9),
+        ({"architectures": ["DFlashDraftModel"]}, "dflash", 15),
+        ({"architectures": ["Qwen3DSparkModel"], "block_size": 7}, "dflash", 7),
+        ({"speculators_model_type": "dflash", "draft_vocab_size": 9}, "dflash", 7),
+        ({"speculators_model_type": "dflash", "block_size": 6, "sample_from_anchor": True}, "dflash", 6),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3", None),
+        ({"draft_vocab_size": 32000}, "eagle3", None),
+        ({}, "eagle", None),
+    ],
+)
+def test_a_heads_method_and_block_are_found(
+    tmp_path: Path, config: dict[str, Any], method: str, depth: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = model_config.model_args(TARGET, str(tmp_path), None)["speculative"]
+    sizes = {} if depth is None else {"num_steps": depth, "num_draft_tokens": depth + 1}
+    assert args == {"path": str(tmp_path), "method": method} | sizes

@@ -74,7 +74,10 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2: Aerie knows auto, fp8, fp8_e4m3"),
         (["--speculative-config", "{"], r"--speculative-config \{: is not JSON"),
         (["--speculative-config", "[]"], r"must be a JSON object"),
-        (["--speculative-config", '{"method": "ngram"}'], "method ngram: Aerie speculates with eagle, eagle3, mtp"),
+        (
+            ["--speculative-config", '{"method": "ngram"}'],
+            "method ngram: Aerie speculates with eagle, eagle3, mtp, dflash",
+        ),
         (["--speculative-config", '{"method": "eagle3"}'], "model is missing"),
         (["--speculative-config", '{"model": "x", "parallel_drafting": true}'], "parallel_drafting: not known here"),
         (["--api-key", "short"], "ingress.api_keys: each key must have at least 8"),

@@ -1,0 +1,46 @@
+"""The method of a published head, and the chain that a block draft is for. Used by `deploy.config.model`; reads
+config.json, without torch. `speculative.drafts` checks the head when the configuration is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cluster.config import ConfigError
+
+
+def draft_method(folder: Path) -> str:
+    """Return `speculative.method` of the head in `folder`. Raises ConfigError for a config.json that cannot be read."""
+    config = _config(folder)
+    name = _name(config)
+    if "dflash" in name or "dspark" in name:
+        return "dflash"
+    # only EAGLE-3's heads say so, by architecture or by their own vocabulary
+    return "eagle3" if "eagle3" in name or "draft_vocab_size" in config else "eagle"
+
+
+def block_shape(folder: Path) -> dict[str, Any]:
+    """Return the chain of a block draft's whole block, which is an upper limit; empty for other heads."""
+    config = _config(folder)
+    name = _name(config)
+    if "dflash" not in name and "dspark" not in name:
+        return {}
+    nested = config.get("dflash_config")
+    given = {**config, **(nested if isinstance(nested, dict) else {})}
+    in_speculators = "speculators_model_type" in config
+    size = given.get("block_size") or (8 if in_speculators else 16)
+    from_anchor = given.get("sample_from_anchor", "dspark" in name and not in_speculators)
+    depth = int(size) - (not from_anchor)
+    return {"num_steps": depth, "num_draft_tokens": depth + 1}
+
+
+def _name(config: dict[str, Any]) -> str:
+    architectures = config.get("architectures") or []
+    return " ".join([*architectures, str(config.get("speculators_model_type") or "")]).lower()
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--draft {folder}: its config.json cannot be read ({error})") from None
+    return found

@@ -1,0 +1,6 @@
+"""Block drafts: one pass over a block of mask tokens drafts all tokens of a round.
+
+config   a block's form, and config.json of published heads
+dflash   DFlash: method and model
+drafter  drafts chains and trees from one pass
+"""

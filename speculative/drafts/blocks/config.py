@@ -1,0 +1,237 @@
+"""Reads config.json of published block drafts, and refuses what would be ignored.
+
+Three formats: z-lab's (`dflash_config`), DeepSpec's (the same keys at the top level, `Qwen3DSparkModel`) and that of
+`speculators` (layers in `transformer_layer_config`, `aux_hidden_state_layer_ids`). Keys and defaults are those of
+z-lab's and `speculators`' (0.9) modelling code.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attention.config import MIN_WINDOW
+from speculative.drafts.config import draft_architecture
+from speculative.tree.shape import MAX_WIDTH
+from workers.models.config import ModelConfig
+from workers.models.config_fields import ids_of, section_of, size_of
+
+# Drafts on the same backbone that are not served, by what their architecture or algorithm contains.
+_REFUSED = {"domino": "Domino", "lilicorr": "LiLiCorr", "xpress": "XPress", "peagle": "P-EAGLE", "p_eagle": "P-EAGLE"}
+
+# Keys that change the module, and the one value with which it is the module that we have.
+_ONLY: dict[str, Any] = {
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "partial_rotary_factor": 1.0,
+    "projector_type": None,
+    "num_experts": None,
+    "num_local_experts": None,
+    "n_routed_experts": None,
+    "kv_lora_rank": None,
+    "attn_output_gate": None,
+    "fc_bias": None,
+}
+
+# Keys that may be true, an object or a list: read here or by `workers.models.llama`, or irrelevant to inference.
+_KNOWN = {
+    *("architectures", "dflash_config", "transformer_layer_config", "speculators_config", "layer_types"),
+    *("target_layer_ids", "aux_hidden_state_layer_ids", "sample_from_anchor", "sliding_window_non_causal"),
+    *("is_causal", "use_sliding_window", "attention_bias", "tie_word_embeddings", "rope_scaling", "rope_parameters"),
+    *("quantization_config", "eos_token_id", "use_cache", "return_dict", "auto_map", "id2label", "label2id"),
+    *("embed_requires_grad", "has_no_defaults_at_init", "eagle_aux_hidden_state_layer_ids"),
+}
+_DFLASH_KEYS = {"target_layer_ids", "mask_token_id", "block_size", "causal", "num_anchors", "sample_from_anchor"}
+_LAYERS = ("qwen3", "llama")  # layer descriptions of `speculators`; the module has Qwen3's layers for both
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """What the rows of a block see in one layer.
+
+    causal: a row sees the block up to itself; else all of it.
+    context: tokens before the block that its first row sees; None for all.
+    """
+
+    causal: bool = False
+    context: int | None = None
+
+    def window(self, rows: int) -> int | None:
+        """`DecodeBatch.window` for a block of `rows` rows.
+
+        It counts the columns that a row sees in the block. Two published variants would need another count per row (a
+        causal window of `speculators`, a bidirectional one of z-lab): there, the oldest of the `context` tokens that a
+        later row sees differs by up to `rows - 1` positions.
+        """
+        return None if self.context is None else self.context + (1 if self.causal else rows)
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """A block.
+
+    size: its rows, the newest token (anchor) included.
+    mask_token_id: of the other rows.
+    from_anchor: row k predicts token anchor + k + 1; else row k predicts token anchor + k, and row 0 nothing.
+    views: of each layer.
+    """
+
+    size: int
+    mask_token_id: int
+    from_anchor: bool
+    views: tuple[LayerView, ...]
+
+    @property
+    def max_depth(self) -> int:
+        """Tokens that a block drafts."""
+        return self.size if self.from_anchor else self.size - 1
+
+
+def is_speculators(raw: Mapping[str, Any]) -> bool:
+    return "speculators_model_type" in raw
+
+
+def algorithm(raw: Mapping[str, Any]) -> str | None:
+    """Return the method of a block draft with this config.json: dflash, dflash2 or dspark; None for another draft.
+    Raises ValueError for one that is known and not served."""
+    name = str(raw.get("speculators_model_type") or draft_architecture(raw)).lower()
+    nested = raw.get("dflash_config")
+    projector = str(nested.get("projector_type") or "").lower() if isinstance(nested, dict) else ""
+    for part, refused in _REFUSED.items():
+        if part in name or part in projector:
+            raise ValueError(
+                f"draft (architecture {draft_architecture(raw)}) is a {refused} head, which is not served; use a "
+                "DFlash head of the same target"
+            )
+    if "dspark" in name:
+        # DeepSpec names its DFlash heads so, too: they have no Markov head
+        return "dflash" if raw.get("markov_rank") == 0 else "dspark"
+    return "dflash2" if "dflash2" in name else "dflash" if "dflash" in name else None
+
+
+def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return config.json of the draft's layers, which are Qwen3's, without windows (`read_form` has them).
+
+    extra: further keys that the method reads.
+    Raises ValueError, naming key and remedy, for a key that would be ignored.
+    """
+    source = f"draft {path}"
+    _refuse_unknown(source, raw, _KNOWN | extra)
+    _refuse_unknown(source, section_of(raw, "dflash_config", source), _DFLASH_KEYS | extra, "dflash_config.", True)
+    layers = _layers(raw, source)
+    if is_speculators(raw):
+        _refuse_unknown(source, layers, _KNOWN, "transformer_layer_config.")
+        kind = layers.get("model_type", "qwen3")
+        if kind not in _LAYERS:
+            raise ValueError(
+                f"{source}: transformer_layer_config.model_type={kind!r} is not supported; use a head whose layers are "
+                f"of {' or '.join(_LAYERS)}"
+            )
+    outer = {key: raw[key] for key in ("quantization_config", "torch_dtype", "dtype") if key in raw}
+    own = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False, "use_sliding_window": False}
+    return {**layers, **outer, **own}
+
+
+def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int) -> BlockForm:
+    """Return the form of the draft's blocks. Raises ValueError, naming key, value and remedy."""
+    source, given = f"draft {path}", _given(path, raw)
+    size = size_of(given, "block_size", source, 8 if is_speculators(raw) else 16, most=MAX_WIDTH)
+    mask = size_of(given, "mask_token_id", source, least=0)
+    if mask >= vocab_size:
+        raise ValueError(
+            f"{source}: mask_token_id={mask}: the target's vocabulary has {vocab_size} tokens; use the head that was "
+            "trained for this target"
+        )
+    # DeepSpec's blocks begin to predict at the anchor and have no key for it
+    deepspec = "dsparkmodel" in draft_architecture(raw).lower() and not is_speculators(raw)
+    from_anchor = bool(given.get("sample_from_anchor", deepspec or raw.get("speculators_model_type") == "dspark"))
+    if size < 2 - from_anchor:
+        raise ValueError(f"{source}: block_size={size}: must be at least 2; use a head that drafts")
+    return BlockForm(size, mask, from_anchor, _views(path, raw, num_layers))
+
+
+def read_capture(path: str, raw: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
+    """Return the target's layers whose input the draft reads.
+
+    `target_layer_ids` names layers by their output, `aux_hidden_state_layer_ids` of `speculators` by their input.
+    Raises ValueError.
+    """
+    source, given, count = f"draft {path}", _given(path, raw), target.num_layers
+    made_for = size_of(raw, "num_target_layers", source, count)
+    if made_for != count:
+        raise ValueError(
+            f"{source}: was made for a target of num_target_layers={made_for}, the target ({target.architecture}) has "
+            f"{count} layers; use the head that was trained for this target"
+        )
+    key = "aux_hidden_state_layer_ids" if is_speculators(raw) else "target_layer_ids"
+    capture = tuple(i + (not is_speculators(raw)) for i in ids_of(given, key, source))
+    if not capture or len(set(capture)) != len(capture) or not all(0 <= i < count for i in capture):
+        raise ValueError(
+            f"{source}: {key}={list(given.get(key) or ())}: must name distinct layers before the last of the target's "
+            f"{count}; use the head that was trained for this target"
+        )
+    return capture
+
+
+def _given(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {**raw, **section_of(raw, "dflash_config", f"draft {path}")}
+
+
+def _layers(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    return dict(section_of(raw, "transformer_layer_config", source)) if is_speculators(raw) else dict(raw)
+
+
+def _views(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple[LayerView, ...]:
+    source = f"draft {path}"
+    layers = _layers(raw, source)
+    kinds = layers.get("layer_types") or ["full_attention"] * num_layers
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{source}: layer_types={kinds}: must be full_attention or sliding_attention for each of "
+            f"{num_layers} layers; correct the draft's config"
+        )
+    window = size_of(layers, "sliding_window", source, 0) if layers.get("use_sliding_window") else 0
+    if 0 < window < MIN_WINDOW and "sliding_attention" in kinds:
+        raise ValueError(
+            f"{source}: sliding_window={window}: windows of fewer than {MIN_WINDOW} tokens are not supported; use a "
+            "head with full attention"
+        )
+    views = {"full_attention": LayerView(_causal(raw, False, source))}
+    if "sliding_attention" in kinds:
+        views["sliding_attention"] = _sliding(raw, window, source)
+    return tuple(views[kind] for kind in kinds)
+
+
+def _sliding(raw: Mapping[str, Any], window: int, source: str) -> LayerView:
+    if not is_speculators(raw):  # z-lab: a row sees `window` tokens, itself among them
+        return LayerView(_causal(raw, True, source), window - 1 if window else None)
+    if not window:
+        raise ValueError(f"{source}: layer_types has sliding_attention, but sliding_window is not set; set it")
+    return LayerView(not raw.get("sliding_window_non_causal"), window)  # `window` tokens before the block
+
+
+def _causal(raw: Mapping[str, Any], default: bool, source: str) -> bool:
+    """Whether a z-lab head's block is causal: `is_causal`, or JetSpec's `dflash_config.causal`."""
+    if is_speculators(raw):
+        return default
+    causal = section_of(raw, "dflash_config", source).get("causal")
+    given = causal if causal is not None else raw.get("is_causal")
+    return default if given is None else bool(given)
+
+
+def _refuse_unknown(
+    source: str, given: Mapping[str, Any], known: set[str] | frozenset[str], prefix: str = "", strict: bool = False
+) -> None:
+    """Refuse unknown flags, objects and lists, which may change the module, and in `dflash_config` (strict) any unknown
+    key. Other unknown numbers and strings are bookkeeping."""
+    for key, value in given.items():
+        if key in _ONLY and key not in known:
+            only = _ONLY[key]
+            works = value is None or value == only or (only is None and not value)
+            remedy = "use a head without it" if only is None else f"only {only!r} is; use a head with that"
+        else:
+            meaningful = value is True or isinstance(value, dict | list) or strict
+            works = key in known or not value or not meaningful
+            remedy = "use a head without it, or take the key out of config.json if the head does not depend on it"
+        if not works:
+            raise ValueError(f"{source}: {prefix}{key}={value!r} is not supported; {remedy}")

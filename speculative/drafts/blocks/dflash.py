@@ -1,0 +1,129 @@
+"""DFlash (arXiv 2602.06036): Qwen3's layers over a block of mask tokens. The target's features, projected, are the
+draft's context: they go through each layer's key and value projections only, so no pass over accepted tokens is needed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from speculative.drafts.blocks.config import BlockForm, algorithm, layers_config, read_capture, read_form
+from speculative.drafts.config import check_target, check_width
+from speculative.drafts.layers import IGNORED_WEIGHTS
+from speculative.drafts.method import DraftMethod, DraftModel
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.forward_context import ForwardContext
+from workers.layers.linear import ReplicatedLinear
+from workers.layers.norm import RMSNorm
+from workers.layers.rotary import RotaryTable
+from workers.models.config import ModelConfig
+from workers.models.config_fields import size_of
+from workers.models.decoder import DecoderOutput
+from workers.models.llama import LlamaConfig, make_layer, read_config
+from workers.models.name_map import NameMap
+
+
+@dataclass(frozen=True)
+class DFlash(DraftMethod):
+    """A DFlash head. form: of its blocks."""
+
+    name: ClassVar[str] = "dflash"
+    lookahead: ClassVar[int] = 0
+    model: LlamaConfig
+    form: BlockForm
+
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any]) -> bool:
+        return algorithm(raw) == cls.name
+
+    @classmethod
+    def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
+        model = read_config(layers_config(path, raw), f"draft {path}")
+        check_target(path, model, size_of(raw, "target_hidden_size", f"draft {path}", model.hidden_size), target)
+        check_width(path, model, target, "the projection of a block draft gives the width of the target's layers")
+        capture = read_capture(path, raw, target)
+        form = read_form(path, raw, model.num_layers, target.vocab_size)
+        vocab_size = size_of(raw, "draft_vocab_size", f"draft {path}", model.vocab_size)
+        return cls(path, model, vocab_size, capture, form)
+
+    def build(self, group: TPGroup, max_position: int, device: torch.device) -> "DFlashModel":
+        return DFlashModel(self, group, max_position, device)
+
+    @property
+    def max_num_steps(self) -> int | None:
+        return self.form.max_depth
+
+    @property
+    def masks_steps(self) -> bool:
+        return not all(view.causal for view in self.form.views)
+
+    @property
+    def window(self) -> int | None:
+        return max((w for view in self.form.views if (w := view.window(self.form.size)) is not None), default=None)
+
+    @property
+    def weight_names(self) -> NameMap:
+        rules = {name: name for name in ("embed_tokens", "lm_head", "fc", "hidden_norm", "norm")} | {
+            "layers.{layer}.self_attn.qkv": "layers.{layer}.self_attn.{part}",
+            "layers.{layer}.mlp.gate_up": "layers.{layer}.mlp.{part}",
+            "layers.{layer}.{block}.{module}": "layers.{layer}.{block}.{module}",
+            "layers.{layer}.{norm}": "layers.{layer}.{norm}",
+        }
+        return NameMap(rules, (("model.", ""),), (*IGNORED_WEIGHTS, "verifier_lm_head.*", "verifier_norm.*"))
+
+
+class DFlashModel(DraftModel):
+    """Row k of a block is at position anchor + k. `keep` writes the context's KV."""
+
+    drafts_blocks: ClassVar[bool] = True
+
+    def __init__(self, method: DFlash, group: TPGroup, max_position: int, device: torch.device) -> None:
+        super().__init__(method, group)
+        model = method.model
+        self.form = method.form
+        self.rotary = RotaryTable(model.rope, model.head_dim, max_position, device)
+        self.fc = ReplicatedLinear(len(method.capture) * model.hidden_size, model.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(model.hidden_size, model.rms_eps)
+        self.layers = nn.ModuleList(make_layer(model, i, group) for i in range(model.num_layers))
+        self.norm = RMSNorm(model.hidden_size, model.rms_eps)
+
+    def features(self, output: DecoderOutput) -> Tensor:
+        assert output.captured is not None
+        return output.captured
+
+    def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
+        projected = self.hidden_norm(self.fc(features))
+        angles = self.rotary.at(context.positions)
+        for layer in self.layers:
+            layer.self_attn.keep(projected, angles, context)  # type: ignore[union-attr, operator]
+
+    def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """`block` where all layers see the same; `hidden` is unused."""
+        return self.block(ids, (context,) * self.num_layers)
+
+    def block(self, ids: Tensor, contexts: Sequence[ForwardContext]) -> Tensor:
+        """Run the rows of blocks: [rows, hidden] after the final norm.
+
+        ids: [rows] int64 anchors and mask tokens.
+        contexts: of each layer; they differ by what rows see.
+        """
+        layers: list[DecoderLayer] = list(self.layers)  # type: ignore[arg-type]
+        angles = self.rotary.at(contexts[0].positions)
+        residual, added = self.embed_tokens(ids), None
+        for layer, context in zip(layers, contexts, strict=True):
+            norm, wanted = layer.input_layernorm, layer.self_attn.fp8_inputs
+            if added is None:
+                normed = norm.for_product(residual, wanted)
+            else:
+                normed, residual = norm.add_for_product(added, residual, wanted, self.group)
+            added, residual = layer(normed, residual, angles, context)
+        assert added is not None, "a draft has layers"
+        state: Tensor = self.norm.add(added, residual, self.group)[0]
+        return state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(hidden)
+        return logits

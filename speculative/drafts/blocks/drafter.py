@@ -1,0 +1,112 @@
+"""Drafts chains and trees from one pass over a block per request. Used by `speculative.decoding`.
+
+The rows of the block write their KV after the committed positions, where the next round's target features overwrite
+it. The depth-d nodes of a tree are the best tokens of row d: rows do not see which token the row before becomes, so
+all parents of a depth have the same children.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attention.metadata import DecodeBatch, Mode, causal_mask
+from speculative.drafts.blocks.dflash import DFlashModel
+from speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
+from speculative.ops.tree_growth import grow
+from speculative.tree.nodes import Candidates, Children, Level, chain
+from speculative.tree.shape import TreeShape
+from speculative.tree_table import TreeTable
+from workers.sampling.sampler import Sampler
+from workers.slots.slot_table import SlotTable
+
+
+class BlockDrafter(Drafter):
+    """A shape of fewer levels than the block drafts a shorter block."""
+
+    def __init__(
+        self, shape: TreeShape, trees: TreeTable, runner: DraftRunner, slots: SlotTable, sampler: Sampler
+    ) -> None:
+        super().__init__(shape, trees, runner, slots, sampler)
+        assert isinstance(runner.model, DFlashModel)
+        self._model = runner.model
+        form = runner.model.form
+        num_masks = shape.num_steps - form.from_anchor
+        self._mask_ids = torch.full((num_masks,), form.mask_token_id, device=slots.device)
+        self._after = torch.arange(1, shape.num_steps + 1, device=slots.device)
+
+    def draft(self, batch: DraftBatch) -> None:
+        states = self._block(batch)
+        if not self._shape.is_chain:
+            self._grow_tree(batch, states)
+        elif batch.guidance is None:
+            self._all_at_once(batch, states)
+        else:
+            self._one_by_one(batch, states)
+
+    def _block(self, batch: DraftBatch) -> Tensor:
+        """Run the blocks; return the states that predict depths 1 onwards, [B, num_steps, H]."""
+        anchors = self._slots.bonus[batch.slots].unsqueeze(1)
+        ids = torch.cat((anchors, self._mask_ids.expand(anchors.shape[0], -1)), dim=1)
+        length = self._slots.seq_len[batch.slots]
+        hidden = block_states(self._runner, ids, length, batch.page_table, batch.max_kv_len)
+        return hidden[:, hidden.shape[1] - self._shape.num_steps :]
+
+    def _all_at_once(self, batch: DraftBatch, states: Tensor) -> None:
+        """Draft chains whose tokens do not depend on one another."""
+        length = self._slots.seq_len[batch.slots]
+        logits = self._noisy(self._model.logits(states.flatten(0, 1)), batch, length.long().unsqueeze(1) + self._after)
+        best = self._model.to_target(self._model.lm_head.shard.argmax(logits)).view(length.shape[0], -1)
+        self._trees.write(batch.slots, chain(self._slots.bonus[batch.slots], best))
+
+    def _one_by_one(self, batch: DraftBatch, states: Tensor) -> None:
+        """Draft chains under grammars, whose masks depend on the token before."""
+        assert batch.guidance is not None
+        length, tokens = self._slots.seq_len[batch.slots], []
+        for step in self._steps:
+            logits = self._scores(states[:, step.depth - 1], batch, length, step.depth, 1)
+            tokens.append(batch.guidance.follow(self._model.to_target(self._model.lm_head.shard.argmax(logits))))
+        self._trees.write(batch.slots, chain(self._slots.bonus[batch.slots], torch.stack(tokens, dim=1)))
+
+    def _grow_tree(self, batch: DraftBatch, states: Tensor) -> None:
+        length = self._slots.seq_len[batch.slots]
+        candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._shape.num_steps)
+        level: Level | None = None
+        for step in self._steps:
+            state = states[:, step.depth - 1]
+            if batch.guidance is None:  # all parents have the same children
+                children = _repeated(self._best(state, batch, length, step.depth, 1), step.rows)
+            else:
+                rows = state.repeat_interleave(step.rows, dim=0)
+                children = self._best(rows, batch, length, step.depth, step.rows)
+            level = grow(candidates, level, children, step.first_candidate, 0)  # no step reads its masks
+            if batch.guidance is not None and not step.is_last:
+                batch.guidance.grown(level)
+        self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
+
+
+def block_states(runner: DraftRunner, ids: Tensor, length: Tensor, page_table: Tensor, max_kv_len: int) -> Tensor:
+    """Run one block per request, [B, R, H] after the final norm. Writes its KV to positions `length` onwards.
+
+    ids: [B, R] int64 anchors and mask tokens.
+    length: [B] int32 tokens before the block, whose KV `keep` has written.
+    page_table: [B, max_pages] int32.
+    max_kv_len: host-side bound of length + R.
+    """
+    model, (batch, rows) = runner.model, ids.shape
+    assert isinstance(model, DFlashModel)
+    masks = causal_mask(batch, rows, ids.device), torch.full_like(ids, (1 << rows) - 1)
+    contexts = {}
+    for view in dict.fromkeys(model.form.views):
+        mask, window = masks[not view.causal], view.window(rows)
+        decode = DecodeBatch(Mode.DRAFT_DECODE, rows, rows, length, mask, page_table, max_kv_len)
+        contexts[view] = runner.context(replace(decode, chain=view.causal, window=window))
+    return model.block(ids.flatten(), [contexts[view] for view in model.form.views]).view(batch, rows, -1)
+
+
+def _repeated(children: Children, times: int) -> Children:
+    """Return the children of each of `times` parents per request."""
+    if times == 1:
+        return children
+    scores, ids = (each.repeat_interleave(times, dim=0) for each in (children.log_probabilities, children.ids))
+    return Children(scores, ids, children.target_ids)

@@ -1,0 +1,236 @@
+"""Rounds with block drafts: the same tokens as without, drafts that the published module gives, and draft KV that is
+exact whatever the scheduler does."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from attention.config import CacheConfig
+from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
+from speculative.tree.shape import TreeShape
+from tests.speculative import test_backends
+from tests.speculative.conftest import Pair
+from tests.speculative.test_decoding import accepted_share, run
+from tests.support.drafts.block_reference import BlockHead, BlockReference, head_for, make_block_head
+from tests.support.drafts.oracle import Case, Oracle, run_case, tiny_spec
+from tests.support.tiny_models import make_target
+from workers.config import PLAIN, RoundShapes, SchedulerConfig
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
+
+BLOCK = 8
+
+
+def chain(draft: Path, depth: int = BLOCK, **settings: object) -> SpeculativeConfig:
+    return SpeculativeConfig(str(draft), "dflash", depth, 1, depth + 1, **settings)  # type: ignore[arg-type]
+
+
+def tree(draft: Path) -> SpeculativeConfig:
+    return SpeculativeConfig(str(draft), "dflash", 5, 4, 20)
+
+
+@pytest.fixture(scope="module")
+def draft(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Right about half the time at depth 1."""
+    head = head_for(pair.target, block=BLOCK, from_anchor=True)
+    return make_block_head(tmp_path_factory.mktemp("block") / "d", pair.target, head, copying=True)
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[list[int]]:
+    return [r.output for r in run(pair, None)]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "shape,page_size,chunk",
+    [
+        ("chain", 1, 7),
+        ("tree", 64, 512),
+        pytest.param("chain", 64, 512, marks=SLOW),
+        pytest.param("tree", 1, 7, marks=SLOW),
+        pytest.param("tree", 4, 32, marks=SLOW),
+    ],
+)
+def test_greedy_tokens_do_not_change(
+    pair: Pair, draft: Path, plain: list[list[int]], shape: str, page_size: int, chunk: int
+) -> None:
+    cache = CacheConfig(page_size=page_size, num_pages=2400 // page_size)
+    speculative = chain(draft) if shape == "chain" else tree(draft)
+    requests = run(pair, speculative, cache=cache, scheduler=SchedulerConfig(5, chunk))
+    assert [r.output for r in requests] == plain
+    assert accepted_share(requests) > 0.4
+
+
+@pytest.mark.parametrize("draft_tp", [pytest.param(1, marks=SLOW), 2])
+def test_two_ranks_agree_and_give_the_same_tokens(
+    pair: Pair, draft: Path, plain: list[list[int]], draft_tp: int
+) -> None:
+    requests = run(pair, chain(draft, draft_tp=draft_tp, adaptive=False), tensor_parallel=2)
+    assert [r.output for r in requests] == plain
+    assert accepted_share(requests) > 0.4
+
+
+def test_preempted_requests_lose_nothing(pair: Pair, draft: Path, plain: list[list[int]]) -> None:
+    requests = run(pair, tree(draft), cache=CacheConfig(4, num_pages=40, prefix_cache=False))
+    assert [r.output for r in requests] == plain
+    assert sum(r.num_preemptions for r in requests) > 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SamplingParams(24, 1.0, seed=5), marks=SLOW),
+        SamplingParams(24, 0.7, top_k=8, top_p=0.9, seed=1 << 63),
+        pytest.param(
+            SamplingParams(24, 0.9, presence_penalty=0.6, frequency_penalty=0.3, repetition_penalty=1.2, seed=3),
+            marks=SLOW,
+        ),
+    ],
+)
+def test_sampled_tokens_do_not_change(pair: Pair, draft: Path, sampling: SamplingParams) -> None:
+    off = run(pair, None, sampling)
+    for speculative in (chain(draft), tree(draft)):
+        on = run(pair, speculative, sampling, concurrency=6)
+        assert [r.output for r in on] == [r.output for r in off]
+        assert accepted_share(on) > 0.3  # of drafts that lack the target's noise, fewer than 0.1 are
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3_5", *(pytest.param(name, marks=SLOW) for name in ("DeepseekV3", "Qwen3Moe"))]
+)
+def test_targets_of_every_kind_of_layer_are_drafted_for(tmp_path: Path, pair: Pair, architecture: str) -> None:
+    """Recurrent states, latent attention and experts."""
+    target = make_target(tmp_path / "target", calm=0.003, architecture=architecture)
+    drafted = make_block_head(tmp_path / "d", target, head_for(target, from_anchor=True), copying=True)
+    other = Pair(target, pair.eagle, pair.eagle3, pair.prompts[:6])
+    plain = [r.output for r in run(other, None)]
+    for speculative in (chain(drafted), tree(drafted)):
+        requests = run(other, speculative, cache=CacheConfig(4, num_pages=120))
+        assert [r.output for r in requests] == plain
+        assert accepted_share(requests) > 0.1
+
+
+SHAPES = {
+    "chain": RoundShapes((PLAIN, TreeShape.of(BLOCK, 1, BLOCK + 1, True)), default=1),
+    "tree": RoundShapes((PLAIN, TreeShape.of(4, 3, 10, True)), default=1),
+    "changing": RoundShapes(
+        (PLAIN, TreeShape.of(1, 1, 2, True), TreeShape.of(3, 1, 4, True), TreeShape.of(5, 4, 20, True)),
+        default=3,
+        adaptive=True,
+    ),
+}
+CASES = [
+    Case(page_size=1, num_pages=190, max_step_tokens=16, speculating=0.5, prefix_cache=True),
+    Case(page_size=4, num_pages=50, max_step_tokens=16, speculating=0.8, prefix_cache=False),
+    Case(page_size=16, num_pages=13, max_step_tokens=5, speculating=1.0, prefix_cache=True),
+    Case(page_size=4, num_pages=55, max_step_tokens=64, speculating=0.6, prefix_cache=True, captured=True),
+]
+QUICK = {("chain", 1), ("changing", 0), ("changing", 2)}
+CROSS = [
+    pytest.param(name, seed, marks=() if (name, seed) in QUICK else SLOW)
+    for name in SHAPES
+    for seed in range(len(CASES))
+]
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
+    folder = tmp_path_factory.mktemp("oracle")
+    tiny = tiny_spec(folder)
+    target = folder / "target"
+    return replace(
+        tiny, speculative=chain(make_block_head(folder / "d", target, head_for(target, from_anchor=True), copying=True))
+    )
+
+
+@pytest.fixture(scope="module")
+def oracles(spec: EngineSpec) -> dict[str, Oracle]:
+    return {name: Oracle(spec, shapes) for name, shapes in SHAPES.items()}
+
+
+@pytest.mark.parametrize("name,seed", CROSS)
+def test_drafts_and_their_kv_are_those_of_the_text_alone(
+    spec: EngineSpec, oracles: dict[str, Oracle], name: str, seed: int
+) -> None:
+    """Under random arrivals, aborts, preemptions, resumptions and prefix hits."""
+    rank = run_case(spec, oracles[name], replace(CASES[seed], num_requests=6), SHAPES[name], seed)
+    assert rank.num_kv > 30 and rank.num_drafts > 0
+    assert not rank.faults, "\n".join(rank.faults[:5])
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_drafts_are_those_of_a_draft_computed_from_scratch(
+    pair: Pair, tmp_path: Path, shape: str, from_anchor: bool
+) -> None:
+    """After several rounds, with everything in paged caches, the pending draft is that of the published module, on
+    transformers' features; a tree has the nodes with the largest products of the rows' probabilities."""
+    head = head_for(pair.target, from_anchor=from_anchor)
+    drafted = make_block_head(tmp_path / "d", pair.target, head, copying=True)
+    speculative = replace(chain(drafted, 5) if shape == "chain" else tree(drafted), adaptive=False)
+    request = Request("r", pair.prompts[2], SamplingParams(80, 0.0))
+    with local_engine(pair.spec(speculative)) as engine:
+        engine.scheduler.submit(request)
+        for _ in range(20):
+            plan = engine.scheduler.schedule()
+            assert plan is not None
+            engine.executor.submit(plan)
+            engine.scheduler.apply(engine.executor.take())
+        strategy = engine.executor._strategy  # type: ignore[attr-defined]
+        tokens, parents = strategy._trees.drafted(torch.tensor([0]))[0].tolist()
+    expected = paths_of(pair, head, request.prompt + request.output, speculative)
+    assert {path(tokens, parents, i) for i in range(1, speculative.num_draft_tokens)} == expected
+
+
+def path(tokens: list[int], parents: list[int], node: int) -> tuple[int, ...]:
+    return () if node == 0 else (*path(tokens, parents, parents[node]), tokens[node])
+
+
+def paths_of(pair: Pair, head: BlockHead, text: list[int], speculative: SpeculativeConfig) -> set[tuple[int, ...]]:
+    """The paths to the nodes that are drafted after `text`."""
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32)
+    weights = load_file(str(pair.target / "model.safetensors"))
+    copied = {**head.tensors(), "norm.weight": weights["model.norm.weight"]}
+    for name in copied:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            copied[name] = copied[name] * 0.02
+    reference = BlockReference(head, copied, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
+    with torch.no_grad():
+        states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer][0] for layer in (1, 3, 5)], dim=-1)
+        rows = speculative.num_steps + (not head.from_anchor)
+        scores = reference.logits(features, text[-1], rows).log_softmax(-1)
+    best, ids = (each.tolist() for each in scores.topk(speculative.top_k))
+    paths: dict[tuple[int, ...], float] = {}
+    level = {(): 0.0}
+    for depth in range(speculative.num_steps):
+        found = {(*p, t): s + v for p, s in level.items() for t, v in zip(ids[depth], best[depth], strict=True)}
+        paths |= found
+        level = dict(sorted(found.items(), key=lambda item: -item[1])[: speculative.top_k])
+    return set(sorted(paths, key=lambda p: -paths[p])[: speculative.num_draft_tokens - 1])
+
+
+@pytest.mark.parametrize("shape,random", [("chain", True), ("tree", False)])
+def test_a_round_reads_nothing_on_the_host(pair: Pair, draft: Path, shape: str, random: bool) -> None:
+    strategy = test_backends.strategy_on_meta(pair, chain(draft) if shape == "chain" else tree(draft))
+    slots = torch.zeros(3, dtype=torch.int64, device=test_backends.META)
+    default = strategy.shapes.default
+    batch = test_backends.StepBatch(slots, default, default, slots, 100, None, test_backends.SamplingNeeds(random))
+    with torch.inference_mode():
+        assert strategy.step(batch).tokens.shape[0] == 3
+
+
+def test_a_block_has_shapes_from_one_token_to_all(draft: Path) -> None:
+    names = [shape.name for shape in chain(draft, 15).shapes.shapes]
+    assert names == ["plain", "1/1/2", "4/1/5", "8/1/9", "15/1/16"]
+    assert all(shape.draft_tokens == shape.width for shape in chain(draft, 15).shapes.shapes[1:])

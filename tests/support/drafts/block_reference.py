@@ -1,0 +1,220 @@
+"""A plain torch reading of the published block drafts: whole texts, no cache, no fused layers, float32. Written from
+DFlash (arXiv 2602.06036), and z-lab's and `speculators`' (0.9) modelling code, whose attention masks differ."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support.drafts.eagle3_reference import save_head
+
+THETA, EPS = 10000.0, 1e-6
+
+
+@dataclass(frozen=True)
+class BlockHead:
+    """A tiny head. windows: of each layer, None for full attention; causal: of each layer. in_speculators: windows
+    count tokens before the block, as `speculators` does; else tokens up to the row, itself included."""
+
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    mlp: int = 96
+    vocab: int = 96
+    draft_vocab: int | None = None
+    num_captured: int = 3
+    block: int = 8
+    mask_id: int = 95
+    from_anchor: bool = False
+    windows: tuple[int | None, ...] = (None, None)
+    causal: tuple[bool, ...] = (False, False)
+    in_speculators: bool = False
+
+    def layer_config(self) -> dict[str, Any]:
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in self.windows]
+        window = next((window for window in self.windows if window is not None), None)
+        return {
+            "model_type": "qwen3",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.dim,
+            "vocab_size": self.vocab,
+            "rms_norm_eps": EPS,
+            "rope_theta": THETA,
+            "max_position_embeddings": 512,
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "layer_types": kinds,
+            "sliding_window": window,
+            "use_sliding_window": window is not None,
+        }
+
+    def tensors(self, seed: int = 3, scale: float = 0.2) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator) * scale
+
+        def norm(size: int) -> Tensor:
+            return 0.5 + torch.rand(size, generator=generator)
+
+        tensors = {
+            "fc.weight": normal(self.hidden, self.num_captured * self.hidden),
+            "hidden_norm.weight": norm(self.hidden),
+            "norm.weight": norm(self.hidden),
+        }
+        if self.draft_vocab is not None:
+            picked = torch.randperm(self.vocab, generator=generator)[: self.draft_vocab].sort().values
+            tensors["lm_head.weight"] = normal(self.draft_vocab, self.hidden)
+            tensors["d2t"] = picked - torch.arange(self.draft_vocab)
+            tensors["t2d"] = torch.zeros(self.vocab, dtype=torch.bool).index_fill(0, picked, True)
+        for i in range(self.layers):
+            sizes = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+            layer = {f"self_attn.{name}_proj.weight": normal(n * self.dim, self.hidden) for name, n in sizes.items()}
+            layer["self_attn.o_proj.weight"] = normal(self.hidden, self.heads * self.dim)
+            layer |= {f"self_attn.{name}_norm.weight": norm(self.dim) for name in "qk"}
+            layer |= {f"mlp.{name}_proj.weight": normal(self.mlp, self.hidden) for name in ("gate", "up")}
+            layer["mlp.down_proj.weight"] = normal(self.hidden, self.mlp)
+            layer |= {f"{name}.weight": norm(self.hidden) for name in ("input_layernorm", "post_attention_layernorm")}
+            tensors |= {f"layers.{i}.{name}": tensor for name, tensor in layer.items()}
+        return tensors
+
+
+class BlockReference:
+    """The function of a head with these tensors. embedding, lm_head: the target's tables; a head with its own
+    vocabulary has its own lm_head."""
+
+    def __init__(self, head: BlockHead, tensors: dict[str, Tensor], embedding: Tensor, lm_head: Tensor) -> None:
+        self.head, self.tensors, self.embedding = head, tensors, embedding
+        self.lm_head = tensors.get("lm_head.weight", lm_head)
+
+    def hidden(self, features: Tensor, anchor: int, rows: int | None = None) -> Tensor:
+        """States [rows, hidden] of the block after a text whose n tokens have features [n, F] and whose next token is
+        `anchor`."""
+        head, n = self.head, features.shape[0]
+        rows = rows or head.block
+        context = self._norm(F.linear(features, self.tensors["fc.weight"]), "hidden_norm")
+        x = self.embedding[torch.tensor([anchor] + [head.mask_id] * (rows - 1))]
+        for i in range(head.layers):
+            normed = self._norm(x, f"layers.{i}.input_layernorm")
+            x = x + self._attend(normed, context, i, n)
+            gated = self._norm(x, f"layers.{i}.post_attention_layernorm")
+            gate, up = (self._linear(gated, f"layers.{i}.mlp.{name}_proj") for name in ("gate", "up"))
+            x = x + self._linear(F.silu(gate) * up, f"layers.{i}.mlp.down_proj")
+        return self._norm(x, "norm")
+
+    def logits(self, features: Tensor, anchor: int, rows: int | None = None) -> Tensor:
+        """Logits of depths 1 onwards, [depths, draft vocabulary]."""
+        logits = self.hidden(features, anchor, rows) @ self.lm_head.T
+        return logits if self.head.from_anchor else logits[1:]
+
+    def _attend(self, x: Tensor, context: Tensor, layer: int, n: int) -> Tensor:
+        head, name = self.head, f"layers.{layer}.self_attn"
+        rows, both = x.shape[0], torch.cat((context, x))
+        q = self._linear(x, f"{name}.q_proj").view(rows, head.heads, head.dim)
+        k, v = (self._linear(both, f"{name}.{p}_proj").view(n + rows, head.kv_heads, head.dim) for p in "kv")
+        q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
+        q, k = _turn(q, torch.arange(n, n + rows)), _turn(k, torch.arange(n + rows))
+        k, v = (each.repeat_interleave(head.heads // head.kv_heads, 1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * head.dim**-0.5
+        weights = scores.masked_fill(~self.visible(layer, n, rows), float("-inf")).softmax(-1)
+        return self._linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), f"{name}.o_proj")
+
+    def visible(self, layer: int, n: int, rows: int) -> Tensor:
+        """[rows, n + rows] bool."""
+        query, key = torch.arange(n, n + rows)[:, None], torch.arange(n + rows)[None]
+        seen = torch.ones(rows, n + rows, dtype=torch.bool)
+        if self.head.causal[layer]:
+            seen &= key <= query
+        window = self.head.windows[layer]
+        if window is not None:
+            seen &= (key >= n) | ((key >= n - window) if self.head.in_speculators else (query - key < window))
+        return seen
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.tensors[f"{name}.weight"])
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * self.tensors[f"{name}.weight"]
+
+
+def _turn(x: Tensor, positions: Tensor) -> Tensor:
+    dim = x.shape[-1]
+    angles = (positions[:, None] * THETA ** (-torch.arange(0, dim, 2) / dim))[:, None]
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), -1)
+
+
+def z_lab(head: BlockHead, layers: list[int] | None = None) -> dict[str, Any]:
+    """z-lab's config.json."""
+    nested = {"mask_token_id": head.mask_id, "target_layer_ids": layers or [0, 2, 4]}
+    if all(head.causal):
+        nested["causal"] = True
+    return head.layer_config() | {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": head.block,
+        "num_target_layers": 8,
+        "dflash_config": nested,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    }
+
+
+def deepspec(head: BlockHead) -> dict[str, Any]:
+    """DeepSpec's config.json of a head without a Markov head."""
+    return head.layer_config() | {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": head.block,
+        "mask_token_id": head.mask_id,
+        "target_layer_ids": [0, 2, 4],
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+        "num_anchors": 512,
+    }
+
+
+def speculators(head: BlockHead, layers: list[int] | None = None) -> dict[str, Any]:
+    """RedHat's config.json."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "draft_vocab_size": head.draft_vocab or head.vocab,
+        "block_size": head.block,
+        "mask_token_id": head.mask_id,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": layers or [1, 3, 5],
+        "sample_from_anchor": head.from_anchor,
+        "sliding_window_non_causal": not any(head.causal),
+        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "someone/model"}},
+        "transformer_layer_config": head.layer_config(),
+    }
+
+
+def head_for(target: Path, **changes: Any) -> BlockHead:
+    """A head of a tiny target of `tests.support.tiny_models`."""
+    layers = json.loads((target / "config.json").read_text())["num_hidden_layers"]
+    return BlockHead(num_captured=min(3, layers - 1), **changes)
+
+
+def make_block_head(folder: Path, target: Path, head: BlockHead, copying: bool = False) -> Path:
+    """A random DFlash head for `target`. copying: its layers add little, so that the anchor's row predicts what follows
+    a token by itself, which for a calm target is right about half the time."""
+    config, tensors = json.loads((target / "config.json").read_text()), head.tensors()
+    if copying:
+        weights = load_file(str(target / "model.safetensors"))
+        tensors["norm.weight"] = weights["model.norm.weight"] + ("linear_num_key_heads" in config)  # 1 + w in hybrids
+        for i in range(head.layers):
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                tensors[f"layers.{i}.{name}.weight"] *= 0.02
+    captured = [1, 3, 5] if config["num_hidden_layers"] > 5 else [1, 2, 3]
+    layout = speculators(head, captured[: head.num_captured])
+    return save_head(folder, layout, tensors)
