@@ -1,4 +1,4 @@
-"""What ranks exchange before they choose, all alike, how to communicate."""
+"""Exchanges between ranks before they agree on how to communicate."""
 
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,6 @@ def problems_of_all(mine: str, group: dist.ProcessGroup) -> str:
 
 
 def boot_id() -> str:
-    """Differs between machines, and between the times that one was started; "" where the system has none."""
+    """Return an id of this boot of this machine; "" if the system has none."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

@@ -60,11 +60,11 @@ _OPERATORS = ("two_shot_all_reduce_", "two_shot_all_reduce_out")
 
 
 def choose(limits: Limits, ranks: int, rows: int, width: int, dtype: torch.dtype) -> Method:
-    """How [rows, width] of dtype is summed."""
+    """Return the method for [rows, width] of dtype."""
     num_bytes = rows * width * dtype.itemsize
     if num_bytes <= limits.one_shot and _fits_one_shot(ranks, rows, width, dtype):
         return Method.ONE_SHOT
-    # the operators move 16 bytes at a time and know these types
+    # the operators move 16 bytes at a time and support these types
     if 0 < num_bytes <= limits.two_shot and num_bytes % 16 == 0 and dtype in (torch.bfloat16, torch.float32):
         return Method.TWO_SHOT
     return Method.NCCL
@@ -78,7 +78,7 @@ def _fits_one_shot(ranks: int, rows: int, width: int, dtype: torch.dtype) -> boo
 
 
 class CustomAllReduce:
-    """Memory of this rank that all ranks can reach, and the collectives over it.
+    """Collectives over memory that all ranks map.
 
     Invariant: all ranks make the same calls in the same order, each rank on one stream. regions: of every rank, as this
     device sees them, [bytes] uint8, `region_bytes` long and zero from `limits.two_shot` on; this rank's own is the
@@ -107,15 +107,15 @@ class CustomAllReduce:
         return method
 
     def all_reduce_buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        """[rows, width] where what will be summed may be written, so that it need not be copied there; None where that
-        brings nothing. Its content lasts until the next call."""
+        """Return a buffer [rows, width] for the next all-reduce's input, which saves a copy; None if there is no gain.
+        Its content lasts until the next call."""
         if self.method(rows, width, dtype) is not Method.TWO_SHOT:
             return None
         return self._staged(rows, width, dtype)
 
     def all_reduce(self, x: Tensor) -> bool:
-        """Replace x [rows, width], contiguous, by its sum over the ranks; False, and nothing done, where NCCL should.
-        Waits on the stream until every rank has called."""
+        """Replace x [rows, width], contiguous, with its sum over the ranks. Return False, without a change, if NCCL is
+        better. Waits on the stream until every rank has called."""
         if x.dim() != 2 or not x.is_contiguous():
             return False
         method = self.method(x.shape[0], x.shape[1], x.dtype)
@@ -126,8 +126,8 @@ class CustomAllReduce:
         return method is not Method.NCCL
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """residual += the sum of x over the ranks, in place, and its RMSNorm [rows, width], in one launch; None, and
-        nothing done, where one launch cannot. weight: [width] of x's type or float32. All contiguous."""
+        """Add the sum of x over the ranks to residual, in place, and return its RMSNorm [rows, width], in one launch;
+        None, without a change, if one launch cannot do it. weight: [width] of x's type or float32. All contiguous."""
         if self.method(x.shape[0], x.shape[1], x.dtype) is not Method.ONE_SHOT:
             return None
         out = torch.empty_like(x)
@@ -143,7 +143,7 @@ class CustomAllReduce:
         one_shot_all_reduce(x, self._inbox, self._inboxes, self._epochs, self._rank, out, norm)
 
     def _two_shot(self, x: Tensor) -> None:
-        """Both operators end with a barrier: after it nobody touches this rank's staging memory."""
+        """Both operators end with a barrier, after which no rank uses this rank's staging memory."""
         if x.data_ptr() == self._staging.data_ptr():
             torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", self._group_name)
             return
@@ -162,7 +162,7 @@ def region_bytes(limits: Limits, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs. host: differs between machines, and between containers that do not share /tmp's sockets or
+    """The process of a rank. host: differs between machines, and between containers that do not share /tmp's sockets or
     names. torch_problem: what its torch or Triton lacks, or nothing."""
 
     host: str
@@ -172,7 +172,7 @@ class Place:
 
 
 def why_not(places: Sequence[Place], limits: dict[int, Limits]) -> str:
-    """Why these ranks, in rank order, cannot use each other's memory; "" if they may try."""
+    """Return why these ranks cannot map each other's memory; "" if they can try. In rank order."""
     if len(places) not in limits:
         return f"no measurements for {len(places)} ranks, only for {sorted(limits)}"
     problems = [f"rank {rank}: {place.torch_problem}" for rank, place in enumerate(places) if place.torch_problem]
@@ -191,7 +191,7 @@ def why_not(places: Sequence[Place], limits: dict[int, Limits]) -> str:
 def connect(
     group: dist.ProcessGroup, rank: int, size: int, device: torch.device, limits: dict[int, Limits] = LIMITS
 ) -> CustomAllReduce | None:
-    """This rank's part of it, or None on all ranks, with the reason logged once, where NCCL must do. Collective over
+    """Return this rank's part; None on all ranks if NCCL must be used, with the reason logged once. Collective over
     `group`, whose backend is NCCL and whose ranks all use `device`s of their own."""
     places: list[Place] = gather_objects(_place(device), group)
     reason = why_not(places, limits)

@@ -1,5 +1,5 @@
-"""Which token comes next, for every row of a pass, the same on every rank. In terms of `workers.ops.sampling`.
+"""Chooses the next token of every row of a pass, equally on all ranks, with the operations of `workers.ops.sampling`.
 
-sampler          penalties, temperature, filters, Gumbel noise, argmax; log-probabilities of what was chosen
+sampler          penalties, temperature, filters, Gumbel noise, argmax; log-probabilities of the chosen tokens
 prompt_logprobs  log-probabilities of prompt tokens, in blocks of rows
 """

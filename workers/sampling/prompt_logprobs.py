@@ -1,5 +1,7 @@
-"""Log-probabilities of prompt tokens, in blocks of rows: what a step holds of its vocabulary does not grow with the
-prompt. Called by decoding strategies."""
+"""Log-probabilities of prompt tokens, in blocks of rows, so that memory does not grow with the prompt.
+
+Called by decoding strategies.
+"""
 
 from dataclasses import dataclass
 
@@ -9,15 +11,15 @@ from torch import Tensor
 from workers.layers.vocab import LMHead
 from workers.sampling.sampler import logprobs_of
 
-BLOCK_BYTES = 1 << 26  # of a block's logits as float32: 130 rows of 128,000 tokens
+BLOCK_BYTES = 1 << 26  # float32 logits per block: 130 rows of 128,000 tokens
 
 
 @dataclass(frozen=True)
 class PromptRanking:
-    """Where n prompt tokens stand among all that could have come.
+    """Log-probabilities and ranks of n prompt tokens.
 
     logprobs: [n] float32, nats.
-    ranks: [n] int32, one more than how many tokens are likelier.
+    ranks: [n] int32, 1 for the likeliest token.
     top_ids, top: [n, k] int32 and float32, the k most likely tokens and their log-probabilities, best first.
     """
 
@@ -28,7 +30,7 @@ class PromptRanking:
 
 
 def rank_prompt(head: LMHead, hidden: Tensor, tokens: Tensor, num_top: int) -> PromptRanking:
-    """The ranking of tokens [n] int64, n >= 1, after rows of hidden [n, H]; the same on every rank."""
+    """Rank tokens [n] int64, n >= 1, that follow rows of hidden [n, H]. The result is equal on all ranks."""
     rows = max(1, BLOCK_BYTES // (4 * head.shard.vocab_size))
     pairs = zip(torch.split(hidden, rows), torch.split(tokens, rows), strict=True)
     blocks = [_rank(head, *pair, num_top) for pair in pairs]

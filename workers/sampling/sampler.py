@@ -1,9 +1,9 @@
-"""Which token comes next, for every row of a pass, the same on every rank.
+"""Chooses the next token of every row of a pass, equally on all ranks.
 
-A random token is argmax(logits / temperature + Gumbel noise), an exact draw from the softmax. The noise is a hash of
-(seed, position, token id), so the choice at a position depends on the text before it alone: speculation verifies it by
-equality, and a request gives the same tokens with and without speculation, alone and in a batch, and after preemption.
-GPUs and CPUs take logarithms that differ in the last bits, so they may draw differently at a near tie.
+A sampled token is argmax(logits / temperature + Gumbel noise), an exact draw from the softmax. The noise is a hash of
+(seed, position, token id), so a token depends only on the text before it. Speculation verifies drafts by equality. A
+request gives the same tokens with and without speculation, alone and in a batch, and after preemption. Logarithms on
+GPUs and CPUs differ in the last bits, so near ties may be drawn differently.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ MAX_LOGPROBS = 20  # most likely tokens that a request may ask for, as OpenAI's 
 
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """What a step's requests need; known on the host, so that greedy batches pay for nothing else."""
+    """The sampling features that a step's requests use. Known on the host, so that greedy batches skip the rest."""
 
     random: bool
     filtered: bool = False
@@ -49,17 +49,16 @@ class SamplingNeeds:
 
     @property
     def full_logits(self) -> bool:
-        """Whether choosing tokens takes the whole vocabulary on one rank, not a reduction over shards."""
+        """Whether one rank needs the logits of the whole vocabulary, instead of a reduction over shards."""
         return self.filtered or self.shaping or self.num_logprobs >= 0
 
     @property
     def captured(self) -> "SamplingNeeds":
-        """The first of `CAPTURED_NEEDS` that has all of these: what a captured round serves. Rows that need less lose
-        little."""
+        """The first of `CAPTURED_NEEDS` that covers these: the captured round that is used."""
         return next(kind for kind in CAPTURED_NEEDS if kind.covers(self))
 
     def covers(self, other: "SamplingNeeds") -> bool:
-        """Whether a step with these needs does all that one with `other` does."""
+        """Return whether a step captured for these needs serves a step with `other`."""
         return (
             self.random >= other.random
             and self.filtered >= other.filtered
@@ -69,9 +68,9 @@ class SamplingNeeds:
         )
 
 
-# The kinds that rounds are captured for; a step takes the first that covers it, so that only those with a grammar take
-# one with masks, whose graphs are cut in two. Log-probabilities and penalties take a pass over the logits each, so
-# requests of the last kinds that want one of the two pay for both.
+# Needs that rounds are captured for. A step uses the first that covers it, so only steps with a grammar use one with
+# masks, which takes two graphs. Penalties and log-probabilities take one pass over the logits each; the last kinds do
+# both for requests that need one of them.
 CAPTURED_NEEDS = (
     SamplingNeeds(False),
     SamplingNeeds(True),
@@ -86,12 +85,12 @@ CAPTURED_NEEDS = (
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows to sample, B requests of R rows.
+    """Rows to sample: R for each of B requests.
 
     slots: [B] int64.
     positions: [B, R] int64 of the token to be chosen.
-    path, path_tokens: [B, R, W] bool and [B, W] int64, the tree nodes above and at each row that are not yet counted as
-        output; None where there are none.
+    path, path_tokens: [B, R, W] bool and [B, W] int64, each row's ancestors and itself, which are not counted as output
+        yet; None without a tree.
     """
 
     slots: Tensor
@@ -102,9 +101,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was chosen.
+    """The chosen tokens.
 
-    tokens: [B, R] int64, below 0 where the row's logits are NaN or infinite (NOT_FINITE of `workers.ops.vocabulary`).
+    tokens: [B, R] int64; negative if the row has NaN or plus infinity (NOT_FINITE of `workers.ops.vocabulary`).
     logits: [B, R, vocab] as the model gave them, if log-probabilities are wanted.
     """
 
@@ -126,7 +125,7 @@ class Logprobs:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
-    """Log-probabilities under logits [N, M, vocab] of tokens [N, M], and the k largest (or all that there are)."""
+    """Return log-probabilities of tokens [N, M] under logits [N, M, vocab], and the k largest."""
     k = min(k, logits.shape[-1])
     norms, top, top_ids = (t.view(*tokens.shape, *t.shape[1:]) for t in norms_and_top(logits.flatten(0, 1), k))
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()
@@ -137,13 +136,13 @@ class Sampler:
     """Samples from logits that are split by vocabulary over the ranks."""
 
     def __init__(self, slots: SlotTable, shard: VocabShard, masks: MaskTable | None = None) -> None:
-        """masks: of the tokens that grammars allow, for engines that have any."""
+        """masks: grammar masks; None in engines without grammars."""
         self._slots = slots
         self._shard = shard
         self._masks = masks
 
     def sample(self, logits: Tensor, rows: Rows, needs: SamplingNeeds) -> Sampled:
-        """Tokens from logits [B * R, shard size] of this rank, which masks change in place."""
+        """Choose tokens from this rank's logits [B * R, shard size]. Grammar masks are applied in place."""
         shape = rows.positions.shape
         if not needs.full_logits:
             if needs.masked:
@@ -166,8 +165,8 @@ class Sampler:
         return Sampled(tokens.view(shape), raw.view(*shape, -1) if needs.num_logprobs >= 0 else None)
 
     def perturb(self, logits: Tensor, rows: Rows, ids: Tensor, filtered: bool, group: TPGroup) -> Tensor:
-        """logits [B * R, n] of tokens `ids` [n] as the draft should see them: with the noise that `sample` adds, so
-        that the draft proposes the token that the target would draw, and tokens that filters drop below all others.
+        """Return draft logits [B * R, n] of tokens `ids` [n] with the noise that `sample` adds, so that the draft
+        proposes the token that the target would draw. Filtered tokens are below all others.
         group: the ranks that hold the other tokens of the draft's vocabulary."""
         filters, summary = self._slots.filters, None
         if filtered:

@@ -1,5 +1,5 @@
-"""What a running request is on the device.
+"""The running requests on the device.
 
 slot_table   one row per slot: lengths, page tables, sampling parameters; commits
-upload       what a step brings from the host, in one copy
+upload       one copy of a step's arrays to the device
 """

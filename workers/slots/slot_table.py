@@ -1,7 +1,7 @@
-"""The state of running requests on the device, one row per slot, and how a step changes it.
+"""State of the running requests on the device: one row per slot.
 
-The last row is the padding slot: finished for ever, its page table all zero (the dummy page). Nothing here reads the
-device from the host, except that per-slot facts the host already knows (from `SlotInit`) are kept in `facts`.
+The last row is the padding slot: always finished, with a page table of zeros (the dummy page). The host never reads
+these tables; `facts` has what it knows about each slot from `SlotInit`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,34 +29,35 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class SlotFacts:
-    """What the host knows of the request in a slot: which parts of sampling it needs."""
+    """Facts about the request in a slot, known on the host: which sampling features it uses."""
 
     sampling: SamplingParams
     number: int = -1  # of the request
 
     @property
     def is_random(self) -> bool:
-        """Whether its seed decides. Where filters are to keep one token it is greedy's, of equals the lowest id:
-        bfloat16 logits tie often."""
+        """Return whether the request is sampled. Filters that keep one token make it greedy, with the lowest id among
+        equals: bfloat16 logits often tie."""
         s = self.sampling
         return s.temperature > 0 and s.top_k != 1 and s.top_p > 0
 
     @property
     def is_filtered(self) -> bool:
-        """Whether some tokens are out of question for its draw."""
+        """Return whether filters exclude tokens from the draw."""
         s = self.sampling
         return self.is_random and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether its logits are changed before sampling: penalties, bias, or stop tokens not yet allowed."""
+        """Return whether the request changes logits before sampling: penalties, biases, or min_tokens."""
         s = self.sampling
         return s.needs_token_counts or bool(s.logit_bias) or s.min_tokens > 0
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What a commit emitted: tokens [B, M] int64 of which counts [B] int64 are valid, finish [B] int64 (FINISH_*)."""
+    """Tokens that a commit emitted: tokens [B, M] int64, of which counts [B] int64 are valid; finish [B] int64
+    (FINISH_*)."""
 
     tokens: Tensor
     counts: Tensor
@@ -77,7 +78,7 @@ class SlotTable:
 
         self.page_table = filled(0, torch.int32, max_pages)
         self.seq_len = filled(0, torch.int32)  # committed KV tokens, without the bonus
-        # A new request's values are written as one row of each of these; the fields are their columns.
+        # A new request writes one row of each of these tensors; the fields below are their columns.
         self._ints = filled(0, torch.int64, 5)
         self.bonus, self.max_len, self.min_len, self.seed, self.top_k = self._ints.unbind(1)
         self._floats = filled(0, torch.float32, 6)
@@ -87,7 +88,8 @@ class SlotTable:
         self.finished, self.shapes_logits = self._flags.unbind(1)
         self.finished[:] = True
         self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_TOKEN_IDS)
-        # [rows, vocab], of requests that shape logits; there from the start, as captured rounds hold their addresses
+        # [rows, vocab], for requests that change logits; allocated at the start, because captured rounds use the
+        # addresses
         self.output_counts = filled(0, torch.int32, vocab_size)
         self.in_prompt = filled(False, torch.bool, vocab_size)
         self.bias = filled(0.0, torch.float32, vocab_size)
@@ -114,12 +116,12 @@ class SlotTable:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all tables; of a table on the meta device, what it would take."""
+        """Return the bytes of all tables; on the meta device, the bytes they would take."""
         tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids)
         return sum(table.nbytes for table in (*tables, self.output_counts, self.in_prompt, self.bias))
 
     def columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-        """What `enter` needs of the plan on the device; empty if it brings no request and no page."""
+        """Return the arrays of a plan that `enter` needs on the device; empty without new requests and pages."""
         columns: dict[str, npt.NDArray[Any]] = {}
         if plan.inits:
             columns |= _init_columns(plan.inits)
@@ -132,11 +134,11 @@ class SlotTable:
         return columns
 
     def enter(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
-        """Take over a plan's new requests and page-table changes. columns: at least `columns`, on the device."""
+        """Apply a plan's new requests and page-table changes. columns: the result of `columns`, on the device."""
         if plan.inits:
             slots = columns["init slots"]
-            # A new owner's table starts empty: what it does not reserve is the dummy page, never another's page.
-            self.page_table.index_fill_(0, slots, 0)  # an assignment would bring the number from the host, and wait
+            # A new request's page table starts with dummy pages, so that it never refers to pages of another request.
+            self.page_table.index_fill_(0, slots, 0)  # an assignment would copy the number from the host and wait
             self.seq_len[slots] = columns["init cached"]
             self._ints[slots] = columns["init ints"]
             self._floats[slots] = columns["init floats"]
@@ -150,8 +152,8 @@ class SlotTable:
             self.page_table[columns["paged slots"], columns["paged places"]] = columns["pages"]
 
     def _init_shaping(self, slot: int, columns: Mapping[str, Tensor]) -> None:
-        """Counts, prompt marks and biases of a request that changes its logits. Only ids were sent, which are counted
-        here by an operation whose result has a known size: nothing waits."""
+        """Write counts, prompt marks and biases of a request that changes its logits. The host sends token ids, which
+        are counted here by an operation with a result of known size, so the host does not wait."""
         output, prompt, biased, bias = (columns[f"{name} of {slot}"] for name in _SHAPING)
         self.output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         self.in_prompt[slot].zero_().scatter_(0, prompt, True)
@@ -164,7 +166,7 @@ class SlotTable:
 
 
 def _init_columns(inits: Sequence[SlotInit]) -> dict[str, npt.NDArray[Any]]:
-    """Of new requests, by the tables' rows that they are written to."""
+    """Columns of new requests, by table."""
     stops = np.full((len(inits), MAX_STOP_TOKEN_IDS), NO_TOKEN)
     ints, floats, flags = [], [], []
     for row, init in enumerate(inits):
@@ -199,7 +201,7 @@ _SHAPING = ("output", "prompt", "biased", "bias")
 
 
 def _shaping_columns(init: SlotInit) -> dict[str, npt.NDArray[Any]]:
-    """Of a request that changes its logits, by `_SHAPING`: tokens so far, and its biases."""
+    """Columns of a request with penalties or biases, by `_SHAPING`: its tokens so far and its biases."""
     bias = init.sampling.logit_bias
     arrays = (
         unpack_i32(init.output).astype(np.int64),
@@ -211,6 +213,6 @@ def _shaping_columns(init: SlotInit) -> dict[str, npt.NDArray[Any]]:
 
 
 def _signed(seed: int) -> int:
-    """The 64 bits of `seed` as a signed integer."""
+    """Return the 64 bits of `seed` as a signed integer."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >> 63 else seed

@@ -1,4 +1,5 @@
-"""What a step brings from the host, in one copy. Used by the rank's worker and by `workers.slots.slot_table`."""
+"""Copies a step's arrays from the host to the device, in one copy. Used by the rank's worker and by
+`workers.slots.slot_table`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from attention.to_device import to_device
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
-_ALIGNMENT = 16  # bytes: kernels are compiled for addresses that 16 divides
+_ALIGNMENT = 16  # bytes: kernels are compiled for addresses divisible by 16
 _TORCH: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -23,8 +24,8 @@ _TORCH: dict[np.dtype[Any], torch.dtype] = {
 
 
 def upload(columns: Columns, device: torch.device) -> dict[str, Tensor]:
-    """Each of `columns` (int64, int32, float32 or bool, any shape) on `device`, all of them in one copy, for which
-    nothing waits: a copy through pinned memory keeps a host busy for tens of microseconds whatever its size."""
+    """Return each of `columns` (int64, int32, float32 or bool, any shape) on `device`, by one asynchronous copy: each
+    copy through pinned memory takes the host tens of microseconds, whatever its size."""
     if not columns or Capability.of(device).shares_host_memory:
         return {name: torch.from_numpy(np.array(array)) for name, array in columns.items()}
     kinds: dict[np.dtype[Any], list[str]] = {}
@@ -42,7 +43,7 @@ def upload(columns: Columns, device: torch.device) -> dict[str, Tensor]:
 
 
 def _packed(columns: Columns, kinds: Mapping[np.dtype[Any], list[str]]) -> tuple[Tensor, list[int]]:
-    """All columns as bytes, kind by kind, and the bytes of each kind."""
+    """Return all columns as bytes, grouped by dtype, and the bytes of each group."""
     parts: list[bytes] = []
     sizes = []
     for names in kinds.values():
@@ -55,5 +56,5 @@ def _packed(columns: Columns, kinds: Mapping[np.dtype[Any], list[str]]) -> tuple
 
 
 def _size_and_padding(num_bytes: int, unit: int) -> tuple[int, int]:
-    """In units of `unit` bytes: an array's size, and what it lacks to the next multiple of the alignment."""
+    """Return an array's size, and the padding to the next multiple of the alignment, in units of `unit` bytes."""
     return num_bytes // unit, -num_bytes % _ALIGNMENT // unit

@@ -1,10 +1,10 @@
-"""Operations of sampling, from a step's logits to the tokens that come next.
+"""Sampling operations: from a step's logits to its tokens.
 
-masks         tokens that a grammar does not allow
-penalties     penalties, biases and forbidden stop tokens
-filters       what top-k, top-p and min-p keep
+masks         mask the tokens that a grammar forbids
+penalties     penalties, logit biases and min_tokens
+filters       top-k, top-p and min-p limits
 gumbel        Gumbel noise from (seed, position, token)
 choose        a random draw: filter, temperature, noise, argmax
-draft_scores  logits as the draft sees them
+draft_scores  draft logits with the request's noise and filters
 logprobs      log-probabilities of the most likely tokens
 """

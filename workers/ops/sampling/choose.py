@@ -14,11 +14,11 @@ from workers.ops.vocabulary.largest import finite_choice
 
 @operation(Implementation("triton", "workers.ops.sampling.choose_triton:choose", on_gpu))
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
-    """Each row's noisy logit and column; greedy rows give their largest logit.
+    """Return each row's largest perturbed logit and its column; the largest logit for greedy rows.
 
     logits  [B * R, n], any floating type, last stride 1
     first   token id of the first column
-    limits  what filters keep; None: everything
+    limits  limits of the filters; None without filters
     ->      [B * R] float32; [B * R] int64, the smallest column among equals; NOT_FINITE, and no finite value, where a
             row has a NaN or plus infinity
 

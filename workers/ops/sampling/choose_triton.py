@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `workers.ops.sampling.choose`: one pass over the logits, nothing of which is written."""
+"""The kernel of `workers.ops.sampling.choose`: one pass over the logits, without scratch of their size."""
 
 import torch
 import triton
@@ -66,9 +66,9 @@ def _choose(
             if FILTERED:
                 score = tl.where(gap_of(x, peak, temperature) <= limit, score, float("-inf"))
             x = score
-        # so that the largest, which is found among numbers alone, tells of it
+        # tl.max ignores NaN, so a NaN row is marked here
         x = tl.where(is_finite, x, float("inf"))
-        # of equals in a lane the earlier column stays
+        # among equals, a lane keeps the earlier column
         index = tl.where(x > best, column, index)
         best = tl.maximum(best, x)
     largest = tl.max(best, 0)
@@ -81,7 +81,7 @@ def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = Non
     """`workers.ops.sampling.choose.choose`."""
     assert logits.stride(1) == 1
     rows, size = logits.shape
-    # a part's size changes no result; few rows need small ones to fill the device
+    # the size of a part does not change the result; few rows need small parts to fill the device
     part = 4 * TILE if rows > 8 else TILE
     parts = triton.cdiv(size, part)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

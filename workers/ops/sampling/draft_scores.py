@@ -1,9 +1,9 @@
-"""Logits as the draft sees them: with its request's noise, and below all others where a filter drops them.
+"""Draft logits with the request's Gumbel noise, and with filtered tokens below all others.
 
-The draft then proposes the token that the target would draw. Its filters decide which tokens are proposed, never which
-are emitted, so they need not be exact and must be cheap: tokens are counted by level, the integer part of the scaled
-logit (log2 of the probability, up to a constant of the row). Top-k and top-p keep whole levels, and every token of a
-level weighs as much as its lowest may; min-p is exact.
+The draft then proposes the token that the target would draw. The filters only decide which tokens are proposed, never
+which are emitted, so they may be approximate and must be cheap. Tokens are counted by level, the integer part of the
+scaled logit (log2 of the probability, up to a constant per row). Top-k and top-p keep whole levels, and each token
+weighs as much as the lowest of its level; min-p is exact.
 """
 
 import torch
@@ -13,15 +13,15 @@ from attention.ops.operation import Implementation, on_gpu, operation
 from workers.ops.sampling.filters import Filters
 from workers.ops.sampling.gumbel import Draws
 
-LEVELS = 32  # from the best token's down, to 2^-31 of its probability
+LEVELS = 32  # from the best token down to 2^-31 of its probability
 LOG2_E = 1.4426950408889634
-DROPPED = 1024.0  # subtracted from scores of dropped tokens: below all kept ones, and in an order of their own
-PART = 4096  # columns that are summarised together
+DROPPED = 1024.0  # subtracted from scores of filtered tokens, which keep their order
+PART = 4096  # columns per part
 
 
 @operation(Implementation("triton", "workers.ops.sampling.draft_scores_triton:count_levels", on_gpu))
 def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
-    """Summaries of a shard's parts.
+    """Summarise the parts of a vocabulary shard.
 
     logits  [B * R, n], any floating type, last stride 1: R rows of each of B requests
     slots   [B] int64
@@ -42,11 +42,11 @@ def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
 
 @operation(Implementation("triton", "workers.ops.sampling.draft_scores_triton:perturb", on_gpu))
 def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
-    """Logits over temperature, plus the noise of their tokens; greedy rows unchanged.
+    """Return logits / temperature + noise; greedy rows unchanged.
 
     logits   [B * R, n], any floating type, last stride 1
     ids      [n] int64, contiguous: the columns' token ids
-    summary  [B * R, parts, 1 + LEVELS] float32 of the parts of all shards, to push what filters drop below all others;
+    summary  [B * R, parts, 1 + LEVELS] float32 of all shards, for pushing filtered tokens below all others;
              None for no filters
     ->       [B * R, n] float32
     """

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kernels of `workers.ops.sampling.draft_scores`.
 
-Filters cost a draft step one more launch: it counts each part's levels, and every program that adds noise adds up the
-counts of its row's parts, which are few.
+Filters cost a draft step one more launch, which counts the levels of each part. The programs that add noise sum the
+counts of their row's parts.
 """
 
 import torch

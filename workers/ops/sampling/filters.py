@@ -1,8 +1,8 @@
-"""What top-k, top-p and min-p keep of a row of logits.
+"""Limits of top-k, top-p and min-p for rows of logits.
 
-A token's gap is its distance below the row's largest logit, in the softmax at the request's temperature: integers in
-units of 2^-18 nats, capped at 64 nats (a probability of 1e-28 relative to the best token's). A row keeps every token
-whose gap is at most its limit. So tokens of one gap stay or go together, whatever their order, and the best one stays.
+A token's gap is its distance below the row's largest logit at the request's temperature, as an integer in units of
+2^-18 nats, at most 64 nats (a relative probability of 1e-28). A row keeps all tokens whose gap is at most its limit. So
+the best token is always kept, and tokens with equal gaps are kept or dropped together.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ MAX_GAP = (1 << 24) - 1  # exact in float32
 
 @dataclass(frozen=True)
 class Filters:
-    """By slot, where 0, 1 and 0 switch top-k, top-p and min-p off. Greedy slots (temperature 0) have no filters.
+    """Filter parameters by slot. top_k = 0, top_p = 1 and min_p = 0 switch a filter off; greedy slots (temperature 0)
+    have no filters.
 
     temperature, top_p, min_p  [S] float32, of one stride
     top_k                      [S] int64, of any stride
@@ -45,13 +46,13 @@ class Filters:
         )
 
     def is_random(self, slots: Tensor, rows: int) -> Tensor:
-        """[rows] bool: which rows of the requests in slots [B] int64 draw at all."""
+        """[rows] bool: whether the rows of the requests in slots [B] int64 are sampled, not greedy."""
         return self.temperature[slots].repeat_interleave(rows // slots.shape[0]) > 0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What filters keep of each row.
+    """Limits of the filters, by row.
 
     peaks  [rows] float32: the largest logit; infinity may stand for a row that keeps everything
     gaps   [rows] int32: a row keeps gaps up to this
@@ -63,7 +64,7 @@ class Limits:
 
 @operation(Implementation("triton", "workers.ops.sampling.filters_triton:find_limits", on_gpu))
 def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
-    """The limits of each row. A row's limits do not depend on the rows beside it.
+    """Return the limits of each row. They do not depend on other rows of the batch.
 
     logits  [B * R, vocab], any floating type, last stride 1: R rows of each of B requests
     slots   [B] int64

@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kernels of `workers.ops.sampling.filters`: a search over gaps instead of a sort.
 
-Gaps have 24 bits; a pass counts the tokens
-(top-k), or sums the masses (top-p), within seven limits at once and so finds three more bits: eight passes each. Every
-row is cut into parts by its size alone and every part is summed in one order, so a row's limits do not depend on its
-neighbours. A pass begins by adding up what the parts of the pass before found, as a kernel boundary is the only barrier
-there is; rows without the filter, and those whose search is settled, leave at once.
+A gap has 24 bits. Each pass counts the tokens (top-k) or sums the masses (top-p) within seven limits and finds three
+bits, so a search takes eight passes. Rows are split into parts by their size alone, and parts are summed in a fixed
+order, so a row's limits do not depend on other rows. Each pass begins by summing the previous pass's results, because a
+kernel boundary is the only barrier. Rows without the filter, or with a finished search, return at once.
 """
 
 import torch
@@ -26,7 +25,7 @@ PART, TILE = 4096, 512
 
 @triton.jit
 def is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
-    """Whether the request in a slot draws with filters."""
+    """Return whether the request in a slot uses filters."""
     top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
     filtered = (top_k > 0) | (top_p < 1) | (tl.load(min_p_ptr + slot * float_stride) > 0)
     return filtered & (tl.load(temperature_ptr + slot * float_stride) > 0)
@@ -54,13 +53,13 @@ def _advance(lowest, shift, needed, totals):
 
 @triton.jit
 def _settled(limit):
-    """A limit in the place of a bracket's lowest one, and back."""
+    """Encode a found limit in place of a bracket's lowest limit, or decode it."""
     return -1 - limit
 
 
 @triton.jit
 def _found(lowest, needed, sum_ptr, parts, PARTS: tl.constexpr):
-    """The limit that a search ended at."""
+    """Return the limit found by a search."""
     limit = _settled(lowest)
     if lowest >= 0:
         limit = _advance(lowest, 0, needed, _totals(sum_ptr, parts, PARTS))
@@ -83,7 +82,7 @@ def _peaks(
     peak_ptr,
     BLOCK: tl.constexpr,
 ):
-    """The largest logit of every part of the rows that are filtered."""
+    """Find the largest logit of each part of filtered rows."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row // width)
     if is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
@@ -186,8 +185,7 @@ def _limits(
     parts,
     PARTS: tl.constexpr,
 ):
-    """What the last pass of each search found, and min-p's limit, which needs no search. A row without filters has no
-    peak to be far below."""
+    """Combine the limits found by the searches with min-p's, which needs no search."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row // width)
     top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
@@ -216,7 +214,7 @@ def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
     temperature, top_p, min_p, *top_k = filters.arguments()
     head = (logits, logits.stride(0), size, slots, rows // slots.shape[0], temperature, top_p)
     peaks = torch.empty((rows, parts), dtype=torch.float32, device=device)
-    # tensors of their own: where a slice begins would decide which variant of the kernel is compiled
+    # separate tensors: the alignment of a slice would select the compiled variant of the kernel
     lowest = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)]
     sums = [torch.empty((rows, parts, 8), dtype=torch.float32, device=device) for _ in range(2)]
     needed = torch.empty(rows, dtype=torch.float32, device=device)

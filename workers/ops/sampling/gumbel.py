@@ -1,4 +1,4 @@
-"""Gumbel noise, a hash of (seed, position, token id): what makes a draw a function of the text before it alone."""
+"""Gumbel noise as a hash of (seed, position, token id), so that a draw depends only on the preceding text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ _MIX_1, _MIX_2 = -49064778989728563, -4265267296055464877
 
 @dataclass(frozen=True)
 class Draws:
-    """The rows that draw, R of each of B requests, and the slots' parameters.
+    """Rows to sample, R for each of B requests, and the parameters of the slots.
 
     slots        [B] int64, contiguous
     positions    [B, R] int64, of the token to be chosen; of any strides

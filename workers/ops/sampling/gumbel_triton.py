@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Gumbel noise on a GPU: the parts that kernels share.
+"""Gumbel noise in Triton, for the kernels of this folder.
 
 They hash the same bits as `workers.ops.sampling.gumbel.gumbel_noise`. Their logarithms are float32, the reference's
 float64, so results differ in the last bits. Every kernel adds this noise with the same fused multiply-add, so plain
@@ -73,7 +73,7 @@ def gumbel(hashed, token):
     high = (mix(hashed + token * -7046029254386353131) >> 32).to(tl.uint32, bitcast=False)
     below = (high.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     above = ((high ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # -log(1 - below), from whichever of the two is precise
+    # -log(1 - below), by the more precise of two formulas
     near = below < 0.29
     mantissa, exponent = split(above)
     numerator = tl.where(near, -below, mantissa - 1.0)

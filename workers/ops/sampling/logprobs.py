@@ -8,7 +8,7 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 @operation(Implementation("triton", "workers.ops.sampling.logprobs_triton:norms_and_top", on_gpu))
 def norms_and_top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """logsumexp, and the k largest logits, best first, with their columns.
+    """Return logsumexp, the k largest logits in descending order, and their columns.
 
     logits  [rows, size], any floating type, last stride 1, size >= k
     ->      [rows] float32; [rows, k] float32; [rows, k] int64

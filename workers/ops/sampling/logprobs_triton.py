@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `workers.ops.sampling.logprobs`: one pass over the logits, then a look at a few blocks of them.
+"""Kernels of `workers.ops.sampling.logprobs`: one pass over the logits, then one over a few blocks.
 
-The k largest of a row lie in the k blocks with the largest maxima, so `topk` sees one number per block, and then k
-blocks.
+The k largest logits of a row lie in the k blocks with the largest maxima. So `topk` runs over one number per block,
+and then over k blocks.
 """
 
 import torch
@@ -15,7 +15,7 @@ PART, BLOCK = 4096, 128
 
 @triton.jit
 def _summarize(x_ptr, x_stride, size, norm_ptr, peak_ptr, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """log(sum(exp)) of a part, and the largest of each of its blocks."""
+    """Write log(sum(exp)) of a part, and the maximum of each of its blocks."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     block = tl.arange(0, PART // BLOCK)
     column = part * PART + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -23,7 +23,7 @@ def _summarize(x_ptr, x_stride, size, norm_ptr, peak_ptr, PART: tl.constexpr, BL
     peaks = tl.max(x, 1)
     peak = tl.max(peaks, 0)
     shifted = tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak))
-    # the largest counts 1, so that this bound is for a part of minus infinity alone
+    # the sum is at least 1, except in a part that is all minus infinity
     total = tl.maximum(tl.sum(tl.sum(shifted, 1), 0), 1.0)
     tl.store(norm_ptr + row * tl.num_programs(1) + part, peak + tl.log(total))
     block += part * (PART // BLOCK)

@@ -1,16 +1,16 @@
-"""Tokens that a grammar does not allow."""
+"""Masks of the tokens that a grammar forbids."""
 
 import torch
 from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 
-FREE = -1  # in `index`: the slot's tokens follow no grammar
+FREE = -1  # in `index`: the slot's request has no grammar
 
 
 @operation(Implementation("triton", "workers.ops.sampling.masks_triton:apply_masks", on_gpu))
 def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
-    """Set the logits of tokens that are not allowed to minus infinity.
+    """Set the logits of forbidden tokens to minus infinity.
 
     logits  [B * R, n], any floating type, last stride 1, written: R rows of each of B requests
     slots   [B] int64

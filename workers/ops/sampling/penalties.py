@@ -1,4 +1,4 @@
-"""Penalties, biases and forbidden stop tokens, before temperature and filters."""
+"""Penalties, logit biases and min_tokens, applied before temperature and filters."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 @dataclass(frozen=True)
 class PenaltyTables:
-    """What changes the logits of each of S slots.
+    """Penalty parameters of S slots.
 
     output_counts  [S, vocab] int32: how often each token was emitted
     in_prompt      [S, vocab] bool
     bias           [S, vocab] float32
     penalties      [S, 3] float32: presence, frequency, repetition - 1
-    min_len        [S] int64: stop tokens are forbidden at smaller positions
+    min_len        [S] int64: stop tokens are forbidden at lower positions
     stop_ids       [S, n] int64, negative where there are fewer
-    shapes_logits  [S] bool: whether the request changes its logits at all
+    shapes_logits  [S] bool: whether the request has any of these
     """
 
     output_counts: Tensor
@@ -39,15 +39,15 @@ def apply_penalties(
     path: Tensor | None = None,
     path_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Logits as the requests' penalties, biases and min_tokens change them (OpenAI's presence and frequency penalty;
+    """Return logits with penalties, biases and min_tokens applied (OpenAI's presence and frequency penalty;
     the repetition penalty of arXiv 1909.05858, section 4.1).
 
     logits       [B * R, vocab], any floating type, last stride 1: R rows of each of B requests
     slots        [B] int64
     positions    [B, R] int64 of the token to be chosen
-    path         [B, R, W] bool: tree nodes above and at each row, which count as output; None without a tree
+    path         [B, R, W] bool: ancestors of each row and the row itself, which count as output; None without a tree
     path_tokens  [B, W] int64, the nodes' tokens; negative ones count as token 0
-    ->           [B * R, vocab] float32; rows of requests that change nothing are copied
+    ->           [B * R, vocab] float32; rows of requests without any of these are copied
     """
     rows = logits.float().view(*positions.shape, -1)
     counts = tables.output_counts[slots].unsqueeze(1).expand(rows.shape)

@@ -17,7 +17,7 @@ def _partial(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.constexpr)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
-    # so that the largest, which is found among numbers alone, tells of it
+    # tl.max ignores NaN, so a NaN row is marked here
     x = tl.where(x == x, x, float("inf"))
     best = tl.max(x, 0)
     # the smallest index among equals, as in torch on a CPU

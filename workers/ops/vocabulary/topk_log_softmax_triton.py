@@ -54,7 +54,7 @@ def _combine(
     totals = tl.load(total_ptr + row * parts + part, mask=part < parts, other=0.0)
     top = tl.max(tops, 0)
     origin = tl.where(top == float("-inf"), 0.0, top)
-    # the largest counts 1, so only rows of minus infinity reach this bound
+    # the sum is at least 1, except in rows of minus infinity
     norm = top + tl.log(tl.maximum(tl.sum(totals * tl.exp(tops - origin), 0), 1.0))
     tl.store(norm_ptr + row, norm)
     origin = tl.where(norm == float("-inf"), 0.0, norm)
