@@ -14,18 +14,19 @@ from torch import Tensor
 from attention.capability import is_capturing
 from attention.expansion import ExpandedChunks
 from attention.metadata import DecodeBatch, PrefillBatch
+from attention.scores import ScoreRule
 
 
 class Prepared(ABC):
     """One prepared batch. Per layer: `plan` may be called, then the layer's KV is stored, then `forward` is called."""
 
-    def plan(self, q: Tensor, kv: Any, scale: float) -> bool:
+    def plan(self, q: Tensor, kv: Any, rule: ScoreRule) -> bool:
         """Launch what `forward` reads beside q and KV, if it depends on shapes that only layers know. Does nothing if
         it exists already.
 
-        Called with the arguments of `forward`, before the layer's KV is stored; reads no values of the tensors. The
-        store then separates what is launched here from a `forward` that is launched early. Without this call `forward`
-        does it, and is not launched early.
+        Called with the arguments of `forward` but for sinks, before the layer's KV is stored; reads no values of the
+        tensors. The store then separates what is launched here from a `forward` that is launched early. Without this
+        call `forward` does it, and is not launched early.
 
         Returns whether the store must be a fence (`attention.ops.pdl`) between `forward` and what is launched here or
         before the pass; not if an earlier layer's store was one.
@@ -33,13 +34,14 @@ class Prepared(ABC):
         return True  # a fence in every layer is always safe
 
     @abstractmethod
-    def forward(self, q: Tensor, kv: Any, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: Any, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         """Return attention of q over `kv`, which already has the rows of this pass: [rows, q_heads, head_dim] in q's
         dtype; for latent rows [rows, q_heads, latent].
 
         q: [rows, q_heads, head_dim].
         kv: the layer's view (`attention.views`), of a kind that the backend's row in the registry names.
-        scale: factor on q . k before the softmax.
+        rule: how scores become weights; of what `BackendFacts.scores` says that the backend serves.
+        sinks: [q_heads] float32, contiguous, if `rule.has_sinks`; else None.
         """
 
 

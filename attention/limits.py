@@ -5,6 +5,7 @@ The
 functions return why a backend does not support a use; None if it does.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from attention.capability import Capability
 from attention.fp8 import FP8
 from attention.metadata import Mode
+from attention.scores import ScoreRule
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
@@ -45,8 +47,9 @@ class AttentionUse:
     tree: whether masks branch (speculative.top_k above 1).
     layout: `kind` of its `KVLayout`.
     value_dim: size of a head's output, if not head_dim: for latent rows, the leading part that is also the value.
-    window: maximum tokens that a row sees; None for all.
+    window: maximum tokens that a row sees, in every layer (`speculative.window`); None for all.
     kv_dtype: of the cache; None: `dtype`, of the queries.
+    scores: each rule that a layer has, once.
     """
 
     mode: Mode
@@ -61,6 +64,7 @@ class AttentionUse:
     value_dim: int | None = None
     window: int | None = None
     kv_dtype: torch.dtype | None = None
+    scores: tuple[ScoreRule, ...] = ()
 
     @property
     def is_fp8(self) -> bool:
@@ -71,6 +75,12 @@ class AttentionUse:
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+
+def score_refusal(rules: Iterable[ScoreRule], served: frozenset[str], where: str = "") -> str | None:
+    """Return the first feature of the rules that is not among those `served`; None if all are."""
+    asked = {name: text for rule in rules for name, text in rule.features.items()}
+    return next((f"{text}: not served{where}" for name, text in asked.items() if name not in served), None)
 
 
 def torch_refusal(use: AttentionUse) -> str | None:
@@ -89,7 +99,8 @@ def triton_refusal(use: AttentionUse) -> str | None:
         return reason
     if use.value_dim is None:
         return triton_head_dim_refusal(use.head_dim)
-    return triton_latent_refusal(use.value_dim, use.head_dim - use.value_dim)
+    refused = score_refusal(use.scores, frozenset({"window"}), " over latent rows")
+    return refused or triton_latent_refusal(use.value_dim, use.head_dim - use.value_dim)
 
 
 def triton_latent_refusal(latent: int, rotated: int) -> str | None:
@@ -113,6 +124,8 @@ def flashinfer_refusal(use: AttentionUse) -> str | None:
     reason = _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use) or _fp8_refusal(use)
     if reason is None and use.value_dim is not None:
         return _flashinfer_latent_refusal(use)
+    if reason is None and len({rule.scale for rule in use.scores}) > 1:
+        return "layers with different scales: a pass is planned once, for one scale"
     if reason is None and use.head_dim not in FLASHINFER_HEAD_DIMS:
         return f"head_dim={use.head_dim}: must be one of {_list(FLASHINFER_HEAD_DIMS)}"
     return reason

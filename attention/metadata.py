@@ -6,7 +6,7 @@ A pass has the rows of a `DecodeBatch` (requests in a round, the same number of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -47,7 +47,7 @@ class DecodeBatch:
         not be read.
     slots: [B] int64, whose states recurrent layers read and write; None for models without.
     window: tokens that a row sees at most, the last of its own path and itself among them: of the prefix it sees as
-        many fewer as it sees columns of the suffix. At least `attention.config.MIN_WINDOW`; None for all.
+        many fewer as it sees columns of the suffix. None for all. Of all layers; one layer's is in its `ScoreRule`.
     """
 
     mode: Mode
@@ -67,6 +67,11 @@ class DecodeBatch:
         """Whether the host knows, without masks, that each row sees all positions up to its own. A single row sees all
         of its suffix."""
         return self.rows == 1 or self.chain or self.mode is Mode.DRAFT_EXTEND
+
+    def through(self, window: int | None) -> "DecodeBatch":
+        """This batch as a layer with `window` sees it."""
+        narrowed = narrower(self.window, window)
+        return self if narrowed == self.window else replace(self, window=narrowed)
 
     @property
     def num_requests(self) -> int:
@@ -109,7 +114,8 @@ class PrefillBatch:
     page_table: [C, max_pages] int32.
     num_rows: of the pass's tensors, padding included.
     lists: the same on the host, None where only the device knows. With it nothing waits for the device.
-    window: tokens that a row sees at most, the last before it and itself; None for all.
+    window: tokens that a row sees at most, the last before it and itself; None for all. Of all layers, as in
+        `DecodeBatch`.
     seen_limit: tokens that all chunks look at together at most, where only the device knows the chunks and the host
         knows that.
     kept_from: [C] int32, the first position of each chunk whose KV is kept. Earlier rows run for the state of recurrent
@@ -153,6 +159,11 @@ class PrefillBatch:
         packed = to_device(host, page_table.device)
         return PrefillBatch(packed[: num_chunks + 1], packed[begin:], page_table, num_rows or used, lists)
 
+    def through(self, window: int | None) -> "PrefillBatch":
+        """This batch as a layer with `window` sees it."""
+        narrowed = narrower(self.window, window)
+        return self if narrowed == self.window else replace(self, window=narrowed)
+
     @property
     def num_chunks(self) -> int:
         """Chunks without rows included."""
@@ -192,6 +203,19 @@ class PrefillBatch:
             lists = ChunkLists(tuple(ends), (1,) * len(ends))
         last = (self.starts + count - 1).clamp_min(0)
         return PrefillBatch(steps, last, self.page_table, self.num_chunks, lists, self.window)
+
+
+def narrower(one: int | None, other: int | None) -> int | None:
+    """The smaller of two windows."""
+    return min((each for each in (one, other) if each is not None), default=None)
+
+
+def newest_columns(mask: Tensor, suffix_len: int, count: int) -> Tensor:
+    """Keep the newest `count` seen columns of each row of mask [B, R] int64, of `suffix_len` columns."""
+    column = torch.arange(suffix_len, device=mask.device)
+    seen = (mask.unsqueeze(2) >> column) & 1
+    newest = seen.flip(2).cumsum(2).flip(2) <= count
+    return ((seen & newest) << column).sum(2)
 
 
 def causal_mask(num_requests: int, rows: int, device: torch.device) -> Tensor:

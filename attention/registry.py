@@ -13,13 +13,21 @@ from attention.capability import is_installed
 from attention.config import BACKEND_NAMES, ROUNDS_ONLY
 from attention.distribution import install_command
 from attention.lazy_import import load
-from attention.limits import AttentionUse, flashinfer_refusal, torch_refusal, triton_refusal, trtllm_refusal
+from attention.limits import (
+    AttentionUse,
+    flashinfer_refusal,
+    score_refusal,
+    torch_refusal,
+    triton_refusal,
+    trtllm_refusal,
+)
 from attention.metadata import Mode
 from attention.ops.operation import anywhere, on_gpu
 
 ALL_MODES = frozenset(Mode)
 DECODE_MODES = ALL_MODES - {Mode.PREFILL}
 ALL_LAYOUTS = frozenset({"heads", "latent rows"})
+ALL_SCORES = frozenset({"window", "soft_cap", "sinks"})
 AUTO = (("triton", on_gpu), ("torch", anywhere))  # the first whose needs the device meets
 
 
@@ -33,7 +41,7 @@ class BackendFacts:
     cpu_seq_lens_modes: see `needs_cpu_seq_lens`; prompt chunks are never among them, their lengths come with the plan.
     chunks_on_device: whether it attends to prompt chunks that are described on the device alone, so that steps with
         chunks can be captured.
-    windows: whether rows can see the last of their tokens alone (`DecodeBatch.window`).
+    scores: the features of `ScoreRule` that it serves: window, soft_cap, sinks. With window, also `DecodeBatch.window`.
     package: what it imports beyond torch, of the extra `cuda`.
     """
 
@@ -43,7 +51,7 @@ class BackendFacts:
     layouts: frozenset[str] = frozenset({"heads"})
     cpu_seq_lens_modes: frozenset[Mode] = frozenset()
     chunks_on_device: bool = False
-    windows: bool = False
+    scores: frozenset[str] = frozenset()
     package: str | None = None
 
     def build(self) -> AttentionBackend:
@@ -54,14 +62,14 @@ class BackendFacts:
 
 BACKENDS: dict[str, BackendFacts] = {
     "torch": BackendFacts(
-        "attention.backends.torch_backend:TorchBackend", torch_refusal, layouts=ALL_LAYOUTS, windows=True
+        "attention.backends.torch_backend:TorchBackend", torch_refusal, layouts=ALL_LAYOUTS, scores=ALL_SCORES
     ),
     "triton": BackendFacts(
         "attention.backends.triton_backend:TritonBackend",
         triton_refusal,
         layouts=ALL_LAYOUTS,
         chunks_on_device=True,
-        windows=True,
+        scores=ALL_SCORES,
         package="triton",
     ),
     "flashinfer": BackendFacts(
@@ -145,9 +153,9 @@ def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
         return _mode_refusal(facts)
     if use.layout not in facts.layouts:
         return f"it reads KV kept as {', '.join(sorted(facts.layouts))}, not as {use.layout}"
-    if use.window is not None and not facts.windows:
+    if use.window is not None and "window" not in facts.scores:
         return f"speculative.window={use.window}: it attends to the whole context"
-    return facts.refusal(use)
+    return score_refusal(use.scores, facts.scores) or facts.refusal(use)
 
 
 def build_backend(name: str, mode: Mode) -> AttentionBackend:

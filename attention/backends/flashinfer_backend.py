@@ -25,6 +25,7 @@ from attention.backends.flashinfer_latent import LatentRounds, PreparedLatentRou
 from attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
 from attention.metadata import DecodeBatch, PrefillBatch
 from attention.ops.flashinfer_plan_triton import mask_bytes
+from attention.scores import ScoreRule
 from attention.to_device import pinned, to_device
 from attention.views import LatentKV, LayerKV
 
@@ -144,16 +145,16 @@ class _Prepared(Prepared):
         self._heads: Heads | None = None
         self._run: Callable[..., object]
 
-    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> bool:
-        heads = Heads.of(q, kv, scale)
+    def plan(self, q: Tensor, kv: LayerKV, rule: ScoreRule) -> bool:
+        heads = Heads.of(q, kv, rule.scale)
         if self._heads is None:
             self._run = self._plan(heads)
             self._heads = heads
         assert heads == self._heads, "the layers of a pass differ in shape, type or scale"
         return True
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        self.plan(q, kv, scale)
+    def forward(self, q: Tensor, kv: LayerKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        self.plan(q, kv, rule)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # its kernels read the plan before they wait: see `attention.ops.pdl`
         self._run(q, (kv.k, kv.v), out=out, enable_pdl=False)
@@ -169,9 +170,9 @@ class _PreparedPrefill(_Prepared):
         super().__init__(backend)
         self.extent = extent
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: LayerKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         num_rows = sum(self.extent.q_lens)
-        out = super().forward(q[:num_rows], kv, scale)
+        out = super().forward(q[:num_rows], kv, rule)
         padding = q.shape[0] - num_rows
         return torch.cat((out, out.new_zeros((padding, *out.shape[1:])))) if padding else out
 
@@ -191,11 +192,11 @@ class _PreparedRound(_Prepared):
         self.batch = batch
         self._latent = PreparedLatentRound(backend.latent_rounds, batch)
 
-    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
-        return self._latent.plan(q, kv, scale) if isinstance(kv, LatentKV) else super().plan(q, kv, scale)
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule) -> bool:
+        return self._latent.plan(q, kv, rule) if isinstance(kv, LatentKV) else super().plan(q, kv, rule)
 
-    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
-        return self._latent.forward(q, kv, scale) if isinstance(kv, LatentKV) else super().forward(q, kv, scale)
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        return self._latent.forward(q, kv, rule) if isinstance(kv, LatentKV) else super().forward(q, kv, rule)
 
     def _plan(self, heads: Heads) -> Callable[..., object]:
         run: Callable[..., object] = self.backend.round_plan(self.batch, heads).write(self.batch).run

@@ -18,6 +18,7 @@ from attention.capability import Capability
 from attention.metadata import DecodeBatch
 from attention.ops.attend.latent_suffix_triton import add_suffix
 from attention.ops.flashinfer_latent_plan_triton import LatentGrid, LatentPlanArrays, write_latent_plan
+from attention.scores import ScoreRule
 from attention.views import LatentKV
 
 SAMPLE_TOKENS = 3000  # of the request that FlashInfer plans too; long enough to be cut
@@ -97,12 +98,12 @@ class PreparedLatentRound(Prepared):
     batch: DecodeBatch
     plans: dict[tuple[Any, ...], LatentRoundPlan] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LatentKV, scale: float) -> bool:
-        self._planned(q, kv, scale)
+    def plan(self, q: Tensor, kv: LatentKV, rule: ScoreRule) -> bool:
+        self._planned(q, kv, rule.scale)
         return True
 
-    def forward(self, q: Tensor, kv: LatentKV, scale: float) -> Tensor:
-        return self._planned(q, kv, scale).attend(q, kv, self.batch)
+    def forward(self, q: Tensor, kv: LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        return self._planned(q, kv, rule.scale).attend(q, kv, self.batch)
 
     def _planned(self, q: Tensor, kv: LatentKV, scale: float) -> LatentRoundPlan:
         shape = (q.shape, kv.latent, scale)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
 from attention.fp8 import read_pages
-from attention.metadata import DecodeBatch, PrefillBatch
+from attention.metadata import DecodeBatch, PrefillBatch, newest_columns
+from attention.scores import ScoreRule
 from attention.views import LatentKV, LayerKV
 
 
@@ -25,14 +26,14 @@ class TorchBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class _PreparedDecode(Prepared):
-    """hidden_of: by page size, [B, 1, 1, R, length] bool, True where a row must not look: of the positions that
-    `_pages_seen` gives."""
+    """hidden_of: by page size and window, [B, 1, 1, R, length] bool, True where a row must not look: of the positions
+    that `_pages_seen` gives."""
 
     batch: DecodeBatch
-    hidden_of: dict[int, Tensor]
+    hidden_of: dict[tuple[int, int | None], Tensor]
 
-    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
-        batch = self.batch
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        batch = self.batch.through(rule.window)
         page_size = page_size_of(kv)
         pages, first = _pages_seen(batch, page_size)
         length = pages.shape[1] * page_size
@@ -44,19 +45,33 @@ class _PreparedDecode(Prepared):
         # [B, kv_heads, group * R, head_dim]: all rows of a request that share a KV head read it once
         rows = q.view(batch.num_requests, batch.rows, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
         rows = rows.reshape(batch.num_requests, num_kv_heads, group * batch.rows, head_dim)
-        scores = (rows * (scale * k_scale)) @ k.permute(0, 2, 3, 1)
+        scores = (rows * (rule.scale * k_scale)) @ k.permute(0, 2, 3, 1)
         scores = scores.view(batch.num_requests, num_kv_heads, group, batch.rows, length)
-        scores = scores.masked_fill(self._hidden(page_size, first, length), float("-inf"))
-        weights = torch.softmax(scores.float(), dim=-1).to(q.dtype)
+        weights = _weights(scores, self._hidden(batch, page_size, first, length), rule, sinks).to(q.dtype)
         out = weights.view(batch.num_requests, num_kv_heads, group * batch.rows, length) @ v.permute(0, 2, 1, 3)
         out = out.view(batch.num_requests, num_kv_heads, group, batch.rows, -1).permute(0, 3, 1, 2, 4)
         out = out.reshape(batch.num_rows, q.shape[1], -1)
         return out if v_scale == 1.0 else out * v_scale
 
-    def _hidden(self, page_size: int, first: Tensor | None, length: int) -> Tensor:
-        if page_size not in self.hidden_of:
-            self.hidden_of[page_size] = _hidden_positions(self.batch, first, length)
-        return self.hidden_of[page_size]
+    def _hidden(self, batch: DecodeBatch, page_size: int, first: Tensor | None, length: int) -> Tensor:
+        key = page_size, batch.window
+        if key not in self.hidden_of:
+            self.hidden_of[key] = _hidden_positions(batch, first, length)
+        return self.hidden_of[key]
+
+
+def _weights(scores: Tensor, hidden: Tensor, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores [..., kv_heads, group, rows, length], which have been scaled. hidden: True where a
+    row must not look, of a shape that broadcasts."""
+    assert rule.has_sinks == (sinks is not None)
+    if rule.soft_cap is not None:
+        scores = torch.tanh(scores / rule.soft_cap) * rule.soft_cap
+    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.to(scores.dtype).view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
 
 
 def _pages_seen(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor | None]:
@@ -76,10 +91,13 @@ def _hidden_positions(batch: DecodeBatch, first: Tensor | None, length: int) -> 
     origin = batch.prefix_len.long() if first is None else batch.prefix_len.long() - first
     column = torch.arange(length, device=batch.mask.device) - origin.unsqueeze(1)
     in_suffix = (column >= 0) & (column < batch.suffix_len)
-    bits = (batch.mask.unsqueeze(2) >> column.clamp(0, 62).unsqueeze(1)) & 1
+    mask = batch.mask
+    if batch.window is not None and batch.window < batch.suffix_len:
+        mask = newest_columns(mask, batch.suffix_len, batch.window)
+    bits = (mask.unsqueeze(2) >> column.clamp(0, 62).unsqueeze(1)) & 1
     in_prefix = (column < 0).unsqueeze(1)
     if batch.window is not None:
-        own = (batch.mask.unsqueeze(2) >> torch.arange(batch.suffix_len, device=column.device)) & 1
+        own = (mask.unsqueeze(2) >> torch.arange(batch.suffix_len, device=column.device)) & 1
         in_prefix = in_prefix & (column.unsqueeze(1) >= own.sum(2, keepdim=True) - batch.window)
     seen = in_prefix | (in_suffix.unsqueeze(1) & bits.bool())
     return ~seen.view(batch.num_requests, 1, 1, batch.rows, length)
@@ -89,19 +107,26 @@ def _hidden_positions(batch: DecodeBatch, first: Tensor | None, length: int) -> 
 class _PreparedPrefill(Prepared):
     batch: PrefillBatch
 
-    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        batch = self.batch.through(rule.window)
         value_dim = kv.latent if isinstance(kv, LatentKV) else kv.v.shape[-1]
         out, end, chunks = q.new_empty(*q.shape[:2], value_dim), 0, self.batch.known
         for c, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
             first, end = end, end + count
             if count:
-                out[first:end] = _attend_chunk(q[first:end], kv, self.batch, c, start, scale)
+                out[first:end] = _attend_chunk(q[first:end], kv, batch, c, start, rule, sinks)
         out[end:] = 0.0  # padding
         return out
 
 
 def _attend_chunk(
-    q: Tensor, kv: LayerKV | LatentKV, batch: PrefillBatch, chunk: int, start: int, scale: float
+    q: Tensor,
+    kv: LayerKV | LatentKV,
+    batch: PrefillBatch,
+    chunk: int,
+    start: int,
+    rule: ScoreRule,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Causal attention of one chunk: q [n, q_heads, head_dim] at positions start .. start + n - 1."""
     page_size, end = page_size_of(kv), start + q.shape[0]
@@ -114,14 +139,13 @@ def _attend_chunk(
     num_kv_heads, head_dim = k.shape[0], k.shape[2]
     group = q.shape[1] // num_kv_heads
     rows = q.view(q.shape[0], num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-    scores = ((rows * (scale * k_scale)) @ k.transpose(1, 2)).view(num_kv_heads, group, q.shape[0], length)
+    scores = ((rows * (rule.scale * k_scale)) @ k.transpose(1, 2)).view(num_kv_heads, group, q.shape[0], length)
     position = torch.arange(length, device=q.device)
     own = position[start - first :].unsqueeze(1)
     hidden = position > own
     if batch.window is not None:
         hidden |= position <= own - batch.window
-    scores = scores.masked_fill(hidden, float("-inf"))
-    weights = torch.softmax(scores.float(), dim=-1).to(q.dtype).view(num_kv_heads, -1, length)
+    weights = _weights(scores, hidden, rule, sinks).to(q.dtype).view(num_kv_heads, -1, length)
     out = (weights @ v).view(num_kv_heads, group, q.shape[0], -1)
     out = out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
     return out if v_scale == 1.0 else out * v_scale

@@ -12,7 +12,7 @@ prompt chunks by the kernel of rounds, in pieces of few rows. A token's KV then 
 a prompt, decoded or verified in a tree.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ from attention.backends.triton_expansion import TritonExpandedChunks
 from attention.backends.triton_kernels import FIXED_TILES, LayerShape, attend_chunks, attend_rows
 from attention.capability import Capability
 from attention.expansion import ExpandedChunks
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, newest_columns
 from attention.ops.attend.decode_plan_triton import MAX_SPLITS, DecodePlan, DecodeTiles, DecodeWorkspace, partial_rows
 from attention.ops.attend.prefill_plan_triton import plan_tiles
 from attention.ops.attend.prefill_triton import PrefillTiles
 from attention.ops.attend.split_kv_triton import plan_items, plan_spans
+from attention.scores import ScoreRule
 from attention.to_device import to_device
 from attention.views import LatentKV, LayerKV
 
@@ -96,25 +97,38 @@ class TritonBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class _PreparedDecode(Prepared):
-    """plans: made at a pass's first layer; there is one."""
+    """plans: by what differs between layers, their shapes and windows, each with the batch as those layers see it. Made
+    at the first such layer of a pass."""
 
     batch: DecodeBatch
     backend: TritonBackend
-    plans: dict[LayerShape, DecodePlan] = field(default_factory=dict)
+    plans: dict[tuple[LayerShape, int | None], tuple[DecodeBatch, DecodePlan]] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule) -> bool:
         shape = LayerShape.of(q, kv)
-        is_new = shape not in self.plans
+        key = shape, rule.window
+        is_new = key not in self.plans
         if is_new:
             fixed = self.backend.span is not None
-            self.plans[shape] = (plan_fixed if fixed else plan_decode)(self.batch, shape, self.backend)
+            batch = _with_newest_columns(self.batch.through(rule.window), fixed)
+            self.plans[key] = batch, (plan_fixed if fixed else plan_decode)(batch, shape, self.backend)
         return is_new  # the kernel that attends is a fence for the layers after it
 
-    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
-        shape = LayerShape.of(q, kv)
-        planned = shape in self.plans  # else the predecessor is the kernel that writes the plan
-        self.plan(q, kv, scale)
-        return attend_rows(q, kv, self.batch, self.plans[shape], scale, early=planned)
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        key = LayerShape.of(q, kv), rule.window
+        planned = key in self.plans  # else the predecessor is the kernel that writes the plan
+        self.plan(q, kv, rule)
+        batch, plan = self.plans[key]
+        return attend_rows(q, kv, batch, plan, rule, sinks, early=planned)
+
+
+def _with_newest_columns(batch: DecodeBatch, fixed: bool) -> DecodeBatch:
+    """Cut the masks of trees that are wider than the window. A kernel finds a row's oldest position by its number of
+    columns, but a suffix column's position on the row's path by none; where paths are chains, or read in their order
+    (`fixed`), both are the same."""
+    if batch.window is None or batch.window >= batch.suffix_len or batch.is_causal or fixed:
+        return batch
+    return replace(batch, mask=newest_columns(batch.mask, batch.suffix_len, batch.window))
 
 
 def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
@@ -153,20 +167,20 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _PreparedPrefill(Prepared):
-    """plans: made at a pass's first layer; there is one."""
+    """plans: by shape of layers, made at the first such layer of a pass; windows do not change them."""
 
     batch: PrefillBatch
     plans: dict[LayerShape, tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule) -> bool:
         shape = LayerShape.of(q, kv)
         is_new = shape not in self.plans
         self._plan(shape)
         return is_new
 
-    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         tiles, tile_list = self._plan(LayerShape.of(q, kv))
-        return attend_chunks(q, kv, self.batch, tile_list, tiles, scale)
+        return attend_chunks(q, kv, self.batch.through(rule.window), tile_list, tiles, rule, sinks)
 
     def _plan(self, shape: LayerShape) -> tuple[PrefillTiles, Tensor]:
         if shape not in self.plans:
@@ -179,30 +193,31 @@ class _PreparedPrefill(Prepared):
 class _PreparedPieces(Prepared):
     """Prompt chunks as decode batches.
 
-    plans: made at a pass's first layer; there is one. Each has batches, and the rows of q that they take.
+    plans: by shape of layers, made at the first such layer of a pass. Each has batches, and the rows of q that they
+        take.
     """
 
     batch: PrefillBatch
     backend: TritonBackend
     plans: dict[LayerShape, list[tuple[_PreparedDecode, Tensor]]] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule) -> bool:
         shape = LayerShape.of(q, kv)
         is_new = shape not in self.plans
         if is_new:
             rows = max(1, min(MAX_PIECE_ROWS, shape.fixed_tiles.block_m // shape.group))
             self.plans[shape] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
         for pieces, _ in self.plans[shape]:
-            pieces.plan(q, kv, scale)
+            is_new |= pieces.plan(q, kv, rule)
         return is_new
 
-    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
-        self.plan(q, kv, scale)
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        self.plan(q, kv, rule)
         shape = LayerShape.of(q, kv)
         make = torch.zeros if self.batch.is_padded else torch.empty
         out = make((*q.shape[:2], shape.dim), dtype=q.dtype, device=q.device)
         for pieces, places in self.plans[shape]:
-            out[places] = pieces.forward(q[places], kv, scale)
+            out[places] = pieces.forward(q[places], kv, rule, sinks)
         return out
 
     def _prepare(self, size: int, largest: int) -> list[tuple[_PreparedDecode, Tensor]]:

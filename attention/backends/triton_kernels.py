@@ -12,6 +12,7 @@ from attention.ops.attend.decode_triton import attend_decode
 from attention.ops.attend.latent_decode_triton import FIXED_LATENT_TILES, attend_latent, latent_tiles
 from attention.ops.attend.latent_prefill_triton import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
 from attention.ops.attend.prefill_triton import PrefillTiles, attend_prefill, prefill_tiles
+from attention.scores import ScoreRule
 from attention.views import LatentKV, LayerKV
 
 FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not there cost no reads
@@ -81,18 +82,32 @@ class LayerShape:
 
 
 def attend_rows(
-    q: Tensor, kv: LayerKV | LatentKV, batch: DecodeBatch, plan: DecodePlan, scale: float, early: bool
+    q: Tensor,
+    kv: LayerKV | LatentKV,
+    batch: DecodeBatch,
+    plan: DecodePlan,
+    rule: ScoreRule,
+    sinks: Tensor | None,
+    early: bool,
 ) -> Tensor:
-    """See `attend_decode`, `attend_latent`."""
+    """See `attend_decode`, `attend_latent`. batch, plan: as a layer with the rule's window sees them."""
     if isinstance(kv, LatentKV):
-        return attend_latent(q, kv, batch, plan, scale, early)
-    return attend_decode(q, kv, batch, plan, scale, early)
+        assert rule.soft_cap is None and not rule.has_sinks, "refused by `attention.limits`"
+        return attend_latent(q, kv, batch, plan, rule.scale, early)
+    return attend_decode(q, kv, batch, plan, rule, sinks, early)
 
 
 def attend_chunks(
-    q: Tensor, kv: LayerKV | LatentKV, batch: PrefillBatch, tile_list: Tensor, tiles: PrefillTiles, scale: float
+    q: Tensor,
+    kv: LayerKV | LatentKV,
+    batch: PrefillBatch,
+    tile_list: Tensor,
+    tiles: PrefillTiles,
+    rule: ScoreRule,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """See `attend_prefill`, `attend_latent_prefill`."""
+    """See `attend_prefill`, `attend_latent_prefill`. batch: as a layer with the rule's window sees it."""
     if isinstance(kv, LatentKV):
-        return attend_latent_prefill(q, kv, batch, tile_list, tiles, scale)
-    return attend_prefill(q, kv, batch, tile_list, tiles, scale)
+        assert rule.soft_cap is None and not rule.has_sinks, "refused by `attention.limits`"
+        return attend_latent_prefill(q, kv, batch, tile_list, tiles, rule.scale)
+    return attend_prefill(q, kv, batch, tile_list, tiles, rule, sinks)

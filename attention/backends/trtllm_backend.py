@@ -19,6 +19,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.backends.trtllm_latent import WORKSPACE_BYTES, LatentRows, PreparedLatentRows, kernel_on
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.scores import ScoreRule
 from attention.views import LatentKV, LayerKV
 
 COUNTER_BYTES = 1 << 20  # trtllm-gen: four for each request and query head
@@ -115,11 +116,11 @@ class _PreparedRound(Prepared):
         self._backend, self._batch = backend, batch
         self._prepared: Prepared | None = None
 
-    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
-        return self._of(kv).plan(q, kv, scale)
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule) -> bool:
+        return self._of(kv).plan(q, kv, rule)
 
-    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
-        return self._of(kv).forward(q, kv, scale)
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        return self._of(kv).forward(q, kv, rule)
 
     def _of(self, kv: LayerKV | LatentKV) -> Prepared:
         if self._prepared is None:
@@ -139,7 +140,7 @@ class _PreparedHeads(Prepared):
     lengths: Tensor
     mask: Tensor | None
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: LayerKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         batch, device = self.batch, self.device
         page_size = kv.k.shape[1]
         only = {"multi_ctas_kv_counter_buffer": device.counters} if device.kernel == "trtllm-gen" else {}
@@ -150,7 +151,7 @@ class _PreparedHeads(Prepared):
             block_tables=batch.page_table,
             seq_lens=self.lengths,
             max_seq_len=batch.page_table.shape[1] * page_size,
-            bmm1_scale=scale,
+            bmm1_scale=rule.scale,
             bmm2_scale=1.0,
             kv_layout="NHD",
             enable_pdl=None,  # as the library finds the device can

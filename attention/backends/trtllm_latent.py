@@ -22,6 +22,7 @@ from torch import Tensor
 from attention.backend import Prepared, assert_not_captured
 from attention.limits import TRTLLM_GEN_MAJOR, TRTLLM_LATENTS
 from attention.metadata import DecodeBatch
+from attention.scores import ScoreRule
 from attention.views import LatentKV
 
 WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
@@ -130,13 +131,13 @@ class PreparedLatentRows(Prepared):
         self._latent, self._batch = latent, batch
         self._buffers: LatentBuffers | None = None
 
-    def plan(self, q: Tensor, kv: LatentKV, scale: float) -> bool:
+    def plan(self, q: Tensor, kv: LatentKV, rule: ScoreRule) -> bool:
         if self._buffers is None:
             self._buffers = self._latent.written(self._batch, q, kv)
         return True
 
-    def forward(self, q: Tensor, kv: LatentKV, scale: float) -> Tensor:
-        self.plan(q, kv, scale)
+    def forward(self, q: Tensor, kv: LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        self.plan(q, kv, rule)
         assert self._buffers is not None
         batch, buffers, kernel = self._batch, self._buffers, kernel_on(q.device)
         tables = batch.page_table if buffers.tables is None else buffers.tables
@@ -154,7 +155,7 @@ class PreparedLatentRows(Prepared):
             block_tables=tables,
             seq_lens=buffers.lengths,
             max_seq_len=tables.shape[1] * kv.rows.shape[1],
-            bmm1_scale=scale,
+            bmm1_scale=rule.scale,
             bmm2_scale=1.0,
             enable_pdl=None,  # as the library finds the device can
             backend=kernel,
@@ -167,7 +168,7 @@ class PreparedLatentRows(Prepared):
         assert buffers.empty is not None
         out: Tensor = given[0].view(*q.shape[:2], kv.latent)
         buffers.lse.masked_fill_(buffers.empty, float("-inf"))  # what they saw is no token of theirs
-        add_suffix(out, buffers.lse, q, kv, batch, scale)  # to the base of 2, as trtllm-gen gives them
+        add_suffix(out, buffers.lse, q, kv, batch, rule.scale)  # to the base of 2, as trtllm-gen gives them
         return out
 
 

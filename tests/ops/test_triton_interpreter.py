@@ -41,6 +41,7 @@ FILES = {
         "tests/attention/ops/test_fp8_kernels.py",
         "tests/attention/backends/test_triton_backend.py",
         "tests/attention/backends/test_triton_prefill.py",
+        "tests/attention/backends/test_score_rules.py",
         "tests/speculative/test_round_kernels.py",
     ),
 }

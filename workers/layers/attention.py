@@ -2,7 +2,9 @@
 
 from torch import Tensor
 
+from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
+from workers.layers.attention_sinks import AttentionSinks
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.kv_scales import KVScaleWeights
@@ -22,6 +24,7 @@ class Attention(AttentionLayer):
     norm_eps: epsilon of the q and k norms per head (Qwen3); None without them.
     norm: class of these norms.
     gated: multiply each head's output by the sigmoid of a gate of its size (Qwen3-Next).
+    rule: the layer's of `ModelConfig.score_rule`; None: a plain softmax of scores over the root of head_dim.
     """
 
     def __init__(
@@ -39,11 +42,12 @@ class Attention(AttentionLayer):
         norm_eps: float | None,
         norm: type[RMSNorm] = RMSNorm,
         gated: bool = False,
+        rule: ScoreRule | None = None,
     ) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.rule = rule or ScoreRule(head_dim**-0.5)
         self.qkv = QKVParallelLinear(input_size, num_heads, num_kv_heads, head_dim, group, qkv_bias, gated)
         self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads
         self.o_proj = RowParallelLinear(num_heads * head_dim, output_size, group, "num_attention_heads", o_bias)
@@ -51,6 +55,7 @@ class Attention(AttentionLayer):
         self.k_norm = None if norm_eps is None else norm(head_dim, norm_eps)
         self.kv_scales = KVScaleWeights(layer)
         self.gated = gated
+        self.sinks = AttentionSinks(num_heads, group) if self.rule.has_sinks else None
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -58,7 +63,8 @@ class Attention(AttentionLayer):
 
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
         q, k, v, gate = self._heads(x)
-        out = context.attend(self.layer, q, (k, v), angles, self.scale)
+        sinks = None if self.sinks is None else self.sinks.sinks
+        out = context.attend(self.layer, q, (k, v), angles, self.rule, sinks)
         if gate is not None:
             out = sigmoid_mul(out.contiguous(), context.attending_rows(gate))
         return self.o_proj.partial(out.flatten(1))

@@ -14,6 +14,7 @@ from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights
 from attention.ops.slot_mapping import map_rows
 from attention.recurrent.batch import StateBatch
+from attention.scores import ScoreRule
 from workers.ops.experts.route import TokenSlots
 from workers.ops.rotary import Angles
 
@@ -85,41 +86,50 @@ class ForwardContext:
         assert self.states is not None, "a model with recurrent layers has states"
         return self.states.recur(layer, rows, weights)
 
-    def attend(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        rows: tuple[Tensor, ...],
+        angles: Angles,
+        rule: ScoreRule,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Rotate q and the layer's rows, write the rows to the KV pool, and attend: [n, q_heads, head_dim] for the rows
         that attend. On a GPU, q is rotated in place.
 
         q: [rows, q_heads, head_dim].
         rows: projections as the KV layout stores them (`KVLayout.store`): k and v [rows, kv_heads, head_dim] for K/V
             heads.
+        rule, sinks: as in `attention.backend.Prepared.forward`.
         """
-        self.plan(layer, q, scale)
-        return self.attend_to_kept(layer, self.keep(layer, q, rows, angles), scale)
+        self.plan(layer, q, rule)
+        return self.attend_to_kept(layer, self.keep(layer, q, rows, angles), rule, sinks)
 
     def keep(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles) -> Tensor:
         """Rotate and store as `attend` does. Return rotated q."""
         return self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
 
-    def plan(self, layer: int, q: Tensor, scale: float) -> bool:
+    def plan(self, layer: int, q: Tensor, rule: ScoreRule) -> bool:
         """Call `Prepared.plan` of each batch, before the layer's rows are stored. Reads no value of q."""
         fence = False
         for prepared in (self.decode, self.chunks):
             if prepared is not None:
-                fence |= prepared.plan(q, self.pool.layer(layer), scale)
+                fence |= prepared.plan(q, self.pool.layer(layer), rule)
         return fence
 
-    def attend_to_kept(self, layer: int, q: Tensor, scale: float) -> Tensor:
+    def attend_to_kept(self, layer: int, q: Tensor, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         """Attend with rotated q [rows, q_heads, head_dim], after `plan` and after the layer's rows are stored."""
         kv = self.pool.layer(layer)
         q = self.attending_rows(q)
         if self.chunks is None:
             assert self.decode is not None
-            return self.decode.forward(q, kv, scale)
+            return self.decode.forward(q, kv, rule, sinks)
         if self.decode is None:
-            return self.chunks.forward(q, kv, scale)
+            return self.chunks.forward(q, kv, rule, sinks)
         split = self.num_decode_rows
-        decode = self.decode.forward(q[:split], kv, scale)
-        return torch.cat((decode, self.chunks.forward(q[split:], kv, scale)))
+        decode = self.decode.forward(q[:split], kv, rule, sinks)
+        return torch.cat((decode, self.chunks.forward(q[split:], kv, rule, sinks)))
 
 
 def make_context(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attention.expansion import ExpandedChunks
+from attention.scores import ScoreRule
 from attention.views import ExpandedKV
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
@@ -85,7 +86,7 @@ class LatentAttention(AttentionLayer):
         scale: float,
     ) -> None:
         super().__init__()
-        self.layer, self.scale = layer, scale
+        self.layer, self.rule = layer, ScoreRule(scale)
         self.latent, self.key_dim, self.row_dim = latent, key_dim, latent + rotated_dim
         self.value_dim = value_dim
         heads = rank_span(num_heads, group, "num_attention_heads")
@@ -121,7 +122,7 @@ class LatentAttention(AttentionLayer):
         absorbed = context if expanded is None else context.rounds
         num_absorbed = rows if expanded is None else context.num_decode_rows
         q = torch.empty((num_absorbed, heads, self.row_dim), dtype=dtype, device=both.device)
-        fence = absorbed.plan(self.layer, q, self.scale)
+        fence = absorbed.plan(self.layer, q, self.rule)
         normed = normed_latents(
             both,
             None if self.q_a_layernorm is None else self.q_a_layernorm.weight,
@@ -139,12 +140,12 @@ class LatentAttention(AttentionLayer):
         up, fixed = self.kv_b_proj, self.kv_b_proj.deterministic
         if expanded is None:
             head_products(by_head, up.keys, q, angles, fixed=fixed)
-            return self.o_proj.partial(self._values(context.attend_to_kept(self.layer, q, self.scale)))
+            return self.o_proj.partial(self._values(context.attend_to_kept(self.layer, q, self.rule)))
         num_values = rows if context.attending is None else context.attending.shape[0]
         values = torch.empty((num_values, heads, self.value_dim), dtype=dtype, device=both.device)
         if num_absorbed > 0:
             head_products(by_head[:num_absorbed], up.keys, q, _rows(angles, 0, num_absorbed), fixed=fixed)
-            out = absorbed.attend_to_kept(self.layer, q, self.scale)
+            out = absorbed.attend_to_kept(self.layer, q, self.rule)
             head_products(out, up.values, values[: out.shape[0]], fixed=fixed)
         of_chunks = _rows(angles, num_absorbed, rows)
         self._attend_expanded(by_head[num_absorbed:], of_chunks, context, expanded, values[num_absorbed:])
@@ -175,7 +176,7 @@ class LatentAttention(AttentionLayer):
         cached, up = context.pool.layer(self.layer), self.kv_b_proj
         kv, rotated = expand_latents(cached.rows, expanded.tokens, expanded.ends, up.keys_and_values, cached.scale)
         made = ExpandedKV(kv.unflatten(1, (self.num_heads, -1)), rotated, expanded.first, self.key_dim)  # type: ignore[no-untyped-call]
-        expanded.attend(q, made, angles.cos, angles.sin, angles.index, self.scale, out)
+        expanded.attend(q, made, angles.cos, angles.sin, angles.index, self.rule.scale, out)
 
 
 def _rows(angles: Angles, first: int, end: int) -> Angles:

@@ -13,6 +13,7 @@ import torch
 from attention.capability import Capability
 from attention.kv_cache.layout import LayerGroup
 from attention.recurrent.layout import StateGroup
+from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.layers.rotary import RopeConfig, yarn_magnitude
@@ -70,6 +71,11 @@ class ModelConfig(ABC):
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         """The layers that keep KV, by how they keep it on one rank: what the model's `KVPool` is made of. dtype: of
         KV."""
+
+    def score_rule(self, layer: int) -> ScoreRule:
+        """How layer `layer` of `kv_groups` turns scores into weights: what its attention is built with, and what
+        backends are asked for. As a rule a plain softmax of scores over the root of head_dim."""
+        return ScoreRule(self.head_dim**-0.5)
 
     def state_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[StateGroup, ...]:
         """The layers that keep a state of fixed size instead of KV, by how they keep it on one rank; as a rule none."""

@@ -8,6 +8,7 @@ import torch
 from attention.capability import Capability
 from attention.kv_cache.latent import LatentLayout
 from attention.kv_cache.layout import LayerGroup
+from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer, FeedForward
 from workers.layers.latent_attention import LatentAttention
@@ -82,6 +83,9 @@ class DeepseekConfig(ModelConfig):
 
     def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
         check_experts_device(device, dtype, source)
+
+    def score_rule(self, layer: int) -> ScoreRule:
+        return ScoreRule(self.attention_scale)
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         layout = LatentLayout(self.latent, self.rotated_dim, dtype)

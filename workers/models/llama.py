@@ -142,6 +142,7 @@ def make_attention(config: LlamaConfig, layer: int, group: TPGroup, input_size: 
         qkv_bias=config.qkv_bias,
         o_bias=config.o_bias,
         norm_eps=config.rms_eps if config.qk_norm else None,
+        rule=config.score_rule(layer),
     )
 
 

@@ -32,7 +32,9 @@ class ModelShape:
 
     def use(self, mode: Mode, tree: bool = False, window: int | None = None) -> AttentionUse:
         """tree: whether masks branch in this mode. window: as in `AttentionUse`."""
-        layouts = [group.layout for group in self.config.kv_groups(self.tensor_parallel, self.kv_dtype or self.dtype)]
+        groups = self.config.kv_groups(self.tensor_parallel, self.kv_dtype or self.dtype)
+        layouts = [group.layout for group in groups]
+        rules = (self.config.score_rule(layer) for group in groups for layer in group.layers)
         layout = layouts[0]
         assert {each.kind for each in layouts} == {layout.kind}, "a mode has one backend, which reads one kind of view"
         return AttentionUse(
@@ -48,6 +50,7 @@ class ModelShape:
             value_dim=layout.latent if isinstance(layout, LatentLayout) else None,
             window=window,
             kv_dtype=self.kv_dtype,
+            scores=tuple(dict.fromkeys(rules)),
         )
 
 

@@ -34,11 +34,13 @@ from attention.ops.attend.online_softmax_triton import (
     score_pairs,
     score_tile,
 )
+from attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped, softmax
 from attention.ops.attend.split_kv_triton import ITEM_FIELDS
-from attention.ops.attend.window_triton import oldest_seen
+from attention.ops.attend.window_triton import num_seen, oldest_seen
 from attention.ops.fp8_triton import as_multiplied
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
+from attention.scores import ScoreRule
 from attention.views import LayerKV
 
 TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in other modes a row's path is a chain
@@ -83,6 +85,7 @@ def _attend_decode(
     table_stride,
     suffix_len,
     num_tickets,
+    sinks_ptr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -98,6 +101,7 @@ def _attend_decode(
     FIXED: tl.constexpr,
     PART_M: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
     UNIT: tl.constexpr,
@@ -127,6 +131,14 @@ def _attend_decode(
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        # The item with a row's own position counts its sink: in a fixed plan that item's tiles are the same in a tree.
+        own = prefix + num_seen(bits) - 1
+        has_own = (own >= low) & (own < high)
+        top = tl.where(has_own, sink_scores(sinks_ptr, query_head, live), top)
+        total = tl.where(has_own, 1.0, total)
+    if SOFT_CAP:
+        factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     if PAIRS:
         acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -152,6 +164,8 @@ def _attend_decode(
             scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
         else:
             scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+        if SOFT_CAP:
+            scores = soft_capped(scores, factor)
         if start + BLOCK_N > prefix:
             over = column - prefix
             seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1
@@ -180,6 +194,8 @@ def _attend_decode(
                     scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
                 else:
                     scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+                if SOFT_CAP:
+                    scores = soft_capped(scores, factor)
                 scores = tl.where((packed // GROUP == r)[:, None] & seen[None, :], scores, float("-inf"))
                 if PAIRS:
                     top, total, acc, acc_odd = accumulate_pairs(
@@ -220,13 +236,20 @@ def _attend_decode(
 
 
 def attend_decode(
-    q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, scale: float, early: bool = False
+    q: Tensor,
+    kv: LayerKV,
+    batch: DecodeBatch,
+    plan: DecodePlan,
+    rule: ScoreRule,
+    sinks: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Return attention of q, [B * R, q_heads, head_dim] in q's dtype.
 
     q: [B * R, q_heads, head_dim], any row and head strides.
     plan: for this batch and these numbers of heads.
-    scale: positive.
+    rule: its window is the batch's.
+    sinks: [q_heads] float32, contiguous, if the rule has them.
     early: launch before the previous kernel ends. A fence (`attention.ops.pdl`) must stand between this kernel and the
         writers of the plan, prefix lengths, masks and pages.
     """
@@ -234,7 +257,8 @@ def attend_decode(
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group = q.shape[1] // num_kv_heads
     columns = num_kv_heads * -(-batch.rows * group // tiles.block_m)
-    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
+    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
+    assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.suffix_len <= 63
     out, unit = torch.empty(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
     # Fused multiply-adds round differently, and the compiler fuses other ones in each variant of a kernel. A fixed plan
@@ -252,7 +276,7 @@ def attend_decode(
         workspace.part,
         workspace.lse,
         workspace.tickets,
-        scale * kv.k_scale * LOG2_E,
+        rule.scale * kv.k_scale * LOG2_E,
         kv.v_scale / unit,
         q.stride(0),
         q.stride(1),
@@ -261,6 +285,7 @@ def attend_decode(
         batch.page_table.stride(0),
         batch.suffix_len,
         workspace.tickets.shape[0] // 2,
+        sinks,
         PAGE=page_size,
         **shape,
         BLOCK_M=tiles.block_m,
@@ -272,6 +297,7 @@ def attend_decode(
         FIXED=plan.fixed,
         PART_M=part_m,
         WINDOW=batch.window or 0,
+        SOFT_CAP=rule.soft_cap or 0.0,
         UPCAST=INTERPRETED,
         UNIT=unit,
         PAIRS=kv.k.dtype == FP8,
@@ -310,8 +336,9 @@ def merge_apart(
     )
 
 
-def reference(q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+def reference(q: Tensor, kv: LayerKV, batch: DecodeBatch, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
     """Attention in float64 over what the pages hold, request by request."""
+    batch = batch.through(rule.window)
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for b, prefix in enumerate(batch.prefix_len.tolist()):
@@ -325,8 +352,8 @@ def reference(q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tenso
         seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
         seen = within_window(torch.cat((seen.new_ones(batch.rows, prefix), seen), 1), batch.window)
         rows = slice(b * batch.rows, (b + 1) * batch.rows)
-        scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * scale
-        out[rows] = torch.einsum("hrn,nhd->rhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+        scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys)
+        out[rows] = torch.einsum("hrn,nhd->rhd", softmax(scores, ~seen, rule, sinks), values)
     return out
 
 

@@ -35,6 +35,7 @@ from attention.ops.attend.split_kv_triton import ITEM_FIELDS
 from attention.ops.attend.window_triton import oldest_seen
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
+from attention.scores import ScoreRule
 from attention.views import LatentKV
 
 FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)  # of fixed plans
@@ -313,7 +314,7 @@ def token_axis(tiles: DecodeTiles) -> int:
     return 0 if tiles.block_m <= TOKENS_FIRST_ROWS and tiles.block_n >= 64 else 1
 
 
-def reference(q: Tensor, kv: LatentKV, batch: DecodeBatch, scale: float) -> Tensor:
+def reference(q: Tensor, kv: LatentKV, batch: DecodeBatch, rule: ScoreRule) -> Tensor:
     """Attention in float64 over what the pages hold, request by request."""
     out = torch.empty((*q.shape[:2], kv.latent), dtype=torch.float64, device=q.device)
     page_size, width = kv.rows.shape[1:]
@@ -324,7 +325,7 @@ def reference(q: Tensor, kv: LatentKV, batch: DecodeBatch, scale: float) -> Tens
         seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
         seen = within_window(torch.cat((seen.new_ones(batch.rows, prefix), seen), 1), batch.window)
         mine = slice(b * batch.rows, (b + 1) * batch.rows)
-        scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * scale
+        scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * rule.scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         out[mine] = torch.einsum("hrn,nd->rhd", weights, rows[:, : kv.latent])
     return out

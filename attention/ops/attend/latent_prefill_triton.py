@@ -22,6 +22,7 @@ from attention.ops.attend.online_softmax_triton import LOG2_E
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
 from attention.ops.attend.prefill_triton import PrefillTiles, hidden_of_chunk
 from attention.ops.interpreter_triton import INTERPRETED
+from attention.scores import ScoreRule
 from attention.views import LatentKV
 
 
@@ -140,7 +141,7 @@ def attend_latent_prefill(
     return out
 
 
-def reference(q: Tensor, kv: LatentKV, batch: PrefillBatch, scale: float) -> Tensor:
+def reference(q: Tensor, kv: LatentKV, batch: PrefillBatch, rule: ScoreRule) -> Tensor:
     """Attention in float64 over what the pages hold, chunk by chunk."""
     out = torch.zeros((*q.shape[:2], kv.latent), dtype=torch.float64, device=q.device)
     page_size, width = kv.rows.shape[1:]
@@ -151,7 +152,7 @@ def reference(q: Tensor, kv: LatentKV, batch: PrefillBatch, scale: float) -> Ten
         pages = batch.page_table[c, : -(-length // page_size)].long()
         rows = (read_pages(kv.rows, pages, torch.float64).double() * kv.scale).view(-1, width)[:length]
         hidden = hidden_of_chunk(start, mine.stop - mine.start, batch.window).to(q.device)
-        scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * scale
+        scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * rule.scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[mine] = torch.einsum("hrn,nd->rhd", weights, rows[:, : kv.latent])
     return out

@@ -13,8 +13,10 @@ from attention.fp8 import read_pages, weight_unit
 from attention.metadata import PrefillBatch
 from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate, score_tile
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
+from attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped, softmax
 from attention.ops.fp8_triton import as_multiplied
 from attention.ops.interpreter_triton import INTERPRETED
+from attention.scores import ScoreRule
 from attention.views import LayerKV
 
 
@@ -30,6 +32,7 @@ def _attend_span(
     last,
     head,
     scale_log2,
+    factor,
     top,
     total,
     acc,
@@ -41,6 +44,7 @@ def _attend_span(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """Attend to KV positions low .. high - 1 for rows at `position` [M]. Without MASKED every row sees all of them."""
@@ -50,6 +54,8 @@ def _attend_span(
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
         scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+        if SOFT_CAP:
+            scores = soft_capped(scores, factor)
         if MASKED:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
             if WINDOW:
@@ -71,6 +77,7 @@ def _attend_prefill(
     q_row_stride,
     q_head_stride,
     table_stride,
+    sinks_ptr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -78,6 +85,7 @@ def _attend_prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     UPCAST: tl.constexpr,
     UNIT: tl.constexpr,
 ):
@@ -101,6 +109,12 @@ def _attend_prefill(
     q = as_multiplied(q, UNIT != 1.0, UPCAST)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        top = sink_scores(sinks_ptr, query_head, live)
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    factor = 0.0
+    if SOFT_CAP:
+        factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     table = table_ptr + chunk * table_stride
     common = (start + 1) // BLOCK_N * BLOCK_N
@@ -120,6 +134,7 @@ def _attend_prefill(
             last,
             head,
             scale_log2,
+            factor,
             top,
             total,
             acc,
@@ -131,6 +146,7 @@ def _attend_prefill(
             BLOCK_N,
             True,
             WINDOW,
+            SOFT_CAP,
             UNIT,
         )
     top, total, acc = _attend_span(
@@ -144,6 +160,7 @@ def _attend_prefill(
         last,
         head,
         scale_log2,
+        factor,
         top,
         total,
         acc,
@@ -155,6 +172,7 @@ def _attend_prefill(
         BLOCK_N,
         False,
         WINDOW,
+        SOFT_CAP,
         UNIT,
     )
     top, total, acc = _attend_span(
@@ -168,6 +186,7 @@ def _attend_prefill(
         last,
         head,
         scale_log2,
+        factor,
         top,
         total,
         acc,
@@ -179,8 +198,11 @@ def _attend_prefill(
         BLOCK_N,
         True,
         WINDOW,
+        SOFT_CAP,
         UNIT,
     )
+    if WINDOW:  # rows after the chunk's end may have seen nothing
+        total = tl.where(total == 0.0, 1.0, total)
     out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
     tl.store(out, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
 
@@ -211,17 +233,25 @@ def prefill_tiles(group: int, head_dim: int, itemsize: int, kv_itemsize: int | N
 
 
 def attend_prefill(
-    q: Tensor, kv: LayerKV, batch: PrefillBatch, tile_list: Tensor, tiles: PrefillTiles, scale: float
+    q: Tensor,
+    kv: LayerKV,
+    batch: PrefillBatch,
+    tile_list: Tensor,
+    tiles: PrefillTiles,
+    rule: ScoreRule,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention of q, [rows, q_heads, head_dim] in q's dtype; zeros for rows without a chunk.
 
     q: [rows, q_heads, head_dim], any row and head strides.
     tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with block_m // group rows each.
-    scale: positive.
+    rule: its window is the batch's.
+    sinks: [q_heads] float32, contiguous, if the rule has them.
     """
     page_table = batch.page_table
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
-    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
+    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
+    assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     assert page_table.stride(1) == 1 and tile_list.is_contiguous()
     # Padding rows go through the model and write KV to page 0, whose masked values must be finite.
     make = torch.zeros if batch.is_padded else torch.empty
@@ -233,11 +263,12 @@ def attend_prefill(
         out,
         page_table,
         tile_list,
-        scale * kv.k_scale * LOG2_E,
+        rule.scale * kv.k_scale * LOG2_E,
         kv.v_scale / unit,
         q.stride(0),
         q.stride(1),
         page_table.stride(0),
+        sinks,
         GROUP=q.shape[1] // num_kv_heads,
         KV_HEADS=num_kv_heads,
         D=head_dim,
@@ -245,6 +276,7 @@ def attend_prefill(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         WINDOW=batch.window or 0,
+        SOFT_CAP=rule.soft_cap or 0.0,
         UPCAST=INTERPRETED,
         UNIT=unit,
         num_warps=tiles.warps,
@@ -253,8 +285,9 @@ def attend_prefill(
     return out
 
 
-def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
     """Attention in float64 over what the pages hold, chunk by chunk."""
+    batch = batch.through(rule.window)
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
     starts, indptr = batch.starts.tolist(), batch.qo_indptr.tolist()
@@ -270,8 +303,8 @@ def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tens
             for x, factor in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
         )
         hidden = hidden_of_chunk(start, rows.stop - rows.start, batch.window).to(q.device)
-        scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * scale
-        out[rows] = torch.einsum("hrn,nhd->rhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+        scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys)
+        out[rows] = torch.einsum("hrn,nhd->rhd", softmax(scores, hidden, rule, sinks), values)
     return out
 
 

@@ -13,6 +13,7 @@ from attention.fp8 import FP8
 from attention.limits import AttentionUse
 from attention.metadata import Mode
 from attention.registry import BACKENDS, limit
+from attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import WORKS, Shape, use_of
 
 PLACES = {
@@ -27,6 +28,11 @@ UNTRIED = {("trtllm", "latent rows")}  # kernels of GPUs that none of ours is
 GPU_8, GPU_10, GPU_12 = (Capability("cuda", (major, 0)) for major in (8, 10, 12))
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256, 512)
 GROUPS = (1, 3, 4, 8, 16, 32, 64)
+RULES = {
+    "windows": ScoreRule(0.1, window=1024),
+    "soft caps": ScoreRule(0.1, soft_cap=50.0),
+    "sinks": ScoreRule(0.1, has_sinks=True),
+}
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -40,8 +46,8 @@ def matrix() -> str:
     lines = [*_modes("backend", Shape()), "", *_modes("backend over latent rows", LATENT)]
     lines += [
         "",
-        "| backend | KV kept as | page sizes | head dims | query heads per KV head | types | window of the draft | "
-        "FP8 KV | reads lengths on the host |",
+        "| backend | KV kept as | page sizes | head dims | query heads per KV head | types | "
+        "windows, soft caps, sinks | FP8 KV | reads lengths on the host |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [f"| `{name}` | {' | '.join(_facts(name))} |" for name in BACKENDS]
@@ -80,7 +86,7 @@ def _facts(name: str) -> list[str]:
         _able(name, {dim: dataclasses.replace(home, head_dim=dim) for dim in HEAD_DIMS}),
         _able(name, {group: dataclasses.replace(home, num_heads=count) for group, count in heads.items()}),
         _able(name, {str(t).removeprefix("torch."): dataclasses.replace(home, dtype=t) for t in TYPES}),
-        "no" if refusal(name, dataclasses.replace(home, window=1024)) else "yes",
+        _able(name, {what: dataclasses.replace(home, scores=(rule,)) for what, rule in RULES.items()}) or "no",
         "no" if refusal(name, dataclasses.replace(home, kv_dtype=FP8)) else "yes",
         ", ".join(sorted(mode.value for mode in BACKENDS[name].cpu_seq_lens_modes)) or "never",
     ]
@@ -103,6 +109,9 @@ def _refusals(name: str) -> list[str]:
         dataclasses.replace(home, num_heads=64 * home.num_kv_heads),
         dataclasses.replace(home, dtype=torch.float32),
         dataclasses.replace(home, window=1024),
+        *(dataclasses.replace(home, scores=(rule,)) for rule in RULES.values()),
+        *(dataclasses.replace(latent, scores=(rule,)) for rule in RULES.values()),
+        dataclasses.replace(home, scores=(ScoreRule(0.1), ScoreRule(0.2))),
         dataclasses.replace(home, kv_dtype=FP8),
         dataclasses.replace(home, kv_dtype=FP8, device=GPU_8),
         latent,

@@ -22,6 +22,7 @@ from attention.backend import AttentionBackend
 from attention.backends.torch_backend import TorchBackend
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.registry import BACKENDS, build_backend, needs_cpu_seq_lens, refusal
+from attention.scores import ScoreRule
 from tests.bench.kernels.gpu_time import captured
 from tests.support.kernels.attention_cases import (
     LATENT_SHAPES,
@@ -116,12 +117,12 @@ class Conformance:
         else:
             self.batch = dataclasses.replace(decode_batch(work, shape, LENGTHS[0], device), max_kv_len=MAX_LENGTH)
         self.q = random_rows(self.batch.num_rows, shape, device)
-        self.scale = shape.head_dim**-0.5 * 1.25  # not the default of any library
+        self.rule = ScoreRule(shape.head_dim**-0.5 * 1.25)  # not the default of any library
 
     def run(self) -> Tensor:
         prepared = self.backend.prepare(self.batch)
-        prepared.forward(self.q, self.kv, self.scale)
-        return prepared.forward(self.q, self.kv, self.scale)  # the second layer finds what the first left
+        prepared.forward(self.q, self.kv, self.rule)
+        return prepared.forward(self.q, self.kv, self.rule)  # the second layer finds what the first left
 
     def check(self) -> None:
         for lengths in LENGTHS:
@@ -147,7 +148,7 @@ class Conformance:
     def assert_close(self, out: Tensor) -> None:
         assert out.dtype == self.q.dtype and out.is_contiguous()
         assert out.shape == (*self.q.shape[:2], self.shape.value_dim)
-        expected = TorchBackend().prepare(self.batch).forward(self.q.double(), in_float64(self.kv), self.scale)
+        expected = TorchBackend().prepare(self.batch).forward(self.q.double(), in_float64(self.kv), self.rule)
         error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         tolerance = TOLERANCE[self.shape.dtype]
         assert error.max() < tolerance, f"relative error {error.max():.2e} at {error.argmax()} of {error.shape}"

@@ -13,6 +13,7 @@ from torch import Tensor
 from attention.backends.flashinfer_backend import Extent, paged
 from attention.metadata import Mode
 from attention.registry import build_backend
+from attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import Shape, num_pages, prefill_batch, random_pool, random_rows
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def test_prompt_chunks_are_planned_from_the_step_plan_alone() -> None:
     kv = random_pool(SHAPE, num_pages(16, 16), CPU).layer(0)
     prepared = build_backend("flashinfer", Mode.PREFILL).prepare(host)
     for _ in range(2):
-        prepared.forward(random_rows(host.num_rows, SHAPE, CPU), kv, 0.125)
+        prepared.forward(random_rows(host.num_rows, SHAPE, CPU), kv, ScoreRule(0.125))
     (wrapper,) = RecordingWrapper.made
     assert wrapper.settings == {"backend": "fa3"}
     (((qo_indptr, kv_indptr, _, last_page_len, *shape), options),) = wrapper.plans  # once, not for each layer
@@ -81,7 +82,7 @@ def test_plans_take_turns_on_two_wrappers() -> None:
     kv = random_pool(SHAPE, num_pages(16, 1), CPU).layer(0)
     batch = prefill_batch(SHAPE, CPU)
     for _ in range(5):
-        backend.prepare(batch).forward(random_rows(batch.num_rows, SHAPE, CPU), kv, 1.0)
+        backend.prepare(batch).forward(random_rows(batch.num_rows, SHAPE, CPU), kv, ScoreRule(1.0))
     assert [len(wrapper.plans) for wrapper in RecordingWrapper.made] == [3, 2]
 
 

@@ -24,6 +24,7 @@ from attention.ops.flashinfer_latent_plan_triton import (  # noqa: E402
     write_latent_plan,
 )
 from attention.registry import build_backend  # noqa: E402
+from attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import (  # noqa: E402
     WORKS,
     Shape,
@@ -150,10 +151,12 @@ def test_rounds_are_those_of_torch(work: Work, library: StandIn) -> None:
     for lengths in ((1, 500, 63, 0), (0, 64, 340, 5)):  # the second finds the first one's plan
         batch = decode_batch(work, SHAPE, lengths, CPU)
         q = random_rows(batch.num_rows, SHAPE, CPU)
-        expected = TorchBackend().prepare(batch).forward(q.double(), in_float64(kv), scale)
+        expected = TorchBackend().prepare(batch).forward(q.double(), in_float64(kv), ScoreRule(scale))
         prepared = backend.prepare(batch)
         for _ in range(2):
-            torch.testing.assert_close(prepared.forward(q, kv, scale).double(), expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                prepared.forward(q, kv, ScoreRule(scale)).double(), expected, rtol=1e-4, atol=1e-5
+            )
 
 
 def test_another_version_is_refused(library: StandIn) -> None:
@@ -164,7 +167,7 @@ def test_another_version_is_refused(library: StandIn) -> None:
     stand_in = SimpleNamespace(__version__="0.9.0")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=r"flashinfer 0\.9\.0.*0\.6\.17"):
         patch.setitem(__import__("sys").modules, "flashinfer", stand_in)
-        build_backend("flashinfer", work.mode).prepare(batch).forward(random_rows(2, SHAPE, CPU), kv, 0.2)
+        build_backend("flashinfer", work.mode).prepare(batch).forward(random_rows(2, SHAPE, CPU), kv, ScoreRule(0.2))
 
 
 @pytest.mark.parametrize("lengths", [(0,), (1,), (5000,), (1, 17, 0, 200, 1021, 64, 65), (700,) * 5, (40,) * 20])

@@ -18,6 +18,7 @@ from attention.backends.torch_backend import TorchBackend  # noqa: E402
 from attention.metadata import Mode  # noqa: E402
 from attention.ops.flashinfer_plan_triton import Grid  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
+from attention.scores import ScoreRule
 from tests.attention.backends.test_flashinfer_plan import planned  # noqa: E402
 from tests.support.kernels.attention_cases import (  # noqa: E402
     NUM_KV_HEADS,
@@ -177,9 +178,9 @@ def test_kernels_find_in_the_plan_what_they_must_attend_to(work: Work, prefixes:
         batch = decode_batch(work, shape, lengths, CPU)
         q = random_rows(batch.num_rows, shape, CPU)
         prepared = backend.prepare(batch)
-        expected = TorchBackend().prepare(batch).forward(q, kv, 0.2)
+        expected = TorchBackend().prepare(batch).forward(q, kv, ScoreRule(0.2))
         for _ in range(2):
-            torch.testing.assert_close(prepared.forward(q, kv, 0.2), expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(prepared.forward(q, kv, ScoreRule(0.2)), expected, rtol=1e-4, atol=1e-5)
     assert StandIn.made == 1, "the library plans a kind of pass once"
     assert len(backend._masks) == (work.tree), "only trees have masks"  # type: ignore[attr-defined]
 
@@ -189,7 +190,7 @@ def test_shapes_share_one_plan_of_the_library_s() -> None:
     kv = random_pool(SHAPE, 60, CPU).layer(0)
     for count in (1, 2, 5):
         batch = decode_batch(ROUNDS[0], SHAPE, PREFIXES[:count], CPU)
-        backend.prepare(batch).forward(random_rows(count, SHAPE, CPU), kv, 0.2)
+        backend.prepare(batch).forward(random_rows(count, SHAPE, CPU), kv, ScoreRule(0.2))
     assert StandIn.made == 1
 
 
@@ -201,7 +202,7 @@ def test_a_library_that_plans_otherwise_is_refused(name: str, monkeypatch: pytes
     kv = random_pool(SHAPE, 60, CPU).layer(0)
     message = rf"flashinfer 0.9 plans 6 rows otherwise than 0.6.17 \({name}\); pip install"
     with pytest.raises(RuntimeError, match=message):
-        prepared.forward(random_rows(batch.num_rows, SHAPE, CPU), kv, 0.2)
+        prepared.forward(random_rows(batch.num_rows, SHAPE, CPU), kv, ScoreRule(0.2))
 
 
 def test_masks_beyond_their_offsets_are_refused() -> None:
@@ -210,13 +211,13 @@ def test_masks_beyond_their_offsets_are_refused() -> None:
     prepared = build_backend("flashinfer", batch.mode).prepare(endless)
     kv = random_pool(SHAPE, 60, CPU).layer(0)
     with pytest.raises(ValueError, match="masks of a round take 3 GiB.*lower max_running, .*, or choose triton"):
-        prepared.forward(random_rows(batch.num_rows, SHAPE, CPU), kv, 0.2)
+        prepared.forward(random_rows(batch.num_rows, SHAPE, CPU), kv, ScoreRule(0.2))
 
 
 def test_layers_of_one_pass_are_alike() -> None:
     batch = decode_batch(ROUNDS[0], SHAPE, PREFIXES, CPU)
     prepared = build_backend("flashinfer", Mode.DECODE).prepare(batch)
     kv, q = random_pool(SHAPE, 60, CPU).layer(0), random_rows(len(PREFIXES), SHAPE, CPU)
-    prepared.forward(q, kv, 0.2)
+    prepared.forward(q, kv, ScoreRule(0.2))
     with pytest.raises(AssertionError, match="layers of a pass differ"):
-        prepared.forward(q[:, :NUM_KV_HEADS], kv, 0.2)
+        prepared.forward(q[:, :NUM_KV_HEADS], kv, ScoreRule(0.2))

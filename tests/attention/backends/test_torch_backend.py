@@ -11,6 +11,7 @@ from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.ops.slot_mapping import map_decode_rows, map_prefill_rows
 from attention.registry import build_backend
+from attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import uniform_pool, write_tokens
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -70,7 +71,7 @@ def test_decode_rows_see_their_prefix_and_their_mask(
         prefixes[-1] + suffix_len,
         window=window,
     )
-    out = build_backend("torch", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), DIM**-0.5)
+    out = build_backend("torch", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), ScoreRule(DIM**-0.5))
     for b, prefix in enumerate(prefixes):
         for r in range(rows):
             seen = list(range(prefix)) + [prefix + j for j in range(suffix_len) if int(mask[b, r]) >> j & 1]
@@ -86,7 +87,7 @@ def test_chunk_rows_see_all_before_them(page_size: int, window: int | None) -> N
     pool, table, keys, values = paged([s + n for s, n in zip(starts, counts, strict=True)], page_size, seed=3)
     q = torch.randn(sum(counts), HEADS, DIM, generator=torch.Generator().manual_seed(1))
     batch = dataclasses.replace(PrefillBatch.from_lists(starts, counts, table), window=window)
-    out = build_backend("torch", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), DIM**-0.5)
+    out = build_backend("torch", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), ScoreRule(DIM**-0.5))
     row = 0
     for c, start in enumerate(starts):
         for i in range(counts[c]):
@@ -100,7 +101,7 @@ def decoded(pool: KVPool, q: Tensor, lengths: list[int], table: Tensor, max_kv_l
     """One row for each request, which writes at its length."""
     prefix, mask = torch.tensor(lengths, dtype=torch.int32), causal_mask(len(lengths), 1, CPU)
     batch = DecodeBatch(Mode.DECODE, 1, 1, prefix, mask, table, max_kv_len)
-    return build_backend("torch", Mode.DECODE).prepare(batch).forward(q, pool.layer(0), 1.0)
+    return build_backend("torch", Mode.DECODE).prepare(batch).forward(q, pool.layer(0), ScoreRule(1.0))
 
 
 def test_a_row_does_not_depend_on_what_its_neighbours_hold() -> None:

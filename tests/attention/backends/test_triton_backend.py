@@ -12,6 +12,7 @@ from attention.backends.triton_backend import TritonBackend  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
 from attention.ops.attend import decode_plan_triton, decode_triton, split_kv_triton  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
+from attention.scores import ScoreRule
 from tests.support.kernels.triton_cases import (  # noqa: E402
     HALF_TYPES,
     assert_close,
@@ -45,9 +46,9 @@ def check_decode(
     batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages, window)
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
     prepared = build_backend("triton", mode).prepare(batch)
-    expected = decode_triton.reference(q, pool.layer(0), batch, head_dim**-0.5)
+    expected = decode_triton.reference(q, pool.layer(0), batch, ScoreRule(head_dim**-0.5))
     for _ in range(2):  # the second call finds what the first left in the workspace
-        out = prepared.forward(q, pool.layer(0), head_dim**-0.5)
+        out = prepared.forward(q, pool.layer(0), ScoreRule(head_dim**-0.5))
         assert out.dtype == q.dtype and out.is_contiguous()
         assert_close(out, expected, dtype)
 
@@ -91,7 +92,7 @@ def test_what_is_before_a_window_is_not_read() -> None:
     before = (prefix - window) // decode_plan_triton.decode_tiles(4, 16, 4, 0.5).block_n * 32 // page_size
     pool.layer(0).k[batch.page_table[0, :before].long()] = float("nan")
     q = random_rows(2, 4, 16, torch.float32)
-    out = build_backend("triton", Mode.DRAFT_DECODE).prepare(batch).forward(q, pool.layer(0), 0.25)
+    out = build_backend("triton", Mode.DRAFT_DECODE).prepare(batch).forward(q, pool.layer(0), ScoreRule(0.25))
     assert out.isfinite().all()
 
 
@@ -118,9 +119,11 @@ def test_both_ways_to_merge(longest: int, apart: bool) -> None:
     assert (items.requests[0, 1] > decode_plan_triton.FAN) == (longest > 1000)  # then two levels, or several rounds
     workspace = decode_plan_triton.DecodeWorkspace.create(tiles, 16, 120, DEVICE)
     plan = decode_plan_triton.DecodePlan(tiles, items, workspace, apart, 8)
-    expected = decode_triton.reference(q, pool.layer(0), batch, 0.25)
+    expected = decode_triton.reference(q, pool.layer(0), batch, ScoreRule(0.25))
     for _ in range(2):
-        assert_close(decode_triton.attend_decode(q, pool.layer(0), batch, plan, 0.25), expected, torch.float32)
+        assert_close(
+            decode_triton.attend_decode(q, pool.layer(0), batch, plan, ScoreRule(0.25)), expected, torch.float32
+        )
     assert not workspace.tickets.any()
 
 
@@ -133,9 +136,9 @@ def test_padding_requests_are_harmless() -> None:
     lengths[1:3], table[1:3], mask[1:3] = real.prefix_len, real.page_table, real.mask
     batch = DecodeBatch(Mode.VERIFY, 3, 3, lengths, mask, table, 93)
     q = random_rows(12, 4, 16, torch.float32)
-    out = build_backend("triton", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), 0.25)
+    out = build_backend("triton", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), ScoreRule(0.25))
     assert out.isfinite().all()
-    assert_close(out[3:9], decode_triton.reference(q[3:9], pool.layer(0), real, 0.25), torch.float32)
+    assert_close(out[3:9], decode_triton.reference(q[3:9], pool.layer(0), real, ScoreRule(0.25)), torch.float32)
 
 
 def test_a_head_dimension_that_tiles_cannot_have_is_refused() -> None:
@@ -143,7 +146,7 @@ def test_a_head_dimension_that_tiles_cannot_have_is_refused() -> None:
     batch = random_decode(Mode.DECODE, 1, 1, [3], 16, 4)
     prepared = build_backend("triton", Mode.DECODE).prepare(batch)
     with pytest.raises(ValueError, match="head_dim=24: must be a power of two"):
-        prepared.forward(random_rows(1, 2, 24, torch.float32), pool.layer(0), 1.0)
+        prepared.forward(random_rows(1, 2, 24, torch.float32), pool.layer(0), ScoreRule(1.0))
 
 
 def test_a_causal_mask_without_memory_per_request() -> None:
@@ -153,8 +156,8 @@ def test_a_causal_mask_without_memory_per_request() -> None:
     lengths = torch.tensor([90, 36], dtype=torch.int32, device=DEVICE)
     batch = DecodeBatch(Mode.DRAFT_EXTEND, 4, 4, lengths, causal_mask(2, 4, DEVICE), table, 94)
     q = random_rows(8, 4, 16, torch.float32)
-    out = build_backend("triton", Mode.DRAFT_EXTEND).prepare(batch).forward(q, pool.layer(0), 0.25)
-    assert_close(out, decode_triton.reference(q, pool.layer(0), batch, 0.25), torch.float32)
+    out = build_backend("triton", Mode.DRAFT_EXTEND).prepare(batch).forward(q, pool.layer(0), ScoreRule(0.25))
+    assert_close(out, decode_triton.reference(q, pool.layer(0), batch, ScoreRule(0.25)), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +247,7 @@ def test_a_captured_graph_follows_lengths_pages_and_masks(rows: int, suffix_len:
 
     def layers() -> list[Tensor]:
         prepared = backend.prepare(static)
-        return [prepared.forward(q, pool.layer(0), scale) for _ in range(3)]
+        return [prepared.forward(q, pool.layer(0), ScoreRule(scale)) for _ in range(3)]
 
     layers()
     torch.cuda.synchronize()
@@ -257,7 +260,7 @@ def test_a_captured_graph_follows_lengths_pages_and_masks(rows: int, suffix_len:
         static.mask.copy_(batch.mask)
         static.page_table.zero_()
         static.page_table[:, : batch.page_table.shape[1]] = batch.page_table
-        expected = decode_triton.reference(q, pool.layer(0), batch, scale)
+        expected = decode_triton.reference(q, pool.layer(0), batch, ScoreRule(scale))
         for _ in range(2):
             for out in outs:
                 out.fill_(float("nan"))
@@ -272,8 +275,8 @@ def test_a_new_shape_under_capture_is_refused() -> None:
     pool = random_pool(8, 16, 8, 128, torch.bfloat16)
     batch = random_decode(Mode.VERIFY, 2, 2, [40, 41], 16, 8)
     q = random_rows(4, 32, 128, torch.bfloat16)
-    TritonBackend().prepare(batch).forward(q, pool.layer(0), 1.0)
+    TritonBackend().prepare(batch).forward(q, pool.layer(0), ScoreRule(1.0))
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="run it once before"), torch.cuda.graph(graph):
         q.zero_()  # torch warns of empty graphs
-        TritonBackend().prepare(batch).forward(q, pool.layer(0), 1.0)
+        TritonBackend().prepare(batch).forward(q, pool.layer(0), ScoreRule(1.0))

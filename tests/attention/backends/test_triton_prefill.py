@@ -14,6 +14,7 @@ from attention.metadata import Mode, PrefillBatch  # noqa: E402
 from attention.ops.attend import prefill_plan_triton, prefill_triton  # noqa: E402
 from attention.ops.slot_mapping import map_rows  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
+from attention.scores import ScoreRule
 from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
     HALF_TYPES,
@@ -46,8 +47,8 @@ def check_prefill(
     batch = PrefillBatch.from_lists(starts, counts, random_table(lengths, page_size, num_pages))
     batch = dataclasses.replace(batch, window=window)
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
-    out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), head_dim**-0.5)
-    assert_close(out, prefill_triton.reference(q, pool.layer(0), batch, head_dim**-0.5), dtype)
+    out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), ScoreRule(head_dim**-0.5))
+    assert_close(out, prefill_triton.reference(q, pool.layer(0), batch, ScoreRule(head_dim**-0.5)), dtype)
 
 
 @pytest.mark.parametrize("page_size,group", [(1, 1), (4, 3), (16, 4), (64, 8)])
@@ -80,8 +81,8 @@ def test_chunks_that_only_the_device_knows_with_padding() -> None:
     pool = random_pool(30, 4, 2, 16, torch.float32)
     batch = padded([0, 5, 20], [7, 1, 20], 4, 30, chunks=5, rows=40, width=12)
     q = random_rows(40, 6, 16, torch.float32)
-    out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), 0.25)
-    expected = prefill_triton.reference(q, pool.layer(0), batch, 0.25)
+    out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), ScoreRule(0.25))
+    expected = prefill_triton.reference(q, pool.layer(0), batch, ScoreRule(0.25))
     assert_close(out[:28], expected[:28], torch.float32)
     assert not out[28:].any()
 
@@ -91,8 +92,8 @@ def test_a_chunk_without_rows_between_others() -> None:
     pool = random_pool(30, 4, 2, 16, torch.float32)
     batch = PrefillBatch.from_lists([3, 0, 9], [4, 0, 2], random_table([7, 0, 11], 4, 30))
     q = random_rows(6, 6, 16, torch.float32)
-    out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), 0.25)
-    assert_close(out, prefill_triton.reference(q, pool.layer(0), batch, 0.25), torch.float32)
+    out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), ScoreRule(0.25))
+    assert_close(out, prefill_triton.reference(q, pool.layer(0), batch, ScoreRule(0.25)), torch.float32)
 
 
 CHUNKS = [
@@ -140,9 +141,9 @@ def test_a_captured_graph_follows_chunks_rows_and_pages() -> None:
     def step() -> Tensor:
         prepared, kv = backend.prepare(static), pool.layer(0)
         _, slots = map_rows(static, 16)
-        prepared.plan(q, kv, 0.1)
+        prepared.plan(q, kv, ScoreRule(0.1))
         pool.store(0, q, (k, v), cos, sin, first, slots)
-        return prepared.forward(q, kv, 0.1)
+        return prepared.forward(q, kv, ScoreRule(0.1))
 
     outs: list[Tensor] = []
     graph = captured(lambda: outs.append(step()))
@@ -153,5 +154,7 @@ def test_a_captured_graph_follows_chunks_rows_and_pages() -> None:
         outs[-1].fill_(float("nan"))
         graph.replay()
         used = sum(counts)
-        assert_close(outs[-1][:used], prefill_triton.reference(q, pool.layer(0), other, 0.1)[:used], torch.bfloat16)
+        assert_close(
+            outs[-1][:used], prefill_triton.reference(q, pool.layer(0), other, ScoreRule(0.1))[:used], torch.bfloat16
+        )
         assert not outs[-1][used:].any()

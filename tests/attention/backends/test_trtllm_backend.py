@@ -12,6 +12,7 @@ from torch import Tensor
 from attention.backends.trtllm_backend import mask_words
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from attention.registry import build_backend
+from attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import (
     LENGTHS,
     WORKS,
@@ -53,7 +54,7 @@ def attend(batch: DecodeBatch, calls: Calls) -> dict[str, Any]:
     shape, device = Shape(), batch.prefix_len.device
     kv = random_pool(shape, num_pages(16, 16), device).layer(0)
     q = random_rows(batch.num_rows, shape, device)
-    out = build_backend("trtllm", batch.mode).prepare(batch).forward(q, kv, 0.125)
+    out = build_backend("trtllm", batch.mode).prepare(batch).forward(q, kv, ScoreRule(0.125))
     assert out.shape == q.shape and out.is_contiguous()
     return calls[-1]
 
@@ -92,7 +93,7 @@ def test_masks_are_written_in_place_once_a_pass(calls: Calls) -> None:
         batch = decode_batch(WORK["verify a tree"], Shape(), LENGTHS[0], CPU)
         prepared = backend.prepare(batch)
         for _ in range(2):
-            prepared.forward(random_rows(batch.num_rows, Shape(), CPU), kv, 1.0)
+            prepared.forward(random_rows(batch.num_rows, Shape(), CPU), kv, ScoreRule(1.0))
         assert torch.equal(calls[-1]["mask"][..., 0].long(), batch.mask)
     assert len({call["mask"].data_ptr() for call in calls}) == 1
     assert len({call["workspace_buffer"].data_ptr() for call in calls}) == 1

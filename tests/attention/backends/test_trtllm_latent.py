@@ -15,6 +15,7 @@ from attention.backends.trtllm_backend import TrtllmBackend
 from attention.limits import trtllm_refusal
 from attention.metadata import DecodeBatch, Mode
 from attention.registry import BACKENDS, limit, needs_cpu_seq_lens
+from attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import (
     LENGTHS,
     WORKS,
@@ -66,9 +67,9 @@ def check(work: Work, shape: Shape, backend: TrtllmBackend, lengths: tuple[int, 
     kv, q = pool.layer(0), random_rows(batch.num_rows, shape, CPU)
     prepared = backend.prepare(batch)
     for _ in range(2):
-        prepared.plan(q, kv, SCALE)
-        ours = prepared.forward(q, kv, SCALE)
-    expected = TorchBackend().prepare(batch).forward(q.double(), in_float64(kv), SCALE)
+        prepared.plan(q, kv, ScoreRule(SCALE))
+        ours = prepared.forward(q, kv, ScoreRule(SCALE))
+    expected = TorchBackend().prepare(batch).forward(q.double(), in_float64(kv), ScoreRule(SCALE))
     assert ours.shape == expected.shape and ours.dtype == torch.bfloat16 and torch.isfinite(ours).all()
     # a bfloat16 result, of a tree rounded twice
     torch.testing.assert_close(ours.double(), expected, atol=2**-6, rtol=2**-6)
@@ -114,7 +115,7 @@ def test_replays_find_everything_where_it_was(work: Work, monkeypatch: pytest.Mo
         batch = decode_batch(work, GEN, lengths, CPU)
         batch = dataclasses.replace(batch, page_table=batch.page_table[:, :wide].contiguous())
         kv = random_pool(GEN, num_pages(GEN.page_size, work.suffix_len), CPU).layer(0)
-        backend.prepare(batch).forward(random_rows(batch.num_rows, GEN, CPU), kv, SCALE)
+        backend.prepare(batch).forward(random_rows(batch.num_rows, GEN, CPU), kv, ScoreRule(SCALE))
     first, second = stand_in.calls
     names = ["seq_lens", "workspace_buffer", "multi_ctas_kv_counter_buffer"]
     for name in names if work.rows == 1 else [*names, "block_tables"]:
@@ -134,12 +135,14 @@ def test_nothing_new_is_made_under_capture(monkeypatch: pytest.MonkeyPatch) -> N
 
     batch = filled(CHAINS[0], GEN, SHORT)
     kv, q = random_pool(GEN, num_pages(32, 1), CPU).layer(0), random_rows(batch.num_rows, GEN, CPU)
-    backend.prepare(batch).forward(q, kv, SCALE)
+    backend.prepare(batch).forward(q, kv, ScoreRule(SCALE))
     monkeypatch.setattr("attention.backends.trtllm_latent.assert_not_captured", not_captured)
-    backend.prepare(batch).forward(q, kv, SCALE)  # of a shape that was there
+    backend.prepare(batch).forward(q, kv, ScoreRule(SCALE))  # of a shape that was there
     assert not asked
     with pytest.raises(NewUnderCaptureError):
-        backend.prepare(filled(CHAINS[1], GEN, SHORT)).forward(random_rows(6 * len(SHORT), GEN, CPU), kv, SCALE)
+        backend.prepare(filled(CHAINS[1], GEN, SHORT)).forward(
+            random_rows(6 * len(SHORT), GEN, CPU), kv, ScoreRule(SCALE)
+        )
 
 
 @pytest.mark.parametrize("work", CHAINS, ids=lambda work: work.name)
@@ -148,7 +151,7 @@ def test_nothing_is_read_on_the_host(work: Work, monkeypatch: pytest.MonkeyPatch
     on_device(monkeypatch, (10, 0))
     batch = decode_batch(work, GEN, LENGTHS[0], META)
     kv = random_pool(GEN, num_pages(GEN.page_size, work.suffix_len), META).layer(0)
-    TrtllmBackend().prepare(batch).forward(random_rows(batch.num_rows, GEN, META), kv, SCALE)
+    TrtllmBackend().prepare(batch).forward(random_rows(batch.num_rows, GEN, META), kv, ScoreRule(SCALE))
     assert not needs_cpu_seq_lens("trtllm", work.mode) and not BACKENDS["trtllm"].cpu_seq_lens_modes
 
 
@@ -169,7 +172,7 @@ def test_scratch_grows_with_the_statistics_of_trees(monkeypatch: pytest.MonkeyPa
     shape, work = Shape(576, 128, 64, latent=512), Work("verify", Mode.VERIFY, 8, 8, tree=True)
     batch = decode_batch(work, shape, (100,) * 64, META)
     kv = random_pool(shape, 70, META).layer(0)
-    TrtllmBackend().prepare(batch).forward(random_rows(batch.num_rows, shape, META), kv, SCALE)
+    TrtllmBackend().prepare(batch).forward(random_rows(batch.num_rows, shape, META), kv, ScoreRule(SCALE))
     assert stand_in.calls[0]["workspace_buffer"].numel() > 8 * 256 * 128 * 64 * 8 + (100 << 20)
 
 

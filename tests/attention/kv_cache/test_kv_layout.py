@@ -19,6 +19,7 @@ from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.ops.slot_mapping import map_decode_rows
 from attention.registry import BACKENDS, limit
 from attention.rotation import rotate
+from attention.scores import ScoreRule
 from attention.views import LayerKV
 from tests.support.kernels.attention_cases import WORKS, Shape, use_of
 from workers.layers.forward_context import ForwardContext, make_context
@@ -127,7 +128,7 @@ def test_latent_rows_are_stored_attended_to_and_moved() -> None:
     slots = map_decode_rows(batch, PAGE)[1]
     context = ForwardContext(pool, depths, slots, 5, TorchBackend().prepare(batch), None)
     q, row = torch.randn(5, 3, 32), torch.randn(5, 32)
-    out = context.attend(1, q, (row,), angles(depths, 8), 0.2)
+    out = context.attend(1, q, (row,), angles(depths, 8), ScoreRule(0.2))
 
     text = torch.cat((history, turned(row, depths)))
     for r in range(5):
@@ -153,7 +154,7 @@ def test_prompt_chunks_attend_to_latent_rows() -> None:
     batch = PrefillBatch.from_lists((6, 0), (3, 5), table, 10)
     context = make_context(pool, {Mode.PREFILL: TorchBackend()}, None, None, batch)
     q, row = torch.randn(10, 3, 32), torch.randn(10, 32)
-    out = context.attend(0, q, (row,), angles(context.positions, 8), 0.2)
+    out = context.attend(0, q, (row,), angles(context.positions, 8), ScoreRule(0.2))
     assert out.shape == (10, 3, 24) and not out[8:].any()
     q, row = turned(q, context.positions), turned(row, context.positions)
     for r in range(8):

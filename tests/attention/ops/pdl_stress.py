@@ -22,6 +22,7 @@ from attention.capability import Capability
 from attention.kv_cache.heads import HeadsLayout
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from attention.ops.rope_store_triton import rope_store
+from attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import uniform_pool, write_tokens
 from workers.ops.norm_triton import rms_norm
 
@@ -98,9 +99,9 @@ class Stress:
             write_tokens(self.kv, slots, poison, poison)
             q = self._rows()
             if plans_before_the_store:
-                prepared.plan(q, kv, SCALE)
+                prepared.plan(q, kv, ScoreRule(SCALE))
             rope_store(q, k, v, self.cos, self.sin, self.first_angle, kv, slots)
-            out = prepared.forward(q, kv, SCALE)
+            out = prepared.forward(q, kv, ScoreRule(SCALE))
             error = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
             torch.maximum(self.worst, error.max(), out=self.worst)
 

@@ -21,6 +21,7 @@ from attention.ops.attend import (  # noqa: E402
     latent_prefill_triton,
     prefill_triton,
 )
+from attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import fill_randomly, uniform_pool  # noqa: E402
 from tests.support.kernels.triton_cases import assert_close, random_decode, random_table  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
@@ -62,8 +63,8 @@ def test_rounds_read_fp8_pages(
     mode = Mode.DRAFT_EXTEND if span else Mode.DECODE if rows == 1 else Mode.VERIFY
     batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages, window)
     q = queries(name, batch.num_rows, dtype)
-    out = TritonBackend(span and (span if INTERPRETED else 1024)).prepare(batch).forward(q, layer, 0.2)
-    expected = (decode_triton if name in BY_HEADS else latent_decode_triton).reference(q, layer, batch, 0.2)
+    out = TritonBackend(span and (span if INTERPRETED else 1024)).prepare(batch).forward(q, layer, ScoreRule(0.2))
+    expected = (decode_triton if name in BY_HEADS else latent_decode_triton).reference(q, layer, batch, ScoreRule(0.2))
     assert out.dtype == dtype
     assert_close(out, expected, dtype)
 
@@ -80,8 +81,10 @@ def test_prompt_chunks_read_fp8_pages(name: str, dtype: torch.dtype, window: int
     table = random_table(lengths, page_size, num_pages)
     batch = dataclasses.replace(PrefillBatch.from_lists(starts, counts, table, sum(counts) + 3), window=window)
     q = queries(name, batch.num_rows, dtype)
-    out = TritonBackend().prepare(batch).forward(q, layer, 0.2)
-    expected = (prefill_triton if name in BY_HEADS else latent_prefill_triton).reference(q, layer, batch, 0.2)
+    out = TritonBackend().prepare(batch).forward(q, layer, ScoreRule(0.2))
+    expected = (prefill_triton if name in BY_HEADS else latent_prefill_triton).reference(
+        q, layer, batch, ScoreRule(0.2)
+    )
     used = sum(counts)
     assert out.dtype == dtype and not out[used:].any()
     assert_close(out[:used], expected[:used], dtype)
@@ -97,5 +100,5 @@ def test_nan_in_a_page_reaches_the_rows_that_see_it(name: str) -> None:
     lengths = torch.tensor([6, 6], dtype=torch.int32, device=DEVICE)
     mask = torch.ones((2, 1), dtype=torch.int64, device=DEVICE)
     batch = DecodeBatch(Mode.DECODE, 1, 1, lengths, mask, table, 8)
-    out = TritonBackend().prepare(batch).forward(queries(name, 2, DTYPES[0]), layer, 0.2)
+    out = TritonBackend().prepare(batch).forward(queries(name, 2, DTYPES[0]), layer, ScoreRule(0.2))
     assert out[0].isnan().any() and not out[1].isnan().any()

@@ -18,6 +18,7 @@ from attention.kv_cache.latent import LatentLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
 from attention.ops.attend import expanded_prefill_triton, latent_decode_triton, latent_prefill_triton  # noqa: E402
 from attention.rotation import rotate_pairs  # noqa: E402
+from attention.scores import ScoreRule
 from attention.views import (
     ExpandedKV,  # noqa: E402
     LatentKV,  # noqa: E402
@@ -71,9 +72,9 @@ def check(
     batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages, window)
     q = random_rows(batch.num_rows, heads, latent + rotated, dtype)
     prepared = TritonBackend(span).prepare(batch)
-    expected = latent_decode_triton.reference(q, kv, batch, SCALE)
+    expected = latent_decode_triton.reference(q, kv, batch, ScoreRule(SCALE))
     for _ in range(2):  # the second call finds what the first left in the workspace
-        out = prepared.forward(q, kv, SCALE)
+        out = prepared.forward(q, kv, ScoreRule(SCALE))
         assert out.dtype == q.dtype and out.is_contiguous()
         assert_close(out, expected, dtype)
 
@@ -119,10 +120,10 @@ def test_partial_results_beyond_float16_stay_finite() -> None:
     batch = random_decode(Mode.DECODE, 1, 1, [300], 16, 40)
     q = torch.zeros(1, 16, 48, dtype=torch.bfloat16, device=DEVICE)
     prepared = TritonBackend().prepare(batch)
-    assert ((prepared.forward(q, kv, SCALE).float() - 65504.0).abs() < 256.0).all()
+    assert ((prepared.forward(q, kv, ScoreRule(SCALE)).float() - 65504.0).abs() < 256.0).all()
     if not INTERPRETED:  # NumPy's maximum of nothing else is an error
         kv.rows.fill_(float("nan"))
-        assert prepared.forward(q, kv, SCALE).isnan().all()
+        assert prepared.forward(q, kv, ScoreRule(SCALE)).isnan().all()
 
 
 def test_a_fixed_plan_in_float64s_neighbourhood() -> None:
@@ -143,7 +144,7 @@ def test_in_a_fixed_plan_a_row_is_the_same_in_a_tree_and_alone() -> None:
         lengths = torch.tensor([prefix] + [30] * beside, dtype=torch.int32, device=DEVICE)
         mask = torch.tensor([masks] * (beside + 1), dtype=torch.int64, device=DEVICE)
         batch = DecodeBatch(mode, rows, rows, lengths, mask, table.expand(beside + 1, -1), 80)
-        return backend.prepare(batch).forward(queries.repeat(beside + 1, 1, 1), kv, SCALE)[:rows]
+        return backend.prepare(batch).forward(queries.repeat(beside + 1, 1, 1), kv, ScoreRule(SCALE))[:rows]
 
     tree = attended(Mode.VERIFY, [0b1, 0b11, 0b101, 0b1101], q, 0)
     flat = kv.rows.view(-1, 48)
@@ -165,7 +166,7 @@ def test_in_a_fixed_plan_a_token_is_the_same_verified_and_decoded(heads: int, la
     def attended(mode: Mode, first: int, rows: int) -> Tensor:
         length = torch.tensor([first], dtype=torch.int32, device=DEVICE)
         batch = DecodeBatch(mode, rows, rows, length, causal_mask(1, rows, DEVICE), table, 192, chain=rows > 1)
-        return backend.prepare(batch).forward(q[first : first + rows], kv, SCALE)
+        return backend.prepare(batch).forward(q[first : first + rows], kv, ScoreRule(SCALE))
 
     alone = torch.cat([attended(Mode.DECODE, place, 1) for place in range(longest)])
     for mode, rows in ((Mode.VERIFY, 1), (Mode.VERIFY, 4), (Mode.VERIFY, 8), (Mode.DRAFT_EXTEND, 4)):
@@ -192,9 +193,9 @@ def prefill(
     batch = dataclasses.replace(batch, window=window)
     on_device = dataclasses.replace(batch, lists=None)
     q = random_rows(batch.num_rows, heads, latent + rotated, dtype)
-    expected = latent_prefill_triton.reference(q, kv, batch, SCALE)
+    expected = latent_prefill_triton.reference(q, kv, batch, ScoreRule(SCALE))
     for each in (batch, on_device):
-        out = TritonBackend().prepare(each).forward(q, kv, SCALE)
+        out = TritonBackend().prepare(each).forward(q, kv, ScoreRule(SCALE))
         assert not out[sum(counts) :].any()
         assert_close(out[: sum(counts)], expected[: sum(counts)], dtype)
 
@@ -212,7 +213,7 @@ def test_sizes_without_tiles_are_refused() -> None:
     kv = random_layer(2, 4, 24, 8, torch.float32)
     prepared = TritonBackend().prepare(random_decode(Mode.DECODE, 1, 1, [3], 4, 2))
     with pytest.raises(ValueError, match="kv_lora_rank=24: must be a power of two"):
-        prepared.forward(random_rows(1, 2, 32, torch.float32), kv, 1.0)
+        prepared.forward(random_rows(1, 2, 32, torch.float32), kv, ScoreRule(1.0))
 
 
 def test_attention_reads_the_masks_where_the_tree_builder_wrote_them() -> None:
@@ -223,10 +224,14 @@ def test_attention_reads_the_masks_where_the_tree_builder_wrote_them() -> None:
     assert TritonBackend().verify_buffer(2, 4, DEVICE) is None
     q = random_rows(8, 4, 48, torch.float32)
     prepared = TritonBackend().prepare(batch)
-    prepared.plan(q, kv, SCALE)
+    prepared.plan(q, kv, ScoreRule(SCALE))
     for masks in (causal_mask(2, 4, DEVICE), torch.tensor([[1, 3, 5, 13]] * 2, device=DEVICE)):
         batch.mask.copy_(masks)
-        assert_close(prepared.forward(q, kv, SCALE), latent_decode_triton.reference(q, kv, batch, SCALE), torch.float32)
+        assert_close(
+            prepared.forward(q, kv, ScoreRule(SCALE)),
+            latent_decode_triton.reference(q, kv, batch, ScoreRule(SCALE)),
+            torch.float32,
+        )
 
 
 def random_angles(rows: int, rotated: int) -> Angles:
@@ -486,7 +491,7 @@ def test_trees_over_long_contexts_as_torch_computes_them(heads: int, rows: int, 
     batch = DecodeBatch(Mode.VERIFY, rows, rows, lengths_now, mask_of(work, 5).to(DEVICE), table, 32768)
     q = random_rows(5 * rows, heads, 576, torch.bfloat16)
     backend, outputs = TritonBackend(), []
-    graph = captured(lambda: outputs.append(backend.prepare(batch).forward(q, kv, SCALE)))
+    graph = captured(lambda: outputs.append(backend.prepare(batch).forward(q, kv, ScoreRule(SCALE))))
     for lengths in sets:
         batch.prefix_len.copy_(torch.tensor(lengths, dtype=torch.int32))
         batch.mask.copy_(mask_of(work, 5))
@@ -498,7 +503,7 @@ def test_trees_over_long_contexts_as_torch_computes_them(heads: int, rows: int, 
             mine = slice(b * rows, (b + 1) * rows)
             fields = (x[b : b + 1] for x in (batch.prefix_len, batch.mask, table))
             one = DecodeBatch(Mode.VERIFY, rows, rows, *fields, length + rows)
-            expected = TorchBackend().prepare(one).forward(q[mine].double(), in_float64(kv), SCALE)
+            expected = TorchBackend().prepare(one).forward(q[mine].double(), in_float64(kv), ScoreRule(SCALE))
             assert_close(outputs[-1][mine], expected, torch.bfloat16)
 
 

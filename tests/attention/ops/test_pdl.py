@@ -26,6 +26,7 @@ from attention.ops.attend import (  # noqa: E402
     merge_states_triton,
 )
 from attention.ops.attend.split_kv_triton import Items  # noqa: E402
+from attention.scores import ScoreRule
 from attention.views import LayerKV  # noqa: E402
 from speculative.ops import head_input_triton  # noqa: E402
 from tests.attention.ops.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP
@@ -289,7 +290,7 @@ def test_the_store_stands_between_plan_and_attention() -> None:
     context = ForwardContext(Pool(), rows, rows, 3, Recording(events), None)  # type: ignore[arg-type]
     q, k = torch.zeros(3, 2, 8), torch.zeros(3, 1, 8)
     for layer in range(2):
-        context.attend(layer, q, (k, k), Angles(rows, rows, rows), 1.0)
+        context.attend(layer, q, (k, k), Angles(rows, rows, rows), ScoreRule(1.0))
     assert events == ["plan", "store", "forward"] * 2
 
 
@@ -309,9 +310,9 @@ def test_what_reads_a_plan_is_not_launched_early_right_after_what_writes_it(monk
     for planned_before in (False, True):
         prepared = backend.prepare(batch)
         if planned_before:
-            prepared.plan(q, kv, 1.0)
+            prepared.plan(q, kv, ScoreRule(1.0))
         for _ in range(2):
-            prepared.forward(q, kv, 1.0)
+            prepared.forward(q, kv, ScoreRule(1.0))
     assert early == [False, True, True, True]
 
 
@@ -324,5 +325,5 @@ def test_the_layer_at_which_a_plan_is_made_has_the_fence(span: int | None, monke
     batch = DecodeBatch(Mode.DECODE, 1, 1, length, causal_mask(1, 1, CPU), table, 6)
     q, kv = torch.zeros(1, 2, 16), LayerKV(torch.zeros(2, 16, 1, 16), torch.zeros(2, 16, 1, 16))
     prepared = triton_backend.TritonBackend(span).prepare(batch)
-    assert [prepared.plan(q, kv, 1.0) for _ in range(3)] == [True, False, False]
-    assert Recording([]).plan(q, kv, 1.0)  # who does not know has it at every layer
+    assert [prepared.plan(q, kv, ScoreRule(1.0)) for _ in range(3)] == [True, False, False]
+    assert Recording([]).plan(q, kv, ScoreRule(1.0))  # who does not know has it at every layer

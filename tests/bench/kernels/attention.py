@@ -24,6 +24,7 @@ from attention.capability import Capability
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.registry import BACKENDS, build_backend, refusal
+from attention.scores import ScoreRule
 from attention.views import LayerKV
 from deploy.bench.table import table
 from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
@@ -94,7 +95,7 @@ def decode_pass(name: str, batch: DecodeBatch, q: Tensor, layers: list[LayerKV])
     def run() -> None:
         prepared = backend.prepare(batch)
         for layer in layers:
-            prepared.forward(q, layer, SCALE)
+            prepared.forward(q, layer, ScoreRule(SCALE))
 
     return run
 
@@ -160,8 +161,8 @@ def prompt_cases(clock: Clock, memory: Tensor) -> list[Case]:
 
 def _chunks(name: str, batch: PrefillBatch, q: Tensor, layer: LayerKV) -> Callable[[], object]:
     prepared = build_backend(name, Mode.PREFILL).prepare(batch)
-    prepared.forward(q, layer, SCALE)
-    return lambda: prepared.forward(q, layer, SCALE)
+    prepared.forward(q, layer, ScoreRule(SCALE))
+    return lambda: prepared.forward(q, layer, ScoreRule(SCALE))
 
 
 def markdown(cases: list[Case], last: str) -> list[str]:

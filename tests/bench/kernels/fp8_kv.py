@@ -19,6 +19,7 @@ from torch import Tensor
 from attention.fp8 import FP8
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.registry import build_backend
+from attention.scores import ScoreRule
 from attention.views import LatentKV, LayerKV
 from deploy.bench.table import table
 from tests.bench.kernels.attention import DIM, HEADS, KV_HEADS, MAX_PREFIX
@@ -92,8 +93,8 @@ def decode_pass(batch: DecodeBatch, q: Tensor, layers: list[Layer], scale: float
     def run() -> None:
         prepared = backend.prepare(batch)
         for layer in layers:
-            prepared.plan(q, layer, scale)
-            prepared.forward(q, layer, scale)
+            prepared.plan(q, layer, ScoreRule(scale))
+            prepared.forward(q, layer, ScoreRule(scale))
 
     return run
 
@@ -133,7 +134,7 @@ def prompts(clock: Clock, memories: tuple[Tensor, Tensor], shape: Shape) -> list
         runs = []
         for memory in memories:
             (layer,) = shape.layers(memory, count * width, 1)
-            runs.append(lambda layer=layer, q=q, prepared=prepared: prepared.forward(q, layer, shape.scale))
+            runs.append(lambda layer=layer, q=q, prepared=prepared: prepared.forward(q, layer, ScoreRule(shape.scale)))
         times, _ = clock.medians(*(captured(run).replay for run in runs))
         bf16, fp8 = (round(us, 1) for us in times)
         cases.append(Case(f"prompts of {rows}", start + rows, count, bf16, fp8, None))

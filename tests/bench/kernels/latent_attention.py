@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from attention.registry import build_backend
+from attention.scores import ScoreRule
 from attention.views import LatentKV
 from tests.bench.kernels.attention import MAX_PREFIX
 from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
@@ -70,7 +71,7 @@ class Pass:
     def run(self) -> None:
         prepared = self.backend.prepare(self.decode)
         for layer in self.layers:
-            prepared.forward(self.q, layer, SCALE)
+            prepared.forward(self.q, layer, ScoreRule(SCALE))
 
 
 def measure(clock: Clock, memory: Tensor, cases: list[Case]) -> list[dict[str, float]]:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
+from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.models.adapter.names import TransformersNames, conversions, expert_names, renamings
@@ -45,16 +46,17 @@ class AdapterConfig(ModelConfig):
 
     @property
     def served_by(self) -> str:
-        windows = {call.window for call in self.calls if call.window is not None and call.window <= self.max_position}
-        limit = f"; texts end where its windows of {', '.join(map(str, sorted(windows)))} tokens would begin to cut"
-        return (
-            f"the modules of transformers' {self.architecture}, slower than a family of its own{limit * bool(windows)}"
-        )
+        return f"the modules of transformers' {self.architecture}, slower than a family of its own"
+
+    def score_rule(self, layer: int) -> ScoreRule:
+        rule = self.calls[layer].rule
+        hides = rule.window is not None and rule.window < self.max_position
+        return rule if hides else replace(rule, window=None)
 
     def check_shards(self, tensor_parallel: int, source: str) -> None:
         if tensor_parallel == 1:
             return
-        if not self.plan:
+        if not self._shares_attention:
             raise ValueError(
                 f"tensor_parallel={tensor_parallel}: transformers has no plan of how ranks share {source} "
                 f"({self.architecture}); use tensor_parallel: 1"
@@ -72,6 +74,12 @@ class AdapterConfig(ModelConfig):
                 f"tensor_parallel={tensor_parallel}: does not divide {source} ({named}, num_key_value_heads="
                 f"{', '.join(map(str, sorted(kv)))}); try one of {[n for n in range(1, 129) if fits(n)]}"
             )
+
+    @property
+    def _shares_attention(self) -> bool:
+        """Whether the plan cuts each attention's output projection by heads; some plans share the vocabulary alone."""
+        cut = {path.rpartition(".")[0] for path, style in self.plan if "row" in style}
+        return all(re.sub(r"\.\d+(?=\.|$)", ".*", call.module) in cut for call in self.calls)
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         group = TPGroup(0, tensor_parallel)
@@ -130,7 +138,7 @@ def _read(text: str, source: str) -> AdapterConfig:
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
         vocab_size=size_of({"vocab_size": config.vocab_size}, "vocab_size", source),
-        max_position=_max_position(config, calls, source),
+        max_position=_max_position(config, source),
         rms_eps=number_of(raw, "rms_norm_eps", source, 1e-6),
         tie_embeddings=flag_of({"tie_word_embeddings": config.tie_word_embeddings}, "tie_word_embeddings", source),
         dtype=dtype_of(whole | raw),
@@ -176,17 +184,13 @@ def _check_layers(config: PreTrainedConfig, calls: tuple[AttentionCall, ...]) ->
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
     if kinds:
         raise UnservableError(f"has layers of {', '.join(sorted(kinds))}, which only a family of its own could serve")
-    for call in calls:
-        if call.sinks or call.soft_cap is not None:
-            what = "sinks" if call.sinks else "soft-capped scores"
-            raise UnservableError(f"has attention with {what} ({call.module}), which Aerie has no operation for")
     layers = getattr(config, "num_hidden_layers", len(calls))
     if layers != len(calls):
         raise UnservableError(f"has {layers} layers, of which {len(calls)} have attention that could be served")
 
 
-def _max_position(config: PreTrainedConfig, calls: tuple[AttentionCall, ...], source: str) -> int:
-    """Where angles depend on the length of the text, up to where they do not; and up to the shortest window."""
+def _max_position(config: PreTrainedConfig, source: str) -> int:
+    """Where angles depend on the length of the text, up to where they do not."""
     rope = getattr(config, "rope_parameters", None) or {}
     sections = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
@@ -196,8 +200,6 @@ def _max_position(config: PreTrainedConfig, calls: tuple[AttentionCall, ...], so
                 config, "original_max_position_embeddings", longest
             )
             longest = min(longest, int(original or longest))
-    for call in calls:
-        longest = min(longest, call.window or longest)
     return size_of({"max_position_embeddings": longest}, "max_position_embeddings", source, most=MAX_POSITIONS)
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
+from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.experts import Experts
 from workers.layers.forward_context import ForwardContext
@@ -44,7 +45,7 @@ class Columns(ColumnParallelLinear):
         out = super().forward(x.reshape(-1, x.shape[-1]))
         if self._gather is not None:
             out = self._gather.all_gather_last(out)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class Rows(RowParallelLinear):
@@ -60,7 +61,7 @@ class Rows(RowParallelLinear):
         rows = x.reshape(-1, x.shape[-1])
         # not into the ranks' buffer: a model may keep one product while it makes the next
         part = self.method.multiply(rows, self.bias if self.group.rank == 0 else None)
-        return self.group.all_reduce(part).view(*x.shape[:-1], -1)
+        return self.group.all_reduce(part).view(*x.shape[:-1], part.shape[-1])
 
 
 class Embedding(VocabEmbedding):
@@ -148,24 +149,32 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 class PagedAttention:
     """Attention of one layer over the pages of a context; see `workers.models.adapter.survey.attend`.
 
-    layer: index in the KV pool. call: of the whole model. passing: holds the context of the pass.
+    layer: index in the KV pool. call: of the whole model. rule: see `ModelConfig.score_rule`. passing: holds the
+        context of the pass.
     """
 
-    def __init__(self, layer: int, call: AttentionCall, group: TPGroup, passing: "Passing") -> None:
-        self._layer, self._call, self._passing = layer, call, passing
+    def __init__(self, layer: int, call: AttentionCall, rule: ScoreRule, group: TPGroup, passing: "Passing") -> None:
+        self._layer, self._call, self._rule, self._passing = layer, call, rule, passing
         self._q = rank_span(call.num_heads, group, "num_attention_heads")
         self._kv = Span(*kv_head_span(call.num_kv_heads, group), call.num_kv_heads)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         call, whole = self._call, q.shape[1] == self._q.total
         heads = _rows(q, self._q), (_rows(k, self._kv), _rows(_padded(v, call.head_dim), self._kv))
-        out = self._passing.attend(self._layer, *heads, call.scale)[..., : call.value_dim]
+        sinks = None if not self._rule.has_sinks else _own_sinks(options["s_aux"], self._q)
+        out = self._passing.attend(self._layer, *heads, self._rule, sinks)[..., : call.value_dim]
         if not whole or self._q.size == self._q.total:
             return out.unsqueeze(0)
         # the model goes on with all heads; those of other ranks are read by nobody
         full = out.new_zeros(1, out.shape[0], self._q.total, call.value_dim)
         full[:, :, self._q.first : self._q.end] = out
         return full
+
+
+def _own_sinks(sinks: Tensor, mine: Span) -> Tensor:
+    """[heads], of all ranks or of this one, as [this rank's heads] float32."""
+    own = sinks if sinks.shape[0] == mine.size else sinks[mine.first : mine.end]
+    return own.float().contiguous()
 
 
 def _rows(heads: Tensor, mine: Span) -> Tensor:
@@ -190,14 +199,16 @@ class Passing:
             size: (torch.ones(1, size // 2, device=device), torch.zeros(1, size // 2, device=device)) for size in sizes
         }
 
-    def attend(self, layer: int, q: Tensor, rows: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, rows: tuple[Tensor, Tensor], rule: ScoreRule, sinks: Tensor | None
+    ) -> Tensor:
         """See `ForwardContext.attend`. The turn by an angle of 0 changes no bit."""
         context = self.context
         assert context is not None, "attention is called in a pass"
         cos, sin = self._still[q.shape[-1]]
-        context.plan(layer, q, scale)
+        context.plan(layer, q, rule)
         kept = context.pool.store(layer, q, rows, cos, sin, torch.zeros_like(context.positions), context.slot_mapping)
-        return context.attend_to_kept(layer, kept, scale)
+        return context.attend_to_kept(layer, kept, rule, sinks)
 
 
 def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup) -> None:

@@ -36,7 +36,7 @@ class TransformersModel(TargetModel):
         theirs = make_model(transformers_config(json.loads(config.raw), config.architecture))
         self._passing = Passing(device, {call.head_dim for call in config.calls})
         for layer, call in enumerate(config.calls):
-            paged = PagedAttention(layer, call, group, self._passing)
+            paged = PagedAttention(layer, call, config.score_rule(layer), group, self._passing)
             theirs.get_submodule(call.module).paged = paged
         head = theirs.get_output_embeddings()
         if not isinstance(head, nn.Linear):

@@ -1,6 +1,9 @@
 """What a model of `transformers` asks of attention, found by running it without memory."""
 
 import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from attention.scores import ScoreRule
 
 ATTENTION = "aerie"  # the name of our attention among those of transformers
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
@@ -26,9 +31,7 @@ class AttentionCall:
 
     module: path of the module that calls.
     head_dim, value_dim: of q and k, and of v.
-    window: keys that a row sees, itself included; None for all.
-    soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
-    sinks: whether each head has one more score, without a value.
+    scale, window, soft_cap, sinks: see `ScoreRule`.
     """
 
     module: str
@@ -40,6 +43,10 @@ class AttentionCall:
     window: int | None
     soft_cap: float | None
     sinks: bool
+
+    @property
+    def rule(self) -> ScoreRule:
+        return ScoreRule(self.scale, self.window, self.soft_cap, self.sinks)
 
 
 def attend(
@@ -84,7 +91,7 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
             module.rope_type = "default"  # it would read the largest position, and there is no memory to read
     ids = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _marked_masks(model):
             decoder(model)(input_ids=ids, position_ids=ids, use_cache=False)
     except UnservableError:
         raise
@@ -109,6 +116,34 @@ def decoder(model: PreTrainedModel) -> nn.Module:
     return inner
 
 
+@dataclass(frozen=True)
+class _SlidingMask:
+    """What a model passes on as the mask of a layer with a window."""
+
+    window: int
+
+
+@contextmanager
+def _marked_masks(model: nn.Module) -> Iterator[None]:
+    """Let the model's code make a `_SlidingMask` where it would make a mask with a window. Masks are what transformers'
+    own attention follows; not all models say the window to the attention function as well (Phi-MoE)."""
+    name, modules = "create_sliding_window_causal_mask", {sys.modules[type(m).__module__] for m in model.modules()}
+    theirs = {module: getattr(module, name) for module in modules if hasattr(module, name)}
+
+    def mark(config: Any, **others: Any) -> _SlidingMask:
+        if any(others.get(each) is not None for each in ("or_mask_function", "and_mask_function")):
+            raise UnservableError("has a mask of its own, which Aerie has no operation for")
+        return _SlidingMask(config.sliding_window)
+
+    try:
+        for module in theirs:
+            setattr(module, name, mark)
+        yield
+    finally:
+        for module, function in theirs.items():
+            setattr(module, name, function)
+
+
 class _Recorder:
     def __init__(self, path: str, module: nn.Module, calls: list[AttentionCall]) -> None:
         self._path, self._calls = path, calls
@@ -127,7 +162,7 @@ class _Recorder:
         **others: Any,
     ) -> Tensor:
         unknown = sorted(key for key, value in others.items() if value is not None and key not in _HARMLESS)
-        if mask is not None:
+        if mask is not None and not isinstance(mask, _SlidingMask):
             unknown.append("attention_mask")
         if unknown or not self._causal or others.get("is_causal") is False:
             raise UnservableError(
@@ -142,7 +177,7 @@ class _Recorder:
                 head_dim=q.shape[3],
                 value_dim=v.shape[3],
                 scale=q.shape[3] ** -0.5 if scaling is None else float(scaling),
-                window=sliding_window or None,
+                window=mask.window if isinstance(mask, _SlidingMask) else sliding_window or None,
                 soft_cap=softcap or None,
                 sinks=s_aux is not None,
             )

@@ -1,11 +1,13 @@
 """Decoders of transformers without a family of ours: the same tokens as transformers, or a refusal that says why."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from attention.scores import ScoreRule
 from speculative.config import SpeculativeConfig
 from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.known_models import known_config, make_known
@@ -43,13 +45,16 @@ OTHERS = [
     "exaone4",
     "exaone_moe",
     "flex_olmo",
+    "gemma2",
     "gemma3_text",
     "glm",
     "glm4_moe",
     "glm4_moe_lite",
     "granite",
+    "granite_swa",
     "granitemoe",
     "granitemoeshared",
+    "gpt_oss",
     "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
@@ -79,6 +84,22 @@ OTHERS = [
     "solar_open",
     "starcoder2",
 ]
+
+
+# Their plans share nothing, or the vocabulary alone.
+UNSHARED = ("opt", "gpt_oss")
+WINDOWED = (
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "phi3",
+    "cohere2",
+    "phimoe",
+    "olmo3",
+    "exaone4",
+    "granite_swa",
+    "vaultgemma",
+)
 
 
 @pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
@@ -145,8 +166,6 @@ def test_a_head_that_reads_its_layers_changes_no_token(tmp_path: Path, kind: str
         ("mamba", "attention transformers does not let others replace"),
         ("bart", "an encoder beside its decoder"),
         ("bert", "rows that see later ones"),
-        ("gemma2", "soft-capped scores"),
-        ("gpt_oss", "sinks"),
         ("lfm2", "layers of conv"),
         ("minimax", "layers of linear_attention"),
     ],
@@ -168,15 +187,44 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
         read_target_config(ModelSource(path=str(tmp_path), device="cpu"), 1)
 
 
-def test_windows_and_long_angles_limit_the_length(tmp_path: Path) -> None:
-    known_config("mistral", sliding_window=100).save_pretrained(tmp_path / "window")
-    set_field(tmp_path / "window", "architectures", ["MistralForCausalLM"])
-    assert read_target_config(ModelSource(path=str(tmp_path / "window"), device="cpu"), 1).max_position == 100
+def test_what_attention_is_asked_is_read_from_the_model(tmp_path: Path) -> None:
+    """A window that hides nothing is none. Phi-MoE says its window to its mask alone."""
+    asked = {
+        "mistral": ScoreRule(0.25, window=100),
+        "phimoe": ScoreRule(0.25, window=100),
+        "gemma2": ScoreRule(256**-0.5, window=100, soft_cap=50.0),
+        "gpt_oss": ScoreRule(0.25, window=100, has_sinks=True),
+        "granite": ScoreRule(1.0),
+    }
+    for kind, rule in asked.items():
+        for window in (100, 256):
+            known_config(kind, sliding_window=window).save_pretrained(tmp_path / kind)
+            set_field(tmp_path / kind, "architectures", [architecture_of(kind)])
+            config = read_target_config(ModelSource(path=str(tmp_path / kind), device="cpu"), 1)
+            assert config.max_position == 256
+            assert config.score_rule(0) == (rule if window == 100 else replace(rule, window=None)), kind
+    assert config.score_rule(0) == config.score_rule(1)
+    assert read_target_config(ModelSource(path=str(tmp_path / "gemma2"), device="cpu"), 1).score_rule(1).window is None
 
 
-def test_a_plan_is_needed_for_ranks(tmp_path: Path) -> None:
-    known_config("opt").save_pretrained(tmp_path)
-    set_field(tmp_path, "architectures", ["OPTForCausalLM"])
+@pytest.mark.parametrize("kind", ["gpt_oss", *(pytest.param(kind, marks=pytest.mark.slow) for kind in WINDOWED)])
+def test_prompts_longer_than_windows(tmp_path: Path, kind: str, without_families: None) -> None:
+    """Alone, on two ranks, and by chains and trees of a head, whose rows are further apart than positions."""
+    settings = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6}
+    target = make_known(tmp_path / "target", kind, **settings)
+    expected = by_transformers(target)
+    assert by_us(target) == expected
+    if kind not in UNSHARED:
+        assert by_us(target, tensor_parallel=2) == expected
+    head = make_eagle3(tmp_path / "head", target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
+    for shape in ((3, 1, 4), (3, 4, 12)):
+        assert by_us(target, speculative=SpeculativeConfig(str(head), "eagle3", *shape)) == expected
+
+
+@pytest.mark.parametrize("kind", UNSHARED)
+def test_a_plan_is_needed_for_ranks(tmp_path: Path, kind: str) -> None:
+    known_config(kind).save_pretrained(tmp_path)
+    set_field(tmp_path, "architectures", [architecture_of(kind)])
     with pytest.raises(ValueError, match="no plan of how ranks share"):
         read_target_config(ModelSource(path=str(tmp_path), device="cpu"), 2)
 

@@ -1,0 +1,44 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""What kernels over K/V heads do for a `ScoreRule` beside a plain softmax. SOFT_CAP is a constant, 0 without a cap, and
+sinks are None without: kernels of plain layers contain no code for either."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.ops.attend.online_softmax_triton import LOG2_E
+from attention.scores import ScoreRule
+
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+@triton.jit
+def cap_scales(scale_log2, SOFT_CAP: tl.constexpr):
+    """Return the factor on scores for `soft_capped`, and the one on what it returns, in the place of scale_log2."""
+    return scale_log2 * (2.0 / SOFT_CAP), SOFT_CAP * _LOG2_E
+
+
+@triton.jit
+def soft_capped(scores, factor):
+    """Return tanh(scores * scale / SOFT_CAP), at most 1e-7 from it: 1 - 2 / (1 + e^2x) overflows to 1 and -1."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(scores * factor))
+
+
+@triton.jit
+def sink_scores(sinks_ptr, query_head, live):
+    """Return the sinks of query heads [M] as running maxima of the online softmax, in which they weigh 1."""
+    return tl.load(sinks_ptr + query_head, mask=live, other=0.0) * _LOG2_E
+
+
+def softmax(scores: Tensor, hidden: Tensor, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
+    """The weights of scores [heads, rows, keys] float64, products of queries and keys, by a layer's rule: of the
+    kernels' references. hidden: [rows, keys] bool, True where a row must not look."""
+    scores = scores * rule.scale
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1)
+    with_sink = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)), -1)
+    return with_sink.softmax(-1)[..., :-1]

@@ -1,0 +1,33 @@
+"""`ScoreRule`: how one attention layer turns q . k into weights. Declared by a model's configuration, passed to
+backends by its layers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """A row's weights are the softmax of soft_cap * tanh(scale * q . k / soft_cap) over the keys that it sees.
+
+    scale: positive.
+    window: keys that a row sees at most, itself included: those at positions above its own less `window`. In a tree,
+        positions are counted along the row's path. None: all.
+    soft_cap: None: scores are scale * q . k.
+    has_sinks: each query head has one more score without a value, which takes a part of the softmax's sum
+        (arXiv 2309.17453, section 3.2). Its tensor is passed beside the rule.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def features(self) -> dict[str, str]:
+        """What a backend must serve beside a plain softmax, by the names in `attention.registry.BackendFacts.scores`,
+        each as a refusal says it."""
+        asked = {
+            "window": None if self.window is None else f"sliding_window={self.window}",
+            "soft_cap": None if self.soft_cap is None else f"attn_logit_softcapping={self.soft_cap:g}",
+            "sinks": "attention sinks" if self.has_sinks else None,
+        }
+        return {name: text for name, text in asked.items() if text is not None}
