@@ -28,8 +28,8 @@ class CacheConfig:
     draft_dtype: the same of the draft's KV, whose scales are 1; auto: the model's.
     prefix_cache: keep pages of finished requests for prompts with the same beginning.
     state_snapshots: saved states of recurrent layers per rank, of models that have such layers (Qwen3.5, Qwen3-Next): a
-        prompt that begins like an earlier one resumes at one. auto: by the memory that pages leave; 0: every prompt is
-        computed whole.
+        prompt that begins like an earlier one resumes at one. auto: one for every 4,096 tokens of KV, within 20 and
+        50 % of their memory; 0: every prompt is computed whole.
     state_snapshot_dtype: of these saved states: float32 as they run, or bfloat16, half as large. A request that resumes
         at one of bfloat16 has a rounded state, so its text may differ from one without the cache.
     state_interval: tokens of an answer between saved states, a multiple of `page_size`; the next turn of a conversation
@@ -45,7 +45,7 @@ class CacheConfig:
     prefix_cache: bool = True
     state_snapshots: int | Literal["auto"] = "auto"
     state_snapshot_dtype: Literal["float32", "bfloat16"] = "float32"
-    state_interval: int = 256
+    state_interval: int = 64
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
@@ -66,7 +66,7 @@ class CacheConfig:
             raise ValueError(f"state_snapshots={self.state_snapshots}: must be at least 0; or auto")
         if self.state_interval < 1 or self.state_interval % self.page_size:
             raise ValueError(
-                f"state_interval={self.state_interval}: must be a multiple of page_size={self.page_size}; try 256"
+                f"state_interval={self.state_interval}: must be a multiple of page_size={self.page_size}; try 64"
             )
 
 

@@ -15,9 +15,8 @@ from attention.recurrent.sizes import StateSizes
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.memory_use import MemoryUse
 
-# Of the memory for pages and saved states, what states get by themselves: one of Qwen3.6-27B's takes as much as 2,300
-# tokens of KV, so a fifth holds one for each 9,000 tokens.
-SNAPSHOT_SHARE = 0.2
+TOKENS_PER_SNAPSHOT = 4096  # of KV, for which `auto` has a saved state: two typical conversations
+MIN_SNAPSHOT_SHARE, MAX_SNAPSHOT_SHARE = 0.2, 0.5  # of the memory for pages and saved states, that `auto` gives states
 MAX_SNAPSHOTS = 1024  # the scheduler looks through all of them when none is free
 
 
@@ -80,6 +79,11 @@ class EngineLayout:
         return self.bytes_per_snapshot * self.num_snapshots
 
     @property
+    def snapshot_share(self) -> float:
+        """Share of the memory for pages and saved states that `cache.state_snapshots: auto` gives states."""
+        return snapshot_share(self.bytes_per_snapshot, self.bytes_per_page, self.cache.page_size)
+
+    @property
     def mask_width(self) -> int:
         """Rows of a request in a step, each of which a grammar may mask."""
         return max(shape.width for shape in self.shapes.shapes)
@@ -103,7 +107,7 @@ class EngineLayout:
         if not self.bytes_per_snapshot or not self.cache.prefix_cache:
             return self
         asked = self.cache.state_snapshots
-        fitting = max(0, int(SNAPSHOT_SHARE * kv_bytes)) // self.bytes_per_snapshot
+        fitting = max(0, int(self.snapshot_share * kv_bytes)) // self.bytes_per_snapshot
         return replace(self, num_snapshots=min(MAX_SNAPSHOTS, fitting) if asked == "auto" else asked)
 
 
@@ -112,10 +116,17 @@ def table_bytes(bytes_per_slot: int, num_slots: int) -> int:
     return bytes_per_slot * (num_slots + 1)
 
 
-def kv_bytes_asked(cache: CacheConfig, per_page: int, slot_bytes: int) -> int | None:
+def snapshot_share(per_snapshot: int, per_page: int, page_size: int) -> float:
+    """Share of the memory for pages and saved states that lets a state of `per_snapshot` bytes stand beside the pages
+    of TOKENS_PER_SNAPSHOT tokens, within limits. A conversation that can go on needs both."""
+    pages = per_page * TOKENS_PER_SNAPSHOT // page_size
+    return min(MAX_SNAPSHOT_SHARE, max(MIN_SNAPSHOT_SHARE, per_snapshot / max(1, per_snapshot + pages)))
+
+
+def kv_bytes_asked(cache: CacheConfig, per_page: int, slot_bytes: int, per_snapshot: int = 0) -> int | None:
     """Bytes of pages and saved states together that a configuration asks for; None: what is left."""
     if cache.num_pages is not None:
-        return int(cache.num_pages * per_page / (1 - SNAPSHOT_SHARE))
+        return int(cache.num_pages * per_page / (1 - snapshot_share(per_snapshot, per_page, cache.page_size)))
     return None if cache.memory_gb == "auto" else int(cache.memory_gb * 1e9) - slot_bytes
 
 

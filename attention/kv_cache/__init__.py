@@ -6,6 +6,7 @@ prefix_cache     finds pages and states of earlier prompts with the same beginni
 eviction         which of its pages go first
 radix_node       a node of its tree
 snapshots        rows with states of recurrent layers, and their eviction (pure Python)
+reuse_rates      how often snapshots are used, by kind and age (pure Python)
 prefix_digests   names of prompt beginnings, which engines advertise (pure Python)
 layout           the interface of KV layouts
 heads            the layout of keys and values per head

@@ -107,19 +107,20 @@ class Snapshot:
     node: where its last page is.
     kind: why it was saved.
     before: the next one up its path; after: those that come next below it.
-    used: the clock of `attention.kv_cache.snapshots.Snapshots` at the last use.
+    since: the tick of `attention.kv_cache.snapshots.Snapshots` at which it was added or last used.
+    recorded: the tick up to which its time is part of the estimates there.
     """
 
-    __slots__ = ("row", "end", "node", "kind", "before", "after", "used")
+    __slots__ = ("row", "end", "node", "kind", "before", "after", "since", "recorded")
 
-    def __init__(self, row: int, end: int, node: Node, kind: "SnapshotKind") -> None:
+    def __init__(self, row: int, end: int, node: Node, kind: "SnapshotKind", now: int) -> None:
         self.row = row
         self.end = end
         self.node = node
         self.kind = kind
         self.before: Snapshot | None = None
         self.after: set[Snapshot] = set()
-        self.used = 0.0
+        self.since = self.recorded = now
 
     @property
     def cost(self) -> int:

@@ -4,20 +4,21 @@ Owned by the prefix cache, in whose tree the snapshots hang. Pure Python; knows 
 """
 
 from attention.kv_cache.radix_node import Node, Snapshot, SnapshotKind
+from attention.kv_cache.reuse_rates import Group, ReuseRates
 
-_PRIOR = 4.0  # snapshots of a kind that count as saved and used once each before any was
-_DECAY = 1 / 128  # of a kind's counts with each snapshot of it
-_MIN_USES = 1 / 64  # expected of a kind, so that one that was useless is tried again when the load has changed
+_REFRESH_TICKS = 16  # between estimates of the rates
+_KEPT = 0.9934  # weight of what was seen before, at each of them: a tenth is forgotten in 256 ticks
 
 
 class Snapshots:
     """Each row is free, lent to a running request that writes a state into it, or holds a snapshot of the tree.
 
-    The snapshot goes whose cost (pages to compute again without it), times the mean uses of its kind, plus the clock at
-    its last use, is the least; the clock advances to that sum (GreedyDual: Young 1994, "The k-server dual and loose
-    competitiveness for paging"). So the least recently used of equals goes, a dear one outlives many cheap ones, but
-    not for ever, and the ends of prompts that never come again do not push out a beginning that many share. Own uses
-    count for nothing: a conversation resumes at each of its states once (`tests.support.simulation.states`).
+    The snapshot goes that is expected to save the fewest pages per tick: those to compute again without it, times the
+    uses per tick of snapshots like it (`ReuseRates`): of its kind and age, and with or without another one after it in
+    the text. So rows go to the ends of conversations that may go on and to beginnings that many share, not to ends of
+    prompts that never come again. Of a conversation that has gone on, the states before the last one go first. A tick
+    is a use or a demand for a row: no clock is needed, and a load twice as fast changes nothing.
+    `tests.support.simulation.states` compares this with what any choice could save.
 
     A row given back is lent again in later plans only (`plan_ended`): a step of the plan being built may still write
     it. Ranks execute plans in order, so later ones are safe.
@@ -33,9 +34,8 @@ class Snapshots:
         self._returned: list[int] = []
         self._saved: dict[int, Snapshot] = {}  # by row
         self._first: set[Snapshot] = set()  # those without one before them
-        self._clock = 0.0
-        self._num_saved = dict.fromkeys(SnapshotKind, _PRIOR)
-        self._num_used = dict.fromkeys(SnapshotKind, _PRIOR)
+        self._now = 0
+        self._rates = ReuseRates()
 
     @property
     def num_saved(self) -> int:
@@ -48,28 +48,28 @@ class Snapshots:
         return len(self.rows) - len(self._free) - len(self._returned) - len(self._saved)
 
     def value(self, snapshot: Snapshot) -> float:
-        """The clock at which it goes if it is not used before."""
-        return snapshot.used + snapshot.cost * self.expected_uses(snapshot.kind)
+        """Pages that it is expected to save per tick."""
+        return snapshot.cost * self._rates.rate(_group(snapshot), self._now - snapshot.since)
 
-    def expected_uses(self, kind: SnapshotKind) -> float:
-        """Uses of a snapshot of this kind, in the mean over the last ones."""
-        return max(_MIN_USES, self._num_used[kind] / self._num_saved[kind])
+    def value_of_new(self, cost: int, kind: SnapshotKind) -> float:
+        """The same of a new one, the last in its text, that saves `cost` pages."""
+        return cost * self._rates.rate(Group(kind, True), 0)
 
     def lend(self, cost: int, kind: SnapshotKind) -> tuple[int | None, Node | None]:
-        """A row for a state that costs `cost` pages, and the node that lost a snapshot for it, if one did. None if the
-        new one would be the first to go, or all rows are lent."""
+        """A row for a state that saves `cost` pages, and the node that lost a snapshot for it, if one did. None if the
+        new one would be the first to go, or all rows are lent. With cost 0 only a free row."""
+        row = node = None
         if self._free:
-            return self._free.pop(), None
-        victim = min(self._saved.values(), key=self.value, default=None)
-        if victim is None:
-            return None, None
-        value, own = self.value(victim), self._clock + cost * self.expected_uses(kind)
-        self._clock = min(value, own)
-        if value > own:
-            return None, None
-        self.drop(victim)
-        self._returned.pop()  # no step of this plan writes the row of a snapshot, so it is lent at once
-        return victim.row, victim.node
+            row = self._free.pop()
+        elif cost and self._saved:
+            victim = min(self._saved.values(), key=self.value)
+            if self.value(victim) <= self.value_of_new(cost, kind):
+                self.drop(victim)
+                self._returned.pop()  # no step of this plan writes the row of a snapshot, so it is lent at once
+                row, node = victim.row, victim.node
+        if cost:
+            self._tick()
+        return row, node
 
     def give_back(self, row: int) -> None:
         """A lent row is not needed any more."""
@@ -83,17 +83,17 @@ class Snapshots:
 
     def use(self, snapshot: Snapshot) -> None:
         """A request resumes at it."""
-        snapshot.used = self._clock
-        self._num_used[snapshot.kind] += 1
+        self._record(snapshot)
+        self._rates.was_used(_group(snapshot), self._now - snapshot.since)
+        self._tick()
+        snapshot.since = snapshot.recorded = self._now
 
     def add(self, row: int, end: int, node: Node, kind: SnapshotKind) -> None:
         """A lent row holds the state after page number `end` of the path, which is in `node` and has no snapshot."""
-        snapshot = Snapshot(row, end, node, kind)
-        snapshot.used = self._clock
-        self._num_used[kind] *= 1 - _DECAY
-        self._num_saved[kind] = self._num_saved[kind] * (1 - _DECAY) + 1
+        snapshot = Snapshot(row, end, node, kind, self._now)
         before = node.deepest(end)
         others = self._first if before is None else before.after
+        self._record(before)
         snapshot.before = before
         if node.children or (node.snapshots and node.snapshots[-1].end > end):
             snapshot.after = {other for other in others if other.end > end and other.node.is_below(node)}
@@ -107,6 +107,8 @@ class Snapshots:
 
     def drop(self, snapshot: Snapshot) -> None:
         """A snapshot leaves the tree."""
+        self._record(snapshot)
+        self._record(snapshot.before)
         snapshot.node.snapshots.remove(snapshot)
         others = self._first if snapshot.before is None else snapshot.before.after
         others.remove(snapshot)
@@ -115,6 +117,20 @@ class Snapshots:
             other.before = snapshot.before
         del self._saved[snapshot.row]
         self._returned.append(snapshot.row)
+
+    def _tick(self) -> None:
+        self._now += 1
+        if self._now % _REFRESH_TICKS == 0:
+            for each in self._saved.values():
+                self._record(each)
+            self._rates.refresh(_KEPT)
+
+    def _record(self, snapshot: Snapshot | None) -> None:
+        """Let the rates know how long it was there: at least before its group changes."""
+        if snapshot is not None:
+            since = snapshot.since
+            self._rates.was_there(_group(snapshot), snapshot.recorded - since, self._now - since)
+            snapshot.recorded = self._now
 
     def check_integrity(self, nodes: list[Node], lent: list[int]) -> None:
         """Assert that rows, links and the tree agree. nodes: all of the tree. lent: rows of running requests."""
@@ -132,3 +148,7 @@ class Snapshots:
                 assert snapshot.before is node.deepest(snapshot.end - 1), "another snapshot is before it"
                 assert snapshot in (self._first if snapshot.before is None else snapshot.before.after)
         assert sum(len(each.after) for each in hanging) + len(self._first) == len(hanging), "linked twice"
+
+
+def _group(snapshot: Snapshot) -> Group:
+    return Group(snapshot.kind, not snapshot.after)

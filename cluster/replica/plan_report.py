@@ -7,7 +7,7 @@ from attention.config import FP8_E4M3, LATENT_PAGE_SIZE
 from cluster.config import AerieConfig
 from cluster.placement import NodeResources, Placement, RankPlace, describe_cluster
 from workers.config import AUTO_SLOTS, SchedulerConfig
-from workers.engine_layout import SNAPSHOT_SHARE, EngineLayout
+from workers.engine_layout import EngineLayout
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
 from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 
@@ -148,7 +148,9 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
     ]
     if layout.bytes_per_state:
         asked = cache.state_snapshots
-        number = f"up to {SNAPSHOT_SHARE:.0%} of the KV cache's memory" if asked == "auto" else f"{asked} of them"
+        number = (
+            f"up to {layout.snapshot_share:.0%} of the KV cache's memory" if asked == "auto" else f"{asked} of them"
+        )
         lines.append(
             f"states      {layout.bytes_per_state / 1e6:.2f} MB of each slot are recurrent states; saved ones for the "
             f"prefix cache: {number}, {layout.bytes_per_snapshot / 1e6:.2f} MB each, of {cache.state_snapshot_dtype}"

@@ -191,7 +191,7 @@ def plan_engine(
     per_slot = slot_row.num_bytes + mask_bytes(layout.mask_width, target.vocab_size) + per_state
     least_slots = AUTO_SLOTS["cpu"][0] if scheduler.max_running == "auto" else scheduler.num_slots
     tables = table_bytes(per_slot, least_slots)
-    kv_bytes = kv_bytes_asked(cache, layout.bytes_per_page, tables)
+    kv_bytes = kv_bytes_asked(cache, layout.bytes_per_page, tables, layout.bytes_per_snapshot)
     saved = 0 if kv_bytes is None else layout.with_snapshots(kv_bytes).saved_bytes
     pages = pages_asked(cache, layout.bytes_per_page, tables + saved)
     known = None if scheduler.max_running == "auto" and cache.num_pages is None else pages

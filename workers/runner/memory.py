@@ -108,7 +108,7 @@ class RankMemory:
         if num_graphs:
             graphs = num_graphs * GRAPH_BYTES + peaks.rounds + int(self.capture_limits(group).limit_gb * 1e9)
         self._for_graphs = graphs
-        kv_bytes = kv_bytes_asked(cache, layout.bytes_per_page, layout.slot_bytes)
+        kv_bytes = kv_bytes_asked(cache, layout.bytes_per_page, layout.slot_bytes, layout.bytes_per_snapshot)
         if kv_bytes is None:
             kv_bytes = self._for_kv(activations + graphs)
         layout = layout.with_snapshots(self._least(kv_bytes, group))

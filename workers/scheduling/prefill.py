@@ -156,7 +156,7 @@ class PrefillPlanner:
         tokens, kept_from = pack_i32(sequence.tokens[start:end]), sequence.kept if start < sequence.kept else 0
         builder.chunks.append(Chunk(sequence.slot, start, tokens, next_token, logprobs, kept_from))
         if saves is not None:
-            saves.plan_chunk(sequence.slot, start, end)
+            saves.plan_chunk(sequence.slot, start, sequence.tokens[start:end], sequence.request.sampling.stop_token_ids)
         if asks:
             builder.asking.append(sequence)
         builder.max_kv_len = max(builder.max_kv_len, end + (draft_tokens if is_last else 0))

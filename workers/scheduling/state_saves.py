@@ -4,7 +4,8 @@ model has recurrent layers; the scheduler's other parts ask it while they build 
 A prompt's state is saved
 - at the last page border before its end, where the same prompt resumes;
 - at a fork: where the text of another prompt has left it, so that the next one resumes there;
-- at the ends of chunks, every `PROMPT_INTERVALS` intervals, as long as rows are free.
+- on the way, every `PROMPT_INTERVALS` intervals: at the last end of a turn in a chunk, where texts part, or at the end
+  of the chunk. So the second prompt that begins like this one computes little again.
 An answer's state is saved once an interval, and the one before is given up once it is certain that the new one is
 written. So the next turn of a conversation resumes near the answer's end. Where no row is free for a second one, the
 first is overwritten.
@@ -25,8 +26,8 @@ from attention.kv_cache.radix_node import SnapshotKind
 from workers.scheduling.plan import pack_i32
 
 Int64s = npt.NDArray[np.int64]
-PROMPT_INTERVALS = 8  # between states at the ends of a long prompt's chunks
-FORK_INTERVALS = 0.25  # that a fork must save, since a prompt's chunk is cut there
+PROMPT_INTERVALS = 8  # between states on the way through a long prompt
+FORK_INTERVALS = 1  # that a fork must save, since a prompt's chunk is cut there
 ANSWER_SHARE = 0.5  # of the rows, which answers may have while they are written
 
 
@@ -90,7 +91,7 @@ class StateSaves:
 
     def is_worth_waiting(self, num_tokens: int) -> bool:
         """Whether a state at a fork, which saves so many tokens, is worth another step of a prompt."""
-        return num_tokens >= max(1, int(FORK_INTERVALS * self.interval))
+        return num_tokens >= FORK_INTERVALS * self.interval
 
     def chunk_tokens(self, slot: int, start: int, count: int) -> int:
         """How many of the next `count` prompt tokens from `start` on a chunk may have: a chunk saves one state, and one
@@ -98,8 +99,10 @@ class StateSaves:
         passed = [position for position in self._slots[slot].wanted if start < position <= start + count]
         return passed[0] - start if len(passed) > 1 else count
 
-    def plan_chunk(self, slot: int, start: int, end: int) -> None:
-        """The plan has the slot's prompt tokens start .. end - 1: save a state, if there is a reason and a row."""
+    def plan_chunk(self, slot: int, start: int, tokens: npt.NDArray[np.int32], turn_ends: tuple[int, ...] = ()) -> None:
+        """The plan has the slot's prompt `tokens` from `start` on: save a state, if there is a reason and a row.
+        turn_ends: tokens that end a turn of a conversation."""
+        end = start + len(tokens)
         saves = self._slots[slot]
         border = end // self._size * self._size
         position = next((wanted for wanted in saves.wanted if start < wanted <= end), border)
@@ -107,8 +110,13 @@ class StateSaves:
         if kind is not None:
             self._save(slot, position, kind)
             saves.wanted = {wanted: why for wanted, why in saves.wanted.items() if wanted > end}
-        elif border > start and border - saves.last >= PROMPT_INTERVALS * self.interval:
-            self._save(slot, border, SnapshotKind.CHUNK)
+            return
+        earliest = max(start + 1, saves.last + PROMPT_INTERVALS * self.interval)
+        if border >= earliest:
+            ends = np.flatnonzero(np.isin(tokens[: border - start], turn_ends))
+            last_turn = start + int(ends[-1]) + 1 - self._cache.lookahead if len(ends) else 0
+            after_turn = last_turn // self._size * self._size
+            self._save(slot, after_turn if after_turn >= earliest else border, SnapshotKind.CHUNK)
 
     def want(self, slot: int, position: int, start: int, end: int) -> bool:
         """Another request resumes at `position` of this one's prompt, the end of a page; whether a state is or will be
@@ -212,10 +220,8 @@ class StateSaves:
         return of_prompts + [row for row in of_answers if row >= 0]
 
     def _save(self, slot: int, position: int, kind: SnapshotKind) -> bool:
-        """Save a prompt's state in the plan being built; whether there was a row for it. A long prompt's way takes only
-        what is free."""
-        cost = 0 if kind is SnapshotKind.CHUNK else position - self._slots[slot].last
-        row = self._cache.lend_row(cost, kind)
+        """Save a prompt's state in the plan being built; whether there was a row for it."""
+        row = self._cache.lend_row(position - self._slots[slot].last, kind)
         if row is not None:
             self._put(slot, position, row, kind)
         return row is not None

@@ -308,6 +308,7 @@ class Policy:
     capture: how it captures while it serves.
     num_pages: of 16 tokens.
     num_snapshots: saved states of a model with recurrent layers.
+    state_interval: tokens between those of an answer.
     """
 
     costs: CostTable | None = H200
@@ -323,12 +324,14 @@ class Policy:
     capture: GraphCapture = GraphCapture()  # noqa: RUF009
     num_pages: int = 50_000
     num_snapshots: int | None = None
+    state_interval: int = CacheConfig.state_interval
 
 
 def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> LoadFigures:
     """Serve `arrivals` to their end."""
     clock, rng = Clock(), random.Random(seed)
-    cache = CacheConfig(page_size=16, prefix_cache=any(arrival.prompt for arrival in arrivals))
+    has_texts = any(arrival.prompt for arrival in arrivals)
+    cache = CacheConfig(page_size=16, prefix_cache=has_texts, state_interval=policy.state_interval)
     scheduler = Scheduler(
         policy.config,
         cache,

@@ -1,26 +1,24 @@
-"""What the prefix cache of a hybrid model saves under open-loop load, against what a cache without limits could save.
+"""What the prefix cache of a hybrid model saves under open-loop load, against what any cache could save.
 
-    python -m tests.support.simulation.states --snapshots 16 64 256
+    python -m tests.support.simulation.states --snapshots 64 128 256 --models qwen3.6-27b qwen3.6-35b-a3b
 
 The scheduler, the prefix cache and the choice of states to save are the real ones. Time is simulated, no model runs.
 Steps take what Qwen3.6-27B on one H200 is to take (`COSTS`: goals, not measurements), which decides how much runs at
-once. All figures are simulated.
+once. Columns: prompt tokens saved, of what a cache without limits saves; the same of what so many states could save if
+all arrivals were known before (`prefix_loads.possible_tokens`); tokens with KV that ran again. All figures are
+simulated.
 """
 
 import argparse
-import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from attention.kv_cache.page_allocator import PageAllocator
-from attention.kv_cache.prefix_cache import PrefixCache
-from deploy.bench.arrivals import MIXES, Traffic
-from tests.support.simulation.load import SHAPES, Arrival, LoadFigures, Policy, lognormal_length, simulate
+from tests.support.simulation.load import SHAPES, Arrival, LoadFigures, Policy, simulate
+from tests.support.simulation.prefix_loads import PAGE, agents, chats, possible_tokens, prompt_heavy
 from workers.config import SchedulerConfig
+from workers.engine_layout import MAX_SNAPSHOTS, snapshot_share
 from workers.scheduling.cost_table import CostTable, RoundCosts
 
-PAGE, MAX_LEN = 16, 8192
 _TOKENS = (16, 64, 128, 256, 512, 1024, 2048)
 _KV_MS = 65_536 / 4.0e12 * 1e3
 COSTS = CostTable(
@@ -36,44 +34,27 @@ COSTS = CostTable(
 )
 
 
-def prompt_heavy(rate: float, seconds: float) -> list[Arrival]:
-    """Those of `aerie bench --mix prompt-heavy`: 40 % of the prompts begin with one of eight texts of 2,048 tokens."""
-    traffic = Traffic(MIXES["prompt-heavy"], seconds, 10**6, 300, 16_000)
-    return [Arrival(a.due_s, len(a.prompt), a.num_tokens, a.prompt) for a in traffic.arrivals(rate)]
+@dataclass(frozen=True)
+class Memory:
+    """Of one H200: bytes for pages and saved states beside the weights and 64 slots; of a page of target and draft; of
+    a state in float32. By arithmetic from the dimensions, as `aerie plan` has it."""
+
+    for_cache: float
+    per_page: int
+    per_state: float
+
+    def sizes(self, state_bytes: int) -> tuple[int, int]:
+        """Pages and snapshots of `state_snapshots: auto`, with numbers of `state_bytes` bytes in the states."""
+        per_state = int(self.per_state * state_bytes / 4)
+        share = snapshot_share(per_state, self.per_page, PAGE)
+        snapshots = min(MAX_SNAPSHOTS, int(share * self.for_cache) // per_state)
+        return int(self.for_cache - snapshots * per_state) // self.per_page, snapshots
 
 
-def chats(rate: float, seconds: float, seed: int = 0) -> list[Arrival]:
-    """Conversations of two to seven turns, 30 s apart. Each begins with one of eight system prompts of 700 tokens.
-    Messages have about 150 tokens, answers about 250. One in six turns is asked again, for another answer."""
-    rng = random.Random(seed)
-    systems = [[rng.randrange(300, 16_000) for _ in range(700)] for _ in range(8)]
-    arrivals, now = [], 0.0
-    while (now := now + rng.expovariate(rate)) < seconds:
-        prompt, at_s = list(rng.choice(systems)), now
-        for _ in range(rng.randint(2, 7)):
-            prompt = prompt + [rng.randrange(300, 16_000) for _ in range(lognormal_length(rng, 150, 1000))]
-            answer = lognormal_length(rng, 250, 1024)
-            if len(prompt) + answer > MAX_LEN - 16:
-                break
-            arrivals.append(Arrival(at_s, len(prompt), answer, tuple(prompt)))
-            if rng.random() < 1 / 6:
-                arrivals.append(Arrival(at_s + 20, len(prompt), answer, tuple(prompt)))
-            prompt, at_s = [*prompt, *[1] * answer], at_s + rng.uniform(20, 45)  # the simulated answer
-    return sorted(arrivals, key=lambda arrival: arrival.at_s)
-
-
-def possible_tokens(arrivals: Sequence[Arrival]) -> int:
-    """What a cache without limits would save that has each earlier prompt and answer at once."""
-    pages = sum((a.prompt_len + a.max_tokens) // PAGE + 1 for a in arrivals)
-    allocator = PageAllocator(pages)
-    cache, found = PrefixCache(allocator, PAGE, 1), 0
-    for arrival in arrivals:
-        found += cache.num_cached(np.array(arrival.prompt, np.int32))
-        text = np.array([*arrival.prompt, *[1] * arrival.max_tokens], np.int32)
-        own = allocator.allocate(len(text) // PAGE)
-        cache.insert(text, own)
-        allocator.release(own)
-    return found
+MEMORY = {
+    "qwen3.6-27b": Memory(62e9, PAGE * 17 * 4096, 154e6),
+    "qwen3.6-35b-a3b": Memory(52e9, PAGE * 11 * 2048, 65e6),
+}
 
 
 def hits(arrivals: Sequence[Arrival], num_pages: int, num_snapshots: int | None) -> LoadFigures:
@@ -85,25 +66,36 @@ def hits(arrivals: Sequence[Arrival], num_pages: int, num_snapshots: int | None)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--snapshots", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--tokens", type=int, default=650_000, help="of KV")
+    parser.add_argument("--snapshots", type=int, nargs="*", default=[64, 128, 256])
+    parser.add_argument(
+        "--models", nargs="*", choices=MEMORY, default=[], help="with the sizes that they get on an H200"
+    )
+    parser.add_argument("--loads", nargs="+", choices=("prompt-heavy", "chats", "agents"), default=None)
+    parser.add_argument("--tokens", type=int, default=650_000, help="of KV beside --snapshots")
     parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--rates", type=float, nargs=2, default=(3.0, 1.0), help="prompt-heavy requests, conversations")
+    parser.add_argument(
+        "--rates", type=float, nargs=3, default=(3.0, 1.0, 0.25), help="prompt-heavy requests, conversations, tasks"
+    )
     args = parser.parse_args()
-    print("| load | snapshots | saved of what is possible | KV there, computed again | TTFT p50, p99 ms |")
-    print("| --- | --- | --- | --- | --- |")
-    loads = ("prompt-heavy", prompt_heavy(args.rates[0], args.seconds)), ("chats", chats(args.rates[1], args.seconds))
-    for name, arrivals in loads:
+    print("| load | states | saved of possible | of possible with so many states | ran again | TTFT p50, p99 ms |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    make = dict(zip(("prompt-heavy", "chats", "agents"), (prompt_heavy, chats, agents), strict=True))
+    for (name, load), rate in zip(make.items(), args.rates, strict=True):
+        if args.loads is not None and name not in args.loads:
+            continue
+        arrivals = load(rate, args.seconds)
         possible = possible_tokens(arrivals)
-
-        def row(label: str, found: LoadFigures, name: str = name, possible: int = possible) -> None:
+        sizes = {str(count): (args.tokens // PAGE, count) for count in args.snapshots}
+        for model in args.models:
+            for kind, state_bytes in (("float32", 4), ("bfloat16", 2)):
+                pages, count = MEMORY[model].sizes(state_bytes)
+                sizes[f"{count}: {model}, {kind}, {pages * PAGE // 1000}k tokens"] = pages, count
+        for label, (pages, count) in sizes.items():
+            found = hits(arrivals, pages, count)
             p50, p99 = found.milliseconds()["TTFT"]
             saved, again = found.hit_tokens / possible, found.recomputed_tokens / possible
-            print(f"| {name} | {label} | {saved:.1%} | {again:.1%} | {p50:.0f}, {p99:.0f} |", flush=True)
-
-        row("attention only", hits(arrivals, args.tokens // PAGE, None))
-        for count in args.snapshots:
-            row(str(count), hits(arrivals, args.tokens // PAGE, count))
+            bound = found.hit_tokens / possible_tokens(arrivals, count)
+            print(f"| {name} | {label} | {saved:.1%} | {bound:.1%} | {again:.1%} | {p50:.0f}, {p99:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
