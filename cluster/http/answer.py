@@ -28,11 +28,11 @@ class RequestInvalidError(Exception):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What a delta adds to an answer. A msgspec struct, because each chunk creates one: 0.2 us instead of a dataclass's
-    1 us.
+    """The part of an answer that one delta adds. A msgspec struct, because each chunk creates one: 0.2 us instead of a
+    dataclass's 1 us.
 
     offsets: start of each token's text in the answer's text.
-    texts, drafted: per token its text, marks of thinking and calls included, and whether it was an accepted draft;
+    texts, drafted: each token's text, including the marks of reasoning and calls, and whether it was an accepted draft;
         empty unless the request asks for token origins.
     finish: with the last piece.
     stop_reason: the stop string or the stop token's id; None for end of sequence.
@@ -88,7 +88,8 @@ class Answer:
         self.num_reasoning_tokens = 0
 
     def push(self, delta: TokenDelta) -> Piece:
-        """Return the next piece. Raises EngineFailedError or RequestInvalidError if the delta says so."""
+        """Return the next piece. Raises EngineFailedError or RequestInvalidError if the delta reports such a
+        failure."""
         assert self.finish is None, "a delta after the last one"
         if delta.finish == "invalid":
             raise RequestInvalidError(delta.error or "it cannot be answered")

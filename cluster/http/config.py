@@ -1,4 +1,4 @@
-"""What one HTTP ingress is configured with: the `ingress` section of the configuration. Read by `cluster.http.app`."""
+"""Configuration of one HTTP ingress: the `ingress` section. Read by `cluster.http.app`."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -145,7 +145,7 @@ def refused(refusal: Refusal) -> ApiError:
 
 
 def _retry_after(seconds: float) -> dict[str, str]:
-    """Whole seconds, as HTTP wants them, and milliseconds, which OpenAI's client prefers."""
+    """Return Retry-After in whole seconds (HTTP), and in milliseconds, which OpenAI's client prefers."""
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
 
 

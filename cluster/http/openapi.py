@@ -62,7 +62,7 @@ def _schema(*kinds: type) -> dict[str, Any]:
 
 
 def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """Every class that a route names, and those that they are made of."""
+    """Return the schema classes of all routes, and the classes of their fields."""
     replies = [kind for endpoint in endpoints for kind in (*endpoint.reply, *endpoint.event, *endpoint.errors)]
     _, of_replies = msgspec.json.schema_components(replies, ref_template=_REF.format("{name}"))
     structs = {struct.__name__: struct for struct in _subclasses(Struct)}
@@ -78,5 +78,5 @@ def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 def _subclasses(kind: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
-    """Of every generation."""
+    """Return direct and indirect subclasses."""
     return [each for child in kind.__subclasses__() for each in (child, *_subclasses(child))]

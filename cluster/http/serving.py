@@ -50,7 +50,7 @@ Emit = Callable[[int, Piece, ReplyDelta], Awaitable[None]]  # of choice, piece, 
 
 @dataclass(frozen=True)
 class Edge:
-    """What all requests of one ingress share."""
+    """Objects shared by all requests of one ingress."""
 
     config: EdgeConfig
     tokenizer: ChatTokenizer
@@ -167,8 +167,8 @@ class GenerationResponse(Response):
         await Response(document, 200, JSON_HEADERS)(scope, receive, send)
 
     async def _beside(self, build: Callable[[T], bytes], given: T) -> bytes:
-        """What `build` makes, in a thread where it has log-probabilities of a prompt: up to a second of work, in which
-        no stream of this process would go on."""
+        """Return build(given). Runs in a thread if the reply has log-probabilities of a prompt, because that takes up
+        to a second, in which all other streams would stop."""
         return await asyncio.to_thread(build, given) if self._request.scores_prompt else build(given)
 
     async def _generate(self, emit: Emit) -> None:
@@ -214,7 +214,7 @@ class GenerationResponse(Response):
         await emit(index, piece, self._parsed(index, piece))
 
     def _deltas(self, index: int) -> AsyncGenerator[TokenDelta, None]:
-        """What the engine makes of one choice."""
+        """Return the engine's deltas of one choice."""
         request, choice = self._request, self._request.choices[index]
         prompt, budget = request.prompts[choice.prompt], request.thinking_budget
         # Where a stop string or the budget may end an answer, the last delta read may be any.
@@ -231,13 +231,13 @@ class GenerationResponse(Response):
         return within_budget(generate, budget, parser.reasoning, request.logprobs >= 0)
 
     def _parser(self, choice: Choice) -> OutputParser:
-        """Of one choice's answer."""
+        """Return the parser of one choice."""
         request = self._request
         prompt = request.prompt_texts[choice.prompt] if request.chat else ""
         return PARSERS[request.output_parser](request, prompt, self._edge.tokenizer)
 
     def _parsed(self, index: int, piece: Piece) -> ReplyDelta:
-        """What the choice's parser makes of a piece."""
+        """Return the parsed delta of a piece."""
         delta = self._parsers[index].push(piece)
         if self._request.chat:
             counted = self._reasoning_tokens[index]

@@ -50,7 +50,7 @@ class TracingConfig:
 
     @property
     def url(self) -> str:
-        """Where spans are sent: the endpoint's own path, or OTLP's."""
+        """Return the URL that spans are sent to: the endpoint's own path, or OTLP's."""
         return self.endpoint if urlsplit(self.endpoint).path.strip("/") else self.endpoint.rstrip("/") + "/v1/traces"
 
 

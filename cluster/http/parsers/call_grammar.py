@@ -16,14 +16,14 @@ MAX_WHITESPACE = 8  # characters in a row between parts of arguments: a model ca
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How calls are written.
+    """Syntax of a model's tool calls.
 
-    begin, end: around the arguments of one; "{name}" stands for its name.
-    separator: between two.
-    opening, closing: around all.
-    trigger: what an answer's call begins with, whatever its name.
-    style: of the arguments, as xgrammar names it.
-    others: (trigger, begin) of other ways in which a model may begin a call by itself.
+    begin, end: text around the arguments of a call; "{name}" is replaced with the tool's name.
+    separator: text between two calls.
+    opening, closing: text around all calls.
+    trigger: the start of every call.
+    style: xgrammar's name for the syntax of the arguments.
+    others: (trigger, begin) of other forms that a model may use unprompted.
     """
 
     begin: str

@@ -17,10 +17,10 @@ from cluster.http.schema.response import FinishReason
 
 
 class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
-    """What a piece of an answer adds to its reply.
+    """The part of a reply that one piece of an answer adds.
 
     tool_calls: the first delta of a call has its id and name; arguments are concatenated.
-    finish: with the last piece, the answer's own or "tool_calls".
+    finish: set with the last piece: the answer's own finish reason or "tool_calls".
     """
 
     content: str = ""
@@ -52,7 +52,7 @@ class HeldReasoning:
         self._held = ""
 
     def push(self, delta: ReplyDelta) -> ReplyDelta:
-        """What of `delta` is to be shown now, and what was held before."""
+        """Return the part of `delta` to send now, with what was held before."""
         self._held += delta.reasoning
         over = delta.content or delta.tool_calls or delta.finish is not None
         reasoning, self._held = (self._held, "") if over else ("", self._held)

@@ -1,4 +1,4 @@
-"""How many of an answer's tokens are reasoning, as clients read it in the usage."""
+"""Counts the reasoning tokens of an answer, for the usage."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable

@@ -21,7 +21,7 @@ class CallReader(Protocol):
 
 
 class CallBody(Protocol):
-    """What follows a mark: calls, until they are over."""
+    """Reads the calls after a mark, until they end."""
 
     def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
         """Parts of calls, and the rest that belongs to none once they are over. end: no text follows."""

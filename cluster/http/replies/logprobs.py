@@ -49,7 +49,7 @@ def text_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: 
 def echo_logprobs(
     prompt: Sequence[int], scores: PromptScores, echo: str, num_top: int, tokenizer: ChatTokenizer, as_ids: bool
 ) -> TextLogprobs:
-    """The same of a prompt, whose text is `echo`."""
+    """Return the log-probabilities of a prompt, whose text is `echo`."""
     logprobs: list[float | None] = [None]
     tops: list[dict[str, float] | None] = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
@@ -94,7 +94,7 @@ def _prompt_token(token: int, logprob: float, rank: int, tokenizer: ChatTokenize
 def _named(
     token: int, entry: TokenLogprobs | TokenScore, num_top: int, tokenizer: ChatTokenizer, as_ids: bool
 ) -> dict[str, float]:
-    """The most likely tokens of a place, and the one that is there."""
+    """Return the most likely tokens at a position, and the prompt's token."""
     top: Iterable[tuple[int, float]] = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
     # Tokens that are parts of characters can have the same text; the likelier one keeps it.
     named: dict[str, float] = {}
@@ -104,8 +104,8 @@ def _named(
 
 
 def _offsets(prompt: Sequence[int], echo: str, tokenizer: ChatTokenizer) -> list[int]:
-    """Where each token's text begins in `echo`, which shows all special tokens or none. One that it does not show
-    begins where the next one does."""
+    """Return the start of each token's text in `echo`, which shows all special tokens or none. A hidden token starts
+    where the next one does."""
     offsets: list[int] = []
     for skips in (True, False):
         detokenizer, offsets, length = tokenizer.detokenizer(skip_special_tokens=skips), [], 0

@@ -126,7 +126,7 @@ class MessagesForm:
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:
-    """Of a call that was cut short {}, for half of a JSON text is none."""
+    """Parse the arguments of a call; {} if the answer was cut, because a part of a JSON text is not JSON."""
     try:
         arguments = msgspec.json.decode(call.function.arguments or "{}")
     except msgspec.DecodeError:

@@ -89,7 +89,7 @@ class NativeReply:
 
 
 class _Shown:
-    """What one answer has so far."""
+    """The part of one answer received so far."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -1,4 +1,4 @@
-"""What the replies of /v1/chat/completions and /v1/completions share: everything but the form of a choice."""
+"""Common parts of the replies of /v1/chat/completions and /v1/completions: all but the form of a choice."""
 
 from abc import ABC, abstractmethod
 from functools import partial

@@ -1,5 +1,5 @@
-"""What the reply to a generation request is made of, whatever the endpoint. Driven by `cluster.http.serving`;
-implemented by `cluster.http.replies.chat` and `cluster.http.replies.text`."""
+"""The interface of an endpoint's reply to a generation request. Called by `cluster.http.serving`; implemented by
+`cluster.http.replies.chat` and `cluster.http.replies.text`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from cluster.transport.messages import SpeculationStats
 
 
 class WholeAnswer(NamedTuple):
-    """A finished choice: all its pieces as one, and what the parser made of them."""
+    """A finished choice: all its pieces joined, and the parser's result."""
 
     piece: Piece
     delta: ReplyDelta
@@ -38,19 +38,19 @@ class Reply(Protocol):
     """Builds the reply to one request, in an endpoint's form: `document`, or a stream's events in this order."""
 
     def first_event(self, index: int) -> bytes:
-        """What the stream of choice `index` begins with; b"" for nothing."""
+        """Return the first event of choice `index`; b"" for none."""
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         """The event of a piece, of which the parser made `delta`; b"" if there is nothing to show. Not of the last."""
 
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
-        """What a choice ends with: its last piece, and why it ended."""
+        """Return the last event of a choice: its last piece and its finish reason."""
 
     def end_events(self) -> bytes:
-        """What the stream ends with, once all choices have."""
+        """Return the events after all choices have ended."""
 
     def error_event(self, error: ApiError) -> bytes:
-        """What it ends with instead if it fails."""
+        """Return the last event of a stream that fails."""
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         """The whole reply to a request that does not stream. answers: one per choice."""
@@ -58,10 +58,10 @@ class Reply(Protocol):
 
 @dataclass(frozen=True)
 class ReplyContext:
-    """What all documents and events of one reply share.
+    """Data shared by all documents and events of one reply.
 
-    answers: one per choice, in order; whoever drives the request advances them.
-    reply_id: what the client reads, which may have chosen it.
+    answers: one per choice, in order; `cluster.http.serving` advances them.
+    reply_id: sent to the client, which may have chosen it.
     created: Unix seconds.
     """
 
@@ -80,7 +80,7 @@ class ReplyContext:
         return not (more or request.logprobs >= 0)
 
     def origins(self, piece: Piece) -> list[TokenOrigin] | UnsetType:
-        """How each token of a piece came, if the request asks for it."""
+        """Return the origin of each token of a piece, if requested."""
         if not self.request.return_token_origins:
             return UNSET
         return [TokenOrigin(text, drafted) for text, drafted in zip(piece.texts, piece.drafted, strict=True)]
@@ -117,7 +117,7 @@ class ReplyContext:
         return UNSET if self.request.include_usage else self.metrics()
 
     def prompt_logprobs(self, index: int) -> list[dict[str, PromptToken] | None] | None:
-        """Of the prompt of choice `index`, if they are asked for by this name."""
+        """Return the log-probabilities of choice `index`'s prompt, if requested by this name."""
         request = self.request
         if request.prompt_logprobs < 0:
             return None

@@ -29,10 +29,10 @@ Keep = Callable[[Response, bytes], None]
 
 
 class ResponsesReply:
-    """See `cluster.http.replies.reply.Reply`. Whole replies are made of the same events, which nobody sees.
+    """See `cluster.http.replies.reply.Reply`. A whole reply is built from the same events, which are not sent.
 
     body: the request.
-    keep: gets the finished response and its document.
+    keep: called with the finished response and its document.
     """
 
     def __init__(self, context: ReplyContext, body: ResponsesRequest, store: bool, keep: Keep) -> None:

@@ -191,7 +191,7 @@ async def _chat_prompt(
 
 
 def _chat_echo(body: ChatCompletionRequest) -> list[str]:
-    """What stands before the answer: the last message, if it is the assistant's and is asked for."""
+    """Return the text to echo before the answer: the last message, if it is the assistant's and echo is requested."""
     last = body.messages[-1]
     return [content_text(last.content or "")] if body.echo and last.role == "assistant" else []
 

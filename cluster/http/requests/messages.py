@@ -74,7 +74,7 @@ def restated(error: ApiError) -> ApiError:
 
 
 def error_detail(error: ApiError) -> MessagesErrorDetail:
-    """What the client reads."""
+    """Return the error text for the client."""
     return MessagesErrorDetail(_ERROR_TYPES.get(error.status, "api_error"), error.message, error.param, error.code)
 
 

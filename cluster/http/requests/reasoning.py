@@ -1,4 +1,4 @@
-"""What a chat asks about the model's reasoning. Called by `cluster.http.requests.edge_request`."""
+"""Reads the reasoning parameters of a chat. Called by `cluster.http.requests.edge_request`."""
 
 from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import unsupported

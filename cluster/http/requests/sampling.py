@@ -20,7 +20,7 @@ def sampling_params(
     config: EdgeConfig,
     tokenizer: ChatTokenizer,
 ) -> SamplingParams:
-    """What all choices have in common; max_tokens and seed are still to be set. eos: the model's own end-of-sequence
+    """Return the parameters shared by all choices; max_tokens and seed are set later. eos: the model's end-of-sequence
     ids. Raises ApiError."""
     temperature = _given(body.temperature, config.default_temperature, 1.0)
     top_p = _given(body.top_p, config.default_top_p, 1.0)

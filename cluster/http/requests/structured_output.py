@@ -1,9 +1,8 @@
-"""What a body asks of an answer's form, as the engine's `Grammar`: OpenAI's `response_format`, and the parameters of
+"""Turns a body's parameters for structured output into a `Grammar`: OpenAI's `response_format`, and the parameters of
 vLLM's clients (`structured_outputs`, `guided_*`) and SGLang's (`json_schema`, `regex`, `ebnf`).
 
-One of them may be given. Whether a grammar compiles is found out later (`cluster.http.requests.grammar_checker`); what
-is wrong with it by itself is refused here. Called by `cluster.http.requests.edge_request`; tool calls make grammars by
-the same functions.
+A body may have one of them. Invalid ones are refused here; `cluster.http.requests.grammar_checker` checks later whether
+the grammar compiles. Called by `cluster.http.requests.edge_request`, and by `cluster.http.requests.tools` for calls.
 """
 
 import json
@@ -31,7 +30,7 @@ class GrammarMaker:
         self._end = tuple(sorted(end_token_ids))
 
     def of_body(self, body: Any) -> Grammar | None:
-        """What a body with the parameters of `cluster.http.schema.request` asks for. Raises ApiError."""
+        """Return the grammar of a body of `cluster.http.schema.request`; None without one. Raises ApiError."""
         makers: dict[str, Callable[[str, Any], Grammar | None]] = {
             "response_format": self._response_format,
             "structured_outputs": self._structured_outputs,

@@ -67,8 +67,8 @@ def answer_grammar(
     template: str,
     maker: GrammarMaker,
 ) -> Grammar | None:
-    """What a chat's answer must be: calls of tools, or the form that the request asks for, `own`, or either; after what
-    the model may think. Where a call is forced there is no text that could have a form. prompt, template: texts."""
+    """Return the grammar of a chat's answer: tool calls, the request's own grammar `own`, or either, after optional
+    reasoning. A forced call leaves no text for `own`. prompt, template: texts."""
     if calls.forced:
         own = None
     either = own is not None and bool(calls.tools) and parser in SYNTAX

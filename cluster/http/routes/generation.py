@@ -26,7 +26,7 @@ CHATS = "/v1/chat/completions"
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
-    """Of one ingress."""
+    """Return the endpoints for one ingress."""
     config, tokenizer = edge.config, edge.tokenizer
 
     async def response(

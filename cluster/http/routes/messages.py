@@ -16,7 +16,7 @@ from cluster.http.serving import Edge, GenerationResponse
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
-    """Of one ingress."""
+    """Return the endpoints for one ingress."""
     config, tokenizer = edge.config, edge.tokenizer
     parser = chat_parser(config)
 
@@ -32,7 +32,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return GenerationResponse(edge, request, MessagesForm, reply_id, http.state.request_id, restated)
 
     async def count_tokens(http: Request, body: CountTokensRequest) -> TokenCount:
-        """How many tokens the prompt of such a request has."""
+        """Return the number of prompt tokens of a request to /v1/messages."""
         chat = messages_chat(body, tokenizer.template_source, parser)
         return TokenCount(len(await chat_prompt_of(chat, config, tokenizer)))
 

@@ -1,4 +1,4 @@
-"""What is served, and by which version."""
+"""The served models and the server's version."""
 
 import time
 
@@ -13,7 +13,7 @@ from cluster.http.serving import Edge
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
-    """Of one ingress."""
+    """Return the endpoints for one ingress."""
     root, length, created = edge.config.served_model_name, edge.config.max_model_len, int(time.time())
     cards = {
         name: ModelCard(id=name, created=created, owned_by="aerie", root=root, max_model_len=length)
@@ -35,7 +35,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return card
 
     async def version(http: Request) -> VersionReply:
-        """Of the server."""
+        """Return the server's version."""
         return VersionReply(version=distribution.version())
 
     return [

@@ -17,7 +17,7 @@ from cluster.logs import request_id
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
-    """Of one ingress."""
+    """Return the endpoints for one ingress."""
     config, tokenizer = edge.config, edge.tokenizer
 
     async def generate(http: Request, body: NativeRequest) -> Response:

@@ -1,5 +1,4 @@
-"""SGLang's route and vLLM's to empty the prefix cache, with the rule of both: a cache in use is left alone, and the
-answer says so."""
+"""Routes of SGLang and vLLM that empty the prefix cache. As there, a cache in use is left unchanged, with an error."""
 
 import asyncio
 import time
@@ -18,7 +17,7 @@ MAX_FLUSH_WAIT_S = 600.0
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
-    """Of one ingress."""
+    """Return the endpoints for one ingress."""
 
     async def flush_cache(http: Request) -> FlushReply:
         """Empties every engine's prefix cache. `timeout`, as with SGLang: wait so many seconds for requests to end."""

@@ -27,7 +27,7 @@ from cluster.http.serving import Edge, GenerationResponse
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
-    """Of one ingress."""
+    """Return the endpoints for one ingress."""
     config, tokenizer = edge.config, edge.tokenizer
     stored = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
 

@@ -1,4 +1,4 @@
-"""How the engines are: for probes and for Prometheus."""
+"""State of the engines, for probes and Prometheus."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
-    """Of one ingress."""
+    """Return the endpoints for one ingress."""
 
     async def health(http: Request) -> HealthReply | Response:
         """Whether answers will come: a probe that goes every request's way has lately got through to an engine's
@@ -38,7 +38,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return _health(*await _known(edge.engine), edge.config)
 
     async def live(http: Request) -> LiveReply:
-        """Whether this ingress answers, whatever its engines do: restarting it would not help them."""
+        """Answer 200 while this ingress runs, whatever the state of the engines: restarting the ingress would not help
+        them."""
         return LiveReply()
 
     async def metrics(http: Request) -> Response:

@@ -14,7 +14,7 @@ from cluster.http.text.user_text import ChatText
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
-    """Of one ingress."""
+    """Return the endpoints for one ingress."""
     config, tokenizer = edge.config, edge.tokenizer
 
     async def tokenize(http: Request, body: TokenizeRequest) -> TokenizeReply:
@@ -53,7 +53,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return DetokenizeReply(prompt=await tokenizer.decode_long(tokens))
 
     async def tokenizer_info(http: Request) -> TokenizerReply:
-        """What clients that tokenize for themselves need to know."""
+        """Return the tokenizer's settings, for clients that tokenize themselves."""
         return TokenizerReply(
             vocab_size=tokenizer.vocab_size,
             max_model_len=config.max_model_len,

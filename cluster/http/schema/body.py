@@ -82,7 +82,7 @@ def parse_body(raw: bytes, kind: type[Body], strict: bool = False) -> tuple[Body
 
 
 def checked_body(values: Mapping[str, Any], kind: type[Body], strict: bool) -> tuple[Body, list[str]]:
-    """The same of a body that is decoded. Raises ApiError (400)."""
+    """Validate a decoded body. Raises ApiError (400)."""
     _check_sizes(values)
     if issubclass(kind, Choosing):
         kind = kind.choose(values)

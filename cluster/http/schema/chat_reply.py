@@ -81,10 +81,10 @@ class ChatCompletion(Struct, kw_only=True):
 
 
 class FunctionDelta(Struct):
-    """What an event adds to a call.
+    """The part of a tool call that one event adds.
 
-    name: with the call's first delta.
-    arguments: more of its JSON text.
+    name: in the call's first delta.
+    arguments: the next part of its JSON text.
     """
 
     name: str | UnsetType = UNSET
@@ -101,7 +101,7 @@ class ToolCallDelta(Struct, kw_only=True):
 
 
 class ChatDelta(Struct):
-    """What an event adds to the message."""
+    """The part of a message that one event adds."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET

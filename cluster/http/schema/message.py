@@ -23,7 +23,7 @@ class TextPart(Schema):
 
 
 class RefusalPart(Schema):
-    """What the assistant said in place of an answer."""
+    """The assistant's refusal in an earlier turn."""
 
     type: Literal["refusal"]
     refusal: str

@@ -16,7 +16,7 @@ class TextBlock(Struct, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
-    """What the model thought. signature: empty; nothing checks thinking that is sent back."""
+    """The model's reasoning. signature: empty, because reasoning that is sent back is not verified."""
 
     thinking: str
     signature: str = ""
@@ -104,7 +104,7 @@ class MessagesEvent(Struct):
 
 
 class MessagesError(Struct, kw_only=True):
-    """Of every status but 200."""
+    """The body of every status but 200."""
 
     type: Literal["error"] = "error"
     error: MessagesErrorDetail

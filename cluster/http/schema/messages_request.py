@@ -1,4 +1,4 @@
-"""What clients may send to /v1/messages: Anthropic's form."""
+"""Requests to /v1/messages, in Anthropic's form."""
 
 from typing import Annotated, Any, Literal
 
@@ -27,7 +27,7 @@ class TextParam(_Block):
 
 
 class ThinkingParam(_Block):
-    """What the assistant thought in an earlier turn. signature: not checked."""
+    """The assistant's reasoning in an earlier turn. signature: not verified."""
 
     type: Literal["thinking"]
     thinking: str
@@ -48,7 +48,7 @@ Texts = Annotated[Annotated[str, Tag("<string>")] | Annotated[_TextBlocks, Tag("
 
 
 class ToolResultParam(_Block):
-    """What a tool gave. is_error: accepted; the content says what went wrong."""
+    """The result of a tool. is_error: accepted without effect; the content describes the error."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -119,7 +119,7 @@ class OutputConfig(Schema):
 
 
 class CountTokensRequest(Schema):
-    """What a request to /v1/messages would have as its prompt."""
+    """A request to count the prompt tokens of a request to /v1/messages."""
 
     refused = REFUSED
 

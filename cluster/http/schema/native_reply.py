@@ -40,7 +40,7 @@ class NativeAnswer(Struct):
 
 
 class NativeModel(Struct):
-    """What SGLang's clients ask for before they begin."""
+    """The model information that SGLang's clients request first."""
 
     model_path: str
     tokenizer_path: str

@@ -1,4 +1,4 @@
-"""What SGLang's own route takes: a prompt, and sampling parameters by its names."""
+"""Requests to SGLang's own route: a prompt, and sampling parameters with SGLang's names."""
 
 from typing import Annotated, Any
 

@@ -1,7 +1,7 @@
-"""What clients may send: OpenAI's chat and completion requests with the extensions that vLLM's clients know.
+"""OpenAI's chat and completion requests, with vLLM's extensions.
 
-A parameter is honoured, known to have no effect, refused with a reason (`REFUSED`), or unknown, which
-`cluster.http.schema.body` deals with. What needs the tokenizer is checked in `cluster.http.requests.edge_request`.
+A parameter is supported, ignored because it has no effect, refused with a reason (`REFUSED`), or unknown
+(`cluster.http.schema.body`). `cluster.http.requests.edge_request` checks what needs the tokenizer.
 """
 
 from collections.abc import Mapping
@@ -101,11 +101,11 @@ TEXT_REFUSED: Refusals = REFUSED | {
 
 
 class StreamOptions(Schema):
-    """What a stream carries besides the answer.
+    """Extra content of a stream.
 
-    include_usage: an event with the usage before the last.
-    continuous_usage_stats: the usage in every event.
-    include_obfuscation: accepted; events are not padded in any case.
+    include_usage: send the usage before the last event.
+    continuous_usage_stats: send the usage in every event.
+    include_obfuscation: accepted without effect; events are never padded.
     """
 
     include_usage: bool | None = None
@@ -160,7 +160,7 @@ class SamplingFields(CommonSampling):
 
 
 class _SamplingRequest(SamplingFields):
-    """What chats and completions share."""
+    """Common parameters of chats and completions."""
 
     n: int | None = None
     max_tokens: Count | None = None

@@ -1,4 +1,4 @@
-"""What clients receive: OpenAI's documents and stream events, with the extensions that vLLM's clients know.
+"""OpenAI's reply documents and stream events, with vLLM's extensions.
 
 msgspec structs: building and encoding a stream's event takes 1 us, with pydantic's models 12 us (pydantic 2.14 on a
 2 GHz EPYC core). A field that is UNSET is left out of the JSON, None is null.
@@ -93,7 +93,7 @@ class ErrorDetail(Struct):
 
 
 class ErrorReply(Struct):
-    """Of every status but 200; also the last event of a stream that fails."""
+    """The body of every status but 200, and the last event of a stream that fails."""
 
     error: ErrorDetail
 
@@ -157,7 +157,7 @@ class EngineHealth(Struct):
 
 
 class HealthReply(Struct):
-    """Of status 200 with "ok", of 503 with "unavailable" and the error."""
+    """The body of /health: "ok" with status 200, "unavailable" and the error with 503."""
 
     status: Literal["ok", "unavailable"]
     engines: list[EngineHealth]

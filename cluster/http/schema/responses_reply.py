@@ -29,7 +29,7 @@ class OutputMessage(Struct, tag_field="type", tag="message", kw_only=True):
 
 
 class ReasoningItem(Struct, tag_field="type", tag="reasoning", kw_only=True):
-    """What the model thought, whole; summaries are not made."""
+    """The model's reasoning, without summaries."""
 
     id: str
     status: ItemStatus

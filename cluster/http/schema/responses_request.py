@@ -1,4 +1,4 @@
-"""What clients may send to /v1/responses."""
+"""Requests to /v1/responses."""
 
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,7 @@ class ReasoningPart(Schema):
 
 
 class InputReasoning(Schema):
-    """What the model thought in an earlier turn. summary, encrypted_content: accepted; thinking comes as content."""
+    """The model's reasoning in an earlier turn, as content. summary, encrypted_content: accepted without effect."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -51,7 +51,7 @@ class InputCall(Schema):
 
 
 class InputCallOutput(Schema):
-    """What the function gave."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str

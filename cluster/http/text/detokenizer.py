@@ -17,7 +17,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is still held back, at the end of the answer: unfinished characters as U+FFFD."""
+        """Return the text still held back at the end of an answer, with incomplete characters as U+FFFD."""
         ...
 
 

@@ -40,7 +40,7 @@ class Kept:
         return tokens[-self.num_tokens :] if self.at_end else tokens[: self.num_tokens]
 
     def part(self, count: Count, text: str) -> tuple[int, int]:
-        """Where a part of `text` begins and ends that holds these tokens of it, and some more."""
+        """Return start and end of a part of `text` that contains these tokens, and some more."""
         pieces = list(_pieces(text))
         found = 0
         for start, end in reversed(pieces) if self.at_end else pieces:

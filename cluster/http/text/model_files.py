@@ -1,4 +1,4 @@
-"""What a model's folder says of its tokenizer and its chats. Used by `cluster.http.text.tokenizer`."""
+"""Reads the tokenizer and chat settings of a model folder. Used by `cluster.http.text.tokenizer`."""
 
 import json
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ def sampling_defaults(path: Path) -> dict[str, float]:
 
 
 def eos_ids(path: Path) -> list[int]:
-    """Of generation_config.json or config.json. Raises ValueError for what is no token id."""
+    """Return the end-of-sequence ids of generation_config.json or config.json. Raises ValueError for invalid ids."""
     value = read_json(path).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(each) is int for each in ids):

@@ -56,7 +56,7 @@ class StopMatcher:
         return best
 
     def _start_of_held(self, text: str) -> int:
-        """Where the longest suffix begins that is the beginning of a stop string."""
+        """Return the start of the longest suffix that begins a stop string."""
         start = len(text)
         for stop in self._stops:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1))

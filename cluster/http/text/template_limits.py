@@ -92,7 +92,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 class _Watched:
-    """What a loop goes through."""
+    """The iterable of a template's loop, with its steps counted."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._values = values

@@ -100,7 +100,7 @@ class ChatTokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """By name, "eos_token" -> "</s>"; those that the chat template may use."""
+        """Return the special tokens that a chat template may use, by name: "eos_token" -> "</s>"."""
         return {} if self._template is None else dict(self._template.special_tokens)
 
     @property
@@ -207,7 +207,7 @@ class ChatTokenizer:
         return self._hidden_beside[shown]
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for by itself, possibly a part of a character."""
+        """Return the bytes of one token; possibly a part of a character."""
         if self._bytes is not None:
             return self._bytes.of(token)
         return self.decode([token]).encode()
@@ -247,7 +247,7 @@ class ChatTokenizer:
 
 
 def _chat_prompt(source: str, special: Mapping[str, str]) -> ChatPrompt:
-    """What renders the chats of a model with this template."""
+    """Return the renderer of a model's chats."""
     return HarmonyPrompt(source, special) if harmony_prompt.is_harmony(source) else ChatTemplate(source, special)
 
 

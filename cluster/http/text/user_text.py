@@ -136,7 +136,7 @@ def unmarked(text: str, mark: str) -> ChatText:
 
 
 def _by_first(texts: Iterable[str]) -> dict[str, set[str]]:
-    """What follows each first character."""
+    """Return the rest of each text, by its first character."""
     found: dict[str, set[str]] = {}
     for text in texts:
         found.setdefault(text[0], set()).add(text[1:])
