@@ -6,7 +6,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from deploy.quantize.rounding import quantised
 from deploy.quantize.schemes import Scheme, scheme_of
 from deploy.quantize.texts import SHIPPED, mean_loss, read_texts, reader
 from deploy.quantize.writer import ShardWriter, copy_others, unfinished
+from speculative.training import TrainingError
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.models.loading import fill_target, read_target_config
@@ -35,21 +36,48 @@ _MOMENTS_BYTES = 1 << 32  # of second moments that are held at once; the texts a
 _META = torch.device("meta")
 
 
+@dataclass(frozen=True)
+class Made:
+    """What a run has written.
+
+    num_matrices: quantised.
+    bytes_before, bytes_after: of weights.
+    loss_before, loss_after: nats a token on held-out text; None if it was not measured.
+    num_tokens: of that text.
+    """
+
+    num_matrices: int
+    bytes_before: int
+    bytes_after: int
+    loss_before: float | None
+    loss_after: float | None
+    num_tokens: int
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Write the checkpoint and print sizes and losses. Raises ConfigError, TrainingError."""
+    try:
+        made = quantise(arguments)
+    except (ConfigError, TrainingError):
+        raise
+    except ValueError as error:  # the engine's
+        raise ConfigError(str(error)) from None
+    print(f"{arguments.output}: {arguments.scheme}, {made.num_matrices} matrices quantised")
+    print(f"weights         {made.bytes_before / 1e9:.3f} GB -> {made.bytes_after / 1e9:.3f} GB")
+    if made.loss_before is not None and made.loss_after is not None:
+        change = f"{made.loss_after - made.loss_before:+.4f}, {made.num_tokens} tokens"
+        print(f"held-out loss   {made.loss_before:.4f} -> {made.loss_after:.4f} nats a token ({change})")
+    return 0
+
+
+def quantise(arguments: argparse.Namespace) -> Made:
+    """Write the checkpoint. Raises ConfigError, TrainingError, and ValueError as an engine does."""
     scheme = scheme_of(arguments.scheme, arguments.group_size, arguments.asymmetric, bool(arguments.calibrate))
     if arguments.head and not SCHEMES[scheme.name].is_integer:
         raise ConfigError(f"--head: {scheme.name} leaves the vocabulary head in 16 bits; leave it out, or take w4a16")
     source = Source(model_folder(arguments.model, None))
     layers = chosen_layers(source, arguments.ignore, arguments.head, scheme.weights.group_size or 1)
-    job = Job(source, scheme, layers, arguments)
-    try:
-        job.run()
-    except ConfigError:
-        raise
-    except ValueError as error:  # the engine's
-        raise ConfigError(str(error)) from None
-    return 0
+    return Job(source, scheme, layers, arguments).run()
 
 
 class Job:
@@ -62,7 +90,7 @@ class Job:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
 
-    def run(self) -> None:
+    def run(self) -> Made:
         texts = self._held_out()
         with unfinished(self.output) as folder, self.progress:
             self._check_space()
@@ -74,12 +102,8 @@ class Job:
             writer.finish()
             fill_target(ModelSource(str(folder)), read_target_config(ModelSource(str(folder)), 1), SOLO, _META, 1)
             after = self._loss(folder, texts, "loss after")
-        print(f"{self.output}: {self.scheme.name}, {len(self.modules)} matrices quantised")
-        print(f"weights         {self.source.num_bytes / 1e9:.3f} GB -> {writer.num_bytes / 1e9:.3f} GB")
-        if before is not None and after is not None:
-            tokens = sum(len(text) - 1 for text in texts)
-            change = f"{after - before:+.4f}, {tokens} tokens of {len(texts)} rows"
-            print(f"held-out loss   {before:.4f} -> {after:.4f} nats a token ({change})")
+        num_tokens = sum(len(text) - 1 for text in texts)
+        return Made(len(self.modules), self.source.num_bytes, writer.num_bytes, before, after, num_tokens)
 
     def _held_out(self) -> list[list[int]]:
         """Return the texts of the loss; none if it is not measured."""

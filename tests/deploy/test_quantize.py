@@ -30,7 +30,7 @@ from tests.workers.models.test_targets import by_transformers, by_us, prompts
 
 DEEPSEEK = ROOT / "tests" / "models" / "deepseek_tiny"
 GROUP = ["--group-size", "32"]
-NAMES = ("w4a16", "w8a16", "fp8", "mxfp4", "nvfp4")
+NAMES = ("w4a16", "w8a16", "w8a8", "fp8", "mxfp4", "nvfp4")
 
 
 def meant(folder: Path) -> Path:
@@ -67,6 +67,7 @@ def meant(folder: Path) -> Path:
         pytest.param(["w4a16", *GROUP], "Llama", marks=pytest.mark.slow),
         (["w4a16", *GROUP, "--asymmetric", "--head"], "Qwen3"),
         pytest.param(["w8a16", "--group-size", "-1"], "Qwen2", marks=pytest.mark.slow),
+        pytest.param(["w8a8"], "Qwen3Moe", marks=pytest.mark.slow),
         (["fp8"], "Llama"),
         (["mxfp4"], "Qwen3Moe"),
         (["nvfp4", "--ignore", "*.down_proj", "re:.*layers\\.0\\.self_attn"], "Llama"),
@@ -151,7 +152,7 @@ def error_of(meant: Tensor, weight: Tensor, moments: Tensor) -> float:
 def test_compensation_stays_on_the_grid_and_helps(
     name: str, rows: int, blocks: int, is_asymmetric: bool, seed: int
 ) -> None:
-    is_integer = name.startswith("w")
+    is_integer = name.endswith("a16")
     scheme = scheme_of(name, 32 if is_integer else None, is_integer and is_asymmetric, True)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, 32 * blocks, generator=generator)

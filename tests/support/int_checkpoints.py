@@ -200,6 +200,21 @@ def pack_quantized(
     return Recipe(config | changes, bits, group, symmetric, pack, ordered, scale_dtype)
 
 
+def int_quantized() -> Recipe:
+    """W8A8: weights by compressed-tensors itself; activations with a scale per token are only declared."""
+    from compressed_tensors.compressors import IntQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    scheme = preset_name_to_scheme("W8A8", ["Linear"])
+    whole = QuantizationConfig(config_groups={"group_0": scheme}, format="int-quantized", ignore=["lm_head"])
+
+    def pack(matrix: Quantised) -> dict[str, Tensor]:
+        given = {"weight": matrix.dense, "weight_scale": matrix.scales.float()}
+        return IntQuantizationCompressor.compress(given, scheme)
+
+    return Recipe(whole.model_dump(mode="json"), 8, None, True, pack, scale_dtype=torch.float32)
+
+
 def is_linear(name: str) -> bool:
     """Whether published checkpoints quantise a tensor of a tiny model by default."""
     plain = ("eh_proj", "in_proj_a", "in_proj_b", "in_proj_ba", "embed_tokens", "lm_head", "fc.weight")

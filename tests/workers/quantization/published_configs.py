@@ -86,6 +86,13 @@ def packed(ignore: list[str], targets: list[str] | None = None, **changes: Any) 
     }
 
 
+def w8a8(**changes: Any) -> dict[str, Any]:
+    config = packed(["lm_head"], num_bits=8, group_size=None, strategy="channel", **changes)
+    inputs = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "int"}
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    return config | {"format": "int-quantized"}
+
+
 # Kimi-K2-Thinking, moonshotai: only routed experts.
 EXPERTS_ONLY = packed(
     ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"], group_size=32
@@ -152,6 +159,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str, float]] = {
         "int8, a scale per output (128), unquantised (1)",
         9.08,
     ),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8": (
+        _with(LLAMA_8B, w8a8()),
+        "int8, a scale per output (128), unquantised (1)",
+        9.08,
+    ),
     "moonshotai/Kimi-K2-Thinking": (
         _with(KIMI_K2, EXPERTS_ONLY),
         "unquantised (367), int4 in groups of 32 (60)",
@@ -178,6 +190,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "old marlin": (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True is not supported; only False is"),
     "marlin 2:4": (packed([]) | {"format": "marlin-24"}, "format='marlin-24' is not supported for weights of integers"),
+    "int8 with zeros": (w8a8(symmetric=False), "weights.symmetric=False is not supported for int-quantized; only true"),
+    "int8 activations beside packed codes": (
+        w8a8() | {"format": "pack-quantized"},
+        "config_groups.group_0.input_activations=.* is not supported beside weights of integers",
+    ),
     "3 bits": (GPTQ | {"bits": 3}, "bits=3 is not supported; 4 and 8 bits are; use the checkpoint in bf16"),
     "5 bits": (packed([], num_bits=5), "num_bits=5 is not supported; 4 and 8 bits are"),
     "gemv": (AWQ | {"version": "gemv"}, "version='gemv' is not supported; only 'gemm' is"),

@@ -10,7 +10,7 @@ import torch
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
-from tests.support.int_checkpoints import Recipe, awq, gptq, is_linear, pack_quantized, quantise
+from tests.support.int_checkpoints import Recipe, awq, gptq, int_quantized, is_linear, pack_quantized, quantise
 from tests.support.tiny_models import VOCAB, add_mtp, add_qwen_mtp, make_eagle, make_eagle3, make_target
 from tests.workers.models.test_targets import by_transformers, by_us
 from workers.scheduling.plan import SamplingParams
@@ -27,6 +27,7 @@ LATENT |= {"moe_intermediate_size": 64, "num_hidden_layers": 2}
         (pack_quantized(symmetric=False, ordered=True), 2, {"vocab_size": 101}),
         pytest.param(pack_quantized(8, None), 4, {"intermediate_size": 224}, marks=pytest.mark.slow),
         (awq(), 4, {"intermediate_size": 160}),  # 40 inputs of a rank: one group and a quarter
+        (int_quantized(), 2, MOE),
         pytest.param(awq(), 2, MOE, marks=pytest.mark.slow),
         pytest.param(gptq(bits=8), 4, MOE, marks=pytest.mark.slow),
         pytest.param(gptq(symmetric=False), 2, LATENT, marks=pytest.mark.slow),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.int_checkpoints import Quantised, Recipe, awq, gptq, pack_quantized
+from tests.support.int_checkpoints import Quantised, Recipe, awq, gptq, int_quantized, pack_quantized
 from workers.layers.linear_method import LinearShape
 from workers.layers.weighted import WrongTensorError
 from workers.ops.gemm.workspace import GEMMOptions
@@ -31,7 +31,9 @@ def load(method: IntLinear, matrices: list[Quantised], recipe: Recipe) -> None:
 
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
-    layout = draw(st.sampled_from(["awq", "gptq", "pack-quantized"]))
+    layout = draw(st.sampled_from(["awq", "gptq", "pack-quantized", "int-quantized"]))
+    if layout == "int-quantized":
+        return int_quantized()
     group, symmetric = draw(st.sampled_from([32, 64, 16])), draw(st.booleans())
     if layout == "awq":
         return awq(group, symmetric)

@@ -9,7 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.int_checkpoints import Recipe, auto_round, awq, gptq, is_linear, pack_quantized, quantise
+from tests.support.int_checkpoints import (
+    Recipe,
+    auto_round,
+    awq,
+    gptq,
+    int_quantized,
+    is_linear,
+    pack_quantized,
+    quantise,
+)
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
 from tests.workers.models.test_targets import by_transformers, by_us
@@ -28,6 +37,7 @@ RECIPES: dict[str, Recipe] = {
     "pack-quantized channel, asymmetric": pack_quantized(group=None, symmetric=False),
     "pack-quantized g_idx, asymmetric": pack_quantized(symmetric=False, ordered=True),
     "pack-quantized 8 bits": pack_quantized(bits=8, group=None, scale_dtype=torch.float32),
+    "int-quantized": int_quantized(),
 }
 # Multiples of the groups of 32 that recipes have.
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 64, "v_head_dim": 24, "moe_intermediate_size": 64}
@@ -43,7 +53,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 # Of layouts that share their reader; test_int_formats.py has all crosses.
-QUICK = ("awq", "gptq_v2 asymmetric desc_act", "auto-round gptq", "pack-quantized g_idx, asymmetric")
+QUICK = ("int-quantized", "awq", "gptq_v2 asymmetric desc_act", "auto-round gptq", "pack-quantized g_idx, asymmetric")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +72,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: 
         pytest.param("Qwen3Moe", "gptq", marks=pytest.mark.slow),
         ("Qwen3Moe", "pack-quantized g_idx, asymmetric"),
         ("DeepseekV3", "awq"),
+        pytest.param("DeepseekV3", "int-quantized", marks=pytest.mark.slow),
         pytest.param("DeepseekV3", "gptq desc_act", marks=pytest.mark.slow),
         ("Qwen3_5", "gptq asymmetric"),
         pytest.param("Qwen3_5", "pack-quantized channel, asymmetric", marks=pytest.mark.slow),
@@ -120,6 +131,12 @@ def test_a_start_says_what_is_served_how(tmp_path: Path, caplog: pytest.LogCaptu
         "unquantised (1)" in caplog.text
     )
     assert "weights of few bits are multiplied in the model's type" in caplog.text
+
+
+def test_a_start_says_that_activations_are_not_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(quantise(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", int_quantized()))
+    (line,) = (record.message for record in caplog.records if "activations stay" in record.message)
+    assert line.endswith("(int8 weights are multiplied as W8A16 here), which is more exact")
 
 
 def test_dummies_are_finite(tmp_path: Path) -> None:

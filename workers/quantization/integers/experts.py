@@ -56,7 +56,7 @@ class IntMatrix(PackedScheme):
         return replace(part, columns=self.widened(part.columns))
 
     def storage(self, part: Part) -> dict[str, Tensor]:
-        word = 32 // self.layout.bits
+        word = self.layout.word
         if part.columns.total % (self.layout.group or 1):
             raise ValueError(f"{part.name}: {part.columns.total} inputs are not whole groups of {self.layout.group}")
         for what, span in (("rows", part.rows), ("columns", self.widened(part.columns))):

@@ -18,7 +18,7 @@ from workers.span import Span
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _OUTPUTS_LAST = ("qweight", "qzeros", "scales")  # kinds whose last dimension counts outputs
 _OF_INPUTS = ("g_idx", "weight_g_idx")
-Layout = Literal["pack-quantized", "awq", "gptq"]
+Layout = Literal["pack-quantized", "int-quantized", "awq", "gptq"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Codes:
 @dataclass(frozen=True)
 class IntFormat:
     """layout: whose tensors.
-    bits: 4 or 8.
+    bits: 4 or 8; int-quantized: 8.
     group: inputs that share a scale; None: all of an output's.
     symmetric: zeros are 8 or 128; compressed-tensors then stores none.
     ordered: groups have any inputs, told by a tensor of indexes.
@@ -112,6 +112,7 @@ class IntFormat:
 
     KINDS: ClassVar[dict[Layout, tuple[str, str, str, str]]] = {  # codes, scales, zeros, groups of inputs
         "pack-quantized": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+        "int-quantized": ("weight", "weight_scale", "", ""),  # signed bytes, not packed
         "awq": ("qweight", "scales", "qzeros", ""),
         "gptq": ("qweight", "scales", "qzeros", "g_idx"),
     }
@@ -126,12 +127,19 @@ class IntFormat:
         return "int4" if self.bits == 4 else "int8"
 
     @property
+    def word(self) -> int:
+        """Codes per element of the stored tensor."""
+        return 1 if self.layout == "int-quantized" else 32 // self.bits
+
+    @property
     def symmetric_zero(self) -> int:
         return SYMMETRIC_ZERO[self.code]
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         codes, scales, zeros, order = self.KINDS[self.layout]
+        if self.layout == "int-quantized":
+            return codes, scales
         if self.layout == "awq":
             return codes, scales, zeros
         if self.layout == "gptq":
@@ -160,8 +168,13 @@ class IntFormat:
     def tensors(self, part: Part) -> dict[str, StoredTensor]:
         """Return the tensors that a rank keeps until it packs them, by kind."""
         codes, scales, zeros, order = self.KINDS[self.layout]
-        word, group = 32 // self.bits, self.group or part.columns.total
-        if self.layout == "pack-quantized":
+        word, group = self.word, self.group or part.columns.total
+        if self.layout == "int-quantized":
+            found = {
+                codes: StoredTensor(torch.int8, Axis(0, 1), Axis(1, 1)),
+                scales: StoredTensor(None, Axis(0, 1), Axis(1, group)),
+            }
+        elif self.layout == "pack-quantized":
             found = {
                 codes: StoredTensor(torch.int32, Axis(0, 1), Axis(1, word)),
                 scales: StoredTensor(None, Axis(0, 1), Axis(1, group, self.ordered)),
@@ -207,11 +220,10 @@ class IntFormat:
     def read_whole(self, stored: Mapping[str, Tensor]) -> Codes:
         """`read` for a share of whole words and groups, whatever the matrix around it is."""
         codes, scales = stored[self.KINDS[self.layout][0]], stored[self.scales_kind]
-        word = 32 // self.bits
-        if self.layout == "pack-quantized":
-            rows, columns = scales.shape[0], codes.shape[1] * word
+        if self.layout in ("pack-quantized", "int-quantized"):
+            rows, columns = scales.shape[0], codes.shape[1] * self.word
         else:
-            rows, columns = scales.shape[1], codes.shape[0] * (1 if self.layout == "awq" else word)
+            rows, columns = scales.shape[1], codes.shape[0] * (1 if self.layout == "awq" else self.word)
         return self.read(stored, Part("", Span.whole(rows), Span.whole(columns), 0))
 
     def read(self, stored: Mapping[str, Tensor], part: Part) -> Codes:
@@ -235,6 +247,8 @@ class IntFormat:
 
     def _values(self, words: Tensor, stored: StoredTensor, part: Part) -> Tensor:
         """Return [rows, columns or groups] uint8 of words that hold several outputs, or several inputs."""
+        if self.layout == "int-quantized":
+            return words.view(torch.uint8) ^ self.symmetric_zero  # from -128 to 127 to codes
         assert stored.outputs is not None and stored.inputs is not None
         along, share = (stored.outputs, part.rows) if stored.outputs.per > 1 else (stored.inputs, part.columns)
         words = words.transpose(0, 1) if along.dim == 0 else words

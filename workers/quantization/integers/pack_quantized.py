@@ -1,9 +1,12 @@
-"""compressed-tensors' `pack-quantized`: 4- and 8-bit integers with 16-bit activations, in groups of modules that may
-differ (`quant_method: compressed-tensors`)."""
+"""compressed-tensors' weights of integers, in groups of modules that may differ (`quant_method: compressed-tensors`):
+`pack-quantized`, 4 and 8 bits with 16-bit activations, and `int-quantized`, W8A8. Of the latter activations keep the
+model's dtype."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from workers.quantization.integers.format import IntFormat, Layout
 from workers.quantization.integers.scheme import IntScheme
@@ -11,7 +14,9 @@ from workers.quantization.module_lists import bits_of, check_pattern, flag_in, g
 from workers.quantization.quant_method import QuantMethod, list_of_names
 from workers.quantization.scheme import Scheme, SchemeQuant
 
-_FORMAT: Layout = "pack-quantized"
+_PACKED: Layout = "pack-quantized"
+_W8A8: Layout = "int-quantized"
+_KEPT = "activations stay in the model's type (int8 weights are multiplied as W8A16 here), which is more exact"
 _LINEAR = "Linear"  # the class of all linear layers
 _PRESETS: dict[str, dict[str, Any]] = {  # of compressed-tensors 0.20, compressed_tensors/quantization/quant_scheme.py
     "W4A16": {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": True},
@@ -28,6 +33,11 @@ class PackQuantized(SchemeQuant):
 
     groups: tuple[tuple[str, IntScheme], ...]
     ignored: tuple[str, ...]
+
+    def fallback(self, device: torch.device) -> str | None:
+        has_w8a8 = any(scheme.layout.layout == _W8A8 for _, scheme in self.groups)
+        told = [super().fallback(device), _KEPT if has_w8a8 else None]
+        return "; ".join(filter(None, told)) or None
 
     def declared(self, name: str) -> Scheme | None:
         if any(entry == _LINEAR or matches(entry, name) for entry in self.ignored):
@@ -87,14 +97,20 @@ def _refuse_others(quantization: Mapping[str, Any], source: str) -> None:
 def _scheme(name: str, group: Mapping[str, Any], layout: Any, source: str) -> IntScheme:
     key, weights = f"config_groups.{name}", _weights(group)
     layout = group.get("format") or layout
-    if layout != _FORMAT:
-        refuse(source, "format", layout, f"is not supported for weights of integers; {_FORMAT!r} is")
-    for activations in ("input_activations", "output_activations"):
-        if group.get(activations):
-            refuse(source, f"{key}.{activations}", group[activations], "is not supported beside weights of integers")
+    if layout not in (_PACKED, _W8A8):
+        refuse(source, "format", layout, f"is not supported for weights of integers; {_PACKED!r} and {_W8A8!r} are")
+    inputs = group.get("input_activations") or {}
+    if inputs and (layout != _W8A8 or inputs.get("num_bits") != 8 or inputs.get("type", "int") != "int"):
+        refuse(source, f"{key}.input_activations", inputs, "is not supported beside weights of integers")
+    if group.get("output_activations"):
+        refuse(source, f"{key}.output_activations", group["output_activations"], "is not supported")
     if weights.get("type", "int") != "int":
         refuse(source, f"{key}.weights.type", weights.get("type"), "is not supported beside groups of integers")
-    bits = bits_of(weights, source, "num_bits", within=f"{key}.weights.")
+    supported = (8,) if layout == _W8A8 else (4, 8)
+    bits = bits_of(weights, source, "num_bits", supported=supported, within=f"{key}.weights.")
+    is_symmetric = flag_in(weights, source, "symmetric", True)
+    if layout == _W8A8 and not is_symmetric:
+        refuse(source, f"{key}.weights.symmetric", False, f"is not supported for {_W8A8}; only true is")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
     if strategy not in ("group", "channel"):
         refuse(source, f"{key}.weights.strategy", strategy, "is not supported; 'group' and 'channel' are")
@@ -103,4 +119,6 @@ def _scheme(name: str, group: Mapping[str, Any], layout: Any, source: str) -> In
     if order not in (None, False, True, "weight", "static", "group", "dynamic"):
         refuse(source, f"{key}.weights.actorder", order, "is not supported")
     ordered = order in (True, "group", "dynamic") and size is not None
-    return IntScheme(IntFormat(_FORMAT, bits, size, flag_in(weights, source, "symmetric", True), ordered))
+    if ordered and layout == _W8A8:
+        refuse(source, f"{key}.weights.actorder", order, f"is not supported for {_W8A8}")
+    return IntScheme(IntFormat(layout, bits, size, is_symmetric, ordered))

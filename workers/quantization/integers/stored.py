@@ -65,4 +65,5 @@ def fill_dummy(layout: IntFormat, kind: str, tensor: Tensor, fan_in: int, genera
     elif kind == layout.zeros_kind:
         tensor.fill_(layout.symmetric_word())
     else:
-        tensor.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
+        limits = torch.iinfo(tensor.dtype)
+        tensor.random_(limits.min, limits.max, generator=generator)
