@@ -7,8 +7,8 @@ from attention.config import MIN_WINDOW
 from speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of
 from workers.config import RoundShapes
 
-Method = Literal["eagle", "eagle3", "mtp", "dflash"]
-_BLOCKS = ("dflash",)  # methods that draft a block in one pass
+Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2"]
+_BLOCKS = ("dflash", "dspark", "dflash2")  # methods that draft a block in one pass
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class SpeculativeConfig:
 
     path: folder of the draft, or its name on the hub; empty with `method: mtp`: the target's.
     method: `eagle3` for EAGLE-3 and EAGLE-3.1 heads, `speculators` files too; `eagle` for EAGLE and EAGLE-2 heads;
-        `mtp` for the module of a DeepSeek-V3, Qwen3-Next or Qwen3.5 and later; `dflash` for DFlash heads, z-lab's,
-        DeepSpec's and `speculators`'.
-    num_steps: depth of the draft tree; with `dflash` at most what a block holds.
+        `mtp` for the module of a DeepSeek-V3, Qwen3-Next or Qwen3.5 and later; `dflash`,
+        `dspark` and `dflash2` for block drafts, z-lab's, DeepSpec's and `speculators`'.
+    num_steps: depth of the draft tree; of block drafts at most what a block holds.
     top_k: children per expanded node; 1 drafts a chain.
     num_draft_tokens: nodes verified per round, the root included; num_steps + 1 for a chain.
     draft_tp: ranks that share the draft; 1: each holds all of it; none: as many as the target.

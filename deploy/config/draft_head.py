@@ -12,8 +12,10 @@ def draft_method(folder: Path) -> str:
     """Return `speculative.method` of the head in `folder`. Raises ConfigError for a config.json that cannot be read."""
     config = _config(folder)
     name = _name(config)
-    if "dflash" in name or "dspark" in name:
-        return "dflash"
+    if "dspark" in name:  # DeepSpec names its DFlash heads so, too
+        return "dflash" if config.get("markov_rank") == 0 else "dspark"
+    if "dflash" in name:
+        return "dflash2" if "dflash2" in name else "dflash"
     # only EAGLE-3's heads say so, by architecture or by their own vocabulary
     return "eagle3" if "eagle3" in name or "draft_vocab_size" in config else "eagle"
 
@@ -28,7 +30,8 @@ def block_shape(folder: Path) -> dict[str, Any]:
     given = {**config, **(nested if isinstance(nested, dict) else {})}
     in_speculators = "speculators_model_type" in config
     size = given.get("block_size") or (8 if in_speculators else 16)
-    from_anchor = given.get("sample_from_anchor", "dspark" in name and not in_speculators)
+    kind = str(config.get("speculators_model_type") or name)
+    from_anchor = given.get("sample_from_anchor", "dspark" in kind)
     depth = int(size) - (not from_anchor)
     return {"num_steps": depth, "num_draft_tokens": depth + 1}
 

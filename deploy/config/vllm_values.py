@@ -95,7 +95,7 @@ def _json(value: Any) -> Mapping[str, Any]:
 def speculative(value: Any) -> Changes:
     """vLLM's object: method, model, num_speculative_tokens, draft_tensor_parallel_size."""
     found = dict(_json(value))
-    methods = {name: name for name in ("eagle", "eagle3", "mtp", "dflash")}
+    methods = {name: name for name in ("eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2")}
     methods |= dict.fromkeys(("deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp")
     model, method = found.pop("model", None), found.pop("method", None)
     steps = found.pop("num_speculative_tokens", None)

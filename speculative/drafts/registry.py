@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from speculative.drafts.blocks.dflash import DFlash
+from speculative.drafts.blocks.dflash2 import DFlash2
+from speculative.drafts.blocks.dspark import DSpark
 from speculative.drafts.config import draft_architecture
 from speculative.drafts.eagle import Eagle
 from speculative.drafts.eagle3 import Eagle3
@@ -20,6 +22,8 @@ METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
     "eagle3": (Eagle3,),
     "mtp": (DeepseekMtp, QwenMtp),
     "dflash": (DFlash,),
+    "dspark": (DSpark,),
+    "dflash2": (DFlash2,),
 }
 
 

@@ -2,5 +2,7 @@
 
 config   a block's form, and config.json of published heads
 dflash   DFlash: method and model
+dspark   DSpark: a Markov head
+dflash2  DFlash2: convolutions and a selector
 drafter  drafts chains and trees from one pass
 """

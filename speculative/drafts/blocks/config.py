@@ -40,6 +40,7 @@ _KNOWN = {
     *("is_causal", "use_sliding_window", "attention_bias", "tie_word_embeddings", "rope_scaling", "rope_parameters"),
     *("quantization_config", "eos_token_id", "use_cache", "return_dict", "auto_map", "id2label", "label2id"),
     *("embed_requires_grad", "has_no_defaults_at_init", "eagle_aux_hidden_state_layer_ids"),
+    *("enable_confidence_head", "confidence_head_with_markov"),
 }
 _DFLASH_KEYS = {"target_layer_ids", "mask_token_id", "block_size", "causal", "num_anchors", "sample_from_anchor"}
 _LAYERS = ("qwen3", "llama")  # layer descriptions of `speculators`; the module has Qwen3's layers for both
@@ -142,9 +143,8 @@ def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: in
             f"{source}: mask_token_id={mask}: the target's vocabulary has {vocab_size} tokens; use the head that was "
             "trained for this target"
         )
-    # DeepSpec's blocks begin to predict at the anchor and have no key for it
-    deepspec = "dsparkmodel" in draft_architecture(raw).lower() and not is_speculators(raw)
-    from_anchor = bool(given.get("sample_from_anchor", deepspec or raw.get("speculators_model_type") == "dspark"))
+    name = str(raw.get("speculators_model_type") or draft_architecture(raw)).lower()
+    from_anchor = bool(given.get("sample_from_anchor", "dspark" in name))  # DeepSpec has no key for it
     if size < 2 - from_anchor:
         raise ValueError(f"{source}: block_size={size}: must be at least 2; use a head that drafts")
     return BlockForm(size, mask, from_anchor, _views(path, raw, num_layers))
@@ -207,7 +207,8 @@ def _sliding(raw: Mapping[str, Any], window: int, source: str) -> LayerView:
         return LayerView(_causal(raw, True, source), window - 1 if window else None)
     if not window:
         raise ValueError(f"{source}: layer_types has sliding_attention, but sliding_window is not set; set it")
-    return LayerView(not raw.get("sliding_window_non_causal"), window)  # `window` tokens before the block
+    both_ways = raw.get("sliding_window_non_causal", raw["speculators_model_type"] == "dflash2")
+    return LayerView(not both_ways, window)  # `window` tokens before the block
 
 
 def _causal(raw: Mapping[str, Any], default: bool, source: str) -> bool:

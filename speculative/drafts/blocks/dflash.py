@@ -24,14 +24,16 @@ from workers.models.config_fields import size_of
 from workers.models.decoder import DecoderOutput
 from workers.models.llama import LlamaConfig, make_layer, read_config
 from workers.models.name_map import NameMap
+from workers.ops.rotary import Angles
 
 
 @dataclass(frozen=True)
 class DFlash(DraftMethod):
-    """A DFlash head. form: of its blocks."""
+    """A DFlash head. form: of its blocks. keys: of config.json that only heads of this kind have."""
 
     name: ClassVar[str] = "dflash"
     lookahead: ClassVar[int] = 0
+    keys: ClassVar[frozenset[str]] = frozenset()
     model: LlamaConfig
     form: BlockForm
 
@@ -41,13 +43,25 @@ class DFlash(DraftMethod):
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
-        model = read_config(layers_config(path, raw), f"draft {path}")
+        model = read_config(layers_config(path, raw, cls.keys), f"draft {path}")
         check_target(path, model, size_of(raw, "target_hidden_size", f"draft {path}", model.hidden_size), target)
         check_width(path, model, target, "the projection of a block draft gives the width of the target's layers")
         capture = read_capture(path, raw, target)
         form = read_form(path, raw, model.num_layers, target.vocab_size)
         vocab_size = size_of(raw, "draft_vocab_size", f"draft {path}", model.vocab_size)
-        return cls(path, model, vocab_size, capture, form)
+        return cls(path, model, vocab_size, capture, form, **cls.head_fields(path, raw))
+
+    @classmethod
+    def head_fields(cls, path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the fields that a subclass adds. Raises ValueError."""
+        return {}
+
+    def head_names(self) -> dict[str, str]:
+        """Return `NameMap` rules of the modules that a subclass adds."""
+        return {}
+
+    def head_aliases(self) -> tuple[tuple[str, str], ...]:
+        return ()
 
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "DFlashModel":
         return DFlashModel(self, group, max_position, device)
@@ -66,19 +80,40 @@ class DFlash(DraftMethod):
 
     @property
     def weight_names(self) -> NameMap:
-        rules = {name: name for name in ("embed_tokens", "lm_head", "fc", "hidden_norm", "norm")} | {
-            "layers.{layer}.self_attn.qkv": "layers.{layer}.self_attn.{part}",
-            "layers.{layer}.mlp.gate_up": "layers.{layer}.mlp.{part}",
-            "layers.{layer}.{block}.{module}": "layers.{layer}.{block}.{module}",
-            "layers.{layer}.{norm}": "layers.{layer}.{norm}",
-        }
-        return NameMap(rules, (("model.", ""),), (*IGNORED_WEIGHTS, "verifier_lm_head.*", "verifier_norm.*"))
+        rules = (
+            self.head_names()
+            | {name: name for name in ("embed_tokens", "lm_head", "fc", "hidden_norm", "norm")}
+            | {
+                "layers.{layer}.self_attn.qkv": "layers.{layer}.self_attn.{part}",
+                "layers.{layer}.mlp.gate_up": "layers.{layer}.mlp.{part}",
+                "layers.{layer}.{block}.{module}": "layers.{layer}.{block}.{module}",
+                "layers.{layer}.{norm}": "layers.{layer}.{norm}",
+            }
+        )
+        ignored = (*IGNORED_WEIGHTS, "verifier_lm_head.*", "verifier_norm.*", "confidence_head.*")
+        return NameMap(rules, (("model.", ""), *self.head_aliases()), ignored)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The drafted blocks of a batch, rows by depth.
+
+    states: [B, depths, hidden] after the final norm.
+    logits: [B, depths, shard size] over the draft's vocabulary.
+    """
+
+    states: Tensor
+    logits: Tensor
 
 
 class DFlashModel(DraftModel):
-    """Row k of a block is at position anchor + k. `keep` writes the context's KV."""
+    """Row k of a block is at position anchor + k. `keep` writes the context's KV.
+
+    conditional: whether a row's logits depend on the token before.
+    """
 
     drafts_blocks: ClassVar[bool] = True
+    conditional: ClassVar[bool] = False
 
     def __init__(self, method: DFlash, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)
@@ -102,27 +137,44 @@ class DFlashModel(DraftModel):
 
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`block` where all layers see the same; `hidden` is unused."""
-        return self.block(ids, (context,) * self.num_layers)
+        return self.block(ids.unsqueeze(0), (context,) * self.num_layers)
 
     def block(self, ids: Tensor, contexts: Sequence[ForwardContext]) -> Tensor:
-        """Run the rows of blocks: [rows, hidden] after the final norm.
+        """Run the rows of blocks: [B * R, hidden] after the final norm.
 
-        ids: [rows] int64 anchors and mask tokens.
+        ids: [B, R] int64 anchors and mask tokens.
         contexts: of each layer; they differ by what rows see.
         """
         layers: list[DecoderLayer] = list(self.layers)  # type: ignore[arg-type]
-        angles = self.rotary.at(contexts[0].positions)
-        residual, added = self.embed_tokens(ids), None
+        angles, rows = self.rotary.at(contexts[0].positions), ids.shape[1]
+        residual, added = self.embed_tokens(ids.flatten()), None
         for layer, context in zip(layers, contexts, strict=True):
-            norm, wanted = layer.input_layernorm, layer.self_attn.fp8_inputs
             if added is None:
-                normed = norm.for_product(residual, wanted)
+                normed: Tensor = layer.input_layernorm(residual)
             else:
-                normed, residual = norm.add_for_product(added, residual, wanted, self.group)
-            added, residual = layer(normed, residual, angles, context)
+                normed, residual = layer.input_layernorm.add(added, residual, self.group)
+            added, residual = self.run_layer(layer, normed, residual, angles, context, rows)
         assert added is not None, "a draft has layers"
         state: Tensor = self.norm.add(added, residual, self.group)[0]
         return state
+
+    def run_layer(
+        self,
+        layer: DecoderLayer,
+        normed: Tensor,
+        residual: Tensor,
+        angles: Angles,
+        context: ForwardContext,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Run a layer on blocks of `rows` rows, as `DecoderLayer.forward`."""
+        out: tuple[Tensor, Tensor] = layer(normed, residual, angles, context)
+        return out
+
+    def after(self, block: Block, row: int, previous: Tensor) -> Tensor:
+        """Return the logits of `row` after previous [B, k] int64 target ids, [B * k, shard size], in memory of their
+        own."""
+        return block.logits[:, row].repeat_interleave(previous.shape[1], dim=0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)

@@ -1,8 +1,9 @@
 """Drafts chains and trees from one pass over a block per request. Used by `speculative.decoding`.
 
 The rows of the block write their KV after the committed positions, where the next round's target features overwrite
-it. The depth-d nodes of a tree are the best tokens of row d: rows do not see which token the row before becomes, so
-all parents of a depth have the same children.
+it. The depth-d nodes of a tree are the best tokens of row d. Rows of plain DFlash do not see which token the row before
+becomes, so all parents of a depth have the same children. Other heads score a row's tokens given the token before: a
+first-order beam over path probabilities.
 """
 
 from dataclasses import replace
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, causal_mask
-from speculative.drafts.blocks.dflash import DFlashModel
+from speculative.drafts.blocks.dflash import Block, DFlashModel
 from speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.ops.tree_growth import grow
-from speculative.tree.nodes import Candidates, Children, Level, chain
+from speculative.tree.nodes import Candidates, Children, chain
 from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
 from workers.sampling.sampler import Sampler
@@ -36,53 +37,70 @@ class BlockDrafter(Drafter):
         self._after = torch.arange(1, shape.num_steps + 1, device=slots.device)
 
     def draft(self, batch: DraftBatch) -> None:
-        states = self._block(batch)
+        block = self._block(batch)
         if not self._shape.is_chain:
-            self._grow_tree(batch, states)
-        elif batch.guidance is None:
-            self._all_at_once(batch, states)
+            self._grow_tree(batch, block)
+        elif batch.guidance is None and not self._model.conditional:
+            self._all_at_once(batch, block)
         else:
-            self._one_by_one(batch, states)
+            self._one_by_one(batch, block)
 
-    def _block(self, batch: DraftBatch) -> Tensor:
-        """Run the blocks; return the states that predict depths 1 onwards, [B, num_steps, H]."""
+    def _block(self, batch: DraftBatch) -> Block:
+        """Run the blocks, whose row d predicts depth d + 1."""
         anchors = self._slots.bonus[batch.slots].unsqueeze(1)
         ids = torch.cat((anchors, self._mask_ids.expand(anchors.shape[0], -1)), dim=1)
         length = self._slots.seq_len[batch.slots]
         hidden = block_states(self._runner, ids, length, batch.page_table, batch.max_kv_len)
-        return hidden[:, hidden.shape[1] - self._shape.num_steps :]
+        states = hidden[:, hidden.shape[1] - self._shape.num_steps :]
+        return Block(states, self._model.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2]))  # type: ignore[no-untyped-call]
 
-    def _all_at_once(self, batch: DraftBatch, states: Tensor) -> None:
+    def _all_at_once(self, batch: DraftBatch, block: Block) -> None:
         """Draft chains whose tokens do not depend on one another."""
         length = self._slots.seq_len[batch.slots]
-        logits = self._noisy(self._model.logits(states.flatten(0, 1)), batch, length.long().unsqueeze(1) + self._after)
+        logits = self._noisy(block.logits.flatten(0, 1), batch, length.long().unsqueeze(1) + self._after)
         best = self._model.to_target(self._model.lm_head.shard.argmax(logits)).view(length.shape[0], -1)
         self._trees.write(batch.slots, chain(self._slots.bonus[batch.slots], best))
 
-    def _one_by_one(self, batch: DraftBatch, states: Tensor) -> None:
-        """Draft chains under grammars, whose masks depend on the token before."""
-        assert batch.guidance is not None
-        length, tokens = self._slots.seq_len[batch.slots], []
+    def _one_by_one(self, batch: DraftBatch, block: Block) -> None:
+        """Draft chains whose tokens depend on the token before, by the head or a grammar."""
+        bonus = self._slots.bonus[batch.slots]
+        tokens, previous = [], bonus
         for step in self._steps:
-            logits = self._scores(states[:, step.depth - 1], batch, length, step.depth, 1)
-            tokens.append(batch.guidance.follow(self._model.to_target(self._model.lm_head.shard.argmax(logits))))
-        self._trees.write(batch.slots, chain(self._slots.bonus[batch.slots], torch.stack(tokens, dim=1)))
+            logits = self._scores_after(batch, block, step.depth, previous.unsqueeze(1))
+            previous = self._model.to_target(self._model.lm_head.shard.argmax(logits))
+            if batch.guidance is not None:
+                previous = batch.guidance.follow(previous)
+            tokens.append(previous)
+        self._trees.write(batch.slots, chain(bonus, torch.stack(tokens, dim=1)))
 
-    def _grow_tree(self, batch: DraftBatch, states: Tensor) -> None:
-        length = self._slots.seq_len[batch.slots]
+    def _grow_tree(self, batch: DraftBatch, block: Block) -> None:
         candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._shape.num_steps)
-        level: Level | None = None
+        level, previous = None, self._slots.bonus[batch.slots].unsqueeze(1)
         for step in self._steps:
-            state = states[:, step.depth - 1]
-            if batch.guidance is None:  # all parents have the same children
-                children = _repeated(self._best(state, batch, length, step.depth, 1), step.rows)
+            if batch.guidance is None and not self._model.conditional:  # all parents have the same children
+                children = _repeated(self._children(batch, block, step.depth, previous[:, :1]), step.rows)
             else:
-                rows = state.repeat_interleave(step.rows, dim=0)
-                children = self._best(rows, batch, length, step.depth, step.rows)
+                children = self._children(batch, block, step.depth, previous)
             level = grow(candidates, level, children, step.first_candidate, 0)  # no step reads its masks
+            previous = level.tokens
             if batch.guidance is not None and not step.is_last:
                 batch.guidance.grown(level)
         self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
+
+    def _children(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Children:
+        """Return the top_k tokens at `depth` after each of previous [B, k]."""
+        head = self._model
+        scores = self._scores_after(batch, block, depth, previous)
+        found = Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)
+        return found if batch.guidance is None else batch.guidance.children(found)
+
+    def _scores_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Tensor:
+        """Return [B * k, shard size] logits of tokens at `depth` after previous [B, k] int64: as `Drafter._scores`."""
+        logits = self._model.after(block, depth - 1, previous)
+        if batch.guidance is not None:
+            batch.guidance.mask(logits, self._token_ids)
+        positions = self._slots.seq_len[batch.slots].long().unsqueeze(1) + depth
+        return self._noisy(logits, batch, positions.expand(-1, previous.shape[1]))
 
 
 def block_states(runner: DraftRunner, ids: Tensor, length: Tensor, page_table: Tensor, max_kv_len: int) -> Tensor:
@@ -101,7 +119,7 @@ def block_states(runner: DraftRunner, ids: Tensor, length: Tensor, page_table: T
         mask, window = masks[not view.causal], view.window(rows)
         decode = DecodeBatch(Mode.DRAFT_DECODE, rows, rows, length, mask, page_table, max_kv_len)
         contexts[view] = runner.context(replace(decode, chain=view.causal, window=window))
-    return model.block(ids.flatten(), [contexts[view] for view in model.form.views]).view(batch, rows, -1)
+    return model.block(ids, [contexts[view] for view in model.form.views]).view(batch, rows, -1)
 
 
 def _repeated(children: Children, times: int) -> Children:

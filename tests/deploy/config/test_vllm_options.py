@@ -76,7 +76,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
         (["--speculative-config", "[]"], r"must be a JSON object"),
         (
             ["--speculative-config", '{"method": "ngram"}'],
-            "method ngram: Aerie speculates with eagle, eagle3, mtp, dflash",
+            "method ngram: Aerie speculates with eagle, eagle3, mtp, dflash, dspark, dflash2",
         ),
         (["--speculative-config", '{"method": "eagle3"}'], "model is missing"),
         (["--speculative-config", '{"model": "x", "parallel_drafting": true}'], "parallel_drafting: not known here"),

@@ -107,7 +107,8 @@ def test_every_method_can_be_configured() -> None:
 def test_a_method_that_does_not_exist_is_refused_with_those_that_do(pair: Pair) -> None:
     spec = spec_of(pair.target)
     with pytest.raises(
-        ValueError, match=r"^speculative.method=medusa: does not exist; choose one of eagle, eagle3, mtp, dflash$"
+        ValueError,
+        match=r"^speculative.method=medusa: does not exist; choose one of eagle, eagle3, mtp, dflash, dspark, dflash2$",
     ):
         read_draft("medusa", str(pair.eagle), str(pair.target), read_target_config(spec.worker.model, 1))
 
@@ -117,6 +118,6 @@ def test_a_checkpoint_of_no_known_method_is_refused_with_those_that_exist(pair: 
     spec = spec_of(pair.target)
     with pytest.raises(
         ValueError,
-        match=r"d \(architecture MedusaModel\) is of no method that exists; those are eagle, eagle3, mtp, dflash$",
+        match=r"d \(architecture MedusaModel\) is of no method that exists; those are eagle, .*, dspark, dflash2$",
     ):
         read_draft("eagle3", str(draft), str(pair.target), read_target_config(spec.worker.model, 1))

@@ -2,6 +2,7 @@
 DFlash (arXiv 2602.06036), and z-lab's and `speculators`' (0.9) modelling code, whose attention masks differ."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ THETA, EPS = 10000.0, 1e-6
 @dataclass(frozen=True)
 class BlockHead:
     """A tiny head. windows: of each layer, None for full attention; causal: of each layer. in_speculators: windows
-    count tokens before the block, as `speculators` does; else tokens up to the row, itself included."""
+    count tokens before the block, as `speculators` does; else tokens up to the row, itself included. kind: dflash,
+    dspark (rank, gated) or dflash2 (taps, group, rank, candidates)."""
 
     hidden: int = 64
     layers: int = 2
@@ -36,6 +38,12 @@ class BlockHead:
     windows: tuple[int | None, ...] = (None, None)
     causal: tuple[bool, ...] = (False, False)
     in_speculators: bool = False
+    kind: str = "dflash"
+    rank: int = 24
+    gated: bool = False
+    taps: int = 2
+    group: int = 16
+    candidates: int = 12
 
     def layer_config(self) -> dict[str, Any]:
         kinds = ["full_attention" if window is None else "sliding_attention" for window in self.windows]
@@ -86,7 +94,24 @@ class BlockHead:
             layer |= {f"mlp.{name}_proj.weight": normal(self.mlp, self.hidden) for name in ("gate", "up")}
             layer["mlp.down_proj.weight"] = normal(self.hidden, self.mlp)
             layer |= {f"{name}.weight": norm(self.hidden) for name in ("input_layernorm", "post_attention_layernorm")}
+            if self.kind == "dflash2":
+                for name in ("attention_conv", "mlp_conv"):
+                    layer[f"{name}.base_kernel"] = normal(2, self.taps, self.hidden) + torch.eye(self.taps)[0, :, None]
+                    groups = self.hidden // self.group
+                    layer[f"{name}.kernel_projection.weight"] = normal(2 * self.taps * groups, self.hidden)
             tensors |= {f"layers.{i}.{name}": tensor for name, tensor in layer.items()}
+        if self.kind == "dspark":
+            tensors["markov_head.markov_w1.weight"] = 5 * normal(self.vocab, self.rank)
+            tensors["markov_head.markov_w2.weight"] = 5 * normal(self.draft_vocab or self.vocab, self.rank)
+            tensors["confidence_head.proj.weight"] = normal(1, self.hidden + self.rank)
+            tensors["confidence_head.proj.bias"] = normal(1)
+            if self.gated:
+                tensors["markov_head.gate_proj.weight"] = normal(self.rank, self.hidden + self.rank)
+                tensors["markov_head.gate_proj.bias"] = normal(self.rank)
+        if self.kind == "dflash2":
+            for name in ("predecessor", "successor"):
+                tensors[f"candidate_selector.{name}_codebook"] = 5 * normal(self.vocab, self.rank)
+            tensors["candidate_selector.hidden_projection.weight"] = normal(self.rank, self.hidden)
         return tensors
 
 
@@ -107,11 +132,53 @@ class BlockReference:
         x = self.embedding[torch.tensor([anchor] + [head.mask_id] * (rows - 1))]
         for i in range(head.layers):
             normed = self._norm(x, f"layers.{i}.input_layernorm")
-            x = x + self._attend(normed, context, i, n)
-            gated = self._norm(x, f"layers.{i}.post_attention_layernorm")
-            gate, up = (self._linear(gated, f"layers.{i}.mlp.{name}_proj") for name in ("gate", "up"))
-            x = x + self._linear(F.silu(gate) * up, f"layers.{i}.mlp.down_proj")
+            before, after = self._convolutions(normed, f"layers.{i}.attention_conv")
+            x = x + after(self._attend(before(normed), context, i, n))
+            normed = self._norm(x, f"layers.{i}.post_attention_layernorm")
+            before, after = self._convolutions(normed, f"layers.{i}.mlp_conv")
+            gate, up = (self._linear(before(normed), f"layers.{i}.mlp.{name}_proj") for name in ("gate", "up"))
+            x = x + after(self._linear(F.silu(gate) * up, f"layers.{i}.mlp.down_proj"))
         return self._norm(x, "norm")
+
+    def _convolutions(self, x: Tensor, name: str) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Before and after a sublayer with input x [rows, hidden]; nothing but in DFlash2."""
+        if self.head.kind != "dflash2":
+            return (lambda y: y), (lambda y: y)
+        rows, groups = x.shape[0], self.head.hidden // self.head.group
+        dynamic = self._linear(x, f"{name}.kernel_projection").view(rows, 2, self.head.taps, groups)
+
+        def convolution(side: int) -> Callable[[Tensor], Tensor]:
+            def convolve(y: Tensor) -> Tensor:
+                out = torch.zeros_like(y)
+                for row in range(rows):
+                    for tap in range(min(self.head.taps, row + 1)):
+                        kernel = self.tensors[f"{name}.base_kernel"][side, tap]
+                        kernel = kernel + dynamic[row, side, tap].repeat_interleave(self.head.group)
+                        out[row] += kernel * y[row - tap]
+                return out
+
+            return convolve
+
+        return convolution(0), convolution(1)
+
+    def after(self, hidden: Tensor, depth: int, previous: int) -> Tensor:
+        """Logits [draft vocabulary] of `depth` after the token `previous`, of the block's states."""
+        state = hidden[depth - 1 if self.head.from_anchor else depth]
+        logits, tensors = state @ self.lm_head.T, self.tensors
+        if self.head.kind == "dspark":
+            embedded = tensors["markov_head.markov_w1.weight"][previous]
+            if self.head.gated:
+                joined = torch.cat((state, embedded))
+                bias = tensors["markov_head.gate_proj.bias"]
+                embedded = torch.sigmoid(self._linear(joined, "markov_head.gate_proj") + bias) * embedded
+            logits = logits + tensors["markov_head.markov_w2.weight"] @ embedded
+        if self.head.kind == "dflash2":
+            best, ids = logits.topk(self.head.candidates)
+            first = tensors["candidate_selector.predecessor_codebook"][previous]
+            first = first * self._linear(state, "candidate_selector.hidden_projection")
+            scores = best + tensors["candidate_selector.successor_codebook"][ids] @ first
+            logits = torch.full_like(logits, float("-inf")).index_put((ids,), scores)
+        return logits
 
     def logits(self, features: Tensor, anchor: int, rows: int | None = None) -> Tensor:
         """Logits of depths 1 onwards, [depths, draft vocabulary]."""
@@ -157,11 +224,13 @@ def _turn(x: Tensor, positions: Tensor) -> Tensor:
 
 def z_lab(head: BlockHead, layers: list[int] | None = None) -> dict[str, Any]:
     """z-lab's config.json."""
-    nested = {"mask_token_id": head.mask_id, "target_layer_ids": layers or [0, 2, 4]}
+    nested: dict[str, Any] = {"mask_token_id": head.mask_id, "target_layer_ids": layers or [0, 2, 4]}
+    if head.kind == "dflash2":
+        nested |= _dflash2(head)
     if all(head.causal):
         nested["causal"] = True
     return head.layer_config() | {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if head.kind == "dflash2" else "DFlashDraftModel"],
         "block_size": head.block,
         "num_target_layers": 8,
         "dflash_config": nested,
@@ -170,23 +239,36 @@ def z_lab(head: BlockHead, layers: list[int] | None = None) -> dict[str, Any]:
 
 
 def deepspec(head: BlockHead) -> dict[str, Any]:
-    """DeepSpec's config.json of a head without a Markov head."""
+    """DeepSpec's config.json, with a Markov head or without."""
     return head.layer_config() | {
         "architectures": ["Qwen3DSparkModel"],
         "block_size": head.block,
         "mask_token_id": head.mask_id,
         "target_layer_ids": [0, 2, 4],
-        "markov_rank": 0,
-        "enable_confidence_head": False,
+        "markov_rank": head.rank if head.kind == "dspark" else 0,
+        "markov_head_type": "gated" if head.gated else "vanilla",
+        "enable_confidence_head": head.kind == "dspark",
+        "confidence_head_with_markov": True,
         "num_anchors": 512,
     }
+
+
+def _dflash2(head: BlockHead) -> dict[str, Any]:
+    sizes = {"conv_kernel_size": head.taps, "conv_group_size": head.group}
+    return sizes | {"selector_rank": head.rank, "selector_top_k": head.candidates}
 
 
 def speculators(head: BlockHead, layers: list[int] | None = None) -> dict[str, Any]:
     """RedHat's config.json."""
     return {
         "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
+        "speculators_model_type": head.kind,
+        **(
+            {"markov_rank": head.rank, "markov_head_type": "gated" if head.gated else "vanilla"}
+            if head.kind == "dspark"
+            else {}
+        ),
+        **(_dflash2(head) if head.kind == "dflash2" else {}),
         "draft_vocab_size": head.draft_vocab or head.vocab,
         "block_size": head.block,
         "mask_token_id": head.mask_id,
@@ -194,7 +276,7 @@ def speculators(head: BlockHead, layers: list[int] | None = None) -> dict[str, A
         "aux_hidden_state_layer_ids": layers or [1, 3, 5],
         "sample_from_anchor": head.from_anchor,
         "sliding_window_non_causal": not any(head.causal),
-        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "someone/model"}},
+        "speculators_config": {"algorithm": head.kind, "verifier": {"name_or_path": "someone/model"}},
         "transformer_layer_config": head.layer_config(),
     }
 

@@ -15,7 +15,7 @@ from speculative.local import local_engine
 from speculative.tree.shape import TreeShape
 from tests.speculative import test_backends
 from tests.speculative.conftest import Pair
-from tests.speculative.test_decoding import accepted_share, run
+from tests.speculative.test_decoding import GREEDY, accepted_share, run
 from tests.support.drafts.block_reference import BlockHead, BlockReference, head_for, make_block_head
 from tests.support.drafts.oracle import Case, Oracle, run_case, tiny_spec
 from tests.support.tiny_models import make_target
@@ -103,6 +103,32 @@ def test_sampled_tokens_do_not_change(pair: Pair, draft: Path, sampling: Samplin
         assert accepted_share(on) > 0.3  # of drafts that lack the target's noise, fewer than 0.1 are
 
 
+SAMPLED = SamplingParams(24, 0.7, top_k=8, top_p=0.9, seed=1 << 63)
+
+
+@pytest.mark.parametrize(
+    "kind,sampling,ranks",
+    [
+        ("dspark", SAMPLED, 1),
+        pytest.param("dspark", GREEDY, 2, marks=SLOW),
+        pytest.param("dflash2", SAMPLED, 2, marks=SLOW),
+        pytest.param("dflash2", GREEDY, 1, marks=SLOW),
+    ],
+)
+def test_heads_that_condition_on_the_token_before_change_no_token(
+    pair: Pair, tmp_path: Path, kind: str, sampling: SamplingParams, ranks: int
+) -> None:
+    """Trees with preemption, and chains."""
+    head = head_for(pair.target, block=BLOCK, from_anchor=kind == "dspark", kind=kind)
+    drafted = make_block_head(tmp_path / "d", pair.target, head, copying=True)
+    off = [r.output for r in run(pair, None, sampling)]
+    trees = replace(tree(drafted), method=kind)  # type: ignore[arg-type]
+    requests = run(pair, trees, sampling, cache=CacheConfig(4, num_pages=40, prefix_cache=False))
+    assert [r.output for r in requests] == off and sum(r.num_preemptions for r in requests) > 0
+    chains = replace(chain(drafted, 5), method=kind)  # type: ignore[arg-type]
+    assert [r.output for r in run(pair, chains, sampling, tensor_parallel=ranks)] == off
+
+
 @pytest.mark.parametrize(
     "architecture", ["Qwen3_5", *(pytest.param(name, marks=SLOW) for name in ("DeepseekV3", "Qwen3Moe"))]
 )
@@ -166,16 +192,20 @@ def test_drafts_and_their_kv_are_those_of_the_text_alone(
     assert not rank.faults, "\n".join(rank.faults[:5])
 
 
-@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize(
+    "kind,from_anchor", [("dflash", False), ("dflash", True), ("dspark", True), ("dflash2", False)]
+)
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_drafts_are_those_of_a_draft_computed_from_scratch(
-    pair: Pair, tmp_path: Path, shape: str, from_anchor: bool
+    pair: Pair, tmp_path: Path, shape: str, kind: str, from_anchor: bool
 ) -> None:
     """After several rounds, with everything in paged caches, the pending draft is that of the published module, on
-    transformers' features; a tree has the nodes with the largest products of the rows' probabilities."""
-    head = head_for(pair.target, from_anchor=from_anchor)
+    transformers' features; a tree has the nodes with the largest products of the rows' probabilities, given the node
+    before where the head has a part for it."""
+    head = head_for(pair.target, from_anchor=from_anchor, kind=kind)
     drafted = make_block_head(tmp_path / "d", pair.target, head, copying=True)
-    speculative = replace(chain(drafted, 5) if shape == "chain" else tree(drafted), adaptive=False)
+    of_shape = chain(drafted, 5) if shape == "chain" else tree(drafted)
+    speculative = replace(of_shape, adaptive=False, method=kind)  # type: ignore[arg-type]
     request = Request("r", pair.prompts[2], SamplingParams(80, 0.0))
     with local_engine(pair.spec(speculative)) as engine:
         engine.scheduler.submit(request)
@@ -208,13 +238,16 @@ def paths_of(pair: Pair, head: BlockHead, text: list[int], speculative: Speculat
     with torch.no_grad():
         states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         features = torch.cat([states[layer][0] for layer in (1, 3, 5)], dim=-1)
-        rows = speculative.num_steps + (not head.from_anchor)
-        scores = reference.logits(features, text[-1], rows).log_softmax(-1)
-    best, ids = (each.tolist() for each in scores.topk(speculative.top_k))
+        states = reference.hidden(features, text[-1], speculative.num_steps + (not head.from_anchor))
     paths: dict[tuple[int, ...], float] = {}
-    level = {(): 0.0}
-    for depth in range(speculative.num_steps):
-        found = {(*p, t): s + v for p, s in level.items() for t, v in zip(ids[depth], best[depth], strict=True)}
+    level: dict[tuple[int, ...], float] = {(): 0.0}
+    for depth in range(1, speculative.num_steps + 1):
+        found = {}
+        for parent, score in level.items():
+            previous = parent[-1] if parent else text[-1]
+            best = reference.after(states, depth, previous).log_softmax(-1).topk(speculative.top_k)
+            for value, token in zip(*(each.tolist() for each in best), strict=True):
+                found[*parent, token] = score + value
         paths |= found
         level = dict(sorted(found.items(), key=lambda item: -item[1])[: speculative.top_k])
     return set(sorted(paths, key=lambda p: -paths[p])[: speculative.num_draft_tokens - 1])

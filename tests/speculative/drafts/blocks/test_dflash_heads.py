@@ -16,8 +16,8 @@ from attention.metadata import PrefillBatch
 from speculative.backends import draft_backends
 from speculative.build import plan_engine
 from speculative.config import SpeculativeConfig
-from speculative.drafts.blocks.config import LayerView
-from speculative.drafts.blocks.dflash import DFlash
+from speculative.drafts.blocks.config import LayerView, algorithm
+from speculative.drafts.blocks.dflash import Block, DFlash
 from speculative.drafts.blocks.drafter import block_states
 from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.loading import load_draft
@@ -30,11 +30,13 @@ from tests.support.tiny_models import VOCAB
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.forward_context import Attending
+from workers.models.config import read_config_json
 from workers.models.loading import load_target, read_target_config
 from workers.runner.backends import ModelShape
 
 CPU = torch.device("cpu")
 LENGTH, PAGE_SIZE, NUM_PAGES = 83, 4, 30
+PREVIOUS = [3, 21]  # tokens before a row; the second is compared
 TOLERANCE = 1e-4  # float32, sums in another order: within 1e-5 of values of about 1
 
 HEADS = {
@@ -49,6 +51,13 @@ HEADS = {
         BlockHead(layers=3, windows=(None, 64, 64), causal=(False,) * 3, in_speculators=True),
         speculators,
     ),
+    "DeepSpec's DSpark": (BlockHead(block=7, from_anchor=True, kind="dspark"), deepspec),
+    "speculators' DSpark, gated": (
+        BlockHead(draft_vocab=40, in_speculators=True, from_anchor=True, kind="dspark", gated=True),
+        speculators,
+    ),
+    "z-lab's DFlash2": (BlockHead(kind="dflash2"), z_lab),
+    "speculators' DFlash2, three taps": (BlockHead(kind="dflash2", taps=3, in_speculators=True), speculators),
 }
 
 
@@ -56,7 +65,7 @@ def served(draft: Path, target: Path, group: TPGroup = SOLO) -> DraftRunner:
     """The head in `draft` in float32 as an engine loads it, with a pool."""
     source = ModelSource(path=str(target), dtype="float32")
     config = read_target_config(source, group.size)
-    method = read_draft("dflash", str(draft), str(target), config)
+    method = read_draft(algorithm(read_config_json(draft)) or "", str(draft), str(target), config)
     decoder = load_target(source, config, group, CPU, 128, method.capture)
     model = load_draft(method, source, decoder, group, CPU, 128)
     pool = KVPool(method.model.kv_groups(group.size, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
@@ -75,13 +84,18 @@ def block_logits(runner: DraftRunner, features: torch.Tensor, anchor: int, rows:
         runner.model.keep(nothing, features[first:end], runner.context(None, None, chunks, none))
     ids = torch.tensor([[anchor] + [form.mask_token_id] * (rows - 1)])
     states = block_states(runner, ids, torch.tensor([LENGTH], dtype=torch.int32), table, LENGTH + rows)[0]
-    return runner.model.lm_head.shard.gather_logits(runner.model.logits(states[not form.from_anchor :]))
+    states = states[not form.from_anchor :]
+    block = Block(states[None], runner.model.logits(states)[None])
+    logits = [runner.model.after(block, row, torch.tensor([PREVIOUS]))[1] for row in range(len(states))]  # type: ignore[operator]
+    return runner.model.lm_head.shard.gather_logits(torch.stack(logits))
 
 
 def expected(head: BlockHead, tensors: dict[str, torch.Tensor], target: Path, features: torch.Tensor, rows: int) -> Any:
     weights = load_file(str(target / "model.safetensors"))
     reference = BlockReference(head, tensors, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
-    return reference.logits(features, 17, rows)
+    states = reference.hidden(features, 17, rows)
+    depths = rows - (not head.from_anchor)
+    return torch.stack([reference.after(states, depth, PREVIOUS[1]) for depth in range(1, depths + 1)])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -101,6 +115,8 @@ def test_logits_are_those_of_the_published_module(pair: Pair, tmp_path: Path, na
     for ours in on_ranks(ranks, on_rank):
         for logits, rows in zip(ours, (head.block, 4, head.block), strict=True):
             theirs = expected(head, tensors, pair.target, features, rows)
+            if head.kind == "dflash2":  # the selector adds to log-probabilities, which differ from logits by a constant
+                logits, theirs = logits.log_softmax(-1), theirs.log_softmax(-1)
             torch.testing.assert_close(logits, theirs, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -121,6 +137,8 @@ def test_a_window_hides_the_text_before_it(pair: Pair, tmp_path: Path) -> None:
         ({"architectures": ["LiLiCorrDraftModel"]}, "is a LiLiCorr head, which is not served"),
         ({"architectures": ["XPressDraftModel"]}, "is a XPress head, which is not served"),
         ({"speculators_model_type": "peagle"}, "is a P-EAGLE head, which is not served"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "is a dspark head .*; set method: dspark"),
+        ({"architectures": ["DFlash2DraftModel"]}, "is a dflash2 head .*; set method: dflash2"),
         ({"mask_token_id": None}, "lacks 'mask_token_id'"),
         ({"mask_token_id": VOCAB}, f"mask_token_id={VOCAB}: the target's vocabulary has {VOCAB} tokens"),
         ({"target_layer_ids": [0, 1, 7]}, r"target_layer_ids=\[0, 1, 7\]: must name distinct layers before the last"),
@@ -151,6 +169,28 @@ def test_heads_that_do_not_fit_are_refused_by_name(
     draft = save_head(tmp_path / "d", config, {})
     with pytest.raises(ValueError, match=message):
         plan_engine(pair.spec(SpeculativeConfig(str(draft), "dflash", 3, 1, 4)))
+
+
+@pytest.mark.parametrize(
+    "method,changes,message",
+    [
+        (
+            "dspark",
+            {"markov_head_type": "rnn"},
+            "markov_head_type='rnn' is not supported; use a head of type vanilla or",
+        ),
+        ("dspark", {"markov_rank": "x"}, "markov_rank='x'"),
+        ("dflash2", {"conv_group_size": 7}, "conv_group_size=7: must divide hidden_size=64"),
+        ("dflash2", {"draft_vocab_size": 40}, "draft_vocab_size=40.*whole vocabulary of 96"),
+        ("dflash2", {"selector_top_k": 97}, "selector_top_k=97"),
+    ],
+)
+def test_conditional_heads_that_do_not_fit_are_refused(
+    pair: Pair, tmp_path: Path, method: Any, changes: dict[str, Any], message: str
+) -> None:
+    draft = save_head(tmp_path / "d", speculators(BlockHead(kind=method)) | changes, {})
+    with pytest.raises(ValueError, match=message):
+        plan_engine(pair.spec(SpeculativeConfig(str(draft), method, 3, 1, 4)))
 
 
 def test_more_levels_than_a_block_has_are_refused(pair: Pair, tmp_path: Path) -> None:

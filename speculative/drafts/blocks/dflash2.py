@@ -1,0 +1,199 @@
+"""DFlash2 (z-lab): DFlash with convolutions over the rows of a block, around attention and MLP, and a selector, which
+scores a row's best tokens given the token before."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.forward_context import ForwardContext
+from workers.layers.linear import ReplicatedLinear
+from workers.layers.linear_method import check_plain
+from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.models.config_fields import section_of, size_of
+from workers.models.llama import LlamaConfig, make_attention, make_mlp
+from workers.ops.rotary import Angles
+
+_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_DEFAULTS = (2, 16, 256, 16)
+
+
+@dataclass(frozen=True)
+class DFlash2(DFlash):
+    """A DFlash2 head.
+
+    taps: rows that a convolution reads, the newest its own.
+    group_size: channels that share a dynamic kernel.
+    rank: of the selector.
+    candidates: tokens of a row that the selector scores.
+    """
+
+    name: ClassVar[str] = "dflash2"
+    keys: ClassVar[frozenset[str]] = frozenset(_KEYS)
+    taps: int
+    group_size: int
+    rank: int
+    candidates: int
+
+    @classmethod
+    def head_fields(cls, path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+        source = f"draft {path}"
+        given = {**raw, **section_of(raw, "dflash_config", source)}
+        taps, group_size, rank, candidates = (
+            size_of(given, key, source, default) for key, default in zip(_KEYS, _DEFAULTS, strict=True)
+        )
+        layers = section_of(raw, "transformer_layer_config", source) or raw
+        hidden, vocab = size_of(layers, "hidden_size", source), size_of(layers, "vocab_size", source)
+        if hidden % group_size:
+            raise ValueError(f"{source}: conv_group_size={group_size}: must divide hidden_size={hidden}")
+        if size_of(raw, "draft_vocab_size", source, vocab) != vocab or candidates > vocab:
+            raise ValueError(
+                f"{source}: draft_vocab_size={raw.get('draft_vocab_size')}, selector_top_k={candidates}: a DFlash2 "
+                f"head proposes from the target's whole vocabulary of {vocab}; use a head that does"
+            )
+        return {"taps": taps, "group_size": group_size, "rank": rank, "candidates": candidates}
+
+    def build(self, group: TPGroup, max_position: int, device: torch.device) -> "DFlash2Model":
+        return DFlash2Model(self, group, max_position, device)
+
+    def head_names(self) -> dict[str, str]:
+        return {
+            "layers.{layer}.{conv}.projection": "layers.{layer}.{conv}.kernel_projection",
+            "layers.{layer}.{conv}.base": "layers.{layer}.{conv}",
+            "selector.projection": "candidate_selector.hidden_projection",
+            "selector.codebooks": "candidate_selector",
+        }
+
+    def head_aliases(self) -> tuple[tuple[str, str], ...]:
+        names = (f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
+        return tuple((f"{name}.weight", name) for name in names)
+
+
+class PlainTensors(WeightedModule):
+    """Parameters without a ".weight" in the checkpoint, whole on every rank."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape), requires_grad=False))
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return tuple(WeightKey(name) for name, _ in self.named_parameters())
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        parameter = self.get_parameter(key.kind)
+        check_plain(full)
+        check_shape(full, parameter.shape)
+        parameter.data.copy_(full)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        for parameter in self.parameters():
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+
+
+class BlockConvolution(nn.Module):
+    """Causal convolutions over the rows of a block, one before a sublayer and one after. Kernels are a learnt part per
+    channel and a part per group of channels, which depends on the sublayer's input."""
+
+    def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
+        super().__init__()
+        self.taps, self.groups = taps, hidden_size // group_size
+        self.base = PlainTensors({"base_kernel": (2, taps, hidden_size)})
+        self.projection = ReplicatedLinear(hidden_size, 2 * taps * self.groups, bias=False)
+
+    def kernels(self, x: Tensor) -> Tensor:
+        """Return the kernels of both convolutions, [2, rows, taps, hidden], of x [rows, hidden]."""
+        dynamic = self.projection(x).view(x.shape[0], 2, self.taps, self.groups, 1)
+        channels = dynamic.expand(-1, -1, -1, -1, x.shape[1] // self.groups).flatten(3).movedim(1, 0)
+        kernels: Tensor = self.base.get_parameter("base_kernel").unsqueeze(1) + channels
+        return kernels
+
+    def convolve(self, x: Tensor, kernel: Tensor, rows: int) -> Tensor:
+        """x: [B * rows, hidden]. kernel: [B * rows, taps, hidden]. Linear in x, so ranks may convolve their parts."""
+        blocks = F.pad(x.view(-1, rows, x.shape[1]), (0, 0, self.taps - 1, 0))
+        last = self.taps - 1
+        shifted = torch.stack([blocks[:, last - tap : last - tap + rows] for tap in range(self.taps)], dim=2)
+        return (shifted.flatten(0, 1) * kernel).sum(1)
+
+
+class DFlash2Layer(DecoderLayer):
+    """Convolutions around attention and MLP."""
+
+    def __init__(self, method: DFlash2, layer: int, group: TPGroup) -> None:
+        model = method.model
+        attention = make_attention(model, layer, group, model.hidden_size)
+        super().__init__(model.hidden_size, model.rms_eps, attention, make_mlp(model, group), group)
+        sizes = model.hidden_size, method.taps, method.group_size
+        self.attention_conv, self.mlp_conv = BlockConvolution(*sizes), BlockConvolution(*sizes)
+
+    def run(
+        self, normed: Tensor, residual: Tensor, angles: Angles, context: ForwardContext, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """`DecoderLayer.forward` for blocks of `rows` rows."""
+        before, after = self.attention_conv.kernels(normed)
+        x = self.attention_conv.convolve(normed, before, rows)
+        attended = self.attention_conv.convolve(self.self_attn.partial(x, angles, context), after, rows)
+        normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)
+        before, after = self.mlp_conv.kernels(normed)
+        x = self.mlp_conv.convolve(normed, before, rows)
+        return self.mlp_conv.convolve(self.mlp.partial(x), after, rows), residual
+
+
+class Selector(nn.Module):
+    """A token's score after another: its logit + <predecessor[previous] * projection(state), successor[token]>."""
+
+    def __init__(self, model: LlamaConfig, rank: int) -> None:
+        super().__init__()
+        shape = (model.vocab_size, rank)
+        self.codebooks = PlainTensors({"predecessor_codebook": shape, "successor_codebook": shape})
+        self.projection = ReplicatedLinear(model.hidden_size, rank, bias=False)
+
+    def forward(self, states: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
+        """Return [n, k] scores of candidates [n, k] int64 after previous [n] int64, of states [n, hidden]."""
+        first = F.embedding(previous, self.codebooks.get_parameter("predecessor_codebook")) * self.projection(states)
+        second = F.embedding(candidates, self.codebooks.get_parameter("successor_codebook"))
+        scores: Tensor = (first.unsqueeze(1) * second).sum(-1)
+        return scores
+
+
+class DFlash2Model(DFlashModel):
+    """Tokens outside a row's candidates have a logit of minus infinity."""
+
+    conditional: ClassVar[bool] = True
+
+    def __init__(self, method: DFlash2, group: TPGroup, max_position: int, device: torch.device) -> None:
+        super().__init__(method, group, max_position, device)
+        self.layers = nn.ModuleList(DFlash2Layer(method, i, group) for i in range(method.model.num_layers))
+        self.selector = Selector(method.model, method.rank)
+        self.candidates = method.candidates
+
+    def run_layer(
+        self,
+        layer: DecoderLayer,
+        normed: Tensor,
+        residual: Tensor,
+        angles: Angles,
+        context: ForwardContext,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(layer, DFlash2Layer)
+        return layer.run(normed, residual, angles, context, rows)
+
+    def after(self, block: Block, row: int, previous: Tensor) -> Tensor:
+        shard, count = self.lm_head.shard, previous.shape[1]
+        unary, candidates = shard.topk_log_softmax(block.logits[:, row].contiguous(), self.candidates)
+        unary, candidates, states = (
+            each.repeat_interleave(count, dim=0) for each in (unary, candidates, block.states[:, row])
+        )
+        scores = (unary + self.selector(states, previous.flatten(), candidates)).to(block.logits.dtype)
+        local = candidates - shard.first
+        mine = (local >= 0) & (local < shard.size)
+        logits = block.logits.new_full((scores.shape[0], shard.size), float("-inf"))
+        scores = torch.where(mine, scores, float("-inf"))
+        return logits.scatter_reduce_(1, torch.where(mine, local, 0), scores, "amax")
