@@ -7,7 +7,23 @@ from cluster.http.keys import digest
 
 # Rows of `cluster.http.parsers.table.PARSERS`.
 OutputParserName = Literal[
-    "text", "think", "hermes", "llama3", "mistral", "deepseek_v3", "qwen3_coder", "harmony", "response_template"
+    "text",
+    "think",
+    "hermes",
+    "llama3",
+    "pythonic",
+    "mistral",
+    "deepseek_v3",
+    "kimi_k2",
+    "qwen3_coder",
+    "glm45",
+    "minimax_m2",
+    "seed_oss",
+    "granite",
+    "phi4_mini",
+    "gemma4",
+    "harmony",
+    "response_template",
 ]
 
 
@@ -50,9 +66,10 @@ class EdgeConfig:
     allowed_origins: pages of these origins may use this server (CORS), such as `["https://chat.example.com"]`;
         `["*"]`: all.
     output_parser: finds reasoning and tool calls in a chat's answer: `text` (none), `think` (reasoning only), `hermes`
-        (also Qwen 2.5 and 3), `llama3`, `mistral`, `deepseek_v3` (V3, V3.1, R1), `qwen3_coder` (also
-        Qwen3.5 and later), `harmony` (gpt-oss), `response_template` (the checkpoint's own); auto: found from the chat
-        template.
+        (also Qwen 2.5 and 3), `llama3`, `pythonic` (Llama's calls in Python), `mistral`, `deepseek_v3` (V3, V3.1,
+        R1), `kimi_k2`, `qwen3_coder` (also Qwen3.5 and later), `glm45` (GLM-4.5 and later), `minimax_m2`, `seed_oss`,
+        `granite`, `phi4_mini`, `gemma4`, `harmony` (gpt-oss), `response_template` (the checkpoint's own); auto: found
+        from the chat template.
     default_temperature: sampling default of requests that do not set it; none: that of the model's
         generation_config.json, or 1; so are the next four.
     default_top_p: nucleus sampling; 1: off.

@@ -116,8 +116,28 @@ _TOOL_PARSERS = {
     "qwen3_coder": "qwen3_coder",
     "qwen3_xml": "qwen3_coder",
     "openai": "harmony",
+    "pythonic": "pythonic",
+    "llama4_pythonic": "pythonic",
+    "kimi_k2": "kimi_k2",
+    "glm45": "glm45",
+    "glm47": "glm45",
+    "minimax_m2": "minimax_m2",
+    "seed_oss": "seed_oss",
+    "granite": "granite",
+    "phi4_mini_json": "phi4_mini",
+    "gemma4": "gemma4",
 }
-_REASONING_PARSERS = {"deepseek_r1": "think", "qwen3": "think", "openai_gptoss": "harmony"}
+_REASONING_PARSERS = {
+    "deepseek_r1": "think",
+    "qwen3": "think",
+    "openai_gptoss": "harmony",
+    "glm45": "glm45",
+    "kimi_k2": "kimi_k2",
+    "minimax_m2": "minimax_m2",
+    "seed_oss": "seed_oss",
+    "granite": "granite",
+    "gemma4": "gemma4",
+}
 _FOUND_BY_ITSELF = "leave it out: the model's chat template says which (ingress.output_parser: auto)"
 _LORA = "Aerie serves no LoRA adapters: merge them into the checkpoint"
 _TLS = "Aerie speaks plain HTTP: put a proxy with _TLS in front"

@@ -9,7 +9,8 @@ reasoning          thinking between two marks
 reasoning_tokens   how many tokens are reasoning
 tool_calls         tool calls between marks, as each family of models writes them
 json_calls         calls in JSON, read as they come
-xml_calls          calls in XML, read as they come
+xml_calls          calls in XML of several families, read as they come
+literal_calls      calls in Python's and in Gemma's literals
 argument_types     which arguments of a tool are text, and which JSON
 harmony            gpt-oss's channels
 response_template  templates that come with the checkpoint, read by transformers

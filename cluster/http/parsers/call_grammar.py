@@ -54,6 +54,35 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
     "qwen3_coder": CallSyntax(
         "<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", "\n", "<tool_call>", style="qwen_xml"
     ),
+    "kimi_k2": CallSyntax(
+        "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
+    "glm45": CallSyntax("<tool_call>{name}\n", "</tool_call>", "\n", "<tool_call>", style="glm_xml"),
+    "minimax_m2": CallSyntax(
+        '<invoke name="{name}">\n',
+        "</invoke>\n",
+        "",
+        "<minimax:tool_call>",
+        "<minimax:tool_call>\n",
+        "</minimax:tool_call>",
+        style="minimax_xml",
+    ),
+    "seed_oss": CallSyntax(
+        "<seed:tool_call>\n<function={name}>\n",
+        "</function>\n</seed:tool_call>",
+        "\n",
+        "<seed:tool_call>",
+        style="qwen_xml",
+    ),
+    "granite": CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", "<|tool_call|>", "<|tool_call|>[", "]"),
+    "phi4_mini": CallSyntax(
+        '{"name": "{name}", "arguments": ', "}", ", ", "<|tool_call|>", "<|tool_call|>[", "]<|/tool_call|>"
+    ),
     "harmony": CallSyntax(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
         "",  # the token that ends a call is an end of sequence, which the constraint allows at its end only
@@ -64,6 +93,7 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
         ),
     ),
 }
+READ_ONLY: tuple[OutputParserName, ...] = ("response_template", "gemma4", "pythonic")  # calls that no grammar forces
 _DEEPSEEK_V3_1 = CallSyntax(
     "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
     "<｜tool▁call▁end｜>",

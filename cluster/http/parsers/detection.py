@@ -8,13 +8,21 @@ from cluster.http.config import OutputParserName
 _MARKS: tuple[tuple[OutputParserName, tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("gemma4", ("<|tool_call>call:",)),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("phi4_mini", ("<|tool_call|>", "<|/tool_call|>")),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("pythonic", ("[func_name1(params_name1",)),
     ("llama3", ("<|start_header_id|>", "tools", "parameters")),
     ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
     ("hermes", ("<tool_call>", "arguments")),
     ("think", ("</think>",)),
 )
-_OTHER_CALLS = ("<function=", "<arg_key>")  # other forms between hermes' marks, such as GLM's
+_OTHER_CALLS = ("<function=",)  # other forms between hermes' marks
 
 
 def detect_parser(template: str | None, has_response_template: bool) -> OutputParserName:

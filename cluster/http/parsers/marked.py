@@ -2,6 +2,7 @@
 
 import secrets
 import string
+from collections.abc import Callable
 
 from cluster.http.answer import Piece
 from cluster.http.parsers.json_calls import CallPart
@@ -10,14 +11,21 @@ from cluster.http.parsers.reasoning import ReasoningReader
 from cluster.http.parsers.tool_calls import CallReader
 from cluster.http.schema.chat_reply import FunctionDelta, ToolCallDelta
 
+CallIds = Callable[[str, int], str]  # of a function's name and the call's number in the answer
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
-class CallDeltas:
-    """Parts of calls as the reply's deltas. parallel: whether more than the first is shown."""
+def random_id(name: str, number: int) -> str:
+    """Nine letters and digits, the only form that Mistral's templates take back; 53 random bits."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
-    def __init__(self, parallel: bool) -> None:
+
+class CallDeltas:
+    """Parts of calls as the reply's deltas. parallel: whether more than the first is shown. ids: of calls."""
+
+    def __init__(self, parallel: bool, ids: CallIds = random_id) -> None:
         self._parallel = parallel
+        self._ids = ids
         self._num = 0
 
     def of(self, parts: list[CallPart]) -> tuple[ToolCallDelta, ...]:
@@ -28,8 +36,8 @@ class CallDeltas:
             if self._num > 1 and not self._parallel:
                 continue
             if name is not None:
-                function = FunctionDelta(name=name, arguments=arguments)
-                deltas.append(ToolCallDelta(index=self._num - 1, id=_call_id(), type="function", function=function))
+                function, call_id = FunctionDelta(name=name, arguments=arguments), self._ids(name, self._num - 1)
+                deltas.append(ToolCallDelta(index=self._num - 1, id=call_id, type="function", function=function))
             elif arguments:
                 deltas.append(ToolCallDelta(index=self._num - 1, function=FunctionDelta(arguments=arguments)))
         return tuple(deltas)
@@ -41,12 +49,14 @@ class CallDeltas:
 
 
 class MarkedParser:
-    """reasoning, calls: None where the answer has none."""
+    """reasoning, calls: None where the answer has none. ids: of calls."""
 
-    def __init__(self, reasoning: ReasoningReader | None, calls: CallReader | None, parallel: bool) -> None:
+    def __init__(
+        self, reasoning: ReasoningReader | None, calls: CallReader | None, parallel: bool, ids: CallIds = random_id
+    ) -> None:
         self.reasoning = reasoning
         self._calls = calls
-        self._deltas = CallDeltas(parallel)
+        self._deltas = CallDeltas(parallel, ids)
 
     def push(self, piece: Piece) -> ReplyDelta:
         """See `cluster.http.parsers.output_parser.OutputParser`."""
@@ -60,8 +70,3 @@ class MarkedParser:
         deltas = self._deltas.of(parts)
         finish = "tool_calls" if piece.finish == "stop" and self._deltas.any else piece.finish
         return ReplyDelta(content, reasoning, deltas, finish)
-
-
-def _call_id() -> str:
-    """Nine letters and digits, the only form that Mistral's templates take back; 53 random bits."""
-    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))

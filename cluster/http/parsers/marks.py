@@ -32,6 +32,7 @@ def cut(text: str, marks: tuple[str, ...]) -> Cut:
 
 
 _THINK = ("<think>", "</think>")
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
 # What opens and closes thinking, for parsers whose forms put it between two marks.
 THINKING_MARKS: dict[OutputParserName, tuple[str, str]] = {
     "think": _THINK,
@@ -40,6 +41,14 @@ THINKING_MARKS: dict[OutputParserName, tuple[str, str]] = {
     "mistral": ("[THINK]", "[/THINK]"),
     "deepseek_v3": _THINK,
     "qwen3_coder": _THINK,
+    "glm45": _THINK,
+    "kimi_k2": _THINK,
+    "minimax_m2": _THINK,
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "granite": _THINK,
+    "phi4_mini": _THINK,
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "pythonic": _THINK,
 }
 # How calls begin of models that may call from within their thinking (Qwen3.5).
 CALLS_IN_THINKING: dict[OutputParserName, str] = {"qwen3_coder": "<tool_call>\n<function="}
@@ -48,7 +57,7 @@ CALLS_IN_THINKING: dict[OutputParserName, str] = {"qwen3_coder": "<tool_call>\n<
 MARKS: dict[OutputParserName, tuple[str, ...] | None] = {
     "text": (),
     "think": _THINK,
-    "hermes": (*_THINK, "<tool_call>", "</tool_call>"),
+    "hermes": (*_THINK, *_TOOL_CALL),
     "llama3": (*_THINK, "<|python_tag|>"),
     "mistral": (*THINKING_MARKS["mistral"], "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     "deepseek_v3": (
@@ -59,7 +68,22 @@ MARKS: dict[OutputParserName, tuple[str, ...] | None] = {
         "<｜tool▁call▁end｜>",
         "<｜tool▁calls▁end｜>",
     ),
-    "qwen3_coder": (*_THINK, "<tool_call>", "</tool_call>"),
+    "qwen3_coder": (*_THINK, *_TOOL_CALL),
+    "glm45": (*_THINK, *_TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "kimi_k2": (
+        *_THINK,
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    ),
+    "minimax_m2": (*_THINK, "<minimax:tool_call>", "</minimax:tool_call>"),
+    "seed_oss": (*THINKING_MARKS["seed_oss"], "<seed:tool_call>", "</seed:tool_call>"),
+    "granite": (*_THINK, "<|tool_call|>", "<response>", "</response>"),
+    "phi4_mini": (*_THINK, "<|tool_call|>", "<|/tool_call|>"),
+    "gemma4": ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    "pythonic": (*_THINK, "<|python_start|>", "<|python_end|>"),
     "harmony": harmony_prompt.MARKS,
     "response_template": None,
 }

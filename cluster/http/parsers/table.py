@@ -5,7 +5,8 @@ from typing import Any
 
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.harmony import HarmonyParser
-from cluster.http.parsers.marked import MarkedParser
+from cluster.http.parsers.literal_calls import PythonCalls
+from cluster.http.parsers.marked import CallIds, MarkedParser, random_id
 from cluster.http.parsers.marks import CALLS_IN_THINKING, THINKING_MARKS
 from cluster.http.parsers.output_parser import OutputParser, TextParser
 from cluster.http.parsers.reasoning import ReasoningReader
@@ -14,8 +15,14 @@ from cluster.http.parsers.tool_calls import (
     CallReader,
     Llama3Calls,
     deepseek_calls,
+    gemma_calls,
+    glm_calls,
     hermes_calls,
+    kimi_calls,
+    listed_calls,
+    minimax_calls,
     mistral_calls,
+    seed_calls,
     xml_calls,
 )
 from cluster.http.requests.edge_request import EdgeRequest
@@ -25,17 +32,26 @@ from cluster.http.text.tokenizer import ChatTokenizer
 _Maker = Callable[[EdgeRequest, str, ChatTokenizer], OutputParser]  # of the request, its prompt's text
 
 
-def _marked(calls: Callable[[Sequence[Mapping[str, Any]]], CallReader] | None) -> _Maker:
-    """calls: makes the reader of calls, of the tools as the chat template gets them."""
+def _marked(
+    calls: Callable[[Sequence[Mapping[str, Any]]], CallReader] | None,
+    ids: Callable[[str], CallIds] = lambda prompt: random_id,
+) -> _Maker:
+    """calls: makes the reader of calls, of the tools as the chat template gets them. ids: of calls, by the prompt."""
 
     def make(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
         marks = THINKING_MARKS[request.output_parser]
         reader = calls(request.tools) if calls is not None and request.reads_calls else None
         call = CALLS_IN_THINKING.get(request.output_parser, "") if reader is not None else ""
         reasoning = ReasoningReader(*marks, prompt, call) if request.separate_reasoning else None
-        return MarkedParser(reasoning, reader, request.parallel_calls)
+        return MarkedParser(reasoning, reader, request.parallel_calls, ids(prompt))
 
     return make
+
+
+def _kimi_ids(prompt: str) -> CallIds:
+    """The ids that the chat template shows the model as the calls' names: numbered through the conversation."""
+    num_before = prompt.count("<|tool_call_begin|>")
+    return lambda name, number: f"functions.{name}:{num_before + number}"
 
 
 def _harmony(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
@@ -59,7 +75,15 @@ PARSERS: dict[OutputParserName, _Maker] = {
     "llama3": _marked(lambda tools: Llama3Calls()),
     "mistral": _marked(lambda tools: mistral_calls()),
     "deepseek_v3": _marked(lambda tools: deepseek_calls()),
+    "kimi_k2": _marked(lambda tools: kimi_calls(), _kimi_ids),
     "qwen3_coder": _marked(xml_calls),
+    "glm45": _marked(glm_calls),
+    "minimax_m2": _marked(minimax_calls),
+    "seed_oss": _marked(seed_calls),
+    "granite": _marked(lambda tools: listed_calls("<response>", "</response>")),
+    "phi4_mini": _marked(lambda tools: listed_calls("<|/tool_call|>")),
+    "gemma4": _marked(lambda tools: gemma_calls()),
+    "pythonic": _marked(lambda tools: PythonCalls()),
     "harmony": _harmony,
     "response_template": _response_template,
 }

@@ -1,4 +1,4 @@
-"""Tool calls written as XML (Qwen3-Coder, Qwen3.5 and later), turned into JSON arguments while they are written:
+"""Tool calls written as XML, turned into JSON arguments while they are written. Qwen3-Coder, Qwen3.5 and later:
 
     <tool_call>
     <function=NAME>
@@ -8,23 +8,77 @@
     </function>
     </tool_call>
 
-A value is text or JSON, and only the tool's schema says which (`cluster.http.parsers.argument_types`). Text is
-streamed; any other value comes out whole.
+Other families have other tags: `XmlForm`. A value is text or JSON, and only the tool's schema says which
+(`cluster.http.parsers.argument_types`). Text is streamed; any other value comes out whole.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from cluster.http.parsers.argument_types import ArgumentTypes, json_value
 from cluster.http.parsers.json_calls import CallPart
 from cluster.http.parsers.marks import cut
 
+
+@dataclass(frozen=True)
+class XmlForm:
+    """The tags of a family, from after the mark that opens a call.
+
+    opens, head: how a function begins; group 1 of `head` is its name. "": with the name itself.
+    key, key_end: around a parameter's name; `key_end` ends where its value begins.
+    value_end, function_end, call_end: what closes each; "": nothing does.
+    has_breaks: a line break after a value's opening tag, and one before its closing one, belong to the form.
+    """
+
+    opens: str
+    head: re.Pattern[str]
+    key: str
+    key_end: re.Pattern[str]
+    value_end: str
+    function_end: str
+    call_end: str
+    has_breaks: bool = False
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """What ends the parameters of a call."""
+        return tuple(filter(None, (self.function_end, self.call_end)))
+
+    @cached_property
+    def unclosed(self) -> re.Pattern[str] | None:
+        """What may end a value that its own tag does not close."""
+        if not self.function_end:
+            return None
+        return re.compile(rf"{re.escape(self.function_end)}\s*(?P<call_end>{re.escape(self.call_end)})?")
+
+
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
-_FUNCTION_MARK = "<function="
-_PARAMETER, _VALUE_END, _FUNCTION_END, _CALL_END = "<parameter=", "</parameter>", "</function>", "</tool_call>"
-_ENDS_UNCLOSED_VALUE = re.compile(r"</function>\s*(?P<call_end></tool_call>)?")
+_CLOSES = re.compile(">")
+QWEN = XmlForm("<function=", _FUNCTION, "<parameter=", _CLOSES, "</parameter>", "</function>", "</tool_call>", True)
+SEED = replace(QWEN, call_end="</seed:tool_call>", has_breaks=False)
+MINIMAX = XmlForm(
+    "<invoke name=",
+    re.compile(r"""\s*<invoke name=["']?([^>"'\n]*)["']?>"""),
+    "<parameter name=",
+    _CLOSES,
+    "</parameter>",
+    "</invoke>",
+    "</minimax:tool_call>",
+)
+GLM = XmlForm(
+    "",
+    re.compile(r"\s*([\w.-]+)[ \t]*(?=[\n<])"),
+    "<arg_key>",
+    re.compile(r"</arg_key>\s*<arg_value>"),
+    "</arg_value>",
+    "",
+    "</tool_call>",
+)
+_NAME_BEGINS = re.compile(r"\s*[\w.-]*[ \t]*")
 
 
 class XmlCalls:
@@ -34,9 +88,10 @@ class XmlCalls:
     opened: the text begins after `<function=`, as some models leave `<tool_call>` out. Only names of tools count then.
     """
 
-    def __init__(self, types: Mapping[str, ArgumentTypes], opened: bool = False) -> None:
+    def __init__(self, types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: bool = False) -> None:
         self._types = types
-        self._held = _FUNCTION_MARK if opened else ""
+        self._form = form
+        self._held = form.opens if opened else ""
         self._only_tools = opened
         self._has_calls = False
         self._call: _Call | None = None
@@ -52,9 +107,9 @@ class XmlCalls:
                 if rest is None:
                     return parts, None
                 self._call, text = None, rest
-            head = _FUNCTION.match(text)
+            head = self._form.head.match(text)
             if head is None:
-                if not end and _may_begin_function(text):
+                if not end and _may_begin_function(text, self._form):
                     self._held = text
                     return parts, None
                 return parts, self._rest(text)
@@ -63,18 +118,19 @@ class XmlCalls:
                 return parts, self._rest(text)
             parts.append(CallPart(name, ""))
             self._has_calls, text = True, text[head.end() :]
-            self._call = _Call(self._types.get(name, ArgumentTypes.unknown()))
+            self._call = _Call(self._types.get(name, ArgumentTypes.unknown()), self._form)
 
     def _rest(self, text: str) -> str:
         """What belongs to no call; without the mark that opened this body, which its owner shows."""
-        return text.removeprefix(_FUNCTION_MARK) if self._only_tools and not self._has_calls else text
+        return text.removeprefix(self._form.opens) if self._only_tools and not self._has_calls else text
 
 
 class _Call:
-    """The parameters of one function, from after its name to `</function>`."""
+    """The parameters of one function, from after its name to the function's end."""
 
-    def __init__(self, types: ArgumentTypes) -> None:
+    def __init__(self, types: ArgumentTypes, form: XmlForm) -> None:
         self._types = types
+        self._form = form
         self._held = ""
         self._num = 0
         self._value: _Value | None = None
@@ -90,27 +146,29 @@ class _Call:
                 if rest is None:
                     return _parts(arguments), None
                 self._value, text = None, rest
-            _, mark, after = cut(text, (_PARAMETER, _FUNCTION_END, _CALL_END))
-            if mark in (_FUNCTION_END, _CALL_END):
+            _, mark, after = cut(text, (self._form.key, *self._form.ends))
+            if mark in self._form.ends:
                 arguments += "}" if self._num else "{}"
-                return _parts(arguments), after if mark == _FUNCTION_END else mark + after
-            if mark is None or ">" not in after:
+                return _parts(arguments), after if mark == self._form.function_end else f"{mark}{after}"
+            closes = self._form.key_end.search(after)
+            if mark is None or closes is None:
                 self._held = "" if end else (mark or "") + after
                 return _parts(arguments), None
-            key, _, text = after.partition(">")
-            arguments += (", " if self._num else "{") + json.dumps(key.strip(), ensure_ascii=False) + ": "
+            key, text = after[: closes.start()].strip().strip("\"'"), after[closes.end() :]
+            arguments += (", " if self._num else "{") + json.dumps(key, ensure_ascii=False) + ": "
             self._num += 1
-            self._value = _Value(self._types.of(key.strip()))
+            self._value = _Value(self._types.of(key), self._form)
 
 
 class _Value:
-    """One parameter's value. The line breaks after its opening mark and before its closing one are the form's.
+    """One parameter's value.
 
     types: of JSON that it may have; empty: any.
     """
 
-    def __init__(self, types: frozenset[str]) -> None:
+    def __init__(self, types: frozenset[str], form: XmlForm) -> None:
         self._types = types
+        self._form = form
         self._is_text = types == {"string"}
         self._read: list[str] = []  # of a value that is no text
         self._held = ""
@@ -122,12 +180,12 @@ class _Value:
         if not self._begun:
             if not text and not end:
                 return "", None
-            text = text.removeprefix("\n")
+            text = text.removeprefix("\n") if self._form.has_breaks else text
             self._begun = True
             opening = '"' if self._is_text else ""
         else:
             opening = ""
-        value, self._held, rest = _cut_value(text, end)
+        value, self._held, rest = _cut_value(text, end, self._form)
         if rest is None and end:
             value, self._held = value + self._held, ""
         if self._is_text:
@@ -138,42 +196,44 @@ class _Value:
         return json_value("".join(self._read), self._types), rest
 
 
-def _cut_value(text: str, end: bool) -> tuple[str, str, str | None]:
+def _cut_value(text: str, end: bool, form: XmlForm) -> tuple[str, str, str | None]:
     """(value, what may begin its end, what follows its end or None).
 
-    A value ends at `</parameter>`. Where a model leaves that out, it ends where the call does, which is less sure: text
-    may have `</function>` in it.
+    A value ends at its closing tag. Where a model leaves that out, it ends where the call does, which is less sure:
+    text may have `</function>` in it.
     """
     at = text.find("<")
     while at >= 0:
         tail = text[at:]
         rest: str | None = None
-        if tail.startswith(_VALUE_END):
-            rest = tail.removeprefix(_VALUE_END)
-        elif tail.startswith(_CALL_END):
+        if tail.startswith(form.value_end):
+            rest = tail.removeprefix(form.value_end)
+        elif tail.startswith(form.call_end):
             rest = tail
-        elif unclosed := _ENDS_UNCLOSED_VALUE.match(tail):
+        elif form.unclosed is not None and (unclosed := form.unclosed.match(tail)):
             if unclosed["call_end"] or (end and unclosed.end() == len(tail)):
                 rest = tail
-            elif not end and _CALL_END.startswith(tail[unclosed.end() :]):
-                return _with_break(text[:at], tail)
-        elif not end and any(mark.startswith(tail) for mark in (_VALUE_END, _CALL_END, _FUNCTION_END)):
-            return _with_break(text[:at], tail)
+            elif not end and form.call_end.startswith(tail[unclosed.end() :]):
+                return _with_break(text[:at], tail, form)
+        elif not end and any(mark.startswith(tail) for mark in (form.value_end, *form.ends)):
+            return _with_break(text[:at], tail, form)
         if rest is not None:
-            return text[:at].removesuffix("\n"), "", rest
+            return text[:at].removesuffix("\n") if form.has_breaks else text[:at], "", rest
         at = text.find("<", at + 1)
-    return _with_break(text, "")
+    return _with_break(text, "", form)
 
 
-def _with_break(value: str, tail: str) -> tuple[str, str, None]:
+def _with_break(value: str, tail: str, form: XmlForm) -> tuple[str, str, None]:
     """A line break in front of `tail` may be the one before the end."""
-    kept = value.removesuffix("\n")
+    kept = value.removesuffix("\n") if form.has_breaks else value
     return kept, value[len(kept) :] + tail, None
 
 
-def _may_begin_function(text: str) -> bool:
+def _may_begin_function(text: str, form: XmlForm) -> bool:
+    if not form.opens:
+        return _NAME_BEGINS.fullmatch(text) is not None
     stripped = text.lstrip()
-    return _FUNCTION_MARK.startswith(stripped[: len(_FUNCTION_MARK)]) and not set(stripped) & {">", "\n"}
+    return form.opens.startswith(stripped[: len(form.opens)]) and not set(stripped) & {">", "\n"}
 
 
 def _escaped(text: str) -> str:

@@ -27,7 +27,13 @@ from cluster.http.schema.messages_request import (
 from cluster.http.schema.request import ChatCompletionRequest
 
 MessageDict = dict[str, Any]
-THINKING_PARSERS = ("think", "deepseek_v3", "harmony")  # of models that think unless they are told not to
+THINKING_PARSERS = (
+    "think",
+    "deepseek_v3",
+    "harmony",
+    "minimax_m2",
+    "seed_oss",
+)  # of models that think unless they are told not to
 _SAME_NAMES = (
     "model",
     "max_tokens",

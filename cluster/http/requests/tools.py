@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.http.config import OutputParserName
 from cluster.http.errors import invalid, unsupported
-from cluster.http.parsers.call_grammar import SYNTAX, after_thinking, calls_format, content_format
+from cluster.http.parsers.call_grammar import READ_ONLY, SYNTAX, after_thinking, calls_format, content_format
 from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.schema.message import NamedTool, Tool
 from cluster.http.schema.request import ChatCompletionRequest
@@ -39,8 +39,8 @@ def tool_calling(body: ChatCompletionRequest, parser: OutputParserName) -> ToolC
         raise invalid("tools", "tools: two functions have one name")
     if choice == "none":
         return ToolCalling()
-    if parser not in SYNTAX and parser != "response_template":
-        known = ", ".join(sorted([*SYNTAX, "response_template"]))
+    if parser not in SYNTAX and parser not in READ_ONLY:
+        known = ", ".join(sorted([*SYNTAX, *READ_ONLY]))
         raise unsupported(
             "tools",
             "this model's chat template shows no known form of tool calls; if the model has one, the server's "
@@ -50,7 +50,7 @@ def tool_calling(body: ChatCompletionRequest, parser: OutputParserName) -> ToolC
     if choice in (None, "auto"):
         return ToolCalling(tools, tools, False, parallel)
     if parser not in SYNTAX:
-        raise unsupported("tool_choice", "calls in the form of this model's response template cannot be forced")
+        raise unsupported("tool_choice", f"calls in this model's form ({parser}) cannot be forced")
     if isinstance(choice, NamedTool):
         named = tuple(tool for tool in tools if tool.function.name == choice.function.name)
         if not named:

@@ -70,7 +70,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
         (["--gpu-memory-utilization", "x"], "--gpu-memory-utilization x: must be a number"),
         (["--gpu-memory-utilization", "2"], "cache.memory_share=2.0: must be above 0"),
         (["--dtype", "int8"], "--dtype int8: Aerie knows auto, float16"),
-        (["--tool-call-parser", "pythonic"], "--tool-call-parser pythonic: Aerie knows hermes, .*leave it out"),
+        (["--tool-call-parser", "jamba"], "--tool-call-parser jamba: Aerie knows hermes, .*leave it out"),
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2: Aerie knows auto, fp8, fp8_e4m3"),
         (["--speculative-config", "{"], r"--speculative-config \{: is not JSON"),
         (["--speculative-config", "[]"], r"must be a JSON object"),

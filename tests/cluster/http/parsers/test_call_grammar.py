@@ -37,12 +37,38 @@ ONE: dict[OutputParserName, tuple[str, str]] = {
         "<tool_call>\n<function=weather>\n<parameter=place>\nBern\n</parameter>\n</function>\n</tool_call>",
         "\n<tool_call>\n<function=time>\n</function>\n</tool_call>",
     ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        f"{BERN}<|tool_call_end|>",
+        "<|tool_call_begin|>functions.time:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
+    "glm45": (
+        "<tool_call>weather\n<arg_key>place</arg_key>\n<arg_value>Bern</arg_value>\n</tool_call>",
+        "\n<tool_call>time\n</tool_call>",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="place">Bern</parameter>\n</invoke>\n',
+        '<invoke name="time">\n</invoke>\n',
+    ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=weather>\n<parameter=place>Bern</parameter>\n</function>\n</seed:tool_call>",
+        "\n<seed:tool_call>\n<function=time>\n</function>\n</seed:tool_call>",
+    ),
+    "granite": (f'<|tool_call|>[{{"name": "weather", "arguments": {BERN}}}', ', {"name": "time", "arguments": {}}'),
+    "phi4_mini": (f'<|tool_call|>[{{"name": "weather", "arguments": {BERN}}}', ', {"name": "time", "arguments": {}}'),
     "harmony": (
         f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{BERN}",
         "<|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}",
     ),
 }
-CLOSING = {"mistral": "]", "deepseek_v3": "<｜tool▁calls▁end｜>"}
+CLOSING = {
+    "mistral": "]",
+    "granite": "]",
+    "phi4_mini": "]<|/tool_call|>",
+    "deepseek_v3": "<｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_end|>",
+    "minimax_m2": "</minimax:tool_call>",
+}
 PLAIN = "{{ tools }}"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 AS_JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}

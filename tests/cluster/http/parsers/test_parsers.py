@@ -9,6 +9,7 @@ import pytest
 from cluster.http.answer import Piece
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.detection import detect_parser
+from cluster.http.parsers.marks import THINKING_MARKS
 from cluster.http.parsers.output_parser import joined_deltas
 from cluster.http.parsers.table import PARSERS
 from tests.support.fake_engine import chat_tokenizer
@@ -33,6 +34,22 @@ HARMONY = (
 XML = (
     "on it\n<tool_call>\n<function={}>\n<parameter=at>\n{at}\n</parameter>\n<parameter=b>\n{b}\n</parameter>\n"
     "</function>\n</tool_call>\n<tool_call>\n<function={}>\n</function>\n</tool_call>"
+)
+GLM = (
+    "on it\n<tool_call>{}\n<arg_key>at</arg_key>\n<arg_value>{at}</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>{b}</arg_value>\n</tool_call>\n<tool_call>{}\n</tool_call>"
+)
+MINIMAX = (
+    'on it\n<minimax:tool_call>\n<invoke name="{}">\n<parameter name="at">{at}</parameter>\n'
+    '<parameter name="b">{b}</parameter>\n</invoke>\n<invoke name="{}">\n</invoke>\n</minimax:tool_call>'
+)
+SEED = (
+    "on it\n<seed:tool_call>\n<function={}>\n<parameter=at>{at}</parameter>\n<parameter=b>{b}</parameter>\n"
+    "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function={}>\n</function>\n</seed:tool_call>"
+)
+KIMI = (
+    "on it<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_call_begin|>functions.{}:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
 )
 ARGUMENTS = '{"at": [1, {"x": "}]\\"\\\\"}], "b": "</tool_call"}'
 CALLS = [("look_up", ARGUMENTS), ("stop.it-2", "{}")]
@@ -64,9 +81,12 @@ def _hermes() -> str:
     return HERMES.format(*CALLS[0], name=CALLS[1][0], arguments=CALLS[1][1])
 
 
-def _xml() -> str:
+def _xml(form: str = XML) -> str:
     values = json.loads(ARGUMENTS)
-    return XML.format(CALLS[0][0], CALLS[1][0], at=json.dumps(values["at"]), b=values["b"])
+    return form.format(CALLS[0][0], CALLS[1][0], at=json.dumps(values["at"]), b=values["b"])
+
+
+LISTED = json.dumps([{"name": name, "arguments": json.loads(arguments)} for name, arguments in CALLS])
 
 
 FORMS: list[tuple[OutputParserName, str, str, str]] = [  # parser, answer, content, reasoning
@@ -85,6 +105,13 @@ FORMS: list[tuple[OutputParserName, str, str, str]] = [  # parser, answer, conte
         "on it",
         "so\n be it",
     ),
+    ("glm45", THOUGHT + _xml(GLM), "on it", "so\n be it"),
+    ("glm45", _xml(GLM).replace("\n<arg", "<arg").replace("\n</tool", "</tool"), "on it", ""),
+    ("minimax_m2", THOUGHT + _xml(MINIMAX), "on it", "so\n be it"),
+    ("seed_oss", THOUGHT.replace("think", "seed:think") + _xml(SEED), "on it", "so\n be it"),
+    ("kimi_k2", THOUGHT + KIMI.format(*FLAT), "on it", "so\n be it"),
+    ("granite", f"{THOUGHT}<response>on it<|tool_call|>{LISTED}</response>", "on it", "so\n be it"),
+    ("phi4_mini", f"on it<|tool_call|>{LISTED}<|/tool_call|>", "on it", ""),
     ("llama3", "; ".join(f'{{"name": "{name}", "parameters": {arguments}}}' for name, arguments in CALLS), "", ""),
     (
         "llama3",
@@ -130,7 +157,7 @@ def test_characters_one_by_one_and_cut_short(name: OutputParserName, answer: str
             assert found_name == call_name and isinstance(found_arguments, str)
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "deepseek_v3", "qwen3_coder", "think"])
+@pytest.mark.parametrize("name", [*THINKING_MARKS])
 @pytest.mark.parametrize(
     "text",
     ["plain", " two \n\n lines ", "a < b", "<tool", "<function=", "{", '{"a": 1}', '{"name": 5}', "[1]", "<thin", ""],
@@ -192,7 +219,14 @@ def test_harmony_without_heads_is_content() -> None:
         ('<tool_call> "arguments" </think>', "hermes"),
         ('<tool_call> "arguments" <function= <parameter= <think> enable_thinking', "qwen3_coder"),
         ('<tool_call> "arguments" <function=', "text"),
-        ('<tool_call> "arguments" <arg_key> </think>', "think"),
+        ('<tool_call> "arguments" <arg_key> </think>', "glm45"),
+        ("<|tool_calls_section_begin|> <think>", "kimi_k2"),
+        ("<minimax:tool_call> <invoke name=", "minimax_m2"),
+        ("<seed:think> <seed:tool_call> <function= <parameter=", "seed_oss"),
+        ("'<|tool_call>call:' <|channel>thought", "gemma4"),
+        ("<|start_of_role|> <|tool_call|> <tool_call>", "granite"),
+        ("<|tool_call|> <|/tool_call|>", "phi4_mini"),
+        ("<|start_header_id|> tools parameters [func_name1(params_name1=params_value1)]", "pythonic"),
     ],
 )
 def test_the_template_tells_the_parser(template: str | None, name: str) -> None:

@@ -215,7 +215,7 @@ async def test_bad_tools_are_400_with_the_parameter(extra: dict[str, Any], param
 async def test_a_model_without_a_known_form_of_calls_refuses_tools_and_names_the_remedy() -> None:
     error = await _error(WITH_TOOLS, "{{ messages }}")
     assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
-    assert "ingress.output_parser: deepseek_v3, harmony, hermes, llama3, mistral, qwen3_coder" in error["message"]
+    assert "ingress.output_parser: deepseek_v3, gemma4, glm45, granite, harmony, hermes" in error["message"]
     error = await _error(HELLO | {"reasoning_effort": "low"}, "{{ messages }}")
     assert error["param"] == "reasoning_effort"
 
