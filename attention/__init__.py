@@ -1,20 +1,20 @@
 """KV memory and attention over it. Knows tensors and pages; no models, no requests, no Ray.
 
-distribution     what Aerie is installed as, for remedies that name a package
-config           what is configured: page size and memory, backends by name
+distribution     name of the installed distribution, for remedies that name a package
+config           configuration: page size and memory, backends by name
 metadata         the ragged shapes of a forward pass: requests in a round, prompt chunks
-capability       what a device and the installed libraries can do; the only module that asks
-to_device        copies from host memory for which nothing waits
+capability       abilities of a device and the installed libraries; no other module tests for them
+to_device        asynchronous copies from host memory
 lazy_import      objects that tables name, imported when they are chosen
 ops/             operations over KV; `ops.operation` says what an operation is
-views            what backends see of one layer's KV
+views            one layer's KV, as backends get it
 rotation         rotary position embedding in torch
-expansion        prompt chunks over latent rows whose keys and values are made again, and when that pays
-backend          what an attention backend is
-registry         the table of backends, the choice, refusals; `limits` says what each can serve
+expansion        prompt chunks over latent rows with expanded keys and values, and when that pays
+backend          the interface of attention backends
+registry         the table of backends, the choice, refusals; `limits`: supported uses of each
 backends/        the backends: torch is the oracle, triton runs our kernels, flashinfer and trtllm call FlashInfer's
-recurrent/       what recurrent layers keep of a request, and its memory
-kv_cache/        who holds which page, which pages an earlier prompt left, how KV is kept, and its memory
+recurrent/       states of recurrent layers, and their memory
+kv_cache/        page allocator, prefix cache, KV layouts, and the memory of pages
 
-How to add a backend: `docs/add-an-attention-backend.md`. How KV is kept: `docs/kv-layout.md`.
+How to add a backend: `docs/add-an-attention-backend.md`. KV layouts: `docs/kv-layout.md`.
 """

@@ -1,7 +1,7 @@
-"""What a device and the installed libraries can do. The only module that asks.
+"""Abilities of a device and of the installed libraries. No other module tests for them.
 
-Read by the tables of operations (`attention.ops.operation`) and attention backends (`attention.registry`), and wherever
-memory, streams or graphs differ between devices.
+Used by the tables of operations (`attention.ops.operation`) and attention backends (`attention.registry`), and by code
+whose memory, streams or graphs differ between devices.
 """
 
 import sys

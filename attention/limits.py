@@ -1,8 +1,7 @@
-"""What each attention backend supports: one plain function per backend.
+"""Supported uses of each attention backend: one plain function per backend.
 
 Imports no kernel library, so that any machine can refuse a start, or print the matrix of docs/attention-backends.md.
-The
-functions return why a backend does not support a use; None if it does.
+The functions return why a backend does not support a use; None if it does.
 """
 
 from collections.abc import Iterable
@@ -40,9 +39,9 @@ XQA_MAX_GROUP = 32  # rows of one of its tiles
 
 @dataclass(frozen=True)
 class AttentionUse:
-    """What one model does in one mode on one rank.
+    """The use of attention by one model in one mode on one rank.
 
-    num_heads, num_kv_heads: of this rank.
+    num_heads, num_kv_heads: heads of this rank.
     device: of the rank. Refusals read its compute capability; `attention.registry.limit` tries each possible one.
     tree: whether masks branch (speculative.top_k above 1).
     layout: `kind` of its `KVLayout`.

@@ -20,7 +20,7 @@ ALIGNMENT = 4  # int32 values in a packed tensor: kernels are compiled for addre
 
 
 class Mode(Enum):
-    """What a pass computes; each mode has a backend."""
+    """The kind of a pass; each mode has a backend."""
 
     PREFILL = "prefill"  # prompt chunks, causal
     DECODE = "decode"  # one row per request

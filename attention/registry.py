@@ -92,7 +92,7 @@ assert {name for name, facts in BACKENDS.items() if Mode.PREFILL not in facts.mo
 
 @dataclass(frozen=True)
 class Choice:
-    """What the configuration says: `field`, such as "attention.decode", names the backend that serves `use`."""
+    """A configured backend: `field`, such as "attention.decode", names the backend for `use`."""
 
     field: str
     name: str
@@ -144,7 +144,8 @@ def refusal(name: str, use: AttentionUse, here: bool = True) -> str | None:
 
 
 def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
-    """The same, whatever is installed. Of a GPU whose capability is not known, what every one would refuse."""
+    """The same, regardless of what is installed. Of a GPU whose capability is not known, what every one would
+    refuse."""
     possible = use.device.possible()
     if len(possible) > 1:
         reasons = [limit(facts, dataclasses.replace(use, device=each)) for each in possible]

@@ -19,7 +19,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same of neighbours: dimensions 2 i and 2 i + 1 are turned by angle i, and stay where they are."""
+    """Rotate pairs of neighbours: dimensions 2 i and 2 i + 1 by angle i, in place of themselves."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.float()[..., 0::2], x.float()[..., 1::2]
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)

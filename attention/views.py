@@ -1,4 +1,4 @@
-"""What backends and kernels see of one layer's KV: a type for each way of keeping it (`attention.kv_cache.layout`)."""
+"""Views of one layer's KV for backends and kernels: one type per layout (`attention.kv_cache.layout`)."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class LatentKV:
 
 @dataclass(frozen=True)
 class ExpandedKV:
-    """What latent rows became: those of all tokens of all chunks' requests, one chunk after the other.
+    """Keys and values expanded from latent rows: of all tokens of all chunks' requests, chunk after chunk.
 
     kv: [tokens, heads, key_dim + value_dim], contiguous. turned: [tokens, rotated], the part of keys that heads share,
         rotated; last stride 1. first: [C] int32, each chunk's first token.

@@ -32,7 +32,7 @@ class RankBuilder:
     """
 
     def __init__(self, plan: RankPlan, rank: int, compilers: CompileProcesses | None = None) -> None:
-        """compilers: see `workers.runner.build.build_rank`; None: begun when they are needed."""
+        """compilers: see `workers.runner.build.build_rank`; None: started when needed."""
         self._compilers = compilers
         self._rank = rank
         self._spec = engine_spec(plan)
@@ -66,5 +66,5 @@ class RankBuilder:
         return self._built.worker
 
     def layout(self) -> EngineLayout:
-        """What the scheduler must know of all ranks, once they are built."""
+        """Return the layout of the built ranks, for the scheduler."""
         return self._built.layout

@@ -59,7 +59,7 @@ def lacking_weights(config: AerieConfig) -> list[str]:
 
 
 def _engine(config: AerieConfig) -> EnginePlan:
-    """On the CPU, whatever the workers use: the machine that checks need not have their GPUs."""
+    """Build the engine's plan on the CPU, because the checking machine may have no GPU."""
 
     return build.plan_engine(engine_spec(config), Capability("cpu"))
 

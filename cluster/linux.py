@@ -1,4 +1,4 @@
-"""What a process asks of Linux for itself. Needs the standard library alone, for processes that begin with it."""
+"""Linux settings of a process. Uses only the standard library, so that processes can start with it."""
 
 import ctypes
 import os
@@ -34,19 +34,19 @@ def set_name(name: str) -> None:
 
 
 def give_way() -> None:
-    """Where processes wait for a core, others of usual priority have it first: for work that takes all there are."""
+    """Lower this process's priority: for work that uses all cores."""
     os.nice(max(0, _NICENESS - os.nice(0)))
 
 
 def give_memory_back() -> None:
-    """What C's `free` keeps for later goes back to the system, as far as it is whole pages; where the library can."""
+    """Return free memory of the C allocator to the system, where the library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def raise_open_files() -> int:
-    """How many files this process may have open, once its soft limit is as high as the hard one lets it be."""
+    """Raise the soft limit of open files to the hard limit, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard and hard != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,5 +1,5 @@
-"""What Aerie's processes write to the console: marked lines of text, which `aerie serve` tells from those of Ray and
-Serve, or log lines as JSON objects, each with the request that it belongs to. Set up once in each process.
+"""Console output of Aerie's processes: marked lines of text, by which `aerie serve` distinguishes them from Ray's and
+Serve's, or JSON objects with the request's id. Set up once in each process.
 """
 
 import contextvars

@@ -1,4 +1,4 @@
-"""Where an engine's processes go: bundles, strategy and the order of ranks, as plain values. No Ray here.
+"""Placement of an engine's processes: bundles, strategy and order of ranks, as plain values. No Ray here.
 
 Bundle 0 holds the engine replica and its coordinator, bundles 1.. one worker each. With STRICT_SPREAD, where every
 bundle is on a node of its own, bundle 0 holds a worker too.
@@ -20,7 +20,7 @@ RESOURCES: dict[str, dict[str, float]] = {"cpu": {"CPU": WORKER_CPUS}, "cuda": {
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What one node of the cluster has in all. capability: of its GPUs, (major, minor), None where it is not known."""
+    """Resources of one node. capability: of its GPUs, (major, minor); None if unknown."""
 
     node_id: str
     address: str
@@ -44,11 +44,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank runs.
+    """Placement of a rank.
 
-    device: what it computes on, for the operator.
+    device: the device it computes on, for reports.
     visible_devices: the GPUs that its process sees, see `cluster.config.visible_devices`.
-    is_ahead: its process was begun before Ray, see `cluster.replica.rank_process`.
+    is_ahead: its process was started before Ray, see `cluster.replica.rank_process`.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class RankPlace:
 
     @property
     def process(self) -> str:
-        """Where to find it, for the operator."""
+        """Return the process's location, for reports."""
         return f"pid {self.pid} on node {self.address}"
 
 
@@ -99,7 +99,7 @@ def _pack(
     config: AerieConfig,
     nodes: Sequence[NodeResources],
 ) -> PlacedStrategy:
-    """What "auto" means."""
+    """Resolve the strategy "auto"."""
     if config.parallel.autoscaling:
         return "STRICT_PACK" if any(_holds(node, whole_engine) for node in nodes) else "PACK"
     strict = _count_engines(bundles, "STRICT_PACK", nodes)
@@ -108,7 +108,7 @@ def _pack(
 
 
 def choose_device(config: AerieConfig, nodes: Sequence[NodeResources]) -> Literal["cpu", "cuda"]:
-    """What model.device means in this cluster: "auto" takes GPUs where there are any."""
+    """Resolve model.device: "auto" uses GPUs if the cluster has any."""
     gpus = sum(node.gpus for node in nodes)
     wanted = config.model.device
     if wanted == "auto":
@@ -119,11 +119,11 @@ def choose_device(config: AerieConfig, nodes: Sequence[NodeResources]) -> Litera
 
 
 def order_ranks(bundle_nodes: Mapping[int, str], num_ranks: int, addresses: Mapping[str, str]) -> list[int]:
-    """Bundle of each rank: bundles of one node are neighbours, those on bundle 0's node (the coordinator's) come first,
-    and the other nodes follow by their addresses, round from the first one's, because neighbouring addresses are mostly
-    neighbouring hosts. Ray promises none of it.
+    """Return the bundle of each rank. Ray guarantees no order, so bundles are sorted: the coordinator's node (bundle 0)
+    first, then the other nodes by address, because hosts with neighbouring addresses are usually close.
 
-    bundle_nodes: node id of every bundle. addresses: by node id; a node without one comes last."""
+    bundle_nodes: node id of every bundle.
+    addresses: by node id; nodes without an address come last."""
     first = bundle_nodes[0]
 
     def place_of(node: str) -> tuple[bool, bool, int, str]:

@@ -32,7 +32,7 @@ CORES_FOR_TWO = 8  # ingresses: each uses up to a core
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What the ranks of an engine are built from. Equal plans make equal ranks.
+    """The part of the plan that ranks are built from. Equal plans give equal ranks.
 
     worker: its `model.device` is "cpu" or "cuda".
     threads: torch threads of a CPU rank.
@@ -110,7 +110,7 @@ class Plan:
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> "Plan":
-        """What `to_args` was called on."""
+        """Rebuild a plan from the result of `to_args`."""
         return msgspec.convert(args, Plan)
 
 

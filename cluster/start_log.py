@@ -1,5 +1,5 @@
-"""What a start is waiting for: a line for each step that a process has done, and for how far a long one is. Lines carry
-the time of day; `aerie serve` shows them by its own clock, wherever the process runs.
+"""Progress lines of a start: one for each completed step, and some during long ones. Lines have the time of day;
+`aerie serve` converts them to its own clock.
 """
 
 import os
@@ -31,7 +31,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a step is: `done` of `total`, in `unit`. at_s: Unix time."""
+    """Progress of a step: `done` of `total`, in `unit`. at_s: Unix time."""
 
     at_s: float
     process: str

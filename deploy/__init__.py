@@ -1,14 +1,14 @@
-"""How Aerie is run. The packaged configurations (eagle.yaml and others) lie here.
+"""Commands and packaged configurations (eagle.yaml and others).
 
-cli       the command `aerie`; arguments: of every command; run_command: runs it and tells what went wrong in one line
+cli       the command `aerie`; arguments: of every command; run_command: runs it and reports errors in one line
 serve     `aerie serve`: one server from start to end
 start     `aerie start`: a Ray node; stop: `aerie stop`
-plan      `aerie plan`; checks: what can be checked without a cluster; nodes: what the machines have
-doctor    `aerie doctor`: what this machine lacks
+plan      `aerie plan`; checks: checks without a cluster; nodes: resources of the machines
+doctor    `aerie doctor`: checks this machine
 bench, chat  commands that talk to a server; client: its HTTP API, server_options: its address and key
 evaluate  `aerie eval-draft`
 offline   `LLM`: an engine in your own process; offline_requests: its parameters and outputs
-app       what Serve's config files name
+app       entry points of Serve's config files
 config    which configuration a command uses: files, model names, options of `vllm serve`
 processes  the processes of a server, and how they end after a crash
 haproxy   HAProxy in front of the ingresses

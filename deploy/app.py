@@ -1,5 +1,5 @@
-"""What Serve's config files name: `build`, as deploy/eagle.yaml does for `serve run`, makes an application of a
-configuration, and `build_planned` of the plan that `aerie serve` has made of one."""
+"""Entry points of Serve's config files. `build` makes an application of a configuration (deploy/eagle.yaml, for
+`serve run`), `build_planned` of a plan made by `aerie serve`."""
 
 from typing import Any
 
@@ -19,5 +19,5 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_planned(args: dict[str, Any]) -> Application:
-    """The same for what `Plan.to_args` gave."""
+    """Build the application of a plan encoded by `Plan.to_args`."""
     return application(Plan.from_args(args))

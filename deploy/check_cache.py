@@ -193,8 +193,8 @@ def compared(turns: Sequence[Turn], answers: dict[str, Answer]) -> list[Differen
 
 
 def _nats(difference: Difference, expected: Answer) -> float | None:
-    """What the first other token costs by the log-probabilities without the cache. A token that is not among the
-    likeliest costs more than the least likely of them."""
+    """Return the cost in nats of the first different token, by the log-probabilities without the cache. A token that is
+    not among the likeliest costs more than the last of them."""
     end = 0
     for token, tops in expected.tops:
         if end + len(token) > difference.start and tops:

@@ -38,7 +38,7 @@ def planned(args: Mapping[str, Any], nodes: Sequence[NodeResources], base: Path 
 
 
 def checked_file(path: Path, need_weights: bool = True) -> AerieConfig:
-    """The same of a Serve config file."""
+    """Check a Serve config file."""
     return checked(read_args(path), path.resolve().parent, need_weights)
 
 

@@ -96,7 +96,7 @@ def given_server(arguments: argparse.Namespace) -> Server:
 
 
 def message_of(reply: httpx.Response) -> str:
-    """What an error says."""
+    """Return the message of an error."""
     try:
         message = str(reply.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

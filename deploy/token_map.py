@@ -44,7 +44,7 @@ def _counts(folder: Path, texts: list[str]) -> Counter[int]:
 
 
 def _vocab_size(folder: Path) -> int:
-    """Of config.json, which may describe a text model within another."""
+    """Return the vocabulary size in config.json, which may nest the text model's configuration."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     if not isinstance(size, int):

@@ -1,4 +1,4 @@
-"""What a speculating engine is told: the draft, its tree, its placement."""
+"""Configuration of speculation: draft, tree, placement."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -3,9 +3,9 @@
 scheduling         what each step runs: queues, pages, the plan that travels to the ranks and the result that comes back
 runner             one rank: a plan as tensors, a step of rounds and prompts, rounds as graphs; an engine assembled, and
                    run without transport
-sampling           which token comes next, on the device
-structured_output  answers that follow a grammar: which tokens it allows next
-slots              what a running request is on the device
+sampling           chooses the next token, on the device
+structured_output  JSON schemas and grammars: the tokens that they allow next
+slots              running requests on the device
 models             targets: a checkpoint's folder to a module on this rank, by its architecture's family
 layers             the tensor-parallel layers that models are made of
 quantization       formats of quantised checkpoints: which layers have them, how they are loaded and multiplied

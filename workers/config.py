@@ -1,4 +1,4 @@
-"""What one engine replica is told: its model, its ranks, its scheduler. Validated at the edge by `cluster.config`."""
+"""Configuration of one engine replica: model, ranks, scheduler. Validated by `cluster.config`."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal

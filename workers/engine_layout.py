@@ -22,25 +22,25 @@ MAX_SNAPSHOTS = 1024  # the scheduler looks through all of them when none is fre
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The same on every rank and in the scheduler, but for `memory`.
+    """Sizes of one engine, equal on every rank and in the scheduler, except `memory`.
 
     shapes: kinds of round, plain decoding first.
     scheduler: as configured, with numbers in place of "auto"; `max_running` has one once a rank is built.
     cache, graph_capture: as configured.
     max_model_len: prompt and answer tokens.
     max_position: positions that a step may touch.
-    lookahead: tokens after a page that the page's KV depends on.
-    bytes_per_page: of a KV page in target and draft, on each rank.
-    kv_in_fp8: whether the target's KV is.
-    bytes_per_slot: of a slot's row in all tables, on each rank, its recurrent states included.
-    bytes_per_state: of a slot's recurrent states alone; 0 for models without recurrent layers.
-    bytes_per_snapshot: of a copy of these states, on each rank.
-    chunk_bytes: what a recurrent layer's kernels on GPUs keep of the longest prompt chunk: part of the largest step.
-    num_snapshots: copies that a rank has memory for; known with the pages.
-    keeps_latent_rows: whether layers of the target do.
+    lookahead: number of tokens after a page that its KV depends on.
+    bytes_per_page: bytes of a KV page in target and draft, on each rank.
+    kv_in_fp8: whether the target's KV is FP8.
+    bytes_per_slot: bytes of a slot in all tables and recurrent states, on each rank.
+    bytes_per_state: bytes of a slot's recurrent states; 0 for models without recurrent layers.
+    bytes_per_snapshot: bytes of a copy of these states, on each rank.
+    chunk_bytes: scratch of a recurrent layer's GPU kernels for the longest prompt chunk: a part of the largest step.
+    num_snapshots: number of copies in a rank's memory; known with the pages.
+    keeps_latent_rows: whether the target's layers cache latent rows (MLA).
     served_by: see `workers.models.config.ModelConfig.served_by`.
     known_pages: KV pages of a rank that is built; before that the configured number, if there is one.
-    memory: where the memory of the rank went that this is the layout of; None before it is built.
+    memory: use of this rank's memory; None before it is built.
     """
 
     shapes: RoundShapes
@@ -90,7 +90,7 @@ class EngineLayout:
 
     @property
     def state_sizes(self) -> StateSizes:
-        """Of the pool of recurrent states."""
+        """Sizes of the pool of recurrent states."""
         return StateSizes(rows=self.mask_width, path=self.shapes.max_new_tokens)
 
     def with_slots(self, num_slots: int) -> "EngineLayout":

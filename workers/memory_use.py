@@ -41,5 +41,5 @@ class MemoryUse:
 
     @property
     def of_rank(self) -> int:
-        """What the rank takes at its peak."""
+        """Return the peak memory of a rank."""
         return self.weights + self.tables + self.workspaces + self.activations + self.graphs + self.kv

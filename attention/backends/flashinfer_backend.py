@@ -96,7 +96,7 @@ class FlashInferBackend(AttentionBackend):
         return turns[-1]
 
     def round_plan(self, batch: DecodeBatch, heads: Heads) -> RoundPlan:
-        """What all passes of this shape share. Captured graphs hold its memory, so it is never freed."""
+        """Buffers shared by all passes of this shape. Captured graphs hold their addresses, so they are never freed."""
         device = batch.prefix_len.device
         causal = batch.rows > 1 and batch.is_causal  # as FlashInfer's kernels for one row are planned
         key = (device, heads, batch.rows, causal, batch.page_table.shape)

@@ -39,7 +39,7 @@ class LatentRounds:
     _checked: set[tuple[Any, ...]] = field(default_factory=set)
 
     def plan(self, batch: DecodeBatch, q: Tensor, kv: LatentKV, scale: float) -> "LatentRoundPlan":
-        """What all passes of this shape share."""
+        """Return the buffers shared by all passes of this shape."""
         device = q.device
         key = (device, q.dtype, q.shape, kv.rows.shape[1:], kv.latent, batch.is_causal, batch.page_table.shape, scale)
         if key not in self._plans:

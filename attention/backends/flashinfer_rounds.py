@@ -55,7 +55,7 @@ Wrapper = Any  # flashinfer has no types
 
 @dataclass(frozen=True)
 class Heads:
-    """What a wrapper is planned for, beside lengths."""
+    """The sizes that a wrapper is planned for, besides lengths."""
 
     num_heads: int
     num_kv_heads: int

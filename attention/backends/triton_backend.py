@@ -132,7 +132,7 @@ def _with_newest_columns(batch: DecodeBatch, fixed: bool) -> DecodeBatch:
 
 
 def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
-    """Cuts the batch's contexts and chooses who merges. Launches one small kernel."""
+    """Split the batch's contexts and assign the merges. Launches one small kernel."""
     device = batch.prefix_len.device
     multiprocessors = _num_multiprocessors(device)
     tiles = shape.decode_tiles(batch.rows, batch.num_requests * shape.num_kv_heads / multiprocessors)

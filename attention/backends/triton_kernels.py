@@ -20,14 +20,14 @@ FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What tiles are chosen by.
+    """Sizes by which tiles are chosen.
 
     num_heads: query heads.
-    num_kv_heads: 1 of latent rows, which all heads share.
-    dim: of what comes out of a head.
-    rotated: of a latent row beside that, None for K/V heads.
-    itemsize: bytes of a number of q.
-    kv_itemsize: bytes of a number of the cache.
+    num_kv_heads: K/V heads; 1 for latent rows, which all heads share.
+    dim: output size of a head.
+    rotated: size of a latent row's rotated part; None for K/V heads.
+    itemsize: bytes per number of q.
+    kv_itemsize: bytes per number of the cache.
     """
 
     num_heads: int

@@ -31,8 +31,11 @@ Attend = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Device:
-    """What the backend holds on one device. attend: FlashInfer's function. kernel: the one it is asked for. workspace,
-    counters: uint8, zero before the first launch; every launch leaves its semaphores at zero again."""
+    """State of the backend on one device.
+
+    attend: FlashInfer's function.
+    kernel: the kernel that it is asked for.
+    workspace, counters: uint8, zero before the first launch; every launch resets its semaphores to zero."""
 
     attend: Attend
     kernel: str

@@ -37,13 +37,13 @@ Attend = Callable[..., Any]
 
 @dataclass(frozen=True)
 class LatentBuffers:
-    """What passes of one shape share. n: rows of the pass.
+    """Buffers shared by passes of one shape. n: rows of the pass.
 
-    lengths: [n] int32, what each row sees.
-    offsets: [R] int32, of a chain's rows after the prefix; None of a tree.
-    tables: [n, pages] int32, the page table once for each row; None where the batch's own is passed on.
-    empty: [n, 1] bool, rows without a prefix; lse: [n, heads] float32. None where no log-sum-exps are wanted.
-    workspace, counters: uint8, zero before their first launch; every launch leaves its semaphores at zero again.
+    lengths: [n] int32, tokens that each row sees.
+    offsets: [R] int32, of a chain's rows after the prefix; None for a tree.
+    tables: [n, pages] int32, the page table of each row; None if the batch's own is used.
+    empty: [n, 1] bool, rows without a prefix; lse: [n, heads] float32. None without log-sum-exps.
+    workspace, counters: uint8, zero before their first launch; every launch resets its semaphores to zero.
     """
 
     lengths: Tensor

@@ -1,9 +1,9 @@
-"""How the layers of a model keep their KV: the interface of a layout.
+"""The interface of KV layouts: how the layers of a model cache their KV.
 
-A layout is a plain value. It says what a token's KV takes in one layer, how the rows of a pass get in, how the KV of an
-accepted path gets to the front of its tree, and what a backend reads. `attention.kv_cache.pool` holds the memory and
-asks the layout; whoever else touches KV goes through the pool. The scheduler counts pages, slots hold page tables,
-strategies name rows and paths: none of them knows what is in a page. `docs/kv-layout.md` goes through the layouts.
+A layout is a plain value. It defines the bytes of a token's KV in one layer, how a pass stores its rows, how the KV of
+an accepted path moves to the front of its tree, and what a backend reads. `attention.kv_cache.pool` holds the memory,
+and all access to KV goes through it. The scheduler counts pages, slots hold page tables, strategies name rows and
+paths: none of them knows the content of a page. `docs/kv-layout.md` describes the layouts.
 """
 
 import math
@@ -30,10 +30,10 @@ class PerToken:
 
 
 class KVLayout(ABC, Generic[View]):
-    """How a group of layers stores the KV of a token, on one rank.
+    """The KV layout of a group of layers on one rank.
 
-    View: what a backend's `forward` gets for a layer.
-    kind: by which backends say what they support, see `attention.registry.BackendFacts.layouts`.
+    View: type of the KV that a backend's `forward` gets for a layer.
+    kind: name by which backends declare support, see `attention.registry.BackendFacts.layouts`.
     """
 
     kind: ClassVar[str]

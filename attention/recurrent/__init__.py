@@ -1,7 +1,7 @@
-"""What recurrent layers keep of a request: a state of fixed size, where attention keeps KV for every token.
+"""States of recurrent layers: of fixed size per request, whereas attention caches KV for every token.
 
-sizes   what an engine asks of the pool
-layout  sizes of a layer's state, and the layers that are alike
+sizes   sizes of an engine's pool
+layout  sizes of a layer's state, and groups of equal layers
 pool    the memory of one model on one rank
-batch   which slots' states the rows of a pass read and write
+batch   the slots whose states a pass reads and writes
 """

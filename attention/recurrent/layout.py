@@ -25,7 +25,7 @@ class StateLayout:
         return state_dtype.itemsize * math.prod(shapes["state"]) + self.dtype.itemsize * math.prod(shapes["conv"])
 
     def bytes_per_slot(self, sizes: StateSizes) -> int:
-        """The same, and the rows of the last round."""
+        """Bytes of a slot: its state and the rows of the last round."""
         shapes = state_shapes(self.heads, sizes.rows, sizes.path)
         rows = math.prod(shapes["pending"]) + math.prod(shapes["committed"])
         return self.bytes_per_snapshot() + self.dtype.itemsize * rows

@@ -43,8 +43,7 @@ class StatePool:
         self.allocate(0)
 
     def allocate(self, num_snapshots: int) -> None:
-        """Allocate empty states and so many snapshots in place of those that are there. Call it before anything holds
-        addresses."""
+        """Replace the states and snapshots with new empty ones. Call it before anything uses their addresses."""
         if self.states and num_snapshots == self.num_snapshots:
             return
         self.num_snapshots = num_snapshots
@@ -67,7 +66,7 @@ class StatePool:
             self._layers |= {layer: state.layer(i) for i, layer in enumerate(group.layers)}
 
     def layer(self, index: int) -> LayerState:
-        """What layer `index` of the model keeps."""
+        """Return the state of layer `index` of the model."""
         return self._layers[index]
 
     def has(self, layer: int) -> bool:

@@ -1,4 +1,4 @@
-"""What an engine asks of a state pool beside slots and snapshots. Imports no torch."""
+"""Sizes of a state pool, besides slots and snapshots. Imports no torch."""
 
 from dataclasses import dataclass
 

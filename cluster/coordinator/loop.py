@@ -1,5 +1,5 @@
-"""What the coordinator's thread does, turn by turn: requests in, plans to the ranks, results back one step late, tokens
-out. `cluster.coordinator.coordinator` runs it in a thread; nothing here may be called from another one, except
+"""The loop of the coordinator's thread: receive requests, send plans to the ranks, read results one step late, publish
+tokens. `cluster.coordinator.coordinator` runs it in a thread; nothing here may be called from another one, except
 `health`.
 """
 
@@ -33,13 +33,13 @@ _LINGER_MS = 200  # for messages still queued when the coordinator ends
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """How an engine is run.
+    """Settings of an engine's loop.
 
     on_worker_loss: whether running requests are resumed on the next worker group or end with an error.
-    max_resumes: how often each is resumed at most.
-    step_timeout_s: a plan unanswered for longer means that the worker group hangs, and it is given up.
-    queue_timeout_s: for a request's first step.
-    max_in_flight: plans sent before the first one's result is read; the last of them as late as `PlanTiming` says.
+    max_resumes: maximum resumptions of a request.
+    step_timeout_s: a worker group that leaves a plan unanswered for longer is replaced.
+    queue_timeout_s: time limit for a request's first step.
+    max_in_flight: plans sent before the first one's result is read; `PlanTiming` delays the last of them.
     """
 
     engine_id: str
@@ -232,7 +232,7 @@ class CoordinatorLoop:
         )
 
     def _send_plans(self) -> None:
-        """What is due and has something to run."""
+        """Send the plans that are due and not empty."""
         self._plan_due_s = math.inf
         while self._worker_group is not None:
             now, due_s = self._clock(), self._plan_timing.due_s()

@@ -13,11 +13,11 @@ from workers.scheduling.request import FinishReason, RequestOutput
 
 @dataclass(slots=True)
 class Stream:
-    """Where a request's tokens go.
+    """Destination of a request's tokens.
 
     ingress: the connection on which it came.
     running_stats, token_origins: as in `GenerateRequest`.
-    queued_s: when it was queued; infinity once it has run or is resumed, for those may wait for ever.
+    queued_s: time of queueing; infinity once it has run or is resumed: those may wait without limit.
     num_resumes: worker groups it has lost.
     num_crashes: steps with it that hung or crashed, here or elsewhere.
     """
@@ -71,7 +71,8 @@ class TokenPublisher:
         stream.ingress.deltas.append(TokenDelta(request_id=stream.request_id, tokens=()))
 
     def put_crashes(self, stream: Stream) -> None:
-        """How many steps with a request hung or crashed, for the next `flush`: its ingress tells the next engine."""
+        """Add the number of hung or crashed steps of a request to the next `flush`: its ingress passes it on to the
+        next engine."""
         stream.ingress.deltas.append(TokenDelta(stream.request_id, (), num_crashes=stream.num_crashes))
 
     def put_end(self, stream: Stream, reason: FinishReason, error: str | None) -> None:

@@ -34,13 +34,14 @@ _MAX_MESSAGES_PER_TURN = 64  # so that a flood of requests does not hold up the 
 
 
 class RequestStreams:
-    """A request that the scheduler has taken has one stream here until its end was sent to its ingress; exactly one end
-    is sent. An ingress whose connection has closed, or that does not read, has all its requests aborted.
+    """The streams of all accepted requests. A stream exists until its end was sent to the ingress; exactly one end is
+    sent. If an ingress disconnects or does not read, all its requests are aborted.
 
-    is_draining: set it to refuse new requests. is_leaving: and this too, if another engine takes this one's place.
-    states: for the same ingresses.
-    queue_timeout_s: a request that would wait longer is refused, and one that has is given up.
-    fault: why no request would get through now, or "".
+    is_draining: set it to refuse new requests.
+    is_leaving: set it, too, if another engine replaces this one.
+    states: publishes the engine's state to the same ingresses.
+    queue_timeout_s: requests that would wait longer are refused; those that have waited longer end.
+    fault: why requests would fail now, or "".
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class RequestStreams:
 
     @property
     def endpoint(self) -> str:
-        """Of the inbox."""
+        """Endpoint of the inbox."""
         return self._inbox.endpoint
 
     @property
@@ -214,7 +215,7 @@ class RequestStreams:
         return Refusal("queue_full", message, self._scheduler.admission.retry_after_s())
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
-        """End a request in whatever state; an unknown one has ended already."""
+        """End a request in any state; an unknown one has ended already."""
         self._scheduler.abort(request_id, reason)
         stream = self._streams.pop(request_id, None)
         if stream is not None:

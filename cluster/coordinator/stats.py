@@ -1,4 +1,4 @@
-"""The scheduler's state as the message that /health and /metrics are made of. Used by `cluster.coordinator.loop`."""
+"""The scheduler's state as a message for /health and /metrics. Used by `cluster.coordinator.loop`."""
 
 from collections.abc import Sequence
 

@@ -49,11 +49,11 @@ class Prompt:
 
 
 class EngineView:
-    """What one ingress knows of one engine.
+    """One engine's state, as known to one ingress.
 
-    state: its last report; None before the first.
+    state: the last report; None before the first.
     heard_s: time of its last message.
-    num_sent: requests sent there.
+    num_sent: requests sent to it.
     is_suspect: it has not accepted a request in time, nor reported since.
     faulty_since_s: when it first reported that requests do not run; infinity while they do.
     """
@@ -147,7 +147,7 @@ def choose(
 
     Engines that would answer come before those that are at fault, silent or drained. Among equals: the earliest first
     token; if several are about equal, the less loaded of two random ones. With "least_loaded": the fewest requests,
-    whatever is cached.
+    regardless of cached prefixes.
 
     avoid: engines that did not accept this request.
     """

@@ -1,4 +1,4 @@
-"""What the operator reads: the plan before the start, and the table of ranks after it."""
+"""Reports for the operator: the plan before the start, and the table of ranks after it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -59,7 +59,7 @@ def rank_lines(places: Sequence[RankPlace], layout: EngineLayout) -> list[str]:
 
 
 def memory_line(use: MemoryUse) -> str:
-    """Where the memory of a rank went, in GB."""
+    """Return the memory use of a rank in GB, as text."""
     parts = {
         "weights": use.weights,
         "tables of slots": use.tables,
@@ -76,7 +76,7 @@ def memory_line(use: MemoryUse) -> str:
 
 
 def cost_line(layout: EngineLayout, costs: CostTable) -> str:
-    """What the start measured of steps, and to how long prompts may stretch them."""
+    """Return the measured step times and the ITL target, as text."""
     most, target_ms = layout.scheduler.num_slots, layout.scheduler.itl_target_ms
     sizes = sorted({1, min(8, most), most})
     rounds = [
@@ -126,7 +126,7 @@ def _shapes(layout: EngineLayout) -> str:
 
 
 def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayout) -> list[str]:
-    """What each rank sets aside beside the weights, as far as that is known before they are loaded."""
+    """Return each rank's memory besides the weights, as far as known before loading."""
     cache, limits = config.cache, config.graph_capture
     if cache.num_pages is not None:
         pages = f"{cache.num_pages} pages"

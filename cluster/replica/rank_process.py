@@ -1,10 +1,10 @@
-"""Ranks that `aerie serve` begins at once, beside Ray and Serve: processes of their own, which load and warm up while
-those start. The worker actor of such a rank is its proxy. No Ray here.
+"""Rank processes that `aerie serve` starts before Ray: they load and warm up while Ray and Serve start. The worker
+actor of such a rank is its proxy. No Ray here.
 
-One process imports torch and the compiler, and forks each rank and the processes that compile its kernels. A rank
-listens on a socket in a folder of the server; the first actor that wants the same rank of the same engine has it. Where
-there is none, or where the engine is another one, the actor builds the rank itself. Both ends go together: the rank
-ends when its actor's process does, and the actor's calls fail when the rank is gone.
+One process imports torch and the compiler, and forks the ranks and the processes that compile kernels. A rank listens
+on a socket in the server's folder, and the first actor for the same rank of the same engine attaches to it. Without a
+matching rank the actor builds one itself. The rank ends when its actor's process ends, and the actor's calls fail when
+the rank ends.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class RankLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What `RankPlace` says of a rank's process."""
+    """The facts about a rank's process in `RankPlace`."""
 
     pid: int
     device: str
@@ -249,7 +249,7 @@ class _Rank:
 
 
 def _end_as_rank(make: Callable[[], _Rank], listener: socket.socket) -> None:
-    """What a forked process does; never returns."""
+    """Run a forked process; never returns."""
     try:
         end_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -261,7 +261,7 @@ def _end_as_rank(make: Callable[[], _Rank], listener: socket.socket) -> None:
 
 
 def _answer(actor: Connection, value: object) -> None:
-    """Send it, unless the actor has ended: then nobody waits, and `_Rank._attend` is about to end the process."""
+    """Send an answer. If the actor has ended, do nothing: `_Rank._attend` ends the process."""
     with contextlib.suppress(ConnectionError):
         actor.send(value)
 

@@ -1,5 +1,5 @@
-"""Remembers a refused start in Ray's key-value store. Serve (2.60) restarts a replica whatever its constructor raised;
-the next attempts then raise the same error at once instead of loading again, and `aerie serve` ends."""
+"""Remembers a refused start in Ray's key-value store. Serve (2.60) restarts a replica after any exception of its
+constructor; later attempts then raise the same error at once, without loading, and `aerie serve` ends."""
 
 import hashlib
 import time

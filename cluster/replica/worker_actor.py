@@ -60,7 +60,7 @@ class Worker:
 
     @staticmethod
     def rank_builder(plan: RankPlan, rank: int) -> "RankBuilder":
-        """What this worker is made from; imports torch."""
+        """Return the function that builds this worker's rank; imports torch."""
         builder: RankBuilder = load(RANK_BUILDER)(plan, rank)
         return builder
 
@@ -86,8 +86,8 @@ class Worker:
         )
 
     def rendezvous(self, address: str) -> str:
-        """A free port of this node; chosen anew for every worker group, because a killed one's may stay taken for a
-        while."""
+        """Return a free port of this node. Each worker group uses a new one, because a killed group's port may stay in
+        use for a while."""
         return f"tcp://{address}:{free_port(address)}"
 
     def build(

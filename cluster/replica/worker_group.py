@@ -37,13 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WorkerGroupPlan:
-    """What every worker group of an engine has in common.
+    """Data shared by all worker groups of an engine.
 
     worker: the class of a rank's actor.
-    group: bundle 0 is the engine's and its coordinator's; which hold workers, `cluster.placement` says.
-    transport: of the engine's own process and its coordinator's.
+    group: the placement group; bundle 0 holds the engine and its coordinator, see `cluster.placement`.
+    transport: for the engine's and the coordinator's processes.
     folder: of this node, for the sockets of ranks beside the coordinator.
-    application: whose keys ranks on other nodes use.
+    application: its keys are used by ranks on other nodes.
     """
 
     replica: ReplicaPlan
@@ -137,7 +137,7 @@ class WorkerGroup:
             raise
 
     async def failure(self) -> str:
-        """Waits until a rank ends, for whatever reason; returns that reason."""
+        """Wait until a rank ends, and return the reason."""
         done, _ = await asyncio.wait(self._runs, return_when=asyncio.FIRST_COMPLETED)
         rank = next(r for r, run in enumerate(self._runs) if run in done)
         error = self._runs[rank].exception()

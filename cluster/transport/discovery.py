@@ -14,7 +14,7 @@ NAMESPACE = "aerie"  # of the coordinators' names, apart from Serve's own
 
 
 def coordinator_prefix(application: str) -> str:
-    """What the names of an application's coordinators begin with; the engine's id follows."""
+    """Return the name prefix of an application's coordinators; the engine's id follows."""
     return f"coordinator:{application}:"
 
 

@@ -61,7 +61,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(raw: bytes, start: int = 0) -> Message:
-    """What `encode` was given; raises BadMessageError. start: of the message in `raw`."""
+    """Decode a message; raises BadMessageError. start: of the message in `raw`."""
     kind = raw[start : start + 1]
     decoder = _DECODERS.get(kind[0]) if kind else None
     if decoder is None:
@@ -78,7 +78,7 @@ def encode_numbered(number: int, message: Message) -> bytes:
 
 
 def decode_numbered(raw: bytes, expected: int) -> Message:
-    """What `encode_numbered` was given; raises BadMessageError, also if its number is not the expected one."""
+    """Decode a numbered message; raises BadMessageError, also for an unexpected number."""
     number = int.from_bytes(raw[:_NUMBER_BYTES], "little")
     if number != expected:
         raise BadMessageError(f"message {expected} was lost: {number} came")

@@ -70,7 +70,7 @@ def is_living(process: Mapping[str, object]) -> bool:
 
 
 def identity(pid: int) -> dict[str, object]:
-    """What tells a process from all others, also from later ones of its number; "" where there is no /proc."""
+    """Return an identity of a process that a later process with its number does not have; "" without /proc."""
     try:
         namespace, boot = os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

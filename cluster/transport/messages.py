@@ -1,8 +1,8 @@
-"""What travels between ingresses, engine replicas, coordinators and ranks, besides the plans and results of
+"""Messages between ingresses, engine replicas, coordinators and ranks, besides the plans and results of
 `workers.scheduling.plan`.
 
-A request is a `GenerateRequest` from an ingress to a coordinator. What becomes of it comes back in order on the same
-connection: it is `Refused`, or its tokens and its end come in `TokenBatch`es, one per ingress and step.
+An ingress sends a `GenerateRequest` to a coordinator. The replies come in order on the same connection: `Refused`, or
+the tokens and the end in `TokenBatch`es, one per ingress and step.
 """
 
 from typing import Annotated
@@ -61,7 +61,7 @@ class SpeculationStats(msgspec.Struct, frozen=True):
 
 
 class RequestTimings(msgspec.Struct, frozen=True, array_like=True):
-    """Of one request in one engine: seconds from its arrival to its first step; worker groups that it has lost."""
+    """Timings of one request in one engine: seconds from arrival to its first step; worker groups lost."""
 
     queue_s: float
     num_resumes: int
@@ -148,24 +148,24 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Subscribe(msgspec.Struct, frozen=True, array_like=True):
-    """An ingress wants an engine's `EngineState` for as long as it is connected. The first message on a connection."""
+    """The first message on a connection: send `EngineState` to this ingress until it disconnects."""
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True):
-    """What an ingress chooses an engine by. It is stale when it is read: a choice by it may cost time, but no token.
+    """The state by which an ingress chooses an engine. It is slightly stale: that may cost time, but no token.
 
     engine_id: the coordinator's.
     status: as in `EngineStats`.
-    fault: why a request would not get through to the ranks now, or "".
-    is_leaving: another engine takes its place; it takes no new request.
+    fault: why a request would not reach the ranks now, or "".
+    is_leaving: another engine replaces this one; new requests are refused.
     num_received: requests of this subscriber that the numbers below include.
     num_running, num_waiting, num_slots: requests.
     backlog_tokens: prompt tokens that are not computed yet, without those found in the prefix cache.
     prefill_tokens_per_s: speed of prefill beside the current rounds; 0: unknown.
     wait_s: estimated wait for a slot.
-    page_size, lookahead: of the prefix cache; page_size 0: there is none.
+    page_size, lookahead: of the prefix cache; page_size 0: no cache.
     stride: every `stride`-th page of a prompt is advertised.
-    added, removed: digests (`attention.kv_cache.prefix_digests`) of pages that came into the prefix cache, or left,
+    added, removed: digests (`attention.kv_cache.prefix_digests`) of pages added to or removed from the prefix cache
         since the last message on this connection.
     """
 

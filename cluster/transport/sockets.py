@@ -36,9 +36,9 @@ def new_keys() -> CurveKeys:
 
 @dataclass(frozen=True)
 class Transport:
-    """Where this process's sockets bind: ipc files in `folder` if one is given, else tcp on `node_ip` with `keys`.
+    """Addresses for this process's sockets: ipc files in `folder` if given, else tcp on `node_ip` with `keys`.
 
-    keys are also needed to connect to another's tcp endpoint.
+    Connecting to tcp endpoints needs `keys`, too.
     """
 
     folder: str = ""

@@ -32,14 +32,14 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class Mix:
-    """How long prompts and answers are, and what prompts have in common."""
+    """Lengths of prompts and answers, and shared prefixes."""
 
     prompts: Lengths
     answers: Lengths
     prefixes: Prefixes | None = None
 
     def scaled(self, prompt_cap: int, answer_cap: int) -> "Mix":
-        """The same mix of a shorter or longer model: means and prefixes in proportion to the caps."""
+        """Return the mix for a shorter or longer model: means and prefixes in proportion to the caps."""
 
         def lengths(of: Lengths, cap: int) -> Lengths:
             return replace(of, mean=max(1.0, of.mean * cap / of.cap), cap=cap)
@@ -68,10 +68,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What comes, whatever its rate.
+    """Traffic, regardless of its rate.
 
-    mix: lengths, and what prompts have in common.
-    seconds: no request is due later. max_requests: nor are there more.
+    mix: lengths and shared prefixes.
+    seconds: duration.
+    max_requests: maximum number of requests.
     first_id, vocab: prompt ids are drawn from first_id .. vocab - 1.
     """
 

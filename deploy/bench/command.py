@@ -83,7 +83,7 @@ async def measure(
 
 
 def traffic_for(arguments: argparse.Namespace, max_model_len: int | None, server: Server) -> Traffic:
-    """What the options ask for; lengths that they leave open suit the model's. Raises ConfigError."""
+    """Return the traffic of the options; default lengths fit the model. Raises ConfigError."""
 
     mix = _mix(arguments, max_model_len)
     vocab = arguments.vocab or min(DEFAULT_VOCAB, _vocab_size(server))
@@ -138,7 +138,7 @@ def _prefixes(arguments: argparse.Namespace, mix: Mix) -> Prefixes | None:
 
 
 def _vocab_size(server: Server) -> int:
-    """Of the model, where the server tells it."""
+    """Return the model's vocabulary size, if the server reports it."""
 
     try:
         return int(server.get("/tokenizer_info")["vocab_size"])

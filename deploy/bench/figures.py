@@ -21,7 +21,7 @@ Rate = dict[str, Any]  # the figures of one rate
 
 
 def rate_figures(rate: float, arrivals: Sequence[Arrival], answers: Sequence[Answered], begin_s: float) -> Rate:
-    """Of the answers to `arrivals`, due after begin_s. Faults count, and nothing else of theirs."""
+    """Return the figures of the answers to `arrivals`, due after begin_s. Failed requests are only counted."""
     pairs = [(begin_s + arrival.due_s, arrival, answer) for arrival, answer in zip(arrivals, answers, strict=True)]
     whole = [pair for pair in pairs if not pair[2].fault and pair[2].event_s]
     tokens = [answer.num_tokens or arrival.num_tokens for _, arrival, answer in whole]

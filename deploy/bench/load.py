@@ -20,10 +20,10 @@ LEAD_S = 0.2  # from the start of the clock to the first arrival that may be due
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked.
+    """The server under test.
 
     url: without a path.
-    extra: goes into every request's body.
+    extra: added to every request's body.
     key: the API key, "" for none.
     """
 

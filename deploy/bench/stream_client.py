@@ -22,7 +22,7 @@ class Usage(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """What is read of an event. choices: whatever they hold."""
+    """The parts of an event that are read. choices: any content."""
 
     choices: list[msgspec.Raw] = []
     usage: Usage | None = None
@@ -90,7 +90,7 @@ class BodyReader:
         return rest.split(b"\r\n")[0]
 
     def feed(self, data: bytes) -> bytes:
-        """What `data` brings of the body."""
+        """Return the part of the body in `data`."""
         self._left += data
         if self._head is None and not self._read_head():
             return b""
@@ -121,7 +121,7 @@ class BodyReader:
         return True
 
     def _next_chunk(self) -> bool:
-        """Read the next chunk's size, after the line's end of the chunk before; False until it is there."""
+        """Read the next chunk's size, after the line end of the previous chunk; False until it has arrived."""
         line, end, rest = self._left.removeprefix(b"\r\n").partition(b"\r\n")
         if not end or not line:
             return False
@@ -135,7 +135,7 @@ class BodyReader:
 
 
 class Connection(asyncio.Protocol):
-    """Of one answer at a time."""
+    """A connection that reads one answer at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None

@@ -1,4 +1,4 @@
-"""What has been said, and how answers are asked for."""
+"""A conversation, and the requests for its answers."""
 
 from dataclasses import dataclass, field
 from typing import Any, TypeVar

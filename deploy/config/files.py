@@ -59,7 +59,7 @@ def locate(content: dict[str, Any], base: Path) -> None:
 
 
 def key_digest(key: object) -> str:
-    """The digest of an API key, or of one's digest itself. Raises ConfigError."""
+    """Return the digest of an API key; a digest is returned unchanged. Raises ConfigError."""
     try:
         return digest(str(key))
     except ValueError as error:

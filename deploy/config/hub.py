@@ -98,7 +98,7 @@ def _downloaded(given: str, name: str, revision: str | None) -> Path:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a checkpoint's folder needs and does not have: config.json, and the weights that its index names."""
+    """Return the files that a checkpoint's folder lacks: config.json, and the weights named in its index."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     index = folder / "model.safetensors.index.json"
     if index.is_file():

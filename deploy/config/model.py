@@ -1,4 +1,4 @@
-"""A configuration made of a model's name and options, for `aerie serve MODEL` and `aerie plan MODEL`."""
+"""Makes a configuration from a model's name and options, for `aerie serve MODEL` and `aerie plan MODEL`."""
 
 import argparse
 import copy
@@ -22,8 +22,8 @@ _SAME_QUANTIZATION = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gp
 
 
 def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
-    """The config file that the command line means: an existing one, a packaged one's name, or one made here for a model
-    in a folder or on the hub, written to --save or into `scratch`. Raises ConfigError."""
+    """Return the config file of a command line: an existing file, a packaged one, or one made here for a model in a
+    folder or on the hub, written to --save or into `scratch`. Raises ConfigError."""
     given = str(arguments.config)
     if not names_model(given):
         wanted = {"--draft": arguments.draft, "--tensor-parallel": arguments.tensor_parallel, "--set": arguments.set}

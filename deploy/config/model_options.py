@@ -7,7 +7,7 @@ from deploy.config import vllm_options
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those that stand in for a Serve config file."""
+    """Add the options that replace a Serve config file."""
     options = parser.add_argument_group("with a model instead of a config file")
     options.add_argument("--draft", metavar="HEAD", help="EAGLE or DFlash head: folder or name on the hub")
     options.add_argument("--tensor-parallel", type=int, metavar="N", help="workers of one engine (default: 1)")

@@ -1,4 +1,4 @@
-"""What is right and wrong with a machine, and the remedy. Pure."""
+"""Findings about a machine, with remedies. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -178,7 +178,7 @@ def _memory_gb() -> tuple[float, float]:
 
 
 def _free_gb(folder: Path) -> float:
-    """Of the disk where a folder is, or would be."""
+    """Return the free space in GB of the disk of a folder, which need not exist."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free / 1e9

@@ -182,7 +182,7 @@ def _share(most: int, share: float) -> int:
 
 
 def write_error_files(folder: Path) -> None:
-    """What HAProxy answers by itself."""
+    """Write the bodies of HAProxy's own error replies."""
     for status in _ERRORS:
         _error_file(folder, status).write_text(answer(status))
 

@@ -1,10 +1,10 @@
-"""Records of what `aerie serve` and `aerie start` have started on this machine, so that it can be ended and its files
-removed whatever became of them. Used by `deploy.processes.guard`, `deploy.serve`, `deploy.start` and `deploy.stop`;
+"""Records of the processes and files of `aerie serve` and `aerie start` on this machine, so that they can be ended and
+removed after a crash, too. Used by `deploy.processes.guard`, `deploy.serve`, `deploy.start` and `deploy.stop`;
 needs the standard library only.
 
-A record is a private folder (`cluster.transport.folders`). Its path stands in the environment of every process that the
-server starts (`VARIABLE`), and the server writes the numbers and start times of its processes into it, because some
-overwrite their environment with a title.
+A record is a private folder (`cluster.transport.folders`). All processes of the server have its path in their
+environment (`VARIABLE`). The server also writes their numbers and start times into it, because some processes overwrite
+their environment with a title.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def note_processes(pids: Iterable[int]) -> None:
 
 
 def read(folder: Path) -> Record | None:
-    """The record in a folder, if it is one's."""
+    """Read the record in a folder; None if the folder has none."""
     try:
         return Record(**json.loads((folder / _RECORD).read_text()))
     except (OSError, ValueError, TypeError):

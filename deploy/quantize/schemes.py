@@ -1,4 +1,4 @@
-"""What `--scheme` may be: presets of compressed-tensors that Aerie serves."""
+"""Schemes of `--scheme`: presets of compressed-tensors that Aerie serves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

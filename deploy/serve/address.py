@@ -16,7 +16,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """Where a client of this machine finds it."""
+        """Return the URL for clients on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 

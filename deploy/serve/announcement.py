@@ -15,9 +15,9 @@ _POLL_S = 0.1
 
 
 class Announcement:
-    """Waits, in a thread, until an engine is ready and /health answers 200, and says so.
+    """Waits in a thread until an engine is ready and /health answers 200, then prints the address.
 
-    ready: called before that is said."""
+    ready: called before it prints."""
 
     def __init__(
         self, address: Address, content: Mapping[str, Any], console: Console, began_s: float, ready: Callable[[], None]

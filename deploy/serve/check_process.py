@@ -22,9 +22,12 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from deploy
 
 @dataclass(frozen=True)
 class Task:
-    """path: a Serve config file. config: what it holds, an `AerieConfig` as JSON. has_nodes: false where it will join a
-    cluster whose nodes are not known yet. ranks_to: a folder for the sockets of ranks that are to be begun, "" if none
-    are."""
+    """The task of the checking process.
+
+    path: a Serve config file.
+    config: its content, an `AerieConfig` as JSON.
+    has_nodes: False if the server joins a cluster whose nodes are not known yet.
+    ranks_to: folder for the sockets of ranks to start; "" to start none."""
 
     path: str
     config: str
@@ -84,7 +87,7 @@ class CheckProcess:
         return self._found.result()
 
     def close(self) -> None:
-        """End it, and with it ranks that nobody has taken."""
+        """End the process, and with it the ranks that no actor has attached to."""
         self._found.cancel()  # nobody is to hear that it was killed
         self._process.kill()
         self._process.wait()

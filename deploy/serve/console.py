@@ -1,5 +1,5 @@
-"""What `aerie serve` prints: on a terminal the steps of a start with a live line below them, in a file plain lines.
-What Ray, Serve and other programs write goes to a log file.
+"""Output of `aerie serve`: on a terminal the steps of a start with a live line below them, in a file plain lines.
+Output of Ray, Serve and other programs goes to a log file.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ class Console:
 
 
 class _Output(rich.console.Console):
-    """Rich's, which would end the process when nobody reads its output any more."""
+    """Rich's console, which must not end the process when its output is closed."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -49,5 +49,5 @@ def check_room(environment: Mapping[str, str]) -> None:
 
 
 def token_path(environment: Mapping[str, str]) -> Path:
-    """Where Ray looks for the token."""
+    """Return the path where Ray looks for the token."""
     return Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

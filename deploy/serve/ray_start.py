@@ -38,9 +38,9 @@ def start_own_ray(object_store_mb: int, num_ranks: int) -> Any:
 
 
 def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
-    """A Ray of this machine, as small as it gets: no dashboard, a small object store. Where there are cores for it, the
-    processes that Serve and an engine of `num_ranks` will want begin at once and import side by side. Returns Ray's
-    account of the processes that it started."""
+    """Start a minimal Ray on this machine: no dashboard, a small object store. If there are enough cores, the processes
+    of Serve and of an engine with `num_ranks` start at once and import in parallel. Returns Ray's record of its
+    processes."""
     if (os.cpu_count() or 1) >= CORES_TO_PREPARE:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "1")
         # Ray 2.60 starts as many as there are cores, and never more at once than this.

@@ -21,7 +21,7 @@ from workers.ops.fp8.rows import Fp8Rows
 
 @dataclass(frozen=True)
 class Mtp(DraftMethod):
-    """What the families have in common."""
+    """Common parts of the families."""
 
     name: ClassVar[str] = "mtp"
     shares_vocabulary: ClassVar[bool] = True
@@ -75,7 +75,7 @@ class MtpModel(DraftModel):
         return state
 
     def _input(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor | Fp8Rows, Tensor]:
-        """What the layer's attention reads, and the residual stream."""
+        """Return the input of the layer's attention, and the residual stream."""
         residual = self.eh_proj(torch.cat((self.enorm(self.embed_tokens(ids)), self.hnorm(hidden)), dim=-1))
         return self.layer.input_layernorm.for_product(residual, self.layer.self_attn.fp8_inputs), residual
 

@@ -25,7 +25,7 @@ ARCHITECTURES = ("DeepseekV3ForCausalLM",)  # those whose modules can be trained
 
 @dataclass(frozen=True)
 class _Family:
-    """What a family's file says: its reader, its layers, the names of a layer's tensors (ours, theirs)."""
+    """A family's checkpoint: its reader, its layers, and the names of a layer's tensors (ours, theirs)."""
 
     read_config: Callable[[dict[str, Any], str], Any]
     make_layer: Callable[[Any, int, TPGroup], DecoderLayer]

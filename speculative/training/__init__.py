@@ -25,8 +25,8 @@ engine they use the descriptions of models and drafts, nothing else.
 
 
 class TrainingError(ValueError):
-    """What the user gave cannot be used. One line: the option or file, its value, what is wrong, and the remedy. The
-    command line prints it and exits with status 2; any other exception is a fault of ours and keeps its traceback."""
+    """Invalid input of the user. One line: option or file, value, fault, and remedy. The command prints it and exits
+    with status 2; other exceptions are our bugs and keep their traceback."""
 
 
 class TrainingInterrupted(KeyboardInterrupt):

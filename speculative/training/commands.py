@@ -1,5 +1,5 @@
-"""What `aerie train-target`, `train-deepseek`, `train-hybrid` and `train-draft` do, from parsed arguments to a saved
-model folder.
+"""The commands `aerie train-target`, `train-deepseek`, `train-hybrid` and `train-draft`: from parsed arguments to a
+saved model folder.
 
 Under `torchrun` each process trains on its share of the batches; the first one regenerates, saves, measures and prints.
 """

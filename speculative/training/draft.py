@@ -33,7 +33,7 @@ class TrainedDraft(nn.Module, ABC):
 
     @abstractmethod
     def features(self, output: Any) -> Tensor:
-        """What the draft reads, [B, T, F], from transformers' output of the target with all hidden states."""
+        """Return the draft's input, [B, T, F], from transformers' output of the target with all hidden states."""
 
     @abstractmethod
     def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
@@ -87,8 +87,8 @@ class DraftVocabulary:
 
 
 class DraftKind(ABC):
-    """How the drafts of one method are built, saved and loaded. Raises `TrainingError` when it is made for a target or
-    arguments that do not fit."""
+    """Builds, saves and loads drafts of one method. Its constructor raises `TrainingError` for a target or arguments
+    that do not fit."""
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         self.arguments, self.target = arguments, target

@@ -20,7 +20,7 @@ from workers.layers.rotary import RopeConfig, frequencies
 
 
 class RotatedConfig(Protocol):
-    """What angles depend on."""
+    """The configuration fields that angles depend on."""
 
     @property
     def rope(self) -> RopeConfig: ...

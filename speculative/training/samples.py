@@ -270,8 +270,8 @@ def causal_mask(length: int, device: torch.device) -> Tensor:
 
 
 def attention_masks(config: PreTrainedConfig, length: int, device: torch.device) -> Tensor | dict[str, Tensor | None]:
-    """What transformers' models take as `attention_mask` for samples that are padded at their ends: `causal_mask`, or
-    of a hybrid a mask for each kind of layer, of which recurrent ones need none."""
+    """Return `attention_mask` for transformers' models and samples padded at their ends: `causal_mask`, or for hybrids
+    a mask per kind of layer, of which recurrent ones need none."""
     mask, kinds = causal_mask(length, device), set(getattr(config, "layer_types", None) or ())
     if "linear_attention" not in kinds:
         return mask

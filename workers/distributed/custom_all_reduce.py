@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Method(Enum):
-    """How a sum is computed. ONE_SHOT and TWO_SHOT give the same bits on every rank.
+    """A method of summing. ONE_SHOT and TWO_SHOT give the same bits on every rank.
 
     ONE_SHOT: `workers.ops.collectives.one_shot_all_reduce`, which sums in float32 in rank order.
     TWO_SHOT: each rank sums its share of the numbers and sends it to the others (symm_mem.two_shot_all_reduce).
@@ -100,7 +100,8 @@ class CustomAllReduce:
         self._group_name = group_name
 
     def method(self, rows: int, width: int, dtype: torch.dtype) -> Method:
-        """How [rows, width] of dtype is summed. An inbox serves one width, the first: the words' numbers rely on it."""
+        """Return the method for [rows, width] of dtype. An inbox is used with the first width only: call numbers rely
+        on it."""
         method = choose(self.limits, self._size, rows, width, dtype)
         if method is Method.ONE_SHOT and self._inbox is not None and self._inbox.shape[-1] != width // 2:
             return choose(Limits(0, self.limits.two_shot), self._size, rows, width, dtype)
@@ -156,7 +157,7 @@ class CustomAllReduce:
 
 
 def region_bytes(limits: Limits, ranks: int) -> int:
-    """Of a rank's shared memory: staging for two_shot, then two halves of words from each rank, 8 bytes per 4."""
+    """Bytes of a rank's shared memory: staging for two_shot, then two halves of words from each rank, 8 bytes per 4."""
     return limits.two_shot + 2 * ranks * 2 * limits.one_shot
 
 

@@ -1,11 +1,11 @@
 """Sums and gathers between ranks on the CPUs of one machine, through memory that all of them map.
 
-Gloo hands a message to a thread of its own on either side, and cores have to turn to four threads before a sum is
-there: 1 to 2 ms on two cores, 17 times a pass of the embedded target. Here a rank writes its numbers where the others
-read them, says so in a word of its own, and looks at theirs: 0.2 to 0.4 ms there.
+Gloo uses a thread on either side, so a sum needs four thread switches: 1 to 2 ms on two cores, 17 times per pass of the
+embedded target. Here each rank writes its numbers to memory that the others read, sets a word of its own, and waits for
+theirs: 0.2 to 0.4 ms there.
 
-`workers.distributed.tp_group.join_tp_group` connects the ranks once. Their memory has no name, so that none is left
-behind, however they end.
+`workers.distributed.tp_group.join_tp_group` connects the ranks once. Their memory has no name, so none is left behind
+when they end.
 """
 
 import logging
@@ -42,10 +42,10 @@ class RankEndedError(RuntimeError):
 class SharedMemory:
     """Memory that all ranks map, and the collectives over it.
 
-    Invariant: all ranks make the same calls in the same order, each from one thread. A piece of a message goes through
-    one of two slots of each rank, in turns: who has seen that all are at a piece knows that all have read the one
-    before, and may write into that one's slot. The word of a rank is the number of its last piece. That what was
-    written before a word is seen before it is a promise of x86's, which `connect_shared_memory` asks for.
+    Invariant: all ranks make the same calls in the same order, each from one thread. Pieces of a message alternate
+    between two slots per rank. Once all ranks have reached a piece, all have read the previous one, so its slot may be
+    overwritten. A rank's word is the number of its last piece. Writes before a word are visible before the word: x86
+    guarantees this, and `connect_shared_memory` checks for it.
 
     memory: `region_bytes` of it, zero. pids: of all ranks. wait_limit_s: for what another rank has not written yet.
     """
@@ -90,7 +90,7 @@ class SharedMemory:
         return out
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
-        """What each rank gave, until the next call but one: [numbers] of one slot at most."""
+        """Return every rank's numbers, at most one slot of each. Valid until the next call but one."""
         self._piece += 1
         slots = self._slots[self._piece % 2]
         parts = [slot[: piece.nbytes].view(piece.dtype) for slot in slots]
@@ -122,14 +122,16 @@ class SharedMemory:
 
 
 def region_bytes(ranks: int) -> int:
-    """Of the memory of so many ranks; what is never written takes no room."""
+    """Bytes of the memory of all ranks; unwritten pages take no memory."""
     return _WORDS_BYTES + 2 * ranks * SLOT_BYTES
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs. machine: differs between machines, and between containers and networks of one, as a machine's
-    do in tests. problem: what it lacks, or nothing."""
+    """The process of a rank.
+
+    machine: differs between machines, containers and network namespaces.
+    problem: why it cannot use shared memory, or ""."""
 
     machine: str
     pid: int

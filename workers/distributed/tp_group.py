@@ -95,8 +95,8 @@ def join_tp_group(rank: int, size: int, address: str, device: torch.device, cust
 
 
 def _store(address: str, rank: int, size: int) -> Store:
-    """What the ranks tell each other where they are by. It asks nobody for a key, so rank 0 has it listen on the
-    address that is given and nowhere else; torch would take every interface."""
+    """Return the store by which ranks find each other. It has no authentication, so rank 0 listens on the given address
+    only; torch would listen on every interface."""
     where = urlsplit(address)
     assert where.scheme == "tcp" and where.hostname is not None and where.port is not None, address
     listening = None

@@ -21,7 +21,7 @@ from workers.ops.rotary import Angles
 
 @dataclass(frozen=True)
 class Attending:
-    """The rows that attend in the last layer, if the others are there only for their KV. Only these rows go on after
+    """The rows that attend in the last layer, if the other rows only write KV. Only these rows continue after
     attention.
 
     rows: [n] int64.

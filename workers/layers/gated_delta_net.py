@@ -24,7 +24,7 @@ _LAYER, _CONV, _NORM = "linear_attn", "linear_attn.conv1d", "linear_attn.norm"
 
 
 def heads_of_rank(heads: DeltaHeads, tensor_parallel: int) -> DeltaHeads:
-    """What one of so many ranks has of a model's heads: key heads with all their value heads."""
+    """Return the heads of one rank: key heads with all their value heads."""
     return DeltaHeads(
         heads.key_heads // tensor_parallel, heads.value_heads // tensor_parallel, heads.key_dim, heads.value_dim
     )

@@ -48,7 +48,7 @@ class KVScaleWeights(WeightedModule):
 
 
 def kv_scales(model: nn.Module) -> dict[int, KVScales]:
-    """By index in the KV pool."""
+    """Return the KV scales by layer index in the KV pool."""
     return {each.layer: KVScales(each.values["k_scale"], each.values["v_scale"]) for each in _of(model)}
 
 

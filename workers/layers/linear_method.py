@@ -105,7 +105,7 @@ class LinearMethod(nn.Module, ABC):
 
     @property
     def format(self) -> str:
-        """How the checkpoint stores the weight, for the log."""
+        """Format of the weight in the checkpoint, for the log."""
         return "unquantised"
 
     def num_bytes(self, options: GEMMOptions) -> int:

@@ -33,8 +33,8 @@ class RopeConfig:
 
 
 class RotaryTable:
-    """cos and sin for all positions: [max_position, head_dim / 2] float32 on `device`, whatever device context it is
-    made in (models are made on the meta device first)."""
+    """cos and sin for all positions: [max_position, head_dim / 2] float32 on `device`, also when models are built on
+    the meta device."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> None:
         steps = frequencies(rope, head_dim)

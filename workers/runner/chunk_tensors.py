@@ -18,7 +18,7 @@ def in_order(plan: StepPlan) -> list[Chunk]:
 
 
 def chunk_columns(plan: StepPlan, has_states: bool = False) -> dict[str, npt.NDArray[Any]]:
-    """What `prompt_chunks` needs of the plan on the device. has_states: as there."""
+    """Return the arrays of the plan that `prompt_chunks` needs on the device. has_states: as there."""
     chunks = in_order(plan)
     ids = [unpack_i32(chunk.tokens) for chunk in chunks]
     starts = np.array([chunk.start for chunk in chunks], np.int32)
@@ -66,7 +66,7 @@ def prompt_chunks(
 
 
 def _state_columns(plan: StepPlan, chunks: list[Chunk]) -> dict[str, npt.NDArray[Any]]:
-    """Where the chunks' KV is kept from, and which states they save."""
+    """Return the first position whose KV each chunk writes, and the states that chunks save."""
     saved = {slot: (position, row) for slot, position, row in unpack_i32(plan.saved_states).reshape(-1, 3).tolist()}
     at, rows = zip(*(saved.get(chunk.slot, (-1, 0)) for chunk in chunks), strict=True)
     return {
@@ -77,7 +77,7 @@ def _state_columns(plan: StepPlan, chunks: list[Chunk]) -> dict[str, npt.NDArray
 
 
 def _target_columns(chunks: list[Chunk], ids: list[npt.NDArray[np.int32]]) -> dict[str, npt.NDArray[Any]]:
-    """What `prompt_targets` needs. ids: the tokens of the chunks."""
+    """Return the arrays that `prompt_targets` needs. ids: the tokens of the chunks."""
     if all(chunk.logprobs < 0 for chunk in chunks):
         return {}
     rows, tokens, first = [], [], 0

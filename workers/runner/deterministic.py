@@ -1,4 +1,4 @@
-"""`deterministic: true`: what it promises, and which configurations exclude it. Used by `workers.runner.build`.
+"""`deterministic: true`: its guarantee, and the configurations that exclude it. Used by `workers.runner.build`.
 
 On a GPU, the logits of a token then depend only on the tokens before it, to the bit. GEMMs, experts and attention of
 the target compute a row with the same operations in the same order, whatever else is in the batch, whether the row is

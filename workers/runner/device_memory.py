@@ -1,8 +1,7 @@
 """Total, free and peak memory of a rank's device. Used by `workers.runner.memory`.
 
-On a CPU, free memory is what the kernel could still allocate, or less if the process is in a control group with a
-limit:
-containers are killed at theirs, whatever the machine has.
+On a CPU, free memory is what the kernel can still allocate, or what the process's control group allows, if that is
+less: a container is killed at its own limit.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""What is known of an engine before anything is loaded (`EnginePlan`), and the interface through which speculation
-takes part in `workers.runner.build`, which knows no drafts."""
+"""`EnginePlan`, all that is known about an engine before weights are loaded, and `Speculation`, the interface by which
+`workers.runner.build` adds a draft without knowing drafts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ PhaseDone = Callable[[str], None]
 
 
 class Speculation(Protocol):
-    """What speculation adds to an engine; `NoSpeculation` adds nothing. A plain value, equal on all ranks, until
+    """The parts that speculation adds to an engine; `NoSpeculation` adds none. A plain value, equal on all ranks, until
     `strategy` is called."""
 
     @property
@@ -55,7 +55,7 @@ class Speculation(Protocol):
 
     @property
     def heeds_no_choice(self) -> bool:
-        """Whether drafts are accepted whatever the target chose, for benchmarks."""
+        """Whether drafts are accepted regardless of the target's choice, for benchmarks."""
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         """Layers whose KV is stored beside the target's, in pages with the same ids. dtype: of the model."""
@@ -205,5 +205,5 @@ def slot_table(layout: EngineLayout, vocab_size: int, device: torch.device) -> S
 
 
 def _max_pages(layout: EngineLayout) -> int:
-    """Of a request."""
+    """Return the maximum pages of a request."""
     return -(-layout.max_position // layout.cache.page_size)

@@ -78,7 +78,7 @@ class LocalEngine:
 def local_engine(worker: WorkerConfig, plan: EnginePlan, all_graphs: bool = True) -> Iterator[LocalEngine]:
     """Run an engine while the context is open: one rank in this process, several in a child process each.
 
-    all_graphs: capture every step before the first request, whatever `graph_capture.limit_s` says; this engine captures
+    all_graphs: capture every step before the first request, regardless of `graph_capture.limit_s`; this engine captures
         nothing while idle.
     Raises what `build_rank` raises.
     """

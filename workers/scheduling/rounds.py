@@ -56,8 +56,8 @@ class RoundPlanner:
         return self._shape_choice.choose(load, step_time)
 
     def reserve(self, builder: PlanBuilder, slots: Slots, shape: int) -> tuple[Slots, Int64s]:
-        """Reserve pages for a round of `slots`, preempting the youngest until they suffice. Return the slots that are
-        left, and the end of each one's writes."""
+        """Reserve pages for a round of `slots`, preempting the youngest requests until the pages suffice. Return the
+        remaining slots, and the end of each slot's writes."""
         slot_pages = self._slot_pages
         while True:
             ends = slot_pages.round_ends(slots, self._shapes[shape])

@@ -164,7 +164,7 @@ class Scheduler:
         self.queues.add(request, self._clock(), self._prefill.deadline_s)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
-        """End a request in whatever state and free its slot and pages. Return it; None if the id is unknown."""
+        """End a request in any state, and free its slot and pages. Return it; None if the id is unknown."""
         sequence = self.queues.find(request_id)
         if sequence is None:
             return None

@@ -15,12 +15,12 @@ class Sequence:
 
     number: order of arrival; its priority for pages.
     deadline_s: its priority among prompts (`workers.scheduling.prefill`).
-    num_cached: tokens cached when it came; 0 without costs.
+    num_cached: tokens found in the prefix cache on arrival; 0 without costs.
     computed: tokens in planned chunks.
-    kept: tokens whose KV was cached at its last admission; those that are computed again write none.
+    kept: tokens whose KV was cached at its last admission; recomputing them writes no KV.
     probation: steps with tokens that it must complete before other suspects run; 0 unless a step with it hung or
         crashed.
-    not_before: the last step planned before its preemption; it is admitted again after that one's result.
+    not_before: the last step planned before its preemption; it is admitted again after that step's result.
     """
 
     __slots__ = (

@@ -29,12 +29,12 @@ class SlotPages:
     max_pending: maximum tokens that rounds in flight may commit.
     min_pending: minimum tokens that entries in flight emit (one each, unless the request ends before).
     num_pages: length of the page list.
-    decoding: runs rounds.
-    speculative: wants drafts.
+    decoding: whether it runs rounds.
+    speculative: whether it uses drafts.
     rare_sampling, cache_salt: see `SamplingParams`.
     drafted: index of the shape that the last plan drafted; 0: none.
-    user: number of the slot's request; results for another user are late.
-    num_changes: grows whenever a slot is taken, starts to decode, or is freed.
+    user: number of the slot's request; results for another number are stale.
+    num_changes: increases when a slot is taken, starts to decode, or is freed.
     saves: saved states of recurrent layers; None without such layers, or without a prefix cache.
 
     Pages may be freed early: ranks execute plans in order, and a page gets a new owner only in a later plan. Steps in

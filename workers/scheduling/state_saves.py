@@ -33,12 +33,12 @@ ANSWER_SHARE = 0.5  # of the rows, which answers may have while they are written
 
 @dataclass
 class _SlotSaves:
-    """Of one request.
+    """Saved states of one request.
 
-    wanted: positions of its prompt whose state is to be saved, ascending, with the reason.
+    wanted: prompt positions whose state will be saved, ascending, with the reason.
     last: the newest position that has a state, in the tree or planned.
-    planned: by position, rows and kinds of states whose steps are planned, not in the tree yet.
-    row: for its answer; -1 while it has none.
+    planned: rows and kinds of states in planned steps, by position; not in the tree yet.
+    row: snapshot row for its answer; -1 for none.
     """
 
     wanted: dict[int, SnapshotKind]
@@ -94,8 +94,8 @@ class StateSaves:
         return num_tokens >= FORK_INTERVALS * self.interval
 
     def chunk_tokens(self, slot: int, start: int, count: int) -> int:
-        """How many of the next `count` prompt tokens from `start` on a chunk may have: a chunk saves one state, and one
-        that would pass two wanted positions ends at the first."""
+        """Return the length of a chunk of at most `count` prompt tokens from `start`: a chunk saves one state, so it
+        ends at the first of two wanted positions."""
         passed = [position for position in self._slots[slot].wanted if start < position <= start + count]
         return passed[0] - start if len(passed) > 1 else count
 

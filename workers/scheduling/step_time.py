@@ -44,13 +44,13 @@ _OURS_LESS_THEIRS = np.array((1.0, 1.0, 1.0, -1.0, -1.0, -1.0))  # the parts of 
 
 
 class Step(NamedTuple):
-    """What a step runs.
+    """The work of a step.
 
     shape: index of the shape that its rounds verify and draft.
-    num_requests: that run a round.
-    kv_tokens: that these requests have committed together.
+    num_requests: requests that run a round.
+    kv_tokens: committed tokens of these requests together.
     chunk_tokens: prompt tokens beside the rounds.
-    context_tokens: before the chunks, in their requests; a mean over `chunk_tokens`.
+    context_tokens: tokens before the chunks in their requests; a mean over `chunk_tokens`.
     """
 
     shape: int = 0
@@ -61,9 +61,9 @@ class Step(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a step takes.
+    """Predicted time of a step.
 
-    ms: milliseconds in the mean.
+    ms: mean milliseconds.
     error: standard deviation of that mean's logarithm.
     noise: standard deviation of the logarithm of one step's time around its mean.
     """
@@ -74,7 +74,7 @@ class Prediction(NamedTuple):
 
     @property
     def early_ms(self) -> float:
-        """By how many milliseconds the step may well end before its mean: one standard deviation."""
+        """Milliseconds by which the step may end early: one standard deviation."""
         return self.ms * -math.expm1(-math.hypot(self.error, self.noise))
 
 
@@ -115,7 +115,7 @@ class StepTime:
         self._last_points: tuple[Step, tuple[list[float], list[float]]] | None = None  # `_chunk_points`
 
     def predict(self, step: Step) -> Prediction:
-        """What a step takes, and how sure that is."""
+        """Predict the time of a step, with its error."""
         parts = self._parts(step)
         return Prediction(self.ms(step), math.sqrt(max(self._between(parts, parts), 0.0)), math.sqrt(self._noise))
 
@@ -157,7 +157,7 @@ class StepTime:
         return [math.sqrt(max(variance, 0.0)) for variance in variances.tolist()]
 
     def correction(self, step: Step) -> float:
-        """What the table's milliseconds of such a step are multiplied by."""
+        """Return the factor that corrects the table's milliseconds of such a step."""
         return self._factor(self._parts(step)) * math.exp(self._noise / 2.0)
 
     @property

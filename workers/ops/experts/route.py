@@ -14,7 +14,7 @@ SCORINGS = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class Routing:
-    """How a row's experts are chosen from its scores.
+    """Rule that chooses a row's experts from its scores.
 
     experts_per_token: routed experts per row.
     scoring: one of `SCORINGS`, over float32 logits.

@@ -38,7 +38,7 @@ class Filters:
         return self.temperature, self.top_p, self.min_p, stride, self.top_k, self.top_k.stride(0)
 
     def of_rows(self, slots: Tensor, rows: int) -> "Filters":
-        """By row, for `rows` rows of the requests in slots [B] int64; 1 in place of a temperature of 0."""
+        """Return the filters by row, for `rows` rows of the requests in slots [B] int64; temperature 0 becomes 1."""
         slots = slots.repeat_interleave(rows // slots.shape[0])
         temperature = self.temperature[slots]
         return Filters(

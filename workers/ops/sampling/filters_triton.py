@@ -116,7 +116,7 @@ def _narrow(
     TILE: tl.constexpr,
 ):
     """Sums of one part within seven limits, an eighth of the bracket apart. The eighth column is the mass that top-k
-    kept, of which top-p wants its share; then how many tokens the bracket has left: one token settles the search."""
+    kept, of which top-p takes its share; then the number of tokens left in the bracket: with one, the search ends."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
     slot = tl.load(slot_ptr + row // width)

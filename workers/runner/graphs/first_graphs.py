@@ -54,8 +54,7 @@ def graphed_strategy(
 def first_graphs(
     graphed: GraphedDecoding, layout: EngineLayout, page_size: int, device: torch.device
 ) -> frozenset[GraphKey]:
-    """What a start waits for: see `GraphKeys.first`. The steps whose costs are measured do not hang on the number of
-    pages."""
+    """Return the graphs that a start captures, see `GraphKeys.first`. The number of pages does not affect them."""
     extent = probe_extent(layout.with_pages(0), page_size, graphed.wanted_token_buckets, device)
     return graphed.first_graphs(measured_steps(extent))
 

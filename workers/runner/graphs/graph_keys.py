@@ -37,13 +37,13 @@ MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
 
 @dataclass(frozen=True)
 class GraphKey:
-    """What one graph serves.
+    """The key of one graph.
 
     shape, next_shape: indexes of the tree shapes that its rounds verify and draft.
-    bucket: max requests that run a round.
-    needs: of sampling; batches with fewer run too.
-    tokens: max prompt tokens beside the rounds.
-    seen: where chunks are expanded, EXPANDED_SEEN, the max tokens that they attend to together; 0: they are absorbed.
+    bucket: maximum requests that run a round.
+    needs: sampling needs; batches with fewer needs use the graph, too.
+    tokens: maximum prompt tokens beside the rounds.
+    seen: EXPANDED_SEEN, the maximum tokens that expanded chunks attend to together; 0: chunks are absorbed.
     """
 
     shape: int
@@ -64,7 +64,7 @@ def bucket_sizes(max_running: int) -> tuple[int, ...]:
 
 
 def is_always_captured(key: GraphKey) -> bool:
-    """Whether this is captured whatever memory it takes: greedy and plainly random rounds."""
+    """Whether the graph is captured regardless of its memory: greedy rounds, and sampled ones without filters."""
     return key.tokens == 0 and not key.needs.full_logits and not key.needs.masked
 
 

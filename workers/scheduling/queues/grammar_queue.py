@@ -77,7 +77,7 @@ class GrammarQueue:
         return [number for number, since_s in self._late_since.items() if now - since_s > LATE_LIMIT_S]
 
     def end(self, sequence: Sequence) -> None:
-        """Forget a request, in whatever state."""
+        """Forget a request, in any state."""
         if sequence.request.sampling.grammar is not None:
             self._late_since.pop(sequence.number, None)
             self._sitting_out.discard(sequence.number)

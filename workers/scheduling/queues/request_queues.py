@@ -126,8 +126,8 @@ class RequestQueues:
         self._wait(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, num_kept: int | None, now: float) -> None:
-        """End a request, in whatever state. num_kept: KV tokens that the prefix cache may keep, of a request that the
-        ranks have ended; None: all committed."""
+        """End a request, in any state. num_kept: KV tokens that the prefix cache may keep of a request that the ranks
+        have ended; None: all committed."""
         request = sequence.request
         if sequence.slot >= 0:
             committed = int(self.slot_pages.committed[sequence.slot])

@@ -20,12 +20,12 @@ _ORDER = attrgetter("order")
 
 
 class QueueLoad(NamedTuple):
-    """What the waiting requests add up to.
+    """Totals of the waiting requests.
 
     num_requests: requests.
     prompt_tokens: tokens of their prompts.
-    max_output_tokens: the most that they may generate.
-    backlog_tokens: tokens to compute before their first ones, without those that the prefix cache had.
+    max_output_tokens: maximum tokens that they may generate.
+    backlog_tokens: prompt tokens to compute, without those found in the prefix cache.
     """
 
     num_requests: int = 0
