@@ -37,6 +37,19 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen3_5": HYBRID,
     "Qwen3_5Moe": HYBRID | MOE | {"num_experts": 6, "shared_expert_intermediate_size": 32},
     "Qwen3Next": HYBRID | MOE | {"num_experts": 6, "shared_expert_intermediate_size": 32},
+    "GptOss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "sliding_window": 12,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "Glm4Moe": MOE
     | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_hidden_layers": 4}
     | {"use_qk_norm": True, "attention_bias": True},

@@ -5,6 +5,7 @@ llama      Llama 2 and 3, Qwen2, Qwen3 (dense)
 deepseek   DeepSeek-V2 and V3: latent attention and mixtures of experts
 qwen       Qwen's mixtures of experts and hybrids
 glm        GLM's mixtures of experts
+gpt_oss    gpt-oss: sinks, windows, experts with biases
 adapter    every other decoder of transformers
 moe        what families with experts share
 config     `ModelConfig`, what every target has, and how Hugging Face spells it

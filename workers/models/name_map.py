@@ -47,6 +47,22 @@ class Packed:
         match = next((each for each in matches if each is not None), None)
         return None if match is None else self.name.removesuffix(_KIND).format_map(match.groupdict())
 
+    def holding(self, tensor: str) -> str | None:
+        """The checkpoint's tensor that holds the part `tensor`; None if it holds none of that name. Of tensors whose
+        names do not end with a kind."""
+        starts = [0, *(i for i, letter in enumerate(tensor) if letter == ".")]
+        found = (self._endings.get(tensor[start:]) for start in starts)
+        matches = (pattern.fullmatch(tensor) for pattern in found if pattern is not None)
+        match = next((each for each in matches if each is not None), None)
+        return None if match is None else self.name.format_map(match.groupdict())
+
+    @cached_property
+    def _endings(self) -> dict[str, re.Pattern[str]]:
+        """By what follows the last hole of a part, since a layer of experts has hundreds of parts."""
+        if self.name.endswith(_KIND):
+            return {}
+        return {part.rpartition("}")[2]: _pattern(part) for part in self.parts}
+
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         return _pattern(self.name)
@@ -105,8 +121,9 @@ class NameMap:
 
     def in_checkpoint(self, tensor: str) -> str:
         """What the checkpoint calls the tensor that a rule names, or that which holds it."""
+        whole = next((name for each in self.packed if (name := each.holding(tensor)) is not None), None)
         module, _, kind = tensor.rpartition(".")
-        return f"{self._holder(module)}.{kind}"
+        return f"{self._holder(module)}.{kind}" if whole is None else whole
 
     def _rule(self, path: str) -> tuple[str, Set[str], Mapping[str, str]]:
         """The name of the first rule that fits, its holes, and those that the path fills. Kept: a layer of experts has

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen.qwen3_5",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
+    "GptOssForCausalLM": "gpt_oss",
     "Glm4MoeForCausalLM": "glm.glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm.glm4_moe_lite",
 }

@@ -33,7 +33,9 @@ def test_configuration_is_accepted_and_fits_eight_gpus(content: dict[str, Any], 
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     args = application["args"]
-    args["model"]["path"], args["speculative"]["path"] = "target", "draft"
+    args["model"]["path"] = "target"
+    if "speculative" in args:
+        args["speculative"]["path"] = "draft"
     placement = place(parse(args, tmp_path), [NodeResources("n", "10.0.0.1", 64, 8)])
     assert placement.device == "cuda"
 

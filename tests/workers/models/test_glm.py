@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.target_answers import check_drafted_answers
+from tests.support.target_answers import check_chains_and_cached_prefixes, check_trees_on_ranks
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us
 from workers.config import ModelSource
@@ -29,8 +29,14 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, settings: dict[
 
 
 @pytest.mark.parametrize("architecture", ["Glm4Moe", pytest.param("Glm4MoeLite", marks=pytest.mark.slow)])
-def test_drafts_ranks_and_few_pages_change_no_token(tmp_path: Path, architecture: str) -> None:
-    check_drafted_answers(make_target(tmp_path / "target", architecture=architecture), tmp_path / "head")
+def test_trees_ranks_and_few_pages_change_no_token(tmp_path: Path, architecture: str) -> None:
+    check_trees_on_ranks(make_target(tmp_path / "target", architecture=architecture), tmp_path / "head")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["Glm4Moe", "Glm4MoeLite"])
+def test_chains_and_cached_prefixes_change_no_token(tmp_path: Path, architecture: str) -> None:
+    check_chains_and_cached_prefixes(make_target(tmp_path / "target", architecture=architecture), tmp_path / "head")
 
 
 def config_of(folder: Path, architecture: str, **changes: Any) -> ModelConfig:

@@ -248,8 +248,22 @@ LLAMA_70B = LLAMA_8B | {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+}
 # As their cards name them: config.json, and billions of parameters.
 PUBLISHED = {
+    "gpt-oss-20b": (GPT_OSS_20B, 20.9),
+    "gpt-oss-120b": (GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}, 116.8),
     "DeepSeek-V2-Lite": (V2_LITE, 15.7),
     "DeepSeek-V2": (V2, 235.7),
     "DeepSeek-V3": (V3, 671.0),

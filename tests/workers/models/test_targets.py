@@ -51,19 +51,26 @@ def by_us(target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig
 
 
 def requests_of(
-    target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None, num_pages: int = 200
+    target: Path,
+    tensor_parallel: int = 1,
+    speculative: SpeculativeConfig | None = None,
+    num_pages: int = 200,
+    expert_parallel: bool = False,
+    repeats: int = 1,
 ) -> list[Request]:
+    """repeats: how often each prompt is asked, all of them in turn."""
     torch.set_num_threads(1)
     worker = WorkerConfig(
         ModelSource(path=str(target), device="cpu"),
         CacheConfig(4, num_pages=num_pages),
         SchedulerConfig(4, 32),
         tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel,
         measure_costs=False,
         debug=True,
     )
     with local_engine(EngineSpec(worker, speculative)) as engine:
-        return engine.generate(prompts(), GREEDY, 4)
+        return engine.generate(prompts() * repeats, GREEDY, 4)
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
         read_target_config(ModelSource(path=str(tmp_path), device="cpu"), 1)
 
 
-def test_what_attention_is_asked_is_read_from_the_model(tmp_path: Path) -> None:
+def test_what_attention_is_asked_is_read_from_the_model(tmp_path: Path, without_families: None) -> None:
     """A window that hides nothing is none. Phi-MoE says its window to its mask alone."""
     asked = {
         "mistral": ScoreRule(0.25, window=100),
@@ -222,7 +222,7 @@ def test_prompts_longer_than_windows(tmp_path: Path, kind: str, without_families
 
 
 @pytest.mark.parametrize("kind", UNSHARED)
-def test_a_plan_is_needed_for_ranks(tmp_path: Path, kind: str) -> None:
+def test_a_plan_is_needed_for_ranks(tmp_path: Path, kind: str, without_families: None) -> None:
     known_config(kind).save_pretrained(tmp_path)
     set_field(tmp_path, "architectures", [architecture_of(kind)])
     with pytest.raises(ValueError, match="no plan of how ranks share"):
