@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.case import TYPES, Case
-from workers.ops.activation import sigmoid_mul, silu_mul
+from workers.ops.activation import gelu_mul, sigmoid_mul, silu_mul
 from workers.ops.norm import add_rms_norm, rms_norm
 
 SIZES = ((1, 4096), (5, 896), (130, 512), (3, 72))
@@ -77,5 +77,6 @@ CASES = (
         Case(rms_norm, name, _norm(count, size, dtype, residual=False)),
         Case(add_rms_norm, name, _norm(count, size, dtype, residual=True), written=(1,)),
         Case(silu_mul, name, _gates(count, size, dtype)),
+        Case(gelu_mul, name, _gates(count, size, dtype)),
     )
 )

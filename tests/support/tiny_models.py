@@ -37,6 +37,17 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen3_5": HYBRID,
     "Qwen3_5Moe": HYBRID | MOE | {"num_experts": 6, "shared_expert_intermediate_size": 32},
     "Qwen3Next": HYBRID | MOE | {"num_experts": 6, "shared_expert_intermediate_size": 32},
+    "Gemma2": {"num_hidden_layers": 4, "sliding_window": 12, "query_pre_attn_scalar": 24},
+    "Gemma3": {
+        "num_hidden_layers": 5,
+        "sliding_window": 12,
+        "query_pre_attn_scalar": 24,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
     "GptOss": {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
@@ -66,7 +77,7 @@ def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any
     import transformers
 
     architecture = overrides.pop("architecture", "Llama")
-    text = "Text" if architecture.startswith("Qwen3_5") else ""
+    text = "Text" if architecture.startswith(("Qwen3_5", "Gemma3")) else ""
     config_class = getattr(transformers, f"{architecture}{text}Config")
     model_class = getattr(transformers, f"{architecture}ForCausalLM")
     settings: dict[str, Any] = {

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from workers.distributed.tp_group import TPGroup
+from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.norm import RMSNorm
 from workers.ops.experts.route import TokenSlots
@@ -55,6 +55,7 @@ class DecoderLayer(nn.Module):
     """h = x + attention(norm(x)), then h + mlp(norm(h)).
 
     group: the ranks whose parts are summed.
+    unsummed: the ranks whose parts of the layer's output the caller sums.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class DecoderLayer(nn.Module):
         norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__()
-        self.group = group
+        self.group = self.unsummed = group
         self.input_layernorm = norm(hidden_size, rms_eps)
         self.self_attn = attention
         self.post_attention_layernorm = norm(hidden_size, rms_eps)
@@ -89,3 +90,34 @@ class DecoderLayer(nn.Module):
         norm = self.post_attention_layernorm
         normed, residual = norm.add_for_product(attended, residual, self.mlp.fp8_inputs, self.group)
         return self.mlp.partial(normed, context.token_slots), residual
+
+
+class SandwichLayer(DecoderLayer):
+    """h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h))), as Gemma 2 and later have it.
+
+    A norm after attention or MLP needs the sum over all ranks, so that the layer returns its whole output.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        rms_eps: float,
+        attention: AttentionLayer,
+        mlp: FeedForward,
+        group: TPGroup,
+        norm: type[RMSNorm] = RMSNorm,
+    ) -> None:
+        super().__init__(hidden_size, rms_eps, attention, mlp, group, norm)
+        self.unsummed = SOLO
+        self.pre_feedforward_layernorm = norm(hidden_size, rms_eps)
+        self.post_feedforward_layernorm = norm(hidden_size, rms_eps)
+
+    def forward(
+        self, normed: Tensor | Fp8Rows, residual: Tensor, angles: Angles, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        attended = self.group.all_reduce(self.self_attn.partial(normed, angles, context))
+        residual = context.attending_rows(residual)
+        added = self.post_attention_layernorm(attended)
+        normed, residual = self.pre_feedforward_layernorm.add_for_product(added, residual, self.mlp.fp8_inputs)
+        out = self.group.all_reduce(self.mlp.partial(normed, context.token_slots))
+        return self.post_feedforward_layernorm(out), residual

@@ -5,15 +5,17 @@ from torch import Tensor
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import FeedForward
 from workers.layers.linear import GateUpParallelLinear, RowParallelLinear
+from workers.ops.activation import ACTIVATIONS
 from workers.ops.experts.route import TokenSlots
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 
 
 class GatedMLP(FeedForward):
-    """silu(x W_gate) * (x W_up), then W_down."""
+    """activation(x W_gate) * (x W_up), then W_down. activation: one of `workers.ops.activation.ACTIVATIONS`."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, group: TPGroup) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, group: TPGroup, activation: str = "silu") -> None:
         super().__init__()
+        self.activation = activation
         self.gate_up = GateUpParallelLinear(hidden_size, intermediate_size, group, "intermediate_size")
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, "intermediate_size")
 
@@ -25,4 +27,7 @@ class GatedMLP(FeedForward):
         return self.down_proj.group.all_reduce(self.partial(x))
 
     def partial(self, x: Tensor | Fp8Rows, live: TokenSlots | None = None) -> Tensor:
-        return self.down_proj.partial(self.gate_up.for_product(x, self.down_proj.method.fp8_inputs))
+        if self.activation == "silu":
+            return self.down_proj.partial(self.gate_up.for_product(x, self.down_proj.method.fp8_inputs))
+        inner = self.gate_up.method.multiply(x, None)
+        return self.down_proj.partial(ACTIVATIONS[self.activation](inner))

@@ -137,10 +137,19 @@ class TiedLinearMethod(DenseLinearMethod):
 
 
 class LMHead(LinearBase):
-    """Logits of this rank's vocabulary shard. May share the embedding's weight."""
+    """Logits of this rank's vocabulary shard. May share the embedding's weight.
+
+    soft_cap: logits are soft_cap * tanh(logit / soft_cap); None: as they are.
+    """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, group: TPGroup, tied: VocabEmbedding | None = None, bias: bool = False
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        group: TPGroup,
+        tied: VocabEmbedding | None = None,
+        bias: bool = False,
+        soft_cap: float | None = None,
     ) -> None:
         shard = VocabShard(vocab_size, group)
         rows = Span(shard.first, shard.end, vocab_size)
@@ -148,7 +157,11 @@ class LMHead(LinearBase):
         method: LinearMethod | None = TiedLinearMethod(shape, tied) if tied else None
         super().__init__(shape, bias, method)
         self.shard = shard
+        self.soft_cap = soft_cap
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [rows, shard size] of hidden [rows, hidden_size]."""
-        return self.shard.mask_padding(self.method.multiply(hidden, self.bias))
+        logits = self.method.multiply(hidden, self.bias)
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return self.shard.mask_padding(logits)

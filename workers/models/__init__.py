@@ -6,6 +6,7 @@ deepseek   DeepSeek-V2 and V3: latent attention and mixtures of experts
 qwen       Qwen's mixtures of experts and hybrids
 glm        GLM's mixtures of experts
 gpt_oss    gpt-oss: sinks, windows, experts with biases
+gemma      Gemma 2 and 3
 adapter    every other decoder of transformers
 moe        what families with experts share
 config     `ModelConfig`, what every target has, and how Hugging Face spells it

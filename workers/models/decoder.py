@@ -2,12 +2,13 @@
 the rotary table are the family's."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from workers.distributed.tp_group import TPGroup
+from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.norm import RMSNorm
@@ -47,49 +48,58 @@ class TargetModel(nn.Module, ABC):
 
 
 class Decoder(TargetModel):
-    """rotary: what the layers' attention is given angles of. capture: layers whose input is returned beside the hidden
-    states (what an EAGLE-3 head reads); for the stream that leaves the last layer every row must attend there."""
+    """rotary: what the layers' attention is given angles of, one table or one per layer. capture: layers whose input is
+    returned beside the hidden states (what an EAGLE-3 head reads); for the stream that leaves the last layer every row
+    must attend there. embedding_scale: factor on the target's embedding, which drafts take without it. logit_cap: see
+    `LMHead`."""
 
     def __init__(
         self,
         config: ModelConfig,
         group: TPGroup,
-        rotary: RotaryTable,
+        rotary: RotaryTable | Sequence[RotaryTable],
         layers: Iterable[DecoderLayer],
         capture: tuple[int, ...],
         norm: type[RMSNorm] = RMSNorm,
+        embedding_scale: float | None = None,
+        logit_cap: float | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.group = group
         self.capture = capture
-        self.rotary = rotary
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, group)
+        # rounded to the model's type, as transformers does it
+        self.embedding_scale = None if embedding_scale is None else torch.tensor(embedding_scale, device="cpu").item()
         self.layers = nn.ModuleList(layers)
+        self.rotary = [rotary] * len(self.layers) if isinstance(rotary, RotaryTable) else list(rotary)
         self.norm = norm(config.hidden_size, config.rms_eps)
         tied = self.embed_tokens if config.tie_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, group, tied)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, group, tied, soft_cap=logit_cap)
 
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         """ids: [rows] int64. Writes the rows' KV into the context's pool."""
-        residual = self.embed_tokens(ids)
-        angles = self.rotary.at(context.positions)
+        residual, positions = self.embed_tokens(ids), context.positions
+        if self.embedding_scale is not None:
+            residual = residual * self.embedding_scale
         captured = residual.new_empty((ids.shape[0], len(self.capture), self.config.hidden_size))
         added: Tensor | None = None
+        unsummed = SOLO
         for i, layer in enumerate(self.layers):
             norm: RMSNorm = layer.input_layernorm  # type: ignore[assignment]
             wanted: Fp8Inputs | None = layer.self_attn.fp8_inputs  # type: ignore[union-attr, assignment]
             if added is None:
                 normed = norm.for_product(residual, wanted)
             else:
-                normed, residual = norm.add_for_product(added, residual, wanted, self.group)
+                normed, residual = norm.add_for_product(added, residual, wanted, unsummed)
             if i in self.capture:  # a copy: the stream is changed in place
                 captured[:, self.capture.index(i)] = residual
             if i == len(self.layers) - 1 and context.last is not None:
                 context = context.last
-            added, residual = layer(normed, residual, angles, context)
+            added, residual = layer(normed, residual, self.rotary[i].at(positions), context)
+            unsummed = layer.unsummed  # type: ignore[assignment]
         assert added is not None, "a model has layers"
-        hidden, residual = self.norm.add(added, residual, self.group)
+        hidden, residual = self.norm.add(added, residual, unsummed)
         if len(self.layers) in self.capture:
             captured[:, self.capture.index(len(self.layers))] = residual
         return DecoderOutput(hidden, captured.flatten(1) if self.capture else None)

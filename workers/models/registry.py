@@ -21,6 +21,9 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
     "GptOssForCausalLM": "gpt_oss",
+    "Gemma2ForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma",
+    "Gemma3ForConditionalGeneration": "gemma",
     "Glm4MoeForCausalLM": "glm.glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm.glm4_moe_lite",
 }

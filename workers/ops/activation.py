@@ -18,6 +18,21 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+@operation(Implementation("triton", "workers.ops.norm_triton:gelu_mul", on_gpu))
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, GELU by tanh (arXiv 1606.08415, section 2), rounded before the product.
+
+    gate_up  [rows, 2 * size]: gate, then up
+    ->       [rows, size], in gate_up's type
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+"""Of gated MLPs, by config.json's names."""
+
+
 @operation(Implementation("triton", "workers.ops.gate_triton:sigmoid_mul", on_gpu))
 def sigmoid_mul(x: Tensor, gate: Tensor, added: Tensor | None = None) -> Tensor:
     """x * sigmoid(gate), each of the two rounded to x's type; plus `added`.

@@ -61,7 +61,7 @@ def _add_norm(
 
 
 @triton.jit
-def _silu_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_mul(gate_up_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -70,7 +70,10 @@ def _silu_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr
     inside = column < size
     gate = tl.load(gate_up_ptr + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
+    exponent = gate
+    if GELU:  # 0.5 (1 + tanh z) = sigmoid(2 z)
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    activated = (gate / (1.0 + tl.exp(-exponent))).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * size + column, activated * up, mask=inside)
 
 
@@ -112,9 +115,20 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, has_residua
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`workers.ops.activation.silu_mul`, for contiguous gate_up."""
+    return _gated(gate_up, gelu=False)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """`workers.ops.activation.gelu_mul`, for contiguous gate_up."""
+    return _gated(gate_up, gelu=True)
+
+
+def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     assert gate_up.is_contiguous() and gate_up.dim() == 2
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
-    _silu_mul[(rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4, **pdl_wait(out.device))
+    _gated_mul[(rows, triton.cdiv(size, block))](
+        gate_up, out, size, GELU=gelu, BLOCK=block, num_warps=4, **pdl_wait(out.device)
+    )
     return out

@@ -49,6 +49,7 @@ from workers.ops.rotary import Angles  # noqa: E402
 CPU = torch.device("cpu")
 BF16 = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "x_ptr", "weight_ptr", "residual_ptr"), "bf16")
 NORM = {"HAS_RESIDUAL": True, "BLOCK": 4096, "PDL": True}
+SWIGLU = {"BLOCK": 1024, "PDL": True, "GELU": False}
 # By name in the table: the kernel, its pointers, its constants, whether it waits first, and what it reads before.
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     "rope_store": (
@@ -136,7 +137,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         False,
         {"weight_ptr"},
     ),
-    "silu_mul": (norm_triton._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, False, set()),
+    "silu_mul": (norm_triton._gated_mul, BF16 | {"gate_up_ptr": "bf16"}, SWIGLU, False, set()),
     "sigmoid_mul": (
         gate_triton._sigmoid_mul,
         BF16 | {"gate_ptr": "bf16", "added_ptr": "bf16"},

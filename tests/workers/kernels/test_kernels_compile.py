@@ -332,7 +332,10 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         NORM_FP8,
         16,
     ),
-    "swiglu": (norm_triton._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, 4),
+    **{
+        name: (norm_triton._gated_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True, "GELU": gelu}, 4)
+        for name, gelu in (("swiglu", False), ("geglu", True))
+    },
     "argmax": (argmax._partial, BF16 | {"value_ptr": "fp32"}, {"BLOCK": argmax.BLOCK}, 8),
     "topk": (
         topk._partial,

@@ -51,7 +51,13 @@ def quantised(source: Path, folder: Path, block: tuple[int, int] = BLOCK, **quan
 
 
 @pytest.mark.parametrize(
-    "architecture", ["DeepseekV3", "Qwen3Moe", "Llama", pytest.param("Glm4Moe", marks=pytest.mark.slow)]
+    "architecture",
+    [
+        "DeepseekV3",
+        "Qwen3Moe",
+        "Llama",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("Glm4Moe", "Gemma3")),
+    ],
 )
 def test_a_target_answers_as_its_weights_mean(
     tmp_path: Path, architecture: str, caplog: pytest.LogCaptureFixture

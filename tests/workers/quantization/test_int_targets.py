@@ -79,6 +79,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: 
         pytest.param("Qwen3_5Moe", "awq", marks=pytest.mark.slow),
         ("Qwen3Next", "awq"),
         pytest.param("Glm4Moe", "awq", marks=pytest.mark.slow),
+        pytest.param("Gemma3", "gptq", marks=pytest.mark.slow),
         pytest.param("Glm4MoeLite", "pack-quantized", marks=pytest.mark.slow),
         pytest.param("Qwen3Next", "pack-quantized", marks=pytest.mark.slow),
     ],

@@ -1,0 +1,174 @@
+"""Gemma 2 and 3: norms before and after attention and MLP, windows in most layers, GELU, scaled embeddings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attention.scores import ScoreRule
+from workers.distributed.tp_group import TPGroup
+from workers.layers.attention import Attention
+from workers.layers.decoder_layer import SandwichLayer
+from workers.layers.mlp import GatedMLP
+from workers.layers.norm import ZeroCentredRMSNorm
+from workers.layers.rotary import RopeConfig, RotaryTable
+from workers.models import llama
+from workers.models.config import rope_of
+from workers.models.config_fields import architecture_of, flag_of, number_of, section_of, size_of
+from workers.models.decoder import Decoder
+from workers.models.family import ModelFamily
+from workers.models.layer_kinds import FULL, SLIDING, windows_of
+from workers.models.llama import LlamaConfig
+from workers.models.name_map import NameMap
+from workers.ops.activation import ACTIVATIONS
+
+# Of the whole model, beside text_config.
+_OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
+# What transformers takes where config.json says nothing.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Gemma2": {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192},
+    "Gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072},
+}
+_DEFAULTS["Gemma2"] |= {"vocab_size": 256000, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_DEFAULTS["Gemma3"] |= {"vocab_size": 262208, "rope_theta": 1000000.0}
+_COMMON = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True}
+_PATTERN = {"Gemma2": 2, "Gemma3": 6}  # of so many layers the last attends to all
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaConfig(LlamaConfig):
+    """windows: of each layer; None: it attends to all. is_local: the layers whose RoPE is local_rope, also those whose
+    window hides nothing. query_scale: of scores, before soft_cap. logit_cap: see `LMHead`. activation: of MLPs."""
+
+    windows: tuple[int | None, ...]
+    is_local: tuple[bool, ...]
+    local_rope: RopeConfig
+    query_scale: float
+    soft_cap: float | None
+    logit_cap: float | None
+    activation: str
+
+    def score_rule(self, layer: int) -> ScoreRule:
+        return ScoreRule(self.query_scale, window=self.windows[layer], soft_cap=self.soft_cap)
+
+
+def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
+    """Of a text model, or of a model of images and text, whose text_config is read. Raises ValueError where the model
+    has something that would otherwise be ignored."""
+    kind = architecture_of(config)[:6]
+    config = _COMMON | _DEFAULTS[kind] | _given(_text(config, source))
+    activation = str(config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh")
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{source}: hidden_activation={activation!r} is not supported; it is one of {known}")
+    if flag_of(config, "use_bidirectional_attention", source):
+        raise ValueError(f"{source}: use_bidirectional_attention=true: tokens that see later ones are not served")
+    rope, local = _ropes(config, source)
+    dense = llama.read_config({**config, "hidden_act": "silu", "rope_parameters": None, "rope_scaling": None}, source)
+    period = size_of(config, "sliding_window_pattern", source, _PATTERN[kind])
+    pattern = tuple(FULL if (i + 1) % period == 0 else SLIDING for i in range(dense.num_layers))
+    own = vars(dense) | {"rope": rope, "qk_norm": kind == "Gemma3"}
+    return GemmaConfig(
+        **own,
+        windows=windows_of(config, dense.num_layers, dense.max_position, source, pattern),
+        is_local=tuple(kind == SLIDING for kind in config.get("layer_types") or pattern),
+        local_rope=local,
+        query_scale=number_of(config, "query_pre_attn_scalar", source, 256.0) ** -0.5,
+        soft_cap=_cap(config, "attn_logit_softcapping", source),
+        logit_cap=_cap(config, "final_logit_softcapping", source),
+        activation=activation,
+    )
+
+
+def _text(config: dict[str, Any], source: str) -> dict[str, Any]:
+    text = section_of(config, "text_config", source)
+    return {**text, **{key: config[key] for key in _OUTER if config.get(key) is not None}} if text else config
+
+
+def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that are not null, and soft caps, of which null means none."""
+    return {key: value for key, value in config.items() if value is not None or key.endswith("softcapping")}
+
+
+def _cap(config: Mapping[str, Any], key: str, source: str) -> float | None:
+    return None if config.get(key) is None else number_of(config, key, source, 1.0)
+
+
+def _ropes(config: dict[str, Any], source: str) -> tuple[RopeConfig, RopeConfig]:
+    """Return RoPE of layers that attend to all, and of layers with a window: by kinds of layers, or as older exporters
+    spell it."""
+    nested = section_of(config, "rope_parameters", source)
+    if FULL in nested or SLIDING in nested:
+        full, local = (section_of(nested, kind, source) for kind in (FULL, SLIDING))
+        default = number_of(config, "rope_theta", source, 10000.0)
+        return (
+            rope_of({"rope_parameters": dict(full), "rope_theta": default}, source),
+            rope_of({"rope_parameters": dict(local)}, source),
+        )
+    rope = rope_of(config, source)
+    if architecture_of(config).startswith("Gemma2"):
+        return rope, rope
+    return rope, RopeConfig(theta=number_of(config, "rope_local_base_freq", source, 10000.0))
+
+
+def make_layer(config: GemmaConfig, layer: int, group: TPGroup) -> SandwichLayer:
+    attention = Attention(
+        layer,
+        group,
+        input_size=config.hidden_size,
+        output_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
+        norm_eps=config.rms_eps if config.qk_norm else None,
+        norm=ZeroCentredRMSNorm,
+        rule=config.score_rule(layer),
+    )
+    mlp = GatedMLP(config.hidden_size, config.intermediate_size, group, config.activation)
+    return SandwichLayer(config.hidden_size, config.rms_eps, attention, mlp, group, ZeroCentredRMSNorm)
+
+
+class GemmaForCausalLM(Decoder):
+    """See `Decoder`. max_position: rows of the rotary tables, on `device`."""
+
+    def __init__(
+        self,
+        config: GemmaConfig,
+        group: TPGroup,
+        max_position: int,
+        device: torch.device,
+        capture: tuple[int, ...] = (),
+    ) -> None:
+        ropes = [config.local_rope if local else config.rope for local in config.is_local]
+        tables = {rope: RotaryTable(rope, config.head_dim, max_position, device) for rope in dict.fromkeys(ropes)}
+        super().__init__(
+            config,
+            group,
+            [tables[rope] for rope in ropes],
+            [make_layer(config, layer, group) for layer in range(config.num_layers)],
+            capture,
+            ZeroCentredRMSNorm,
+            embedding_scale=config.hidden_size**0.5,
+            logit_cap=config.logit_cap,
+        )
+
+
+def weight_names(config: GemmaConfig) -> NameMap:
+    """The names of text models. Models of images and text have the same behind a prefix, and towers, which are not
+    loaded."""
+    spellings = ("language_model.model.", "model.language_model.")
+    towers = ("vision_tower", "multi_modal_projector")
+    return replace(
+        llama.weight_names(config),
+        aliases=(*((each, "model.") for each in spellings), ("language_model.lm_head.", "lm_head.")),
+        ignored=(
+            *llama.weight_names(config).ignored,
+            *(f"{prefix}{tower}.*" for prefix in ("", "model.") for tower in towers),
+        ),
+    )
+
+
+FAMILY = ModelFamily(read_config, GemmaForCausalLM, weight_names)
