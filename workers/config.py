@@ -19,7 +19,7 @@ AUTO_SLOTS = {"cuda": (8, 256), "cpu": (8, 32)}
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the target's weights come from.
+    """Source of the target's weights.
 
     path: folder of the target (config.json, *.safetensors, tokenizer), under the same path on every node; or a name on
         the hub, `OWNER/NAME` or `OWNER/NAME@REVISION`.
@@ -27,7 +27,7 @@ class ModelSource:
     dtype: `float32`, `bfloat16` or `float16`; auto: the checkpoint's on a GPU, float32 on a CPU.
     device: `cpu` or `cuda`; auto: GPUs where the cluster has any.
     max_model_len: prompt and answer tokens together; none: the model's own limit.
-    seed: of dummy weights.
+    seed: for dummy weights.
     """
 
     path: str = ""
@@ -40,7 +40,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What runs at once, and how much of it a step may hold.
+    """Limits of running and queued requests, and of a step.
 
     max_running: requests that decode together (slots); auto: as many as KV has room for at 2,048 tokens each, a power
         of two, 8 to 256 on GPUs, 8 to 32 on CPUs.
@@ -48,7 +48,7 @@ class SchedulerConfig:
         run eagerly and delay other requests, but may pay for long prompts of a mixture of experts.
     max_waiting: queued requests at most, more get 429; none: only `max_waiting_bytes` limits them.
     itl_target_ms: milliseconds between a request's tokens to which prompts may stretch a step; auto: derived from
-        measured step times, and up to three times that under a backlog. A number is kept whatever waits.
+        measured step times, and up to three times that under a backlog. A number is a fixed limit.
     max_waiting_bytes: host memory of queued requests, more get 429: 3 KB each and 4 bytes per prompt token, so the
         default holds 15,000 of 3,500 tokens.
     """
@@ -80,7 +80,7 @@ class SchedulerConfig:
         return self.max_step_tokens
 
     def with_slots(self, num_slots: int) -> "SchedulerConfig":
-        """With a number for `max_running`, which is settled while a rank is built."""
+        """Return the configuration with a number for `max_running`, which is decided while a rank is built."""
         return replace(self, max_running=num_slots)
 
     @property
@@ -92,13 +92,13 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class RoundShape:
-    """What a draft tree of one shape costs, per request: when it is verified, and before that when it is drafted.
+    """KV positions that a draft tree of one shape takes per request, for drafting and for verifying it.
 
-    The scheduler reserves KV pages by it, and nothing else says how far a round writes.
+    The scheduler reserves KV pages by these numbers alone.
 
     width: rows verified, and KV positions from the committed length on that they write (1: plain decoding).
     max_new_tokens: tokens that verifying it can emit, at most `width`.
-    draft_tokens: KV positions from the committed length on that drafting it writes (0: nothing is drafted).
+    draft_tokens: KV positions from the committed length on that drafting it writes (0: no draft).
     """
 
     name: str
@@ -133,10 +133,10 @@ PLAIN = RoundShape(name="plain", width=1, max_new_tokens=1, draft_tokens=0)
 class RoundShapes:
     """The shapes that an engine can run; a plan names them by index. shapes[0] is plain decoding.
 
-    default: what a request that wants speculation drafts; 0 without a draft.
+    default: index of the shape that requests with speculation draft; 0 without a draft.
     adaptive: the scheduler may choose any of them, step by step (`workers.scheduling.shape_choice`); else all that
         speculate draft the default.
-    eager: no step is captured, so that none needs a graph to run well.
+    eager: no step is captured, so a shape does not need a graph to be fast.
     """
 
     shapes: tuple[RoundShape, ...] = (PLAIN,)
@@ -155,17 +155,18 @@ class RoundShapes:
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens that a round can emit, whatever its shape."""
+        """Maximum tokens that a round of any shape can emit."""
         return max(shape.max_new_tokens for shape in self.shapes)
 
     @property
     def max_kv_tokens(self) -> int:
-        """KV positions from the committed length on that a round may write, whatever it verifies and drafts."""
+        """Maximum KV positions from the committed length on that a round of any shapes may write."""
         return max(*(s.width for s in self.shapes), self.max_new_tokens + max(s.draft_tokens for s in self.shapes))
 
     @property
     def max_kv_tokens_at_end(self) -> int:
-        """The same of a request that has committed all that it may: more is verified and drafted, never committed."""
+        """Maximum KV positions that a round may write after a request's last token: drafts beyond it are never
+        committed."""
         return max(max(shape.width, shape.draft_tokens) for shape in self.shapes)
 
     @property

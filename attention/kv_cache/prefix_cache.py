@@ -15,13 +15,13 @@ from attention.kv_cache.snapshots import Snapshots
 
 @dataclass(frozen=True)
 class Match:
-    """What the cache has of a prompt.
+    """The cached part of a prompt.
 
-    pages: those of its longest known beginning.
-    num_saved: tokens that need not be computed: those of the pages, or with recurrent layers those up to the deepest
+    pages: pages of the longest cached prefix.
+    num_saved: tokens that need not be computed: those of the pages; with recurrent layers, those up to the deepest
         snapshot among them.
-    row: of that snapshot; -1 for none.
-    is_fork: whether another text goes on after the pages.
+    row: row of that snapshot; -1 for none.
+    is_fork: whether another text continues after the pages.
     """
 
     pages: list[int]

@@ -1,4 +1,4 @@
-"""How often snapshots are used, by what they are and by their age. Owned by `snapshots`. Pure Python, no clock."""
+"""Rates at which snapshots are used, by kind and age. Owned by `snapshots`. Pure Python, no clock."""
 
 import math
 from collections import defaultdict

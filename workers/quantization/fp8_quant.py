@@ -1,4 +1,4 @@
-"""What the FP8 quantisations share: which layers they apply to, and how these are stored."""
+"""Common parts of the FP8 quantisations: their layers, and how these are stored."""
 
 from abc import abstractmethod
 from collections.abc import Sequence

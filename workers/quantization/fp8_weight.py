@@ -1,4 +1,4 @@
-"""What all FP8 weights share: layout of scales, dequantisation, and which of them the kernels support."""
+"""Common parts of FP8 weights: layout of scales, dequantisation, and kernel support."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How a checkpoint wants KV to be kept, and the dtype that an engine keeps it in."""
+"""The KV cache scheme of a checkpoint, and the dtype that an engine uses."""
 
 import json
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def kv_dtype(setting: str, scheme: str | None, dtype: torch.dtype) -> torch.dtyp
     setting: `cache.dtype`.
     scheme: from `read_kv_scheme`.
     dtype: of the model.
-    Raises ValueError if the checkpoint wants what there is not, and the configuration leaves it to the checkpoint.
+    Raises ValueError if the checkpoint's scheme is not supported and `setting` is `auto`.
     """
     if setting == "auto" and scheme not in (None, FP8_E4M3):
         raise ValueError(

@@ -47,7 +47,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How a request's tokens are chosen. Defaults: plain sampling from the model's distribution.
+    """Sampling parameters of a request. Defaults: sampling from the model's distribution.
 
     temperature 0, top_k 1 or top_p 0: greedy; ties go to the lowest id.
     top_k, top_p, min_p: filters after temperature, in this order; 0, 1 and 0 turn them off. top_p and min_p apply to
@@ -167,8 +167,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         `SlotPages`. -> `KVPool`
     inits: requests that enter slots. From `PlanBuilder`. -> `SlotTable`, `SlotGrammars`
     chunks: of prompts. From `PrefillPlanner`. -> `PlanBatches`, and `PlanTiming` whether there are any
-    grammars: of waiting requests, to be compiled meanwhile. From `GrammarQueue`. -> `SlotGrammars`
-    ended: int32, numbers of requests with grammars that have ended since the last plan, in whatever state. From
+    grammars: grammars of waiting requests, to compile ahead. From `GrammarQueue`. -> `SlotGrammars`
+    ended: int32, numbers of requests with grammars that have ended since the last plan, in any state. From
         `GrammarQueue`. -> `SlotGrammars`
     mask_wait_ms: how long this step may wait for the masks of its requests. -> `SlotGrammars`
     saved_states: int32 triples (slot, position, row), at most one per slot. The state of recurrent layers after exactly

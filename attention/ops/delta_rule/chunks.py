@@ -28,8 +28,8 @@ def max_blocks(num_rows: int, num_chunks: int) -> int:
 
 
 def scratch_bytes(heads: DeltaHeads, itemsize: int, num_rows: int, num_chunks: int) -> int:
-    """What the kernels keep between their launches, for rows of `itemsize` bytes a number: q, k and v, two rows of each
-    value head and its decay, and the state that each block begins with."""
+    """Return the bytes of scratch between the kernels, for rows of `itemsize` bytes per number: q, k and v, two rows
+    and the decay of each value head, and the initial state of each block."""
     values = heads.value_heads * (heads.key_dim + heads.value_dim)
     states = max_blocks(num_rows, num_chunks) * heads.value_heads * heads.key_dim * heads.value_dim
     return itemsize * (num_rows * (heads.channels + values) + states) + 4 * num_rows * heads.value_heads
@@ -45,11 +45,10 @@ def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) 
 def delta_rule_chunks(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
 ) -> None:
-    """Outputs of prompt chunks, whose slots' states advance by all their rows.
+    """Compute the outputs of prompt chunks, and advance their slots' states by all rows.
 
-    A chunk that starts at position 0 begins with a state and history of zeros, whatever its slot holds; any other with
-    its slot's, after which no committed rows may stand (count is 0, and is not read). A chunk without rows changes
-    nothing.
+    A chunk at position 0 starts from a state and history of zeros. Other chunks start from their slot's, which must not
+    have committed rows (count is 0, and is not read). A chunk without rows changes nothing.
 
     rows     [N] rows, N >= qo_indptr[-1]
     kept     state and conv of the chunks' slots, and snapshots, are written

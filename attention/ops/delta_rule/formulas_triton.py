@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What the kernels of the gated delta rule share: `attention.ops.delta_rule.formulas` in Triton, in float32."""
+"""Common functions of the kernels: `attention.ops.delta_rule.formulas` in Triton, in float32."""
 
 import triton
 import triton.language as tl
@@ -41,7 +41,7 @@ def log_decay(a, a_log, dt_bias):
 
 @triton.jit
 def before(i, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
-    """Where the channels stand of token i of those that the new rows follow: three of the history, then the committed
+    """Return the address of the channels of token i before the new rows: three of the history, then the committed
     rows."""
     return tl.where(i < 3, conv_ptr + i * C, committed_ptr + (i - 3) * R)
 
@@ -65,7 +65,7 @@ def three_before(above, column):
 
 @triton.jit
 def place(token, conv_ptr, committed_ptr, rows_ptr, stride, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr):
-    """Where the channels of tokens stand: three before the tile, PATH committed ones, and the new rows."""
+    """Return the addresses of the tokens' channels: three before the tile, PATH committed ones, and the new rows."""
     new = rows_ptr + (token - 3 - PATH) * stride
     return tl.where(token < 3 + PATH, before(token, conv_ptr, committed_ptr, C, R), new)
 

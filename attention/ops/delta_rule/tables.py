@@ -1,7 +1,7 @@
-"""What layers of the gated delta rule keep on the device, and what the layers of a pass share.
+"""Tensors of gated-delta-rule layers: their state on the device, and the inputs shared by the layers of a pass.
 
 C = 2 * Hk * dk + Hv * dv channels of a token: q, k and v of all heads before the convolution, in this order. A *row* is
-what a layer's recurrence needs of one token: its C channels, then b [Hv] and a [Hv] before the gates, then zeros
+the input of a layer's recurrence for one token: its C channels, then b [Hv] and a [Hv] before the gates, then zeros
 up to `row_size`.
 """
 
@@ -60,7 +60,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class DeltaState:
-    """What L layers keep of S slots, of the padding slot S, and of N snapshots.
+    """State of L layers for S slots, the padding slot S, and N snapshots.
 
     state:     [L, S + 1, Hv, dk, dv] float32, after all tokens but the committed rows.
     conv:      [L, S + 1, 3, C] of the model's type: the channels of the last three tokens that `state` has seen,
@@ -164,8 +164,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class DeltaRows:
-    """What the projections give of N rows, all of the model's type and with last stride 1; views of one product or
-    tensors of their own.
+    """Projections of N rows, of the model's type and with last stride 1; views of one product or separate tensors.
 
     qkv: [N, C].
     z:   [N, Hv * dv], the output's gate.
