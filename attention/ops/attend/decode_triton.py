@@ -137,7 +137,7 @@ def _attend_decode(
         has_own = (own >= low) & (own < high)
         top = tl.where(has_own, sink_scores(sinks_ptr, query_head, live), top)
         total = tl.where(has_own, 1.0, total)
-    if SOFT_CAP:
+    if SOFT_CAP is not None:
         factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     if PAIRS:
@@ -164,7 +164,7 @@ def _attend_decode(
             scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
         else:
             scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
-        if SOFT_CAP:
+        if SOFT_CAP is not None:
             scores = soft_capped(scores, factor)
         if start + BLOCK_N > prefix:
             over = column - prefix
@@ -194,7 +194,7 @@ def _attend_decode(
                     scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
                 else:
                     scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
-                if SOFT_CAP:
+                if SOFT_CAP is not None:
                     scores = soft_capped(scores, factor)
                 scores = tl.where((packed // GROUP == r)[:, None] & seen[None, :], scores, float("-inf"))
                 if PAIRS:
@@ -297,7 +297,7 @@ def attend_decode(
         FIXED=plan.fixed,
         PART_M=part_m,
         WINDOW=batch.window or 0,
-        SOFT_CAP=rule.soft_cap or 0.0,
+        SOFT_CAP=rule.soft_cap,
         UPCAST=INTERPRETED,
         UNIT=unit,
         PAIRS=kv.k.dtype == FP8,

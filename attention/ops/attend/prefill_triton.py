@@ -54,7 +54,7 @@ def _attend_span(
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
         scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
-        if SOFT_CAP:
+        if SOFT_CAP is not None:
             scores = soft_capped(scores, factor)
         if MASKED:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
@@ -113,7 +113,7 @@ def _attend_prefill(
         top = sink_scores(sinks_ptr, query_head, live)
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     factor = 0.0
-    if SOFT_CAP:
+    if SOFT_CAP is not None:
         factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     table = table_ptr + chunk * table_stride
@@ -276,7 +276,7 @@ def attend_prefill(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         WINDOW=batch.window or 0,
-        SOFT_CAP=rule.soft_cap or 0.0,
+        SOFT_CAP=rule.soft_cap,
         UPCAST=INTERPRETED,
         UNIT=unit,
         num_warps=tiles.warps,

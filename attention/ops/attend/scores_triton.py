@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What kernels over K/V heads do for a `ScoreRule` beside a plain softmax. SOFT_CAP is a constant, 0 without a cap, and
-sinks are None without: kernels of plain layers contain no code for either."""
+"""What kernels over K/V heads do for a `ScoreRule` beside a plain softmax. SOFT_CAP is a constant,
+and both it and sinks are None where a layer has none: kernels of plain layers contain no code for either."""
 
 import torch
 import triton

@@ -59,7 +59,7 @@ def built(
             signature[name] = "*" + pointers.get(name, "i32")
         else:
             signature[name] = "fp32" if "scale" in name else "i32"
-        if name.endswith(("_ptr", "_stride")):
+        if name.endswith(("_ptr", "_stride")) and name not in constants:
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs, attributes)
@@ -99,6 +99,8 @@ def decode_constants(
         "FIXED": False,
         "PART_M": tiles.block_m,
         "WINDOW": 0,
+        "SOFT_CAP": None,
+        "sinks_ptr": None,
         "PDL": True,
         "UPCAST": False,
         "UNIT": 1.0,
@@ -191,13 +193,33 @@ def latent_constants(rows: int, heads: int, page_size: int, tiles: decode_plan_t
     }
 
 
-def test_decode_attention_in_a_window_fits_hopper(tmp_path: Path) -> None:
+# gpt-oss: 8 query heads of 64 values for a KV head, windows and sinks; Gemma 2 27b: soft caps, 2 of 128.
+RULES = {
+    "window": (4, 128, {"WINDOW": 2048}),
+    "gpt-oss": (8, 64, {"WINDOW": 128, "sinks_ptr": ...}),
+    "gpt-oss, full layers": (8, 64, {"sinks_ptr": ...}),
+    "gemma-2": (2, 128, {"WINDOW": 4096, "SOFT_CAP": 50.0}),
+    "all": (2, 256, {"WINDOW": 4096, "SOFT_CAP": 50.0, "sinks_ptr": ...}),
+}
+
+
+BY_RULE = [
+    pytest.param(group, head_dim, rule, id=name, marks=() if name in ("window", "gpt-oss", "all") else pytest.mark.slow)
+    for name, (group, head_dim, rule) in RULES.items()
+]
+
+
+@pytest.mark.parametrize("group,head_dim,rule", BY_RULE)
+def test_decode_attention_by_a_rule_fits_hopper(
+    group: int, head_dim: int, rule: dict[str, Any], tmp_path: Path
+) -> None:
     """As without: no state of it spills, and as many programs run."""
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16")
-    pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
+    pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32", "sinks_ptr": "fp32"}
     for rows, page_size, density in ((1, 16, 0.5), (4, 16, 8)):
-        tiles = decode_plan_triton.decode_tiles(rows * 4, 128, 2, density)
-        constants = decode_constants(rows, 4, 128, page_size, tiles) | {"APART": density <= 1, "WINDOW": 2048}
+        tiles = decode_plan_triton.decode_tiles(rows * group, head_dim, 2, density)
+        constants = decode_constants(rows, group, head_dim, page_size, tiles) | {"APART": density <= 1} | rule
+        constants = {name: value for name, value in constants.items() if value is not ...}
         spills, shared, ptx = compiled(
             decode_triton._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages
         )
@@ -311,19 +333,21 @@ def test_latent_attention_in_fixed_spans_adds_no_floats_in_an_order_of_the_compi
 
 
 @pytest.mark.parametrize(
-    "group,head_dim,dtype,window",
+    "group,head_dim,dtype,rule",
     [
-        (4, 128, "bf16", 0),
-        (1, 128, "bf16", 0),
-        (7, 64, "bf16", 0),
-        (6, 256, "bf16", 0),
-        (4, 128, "fp32", 0),
-        (4, 128, "bf16", 2048),
+        (4, 128, "bf16", {}),
+        (1, 128, "bf16", {}),
+        (7, 64, "bf16", {}),
+        (6, 256, "bf16", {}),
+        (4, 128, "fp32", {}),
+        *((group, head_dim, "bf16", rule) for group, head_dim, rule in RULES.values()),
     ],
 )
-def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, window: int, tmp_path: Path) -> None:
+def test_chunk_attention_fits_hopper(
+    group: int, head_dim: int, dtype: str, rule: dict[str, Any], tmp_path: Path
+) -> None:
     tiles = prefill_triton.prefill_tiles(group, head_dim, DTYPES[dtype])
-    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype) | {"sinks_ptr": "fp32"}
     constants = {
         "GROUP": group,
         "KV_HEADS": 8,
@@ -331,10 +355,14 @@ def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, wind
         "PAGE": 16,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
-        "WINDOW": window,
+        "WINDOW": 0,
+        "SOFT_CAP": None,
+        "sinks_ptr": None,
         "UPCAST": False,
         "UNIT": 1.0,
+        **rule,
     }
+    constants = {name: value for name, value in constants.items() if value is not ...}
     spills, shared, ptx = compiled(
         prefill_triton._attend_prefill, tmp_path, pointers, constants, tiles.warps, tiles.stages
     )
