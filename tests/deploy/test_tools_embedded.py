@@ -10,13 +10,16 @@ import msgspec
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from cluster.http.text.harmony_prompt import HarmonyPrompt
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
 from deploy.cli import main
 from deploy.offline import LLM
 from tests.support import MODELS
 from tests.support.edge_client import MODEL, served
+from tests.support.harmony import SOURCE
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
@@ -112,6 +115,37 @@ async def test_forced_calls_are_whole_and_valid(llm: LLM) -> None:
         assert item.type == "function_call"
         _check(item.name, item.arguments)
     _check("weather", form.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
+async def test_a_loop_of_tools_in_harmonys_form(llm: LLM, stream: bool) -> None:
+    """As agents do over /v1/responses: a forced call, its result, and an answer of a form. The pair's tokenizer has no
+    harmony tokens, so that the grammar writes the marks by their characters."""
+    chat = ChatTokenizer(Tokenizer.from_file(str(TARGET / "tokenizer.json")), HarmonyPrompt(SOURCE, {}), (1,))
+    chat.eos_token_ids = llm.tokenizer.eos_token_ids
+    config: dict[str, Any] = {"output_parser": "auto", "max_model_len": 1024}
+    tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+    form: Any = {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": PARAMETERS}}
+    conversation: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+    async with (
+        served(OfflineEngine(llm), chat, **config) as url,  # type: ignore[arg-type]
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for extra in ({"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}, {"text": form}):
+            body: Any = {"model": MODEL, "input": conversation, "temperature": 0.0, "max_output_tokens": 160} | extra
+            if stream:
+                async with client.responses.stream(**body) as events:
+                    response: Any = await events.get_final_response()
+            else:
+                response = await client.responses.create(**body)
+            conversation += [item.model_dump(exclude_none=True) for item in response.output]
+            for item in response.output:
+                if item.type == "function_call":
+                    _check(item.name, item.arguments)
+                    conversation.append({"type": "function_call_output", "call_id": item.call_id, "output": "sun"})
+    kinds = [item.get("type", "message") for item in conversation if item.get("type") != "reasoning"]
+    assert kinds == ["message", "function_call", "function_call_output", "message"]
+    _check("weather", response.output_text)
 
 
 async def test_the_cache_of_the_embedded_pair_changes_no_answer(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,7 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
     ),
 }
 READ_ONLY: tuple[OutputParserName, ...] = ("response_template", "gemma4", "pythonic")  # calls that no grammar forces
+_MISTRAL_V11 = CallSyntax("[TOOL_CALLS]{name}[ARGS]", "", "", "[TOOL_CALLS]")
 _DEEPSEEK_V3_1 = CallSyntax(
     "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
     "<｜tool▁call▁end｜>",
@@ -116,6 +117,8 @@ def calls_format(
     syntax = SYNTAX[parser]
     if parser == "deepseek_v3" and "```json" not in template:
         syntax = _DEEPSEEK_V3_1
+    elif parser == "mistral" and "[ARGS]" in template:
+        syntax = _MISTRAL_V11
     if not forced and not any(tool.function.strict for tool in tools):
         return None
     tags = [_tag(syntax, tool, forced) for tool in tools]

@@ -11,6 +11,8 @@ from cluster.http.parsers.call_grammar import READ_ONLY, SYNTAX, after_thinking,
 from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.schema.message import NamedTool, Tool
 from cluster.http.schema.request import ChatCompletionRequest
+from cluster.http.text.harmony_prompt import RESPONSE_FORMAT, is_harmony
+from cluster.http.text.typescript import comment
 from workers.scheduling.plan import Grammar
 
 # What templates call the switch between thinking and not thinking: Qwen3, DeepSeek V3.1.
@@ -109,8 +111,11 @@ def _structural_tag(form: Mapping[str, Any]) -> str:
 
 
 def template_variables(body: ChatCompletionRequest, template: str) -> Mapping[str, Any] | None:
-    """`chat_template_kwargs`, and `reasoning_effort` under the name by which the template knows it."""
+    """`chat_template_kwargs`, with `reasoning_effort` under the name by which the template knows it, and for gpt-oss
+    the form of the answer."""
     variables, effort = body.chat_template_kwargs, body.reasoning_effort
+    if is_harmony(template) and (form := _response_format(body.response_format)):
+        variables = {RESPONSE_FORMAT: form, **(variables or {})}
     if effort is None:
         return variables
     if "reasoning_effort" in template:
@@ -119,3 +124,14 @@ def template_variables(body: ChatCompletionRequest, template: str) -> Mapping[st
     if name is not None:
         return {name: effort != "none", **(variables or {})}
     raise unsupported("reasoning_effort", "the model's chat template has no switch for it")
+
+
+def _response_format(given: Mapping[str, Any] | None) -> str:
+    """The section of harmony's prompts that shows a JSON schema; "" without one."""
+    form = given.get("json_schema") if given is not None and given.get("type") == "json_schema" else None
+    if not isinstance(form, Mapping) or not isinstance(form.get("schema"), Mapping):
+        return ""
+    schema = json.dumps(form["schema"], ensure_ascii=False, separators=(",", ":"))
+    description = form.get("description")
+    described = comment(description) if isinstance(description, str) else ""
+    return f"## {form.get('name') or 'response'}\n\n{described}{schema}"

@@ -19,6 +19,7 @@ STOPS = ("<|return|>", "<|call|>")  # after them nothing more is generated
 IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
 KNOWLEDGE_CUTOFF = "2024-06"
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+RESPONSE_FORMAT = "response_format"  # the variable with the form of the answer: a title, a line break and a schema
 # What tells the published template, and those made from it, from others with harmony's marks.
 _PUBLISHED = ("<|channel|>", "<|message|>", "# Valid channels:", "namespace functions")
 _PREFIX = "functions."
@@ -49,7 +50,10 @@ class HarmonyPrompt:
         tools: Sequence[Mapping[str, Any]] = (),
         limit_s: float | None = None,
     ) -> str:
-        """The prompt's text. variables: `reasoning_effort`, `model_identity`. Raises ChatTemplateError."""
+        """The prompt's text. Raises ChatTemplateError.
+
+        variables: `reasoning_effort`, `model_identity`, and what `RESPONSE_FORMAT` names.
+        """
         given = variables or {}
         effort = given.get("reasoning_effort") or "medium"
         if effort not in EFFORTS:
@@ -60,7 +64,7 @@ class HarmonyPrompt:
         instructions = [message["content"] for message in messages[:num_leading] if message["content"]]
         identity = given.get("model_identity") or IDENTITY
         parts = [_message("system", _system(identity, self._today(), EFFORTS[effort], bool(tools)))]
-        if developer := _developer("\n\n".join(instructions), tools):
+        if developer := _developer("\n\n".join(instructions), tools, given.get(RESPONSE_FORMAT)):
             parts.append(_message("developer", developer))
         parts += _conversation(messages[num_leading:])
         return "".join(parts) + ("<|start|>assistant" if add_generation_prompt else "")
@@ -74,11 +78,13 @@ def _system(identity: str, today: date, effort: str, has_tools: bool) -> str:
     return f"{identity}\n{dates}\n\nReasoning: {effort}\n\n{channels}"
 
 
-def _developer(instructions: str, tools: Sequence[Mapping[str, Any]]) -> str:
+def _developer(instructions: str, tools: Sequence[Mapping[str, Any]], form: str | None) -> str:
     sections = [f"# Instructions\n\n{instructions}"] if instructions else []
     if tools:
         types = "\n".join(_tool(tool.get("function", tool)) for tool in tools)
         sections.append(f"# Tools\n\n## functions\n\nnamespace functions {{\n\n{types}\n}} // namespace functions")
+    if form:
+        sections.append(f"# Response Formats\n\n{form}")
     return "\n\n".join(sections)
 
 

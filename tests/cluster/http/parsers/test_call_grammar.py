@@ -142,6 +142,13 @@ async def test_strict_tools_are_constrained_where_they_are_called(parser: Output
     assert not _allows(grammar, first.replace("place", "plate") + close)
 
 
+async def test_mistrals_later_templates_have_a_mark_for_each_call() -> None:
+    first, second = f"[TOOL_CALLS]weather[ARGS]{BERN}", "[TOOL_CALLS]time[ARGS]{}"
+    grammar = await _grammar("mistral", "{{ tools }}[TOOL_CALLS][ARGS]", tool_choice="required")
+    assert grammar is not None
+    assert _allows(grammar, first) and _allows(grammar, first + second) and not _allows(grammar, f"[{first}]")
+
+
 async def test_strict_calls_of_gpt_oss_are_constrained_on_either_side_of_the_channel() -> None:
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
     grammar = await _grammar("harmony", tools=[strict])

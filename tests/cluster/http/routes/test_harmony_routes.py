@@ -68,6 +68,20 @@ async def test_chat_completions() -> None:
     assert set(engine.calls[0].sampling.stop_token_ids) == ends
 
 
+async def test_the_form_of_an_answer_is_shown_and_forced() -> None:
+    """docs/format.md of openai/harmony: "Structured output"."""
+    schema = {"type": "object", "properties": {"items": {"type": "array", "items": {"type": "string"}}}}
+    form = {"name": "shopping_list", "description": "entries", "schema": schema}
+    engine = says("<|channel|>final<|message|>{}<|return|>")
+    async with client(engine) as http:
+        body = HELLO | {"response_format": {"type": "json_schema", "json_schema": form}}
+        reply = (await http.post(CHAT, json=body)).json()
+    assert reply["choices"][0]["message"]["content"] == "{}"
+    shown = json.dumps(schema, separators=(",", ":"))
+    expected = f"<|start|>developer<|message|># Response Formats\n\n## shopping_list\n\n// entries\n{shown}<|end|>"
+    assert expected in prompt_of(engine) and engine.calls[0].sampling.grammar is not None
+
+
 async def test_messages() -> None:
     body = {"model": MODEL, "max_tokens": 99, "messages": HELLO["messages"], "tools": [ANTHROPIC_TOOL]}
     async with client(says(ANSWER, ANSWER)) as http:
