@@ -20,7 +20,7 @@ from attention.config import CacheConfig, DraftAttention, TargetAttention
 from cluster.http.config import EdgeConfig
 from cluster.http.tracing import TracingConfig
 from cluster.parallel import ParallelConfig
-from speculative.config import SpeculativeConfig
+from speculative.config import SpeculativeConfig, with_method_defaults
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
 PRESTART_VARIABLE = "AERIE_PRESTART_FOLDER"  # set by `aerie serve` for the processes of a Ray that it starts
@@ -146,7 +146,7 @@ def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:
         raise ConfigError("\n".join(faults))
     try:
         # JSON mode: strict about types, yet a mapping may stand for a dataclass.
-        config = AerieConfig.model_validate_json(json.dumps(dict(args)), strict=True)
+        config = AerieConfig.model_validate_json(json.dumps(_with_defaults(args)), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(_sentences(error.errors()))) from None
     except (TypeError, ValueError) as error:
@@ -221,11 +221,20 @@ def pin_network_interface(name: str) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
+def _with_defaults(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The args with the numbers that a draft method has of its own."""
+    section = args.get("speculative")
+    return {**args, "speculative": with_method_defaults(section)} if isinstance(section, Mapping) else dict(args)
+
+
 def _with_paths(config: AerieConfig, base: Path) -> AerieConfig:
     model = dataclasses.replace(config.model, path=_folder("model.path", config.model.path, base))
     changes: dict[str, Any] = {"model": model}
     if config.speculative is not None:
-        with_target = config.speculative.method == "mtp" and not config.speculative.path
+        method, given = config.speculative.method, config.speculative.path
+        if method == "suffix" and given:
+            raise ConfigError(f"speculative.path={given}: method suffix has no checkpoint; leave it out")
+        with_target = method == "suffix" or (method == "mtp" and not given)
         path = model.path if with_target else _folder("speculative.path", config.speculative.path, base)
         changes["speculative"] = dataclasses.replace(config.speculative, path=path)
     return config.model_copy(update=changes)

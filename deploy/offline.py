@@ -51,7 +51,8 @@ class LLM:
         self, model: str | Path = "eagle", *, draft: str | None = None, revision: str | None = None, **options: Any
     ) -> None:
         """model: a folder with a checkpoint, a name on the hub, a Serve config file, or the name of a packaged one.
-        draft: an EAGLE head's folder or name on the hub; only beside a model. revision: of the model on the hub.
+        draft: an EAGLE head's folder or name on the hub, or "suffix"; only beside a model.
+        revision: of the model on the hub.
         options: keyword arguments of vLLM's `LLM` that docs/coming-from-vllm.md lists, such as tensor_parallel_size,
         max_model_len, dtype, gpu_memory_utilization, speculative_config.
 

@@ -19,6 +19,7 @@ from speculative.drafts.loading import fill_draft, load_draft
 from speculative.drafts.method import DraftMethod
 from speculative.drafts.registry import read_draft
 from speculative.drafts.trimmed_head import head_rows
+from speculative.suffix_speculation import SuffixSpeculation
 from speculative.tree.shape import TreeShape
 from workers.config import RoundShapes, WorkerConfig
 from workers.device import resolve_dtype
@@ -222,6 +223,8 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
     config = spec.speculative
     if config is None:
         return NoSpeculation()
+    if config.method == "suffix":
+        return SuffixSpeculation(config)
     draft = read_draft(config.method, config.path, spec.worker.model.path, target)
     draft = draft.trimmed(head_rows(config.draft_vocab_size, target.vocab_size, spec.worker.model.path))
     most = draft.max_num_steps

@@ -1,25 +1,32 @@
 """Configuration of speculation: draft, tree, placement."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from attention.config import MIN_WINDOW
+from speculative.suffix.shapes import suffix_shapes
 from speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of
 from workers.config import RoundShapes
 
-Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2"]
+Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix"]
 _BLOCKS = ("dflash", "dspark", "dflash2")  # methods that draft a block in one pass
+
+MAX_MATCH = 32
+_DEFAULT_SUFFIX_TOKENS = 15  # with the root as many rows as a product of matrices takes at once
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """EAGLE speculation (EAGLE arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840).
+    """Speculation (EAGLE arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840).
 
-    path: folder of the draft, or its name on the hub; empty with `method: mtp`: the target's.
+    path: folder of the draft, or its name on the hub; empty with `method: mtp`: the target's; none with `suffix`.
     method: `eagle3` for EAGLE-3 and EAGLE-3.1 heads, `speculators` files too; `eagle` for EAGLE and EAGLE-2 heads;
-        `mtp` for the module of a DeepSeek-V3, Qwen3-Next or Qwen3.5 and later; `dflash`,
-        `dspark` and `dflash2` for block drafts, z-lab's, DeepSpec's and `speculators`'.
-    num_steps: depth of the draft tree; of block drafts at most what a block holds.
+        `mtp` for the module of a DeepSeek-V3, Qwen3-Next or Qwen3.5 and later; `dflash`, `dspark` and `dflash2` for
+        block drafts, z-lab's, DeepSpec's and `speculators`'; `suffix` without a model: the newest tokens are looked up
+        in the request's own text, and what followed them there is drafted.
+    num_steps: depth of the draft tree; of block drafts at most what a block holds; of `suffix` the drafted tokens, 15
+        if it is left out.
     top_k: children per expanded node; 1 drafts a chain.
     num_draft_tokens: nodes verified per round, the root included; num_steps + 1 for a chain.
     draft_tp: ranks that share the draft; 1: each holds all of it; none: as many as the target.
@@ -31,6 +38,8 @@ class SpeculativeConfig:
     draft_vocab_size: tokens that an `mtp` module may propose, which are the rows of its vocabulary head: the most
         frequent in `token_map.json` in the target's folder (`aerie token-map`), else the tokenizer's first; 0: all;
         auto: 32,768 with such a map and 65,536 without, if that is a third of the vocabulary or less, else all.
+    match_min: with `suffix`: newest tokens that must occur earlier in the text, at least, for a draft.
+    match_max: with `suffix`: newest tokens that are compared at most; the longest match counts, then the newest.
     """
 
     path: str = ""
@@ -43,6 +52,8 @@ class SpeculativeConfig:
     adaptive: bool = True
     window: int | None = None
     draft_vocab_size: int | Literal["auto"] = "auto"
+    match_min: int = 2
+    match_max: int = 16
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -76,6 +87,7 @@ class SpeculativeConfig:
                 "trained on, or leave it out, and it attends to the whole context"
             )
         self._check_vocabulary()
+        self._check_suffix()
         length = self.synthetic_acceptance_length
         if length is not None and not 1.0 <= length <= self.num_steps + 1:
             raise ValueError(f"synthetic_acceptance_length={length}: must be 1 to num_steps + 1 = {self.num_steps + 1}")
@@ -93,6 +105,22 @@ class SpeculativeConfig:
                 f"draft_vocab_size={size}: must be at least top_k={self.top_k}, or 0 for the target's whole vocabulary"
             )
 
+    def _check_suffix(self) -> None:
+        if self.method != "suffix":
+            if (self.match_min, self.match_max) != (2, 16):
+                raise ValueError(f"match_min={self.match_min}, match_max={self.match_max}: are of method suffix")
+            return
+        if not 1 <= self.match_min <= self.match_max <= MAX_MATCH:
+            raise ValueError(
+                f"match_min={self.match_min}, match_max={self.match_max}: must be 1 to {MAX_MATCH}, the first no more "
+                "than the second"
+            )
+        if self.top_k != 1:
+            raise ValueError(f"top_k={self.top_k}: method suffix drafts a chain; leave it out")
+        for name in ("window", "draft_tp"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}={getattr(self, name)}: method suffix has no draft model; leave it out")
+
     @property
     def shape(self) -> TreeShape:
         """The tree that it asks for."""
@@ -101,4 +129,17 @@ class SpeculativeConfig:
     @property
     def shapes(self) -> RoundShapes:
         """The shapes that its engine has."""
+        if self.method == "suffix":
+            return suffix_shapes(self.num_steps, self.adaptive)
         return shapes_of(self.shape, self.adaptive)
+
+
+def with_method_defaults(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section `speculative` as its user wrote it, with the numbers that its method has of its own."""
+    if section.get("method") != "suffix":
+        return dict(section)
+    width = section.get("num_draft_tokens")
+    tokens = width - 1 if isinstance(width, int) else _DEFAULT_SUFFIX_TOKENS
+    found = {"num_steps": tokens, **section}
+    steps = found["num_steps"]
+    return {"num_draft_tokens": steps + 1, **found} if isinstance(steps, int) else found

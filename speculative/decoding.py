@@ -1,6 +1,7 @@
 """`SpeculativeDecoding`: one step of an engine with a draft.
 
-verify -> accept -> commit -> draft-extend -> draft -> tree build. The trees that a step drafts are verified by the next
+verify -> accept -> commit -> draft-extend -> draft -> tree build, without the draft's parts where drafts are only
+copied from the text (`speculative.suffix`). The trees that a step drafts are verified by the next
 step. Prompt chunks share the passes of target and draft: each stage has a half for rounds and a half for chunks, and
 `workers.runner.batch.RowLayout` says which rows belong to which. A `DraftModel` hides how a draft works; verification
 only sees tokens.
@@ -18,7 +19,9 @@ from speculative.drafts.blocks.drafter import BlockDrafter
 from speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.drafts.guidance import Guidance
 from speculative.ops.acceptance import accept_commit
+from speculative.ops.suffix_match import MatchLimits
 from speculative.step_parts import Finals, Rounds, TargetPass, emitted
+from speculative.suffix.drafts import SuffixDrafts
 from speculative.tree.nodes import RoundRows
 from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
@@ -37,18 +40,21 @@ class SpeculativeDecoding(CuttableStrategy):
     """A `workers.runner.decoding.DecodingStrategy`. Shape 0 decodes without speculation and keeps the draft's KV up to
     date; the others are `TreeShape`s.
 
+    draft: None without a draft model.
     synthetic_acceptance_length: see `SpeculativeConfig`.
+    matches: of drafts that are copied from the requests' text; None without such drafts.
     """
 
     def __init__(
         self,
         shapes: RoundShapes,
         target: TargetRunner,
-        draft: DraftRunner,
+        draft: DraftRunner | None,
         slots: SlotTable,
         sampler: Sampler,
         masks: MaskTable,
         synthetic_acceptance_length: float | None = None,
+        matches: MatchLimits | None = None,
     ) -> None:
         self._shapes = shapes
         self._synthetic_acceptance_length = synthetic_acceptance_length
@@ -57,18 +63,19 @@ class SpeculativeDecoding(CuttableStrategy):
         self._slots = slots
         self._sampler = sampler
         self._masks = masks
-        trees = [shape for shape in shapes.shapes if isinstance(shape, TreeShape)]
-        chains = all(shape.is_chain for shape in trees)
-        self._trees = TreeTable(slots.padding_slot, max(shape.width for shape in trees), chains, slots.device)
-        self._blocks = draft.model.drafts_blocks
+        wide = [shape for shape in shapes.shapes if shape.width > 1]
+        chains, width = all(shape.is_chain for shape in wide), max(shape.width for shape in wide)
+        self._trees = TreeTable(slots.padding_slot, width, chains, slots.device)
+        trees = [shape for shape in wide if isinstance(shape, TreeShape)]
+        self._blocks = draft is not None and draft.model.drafts_blocks
         drafter = BlockDrafter if self._blocks else Drafter
-        self._drafters = {shape: drafter(shape, self._trees, draft, slots, sampler) for shape in trees}
+        self._drafters = {shape: drafter(shape, self._trees, draft, slots, sampler) for shape in trees if draft}
+        self._suffix = SuffixDrafts.of(slots, self._trees, matches, width - 1) if matches is not None else None
         columns = {shape.max_new_tokens for shape in shapes.shapes}
         self._causal = {rows: causal_mask(1, rows, slots.device) for rows in columns}
-        self._backlog = (
-            DraftBacklog(draft, slots) if shapes.eager and Capability.of(slots.device).shares_host_memory else None
-        )
-        self._every_row = draft.model.reads_last_layer  # of prompt chunks
+        delays = draft is not None and shapes.eager and Capability.of(slots.device).shares_host_memory
+        self._backlog = DraftBacklog(draft, slots) if draft is not None and delays else None
+        self._every_row = draft is not None and draft.model.reads_last_layer  # of prompt chunks
 
     @property
     def shapes(self) -> RoundShapes:
@@ -85,10 +92,12 @@ class SpeculativeDecoding(CuttableStrategy):
         rounds = self._verify(batch, shape, passed, logits) if batch.num_requests else None
         finals = self._first_tokens(batch, chunks, logits) if chunks is not None and chunks.num_finals else None
         hidden = self._extend(batch, rounds, finals, passed)
-        self._draft_next(batch, hidden, rounds, finals)
+        foreseen = None if self._suffix is None else self._recorded(self._suffix, batch, rounds, finals)
+        matches = self._draft_next(batch, hidden, rounds, finals)
         drafts = self._trees.drafted(batch.entry_slots) if batch.needs.masked else None
         ranking = ranking_of(self._target.model.lm_head, batch, passed.prompt_hidden)
-        return emitted(batch, rounds, finals, drafts, ranking)
+        copied = torch.stack((foreseen, matches), dim=1) if foreseen is not None and matches is not None else None
+        return emitted(batch, rounds, finals, drafts, ranking, copied)
 
     def _read_trees(self, batch: StepBatch, shape: RoundShape) -> RoundRows:
         """Return the trees to verify. Their masks go to the verifying backend's own buffer, if it has one."""
@@ -119,13 +128,13 @@ class SpeculativeDecoding(CuttableStrategy):
         ids = joined((rows.ids, chunks.ids if chunks else None))
         every_row = self._every_row or batch.prompt_targets is not None
         out: DecoderOutput = self._target.forward(ids, verify, positions, chunks.batch if chunks else None, every_row)
-        features = self._draft.model.features(out)
+        features = None if self._draft is None else self._draft.model.features(out)
         return TargetPass(
             replace(rows, mask_words=None),
             page_table,
             layout.with_finals(out.hidden, every_row),
-            layout.of_rounds(features),
-            layout.of_chunks(features),
+            None if features is None else layout.of_rounds(features),
+            None if features is None else layout.of_chunks(features),
             prompt_hidden(batch, out.hidden, shape.width),
         )
 
@@ -140,7 +149,7 @@ class SpeculativeDecoding(CuttableStrategy):
         # a chain's path is its nodes in their order; rows after the last accepted are unused
         if shape.width > 1 and not shape.is_chain:
             self._target.pool.move_path(page_table, rows.length, done.accepted.path)
-            features = features.index_select(0, done.path_rows.flatten())
+            features = None if features is None else features.index_select(0, done.path_rows.flatten())
         return Rounds(rows.length, page_table, sampled, done, features)
 
     def _chosen(self, logits: Tensor, batch: StepBatch, rows: RoundRows) -> Sampled:
@@ -173,7 +182,9 @@ class SpeculativeDecoding(CuttableStrategy):
         KV depends on a row's input only, so only the newest rows attend. If nothing is drafted next, and for block
         drafts, none attends and there is no state.
         """
-        chunks, extend = batch.chunks, None
+        chunks, extend, draft = batch.chunks, None, self._draft
+        if draft is None:
+            return None
         if self._backlog is not None:
             if rounds is not None and chunks is None and batch.shape == batch.next_shape == 0:
                 self._backlog.add(batch.slots, rounds, batch.max_kv_len)
@@ -191,10 +202,10 @@ class SpeculativeDecoding(CuttableStrategy):
         prompts = chunks.batch if chunks else None
         if self._blocks or not batch.next_shape:
             none_attend = Attending.none(ids.device)
-            self._draft.model.keep(ids, features, self._draft.context(extend, None, prompts, none_attend))
+            draft.model.keep(ids, features, draft.context(extend, None, prompts, none_attend))
             return None
-        context = self._draft.context(extend, None, prompts, self._newest_rows(batch, rounds))
-        hidden = self._draft.model.extend(ids, features, context)
+        context = draft.context(extend, None, prompts, self._newest_rows(batch, rounds))
+        hidden = draft.model.extend(ids, features, context)
         return batch.rows(width=1).with_finals(hidden)
 
     def _causal_rows(self, batch: StepBatch, rounds: Rounds, width: int, length: Tensor) -> DecodeBatch:
@@ -215,19 +226,35 @@ class SpeculativeDecoding(CuttableStrategy):
 
     def _draft_next(
         self, batch: StepBatch, hidden: Tensor | None, rounds: Rounds | None, finals: Finals | None
-    ) -> None:
-        """Draft trees for the entries that the plan names; the others get their newest token alone."""
+    ) -> Tensor | None:
+        """Draft trees for the entries that the plan names; the others get their newest token alone. Return the lengths
+        of matches, [B + F] int64, if drafts are copied."""
         entries = batch.entry_slots
         if entries.shape[0] == 0:
-            return
+            return None
         self._trees.write_roots(entries, self._slots.bonus)
-        if batch.next_shape:
+        if batch.next_shape and self._draft is not None:
             shape = self._shapes[batch.next_shape]
             assert isinstance(shape, TreeShape)
             page_table = self._slots.page_table[batch.draft_slots]
             guidance = self._guidance(batch, rounds, finals) if batch.needs.masked else None
             drafting = DraftBatch(batch.draft_slots, hidden, page_table, batch.max_kv_len, batch.needs, guidance)
             self._drafters[shape].draft(drafting)
+        return None if self._suffix is None else self._suffix.draft(batch.draft_slots, batch.max_kv_len)
+
+    def _recorded(
+        self, suffix: SuffixDrafts, batch: StepBatch, rounds: Rounds | None, finals: Finals | None
+    ) -> Tensor | None:
+        """Record the emitted tokens. Return how many of them the last proposals foresaw, [B + F] int64; None without
+        entries."""
+        of_rounds = of_finals = None
+        if rounds is not None:
+            of_rounds = suffix.record(batch.slots, rounds.length, rounds.committed.commit)
+        if finals is not None:
+            assert batch.chunks is not None
+            suffix.record(batch.chunks.final_slots, batch.chunks.final_lengths, finals.commit)
+            of_finals = torch.full_like(finals.commit.counts, -1)  # the slots' proposals are of former requests
+        return None if rounds is None and finals is None else joined((of_rounds, of_finals))
 
     def _guidance(self, batch: StepBatch, rounds: Rounds | None, finals: Finals | None) -> Guidance:
         """Return the grammars' state. The newest token was chosen after the last accepted node."""

@@ -51,7 +51,7 @@ class DraftBacklog:
             return
         rounds, count, num_requests = self._rounds, len(self._rounds), len(self._slots)
         ids = torch.cat([of.committed.commit.tokens for of in rounds], dim=1)
-        features = torch.stack([of.features for of in rounds], dim=1)
+        features = torch.stack([of.features for of in rounds if of.features is not None], dim=1)
         extend = DecodeBatch(
             Mode.DRAFT_EXTEND,
             count,

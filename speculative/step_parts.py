@@ -21,15 +21,15 @@ class TargetPass:
     rows: of the rounds.
     page_table: [B, max_pages] int32, of the rounds.
     hidden: [n, H] of all rows of rounds, then of the last row of each prompt that ends.
-    round_features, chunk_features: [rows, F] features for the draft.
+    round_features, chunk_features: [rows, F] features for the draft model, if there is one.
     prompt_hidden: [n, H] of the batch's prompt targets, if any.
     """
 
     rows: RoundRows
     page_table: Tensor
     hidden: Tensor
-    round_features: Tensor
-    chunk_features: Tensor
+    round_features: Tensor | None
+    chunk_features: Tensor | None
     prompt_hidden: Tensor | None = None
 
 
@@ -40,14 +40,14 @@ class Rounds:
     length: [B] int32 committed KV before it.
     page_table: [B, max_pages] int32.
     sampled: the target's token after every node.
-    features: [B * D, F] of the target on the accepted path, up to its maximum depth.
+    features: [B * D, F] of the target on the accepted path, up to its maximum depth; None without a draft model.
     """
 
     length: Tensor
     page_table: Tensor
     sampled: Sampled
     committed: Committed
-    features: Tensor
+    features: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,9 @@ def emitted(
     finals: Finals | None,
     drafts: Tensor | None,
     ranking: PromptRanking | None,
+    matches: Tensor | None = None,
 ) -> StepTensors:
-    """Return the output: entries that ran a round, then those whose prompt ended. drafts, ranking: see
+    """Return the output: entries that ran a round, then those whose prompt ended. drafts, ranking, matches: see
     `StepTensors`."""
     if rounds is None and finals is None:
         empty = batch.slots.new_zeros(0)
@@ -81,6 +82,7 @@ def emitted(
         logprobs=_logprobs(rounds, finals, columns, batch.needs.num_logprobs),
         drafts=drafts,
         prompt_logprobs=ranking,
+        matches=matches,
     )
 
 

@@ -94,6 +94,11 @@ def _draft(config: AerieConfig) -> str:
     draft = config.speculative
     if draft is None:
         return "none: plain decoding"
+    if draft.method == "suffix":
+        return (
+            f"copied from the request's own text (suffix): up to {draft.num_steps} tokens after a match of "
+            f"{draft.match_min} to {draft.match_max}; no weights, no KV"
+        )
     kind = "chain" if draft.top_k == 1 else f"tree of top {draft.top_k}"
     sees = "" if draft.window is None else f", sees the last {draft.window} tokens"
     nodes = f"{draft.num_draft_tokens} nodes verified"
@@ -144,7 +149,9 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
     lines = [
         f"KV cache    {pages}, {size}, prefix cache {'on' if layout.cache.prefix_cache else 'off'}",
         f"slots       {_slots(config, placement)}, {layout.bytes_per_slot / 1e6:.2f} MB each per rank: page tables, "
-        "token counts and biases of running requests" + (", recurrent states" if layout.bytes_per_state else ""),
+        "token counts and biases of running requests"
+        + (", recurrent states" if layout.bytes_per_state else "")
+        + (f", {4 * layout.max_position / 1e6:.2f} MB of tokens for drafts" if layout.shapes.keeps_tokens else ""),
     ]
     if layout.bytes_per_state:
         asked = cache.state_snapshots

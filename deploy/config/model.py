@@ -20,6 +20,8 @@ from deploy.config.vllm_values import QUANTIZATION, Changes, OptionError
 # vLLM's names of kernels, by the quant_method of the checkpoints that they are for.
 _SAME_QUANTIZATION = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gptq", "auto_gptq": "gptq"}
 
+_COPYING = ("suffix", "ngram")  # names of --draft that are no checkpoint's
+
 
 def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     """Return the config file of a command line: an existing file, a packaged one, or one made here for a model in a
@@ -67,6 +69,8 @@ def model_args(given: str, draft: str | None, revision: str | None) -> dict[str,
     """The `args` of an application for a model in a folder or on the hub. Raises ConfigError."""
     model = model_folder(given, revision)
     args: dict[str, Any] = {"model": {"path": str(model)}, "ingress": {"served_model_name": _served_name(given, model)}}
+    if draft in _COPYING:
+        return use_options(args, {"speculative.method": "suffix"})
     return use_options(args, {"speculative.path": draft} if draft else {})
 
 

@@ -9,7 +9,11 @@ from deploy.config import vllm_options
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that replace a Serve config file."""
     options = parser.add_argument_group("with a model instead of a config file")
-    options.add_argument("--draft", metavar="HEAD", help="EAGLE or DFlash head: folder or name on the hub")
+    options.add_argument(
+        "--draft",
+        metavar="HEAD",
+        help="EAGLE or DFlash head: folder or name on the hub; or suffix: copy from the request's own text",
+    )
     options.add_argument("--tensor-parallel", type=int, metavar="N", help="workers of one engine (default: 1)")
     options.add_argument("--revision", help="of the model on the hub: branch, tag or commit")
     options.add_argument(

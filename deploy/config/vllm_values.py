@@ -93,28 +93,41 @@ def _json(value: Any) -> Mapping[str, Any]:
 
 
 def speculative(value: Any) -> Changes:
-    """vLLM's object: method, model, num_speculative_tokens, draft_tensor_parallel_size."""
+    """vLLM's object: method, model, num_speculative_tokens, draft_tensor_parallel_size; of n-grams also
+    prompt_lookup_min and prompt_lookup_max."""
     found = dict(_json(value))
-    methods = {name: name for name in ("eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2")}
+    methods = {name: name for name in ("eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix")}
+    methods |= {"ngram": "suffix"}
     methods |= dict.fromkeys(("deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp")
     model, method = found.pop("model", None), found.pop("method", None)
     steps = found.pop("num_speculative_tokens", None)
     ranks = found.pop("draft_tensor_parallel_size", None)
     if method is not None and method not in methods:
         raise OptionError(f"method {method}: Aerie speculates with {', '.join(methods)}; take an EAGLE or DFlash head")
+    lookup = _prompt_lookup(found) if method == "ngram" else {}
     if found:
         names = ", ".join(found)
         raise OptionError(f"{names}: not known here; --set speculative.KEY=VALUE has all that Aerie can do")
-    if model is None and methods.get(method or "") != "mtp":
+    has_model = methods.get(method or "") != "suffix"
+    if not has_model and model not in (None, method):
+        raise OptionError(f"model {model}: method {method} has none; leave it out")
+    if has_model and model is None and methods.get(method or "") != "mtp":
         raise OptionError("model is missing: the folder or the hub's name of a head")
-    keys: Changes = {}
+    keys: Changes = {**lookup}
     if method is not None:
         keys["speculative.method"] = methods[method]
-    if model is not None:
+    if model is not None and has_model:
         keys["speculative.path"] = model
     if steps is not None:
         keys |= {"speculative.num_steps": steps, "speculative.num_draft_tokens": whole_number(steps) + 1}
     return keys | ({} if ranks is None else {"speculative.draft_tp": ranks})
+
+
+def _prompt_lookup(found: dict[str, Any]) -> Changes:
+    """Take the lengths of n-grams out of `found`. vLLM's default is 5, and one that is left out is the other."""
+    shortest, longest = (found.pop(f"prompt_lookup_{name}", None) for name in ("min", "max"))
+    first, last = (next((n for n in pair if n is not None), 5) for pair in ((shortest, longest), (longest, shortest)))
+    return {"speculative.match_min": whole_number(first), "speculative.match_max": whole_number(last)}
 
 
 def attention_backend(value: Any) -> Changes:

@@ -50,6 +50,20 @@ def test_a_draft_that_comes_with_its_target_needs_no_path(base: Path) -> None:
         parse(_args(speculative={"method": "eagle3"}), base)
 
 
+@pytest.mark.parametrize(
+    ("given", "steps", "width"),
+    [({}, 15, 16), ({"num_steps": 7}, 7, 8), ({"num_draft_tokens": 5}, 4, 5), ({"match_min": 3}, 15, 16)],
+)
+def test_copied_drafts_need_no_path_and_have_a_length_of_their_own(
+    base: Path, given: dict[str, Any], steps: int, width: int
+) -> None:
+    found = parse(_args(speculative={"method": "suffix", **given}), base).speculative
+    assert found is not None and found.path == str(base / "target")
+    assert (found.num_steps, found.num_draft_tokens, found.top_k) == (steps, width, 1)
+    with pytest.raises(ConfigError, match=r"speculative.path=draft: method suffix has no checkpoint"):
+        parse(_args(speculative={"method": "suffix", "path": "draft", **given}), base)
+
+
 def test_replicas_are_a_number_or_a_range(base: Path) -> None:
     parallel = parse(_args(parallel={"replicas": {"min": 2, "max": 5, "up_after_s": 1.5}}), base).parallel
     assert parallel.replicas == ReplicasConfig(2, 5, 1.5) and parallel.min_replicas == 2

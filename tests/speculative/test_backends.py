@@ -167,6 +167,13 @@ def strategy_on_meta(pair: Pair, speculative: SpeculativeConfig | None) -> Decod
     return engine.speculation.strategy(parts, of("torch", DRAFT_MODES), lambda phase: None)
 
 
+def round_of(strategy: DecodingStrategy, shape: int, random: bool) -> StepTensors:
+    """A round of three requests on the meta device."""
+    slots = torch.zeros(3, dtype=torch.int64, device=META)
+    with torch.inference_mode():
+        return strategy.step(StepBatch(slots, shape, shape, slots, 100, None, SamplingNeeds(random)))
+
+
 @pytest.mark.parametrize("random", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "chain", "tree"])
 def test_a_round_reads_nothing_on_the_host(pair: Pair, kind: str, random: bool) -> None:
@@ -174,11 +181,8 @@ def test_a_round_reads_nothing_on_the_host(pair: Pair, kind: str, random: bool) 
     assert not BACKENDS["torch"].cpu_seq_lens_modes
     speculative = {"plain": None, "chain": pair.chain(), "tree": pair.tree()}[kind]
     strategy = strategy_on_meta(pair, speculative)
-    slots = torch.zeros(3, dtype=torch.int64, device=META)
-    needs = SamplingNeeds(random)
     shape = strategy.shapes.default
-    with torch.inference_mode():
-        out = strategy.step(StepBatch(slots, shape, shape, slots, 100, None, needs))
+    out = round_of(strategy, shape, random)
     assert out.tokens.shape == (3, strategy.shapes[shape].max_new_tokens)
 
 

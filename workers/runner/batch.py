@@ -146,6 +146,8 @@ class StepTensors:
     logprobs: if any request asked.
     drafts: [B + F, 2, W] int64 tokens and parents of the next trees, if a request has a grammar and there is a draft.
     prompt_logprobs: of the batch's prompt targets, if any.
+    matches: [B + F, 2] int64, if drafts are copied from the requests' text: how many of the tokens, from the first, the
+        last proposal foresaw, -1 without one; the length of the match that the next proposal follows, 0 without one.
     """
 
     tokens: Tensor
@@ -155,3 +157,4 @@ class StepTensors:
     logprobs: Logprobs | None
     drafts: Tensor | None = None
     prompt_logprobs: PromptRanking | None = None
+    matches: Tensor | None = None

@@ -187,7 +187,7 @@ def plan_engine(
         chunk_bytes=chunk_bytes(recurrent, min(scheduler.step_token_limit, max_model_len)),
     )
     per_state = slot_bytes(recurrent, layout.state_sizes)
-    slot_row = SlotTable(0, _max_pages(layout), target.vocab_size, torch.device("meta"))  # the padding slot's alone
+    slot_row = SlotTable(0, *_row_sizes(layout, target.vocab_size, torch.device("meta")))  # the padding slot's alone
     per_slot = slot_row.num_bytes + mask_bytes(layout.mask_width, target.vocab_size) + per_state
     least_slots = AUTO_SLOTS["cpu"][0] if scheduler.max_running == "auto" else scheduler.num_slots
     tables = table_bytes(per_slot, least_slots)
@@ -201,9 +201,10 @@ def plan_engine(
 
 def slot_table(layout: EngineLayout, vocab_size: int, device: torch.device) -> SlotTable:
     """The table of an engine's running requests, with pages for `max_position` positions each."""
-    return SlotTable(layout.scheduler.num_slots, _max_pages(layout), vocab_size, device)
+    return SlotTable(layout.scheduler.num_slots, *_row_sizes(layout, vocab_size, device))
 
 
-def _max_pages(layout: EngineLayout) -> int:
-    """Return the maximum pages of a request."""
-    return -(-layout.max_position // layout.cache.page_size)
+def _row_sizes(layout: EngineLayout, vocab_size: int, device: torch.device) -> tuple[int, int, torch.device, int]:
+    """Return the arguments of a slot table after the number of slots."""
+    max_pages = -(-layout.max_position // layout.cache.page_size)
+    return max_pages, vocab_size, device, layout.max_position if layout.shapes.keeps_tokens else 0

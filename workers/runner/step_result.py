@@ -73,6 +73,7 @@ class PendingStep:
             elapsed_s=time.perf_counter() - self.started_s,
             graphs=graphs,
             prompt_logprobs=prompt_logprobs,
+            matches=pack_i32(emitted.matches.numpy()) if emitted.num_matches else b"",
         )
 
 

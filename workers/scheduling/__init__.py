@@ -21,7 +21,7 @@ In the order of one step:
    shape_choice     the shape that rounds verify and draft
    shape_rates      what each shape is expected to bring and to take
    shape_probes     steps of other shapes, to learn about them
-   survival         how many drafts of each shape are expected to be accepted
+   acceptance       how many drafts of each shape are expected to be accepted
 5. The plan travels, and its result comes back.
    plan             `StepPlan` and `StepResult`
    sequence         what is kept per request and per step in flight

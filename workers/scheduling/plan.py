@@ -103,8 +103,8 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     num_cached: tokens that need not be computed; the first chunk starts there.
     prompt_len: length of the prompt. Chunks of a resumed request also replay its earlier output.
     max_len: position after its last permitted token, prompt_len + max_tokens.
-    prompt: int32 tokens, only if sampling needs counts.
-    output: int32 tokens so far, only for counts or a grammar.
+    prompt: int32 tokens, only if sampling needs counts, or drafts are copied from them.
+    output: int32 tokens so far, only for counts, a grammar or copied drafts.
     number: the request's number, the same each time it enters a slot.
     state_row: row of the state after `num_cached` tokens, which is copied to the slot before anything else of the plan
         runs, in a model with recurrent layers; -1: none, the request starts at position 0.
@@ -158,7 +158,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         From `ShapeChoice`. -> the strategy, `GraphKeys`
     next_shape: index of the tree shape to draft; 0: none. From `ShapeChoice`. -> as shape
     drafting: uint8 per entry of the result (rounds, then last chunks), 1 where a tree of `next_shape` is drafted; empty
-        if nothing is. Other entries write draft KV of their committed tokens only. -> `PlanBatches`
+        if nothing is. Free drafts (`RoundShapes.free_drafts`) are drafted beside plain rounds, too. Other entries write
+        draft KV of their committed tokens only. -> `PlanBatches`
     max_kv_len: host-side bound above all positions that this step reads or writes. From `PlanBuilder`. -> attention
         backends
     page_updates: int32 triples (slot, index in its table, page), at most one per entry of a table. A page that was
@@ -275,6 +276,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     grammars_ready: int32, grammars that are compiled, by their number among all in the plans of this epoch. From
         `SlotGrammars`. -> `GrammarQueue`
     graphs: after this step. From `GraphedDecoding`. -> `CapturePacing`
+    matches: int32 [n, 2], `StepTensors.matches`; empty in engines that do not copy drafts. -> `MatchSurvival`
     """
 
     epoch: int
@@ -291,3 +293,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     grammars_ready: bytes = b""
     graphs: GraphCount = GraphCount()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    matches: bytes = b""

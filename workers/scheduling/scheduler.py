@@ -78,7 +78,7 @@ class Scheduler:
         self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.num_slots, cache.page_size, interval)
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self._grammars = GrammarQueue()
-        self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars)
+        self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars, shapes.keeps_tokens)
         self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
         self.rounds = RoundPlanner(self.queues, shapes, self.shape_choice, choose_shape)
         self.admission = Admission(config, max_model_len, self.queues, shapes)
@@ -225,7 +225,8 @@ class Scheduler:
         in_flight = self._launch(builder, shape, slots, budget.planned(rounds))
         drafting = slot_pages.speculative[in_flight.slots]
         next_shape = shape if drafting.any() else 0
-        slot_pages.drafted[in_flight.slots] = np.where(drafting, next_shape, 0)
+        drafted = self._shapes.default if self._shapes.free_drafts and drafting.any() else next_shape
+        slot_pages.drafted[in_flight.slots] = np.where(drafting, drafted, 0)
         in_flight.num_drafted = np.where(drafting, self._shapes[next_shape].width - 1, 0)
         plan = StepPlan(
             epoch=self.epoch,
@@ -233,7 +234,7 @@ class Scheduler:
             slots=pack_i32(slots.astype(np.int32)),
             shape=shape if len(slots) else 0,
             next_shape=next_shape,
-            drafting=drafting.tobytes() if next_shape else b"",
+            drafting=drafting.tobytes() if drafted else b"",
             max_kv_len=max(builder.max_kv_len, int(ends.max()) if len(ends) else 0),
             page_updates=slot_pages.take_updates(),
             inits=tuple(builder.inits),
@@ -262,6 +263,7 @@ class Scheduler:
             self.shape_choice.reason.value,
             builder.asking,
             load,
+            self.shape_choice.match_classes(slots, slot_pages.user[slots]),
         )
         if self.step_time is not None:
             in_flight.expected = self.step_time.predict(load)

@@ -83,6 +83,7 @@ class InFlightStep:
     reason: why this shape.
     asking: sequences with prompt log-probabilities in this step, in the plan's order.
     load: what the step runs.
+    match_classes: [num_rounds] what was known of each request's drafts (`MatchSurvival.classes`); None elsewhere.
     expected: its predicted time; None without costs.
     """
 
@@ -100,6 +101,7 @@ class InFlightStep:
         "asking",
         "expected",
         "load",
+        "match_classes",
     )
 
     def __init__(
@@ -114,6 +116,7 @@ class InFlightStep:
         reason: str,
         asking: list[Sequence],
         load: Step = Step(),  # noqa: B008 - immutable
+        match_classes: Int64s | None = None,
     ) -> None:
         self.step = step
         self.sequences = sequences
@@ -128,6 +131,7 @@ class InFlightStep:
         self.asking = asking
         self.expected: Prediction | None = None
         self.load = load
+        self.match_classes = match_classes
         rest = sequences[len(round_slots) :]
         if rest:
             self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))

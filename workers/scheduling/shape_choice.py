@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShapes
+from workers.scheduling.acceptance.match_survival import MatchSurvival
+from workers.scheduling.acceptance.survival import Ints, Survival
 from workers.scheduling.shape_probes import FIRST_RESULTS, ShapeProbes
 from workers.scheduling.shape_rates import Load, Rates
 from workers.scheduling.step_time import StepTime
-from workers.scheduling.survival import Ints, Survival
 
 __all__ = ["Load", "Reason", "ShapeChoice"]
 
@@ -46,6 +47,8 @@ class ShapeChoice:
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
         self.survival = Survival(shapes, num_slots)
+        self._matches = MatchSurvival(shapes, num_slots) if shapes.free_drafts else None
+        self._acceptance = self._matches or self.survival
         self.reason = Reason.STATIC
         self.expected: dict[str, float] = {}
         self._shapes = shapes
@@ -64,12 +67,12 @@ class ShapeChoice:
         self._unlearnt_ms = 0.0
         self._num_learnt = 0
         self._num_plain = 0  # rounds without drafts since the last evaluation
-        self._probes = ShapeProbes(self.survival, len(shapes))
+        self._probes = ShapeProbes(self._acceptance, len(shapes))
 
     def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
         """See `Survival.record`. The first rounds and those of probes are all learnt from, others every
         `LEARN_EVERY_MS`."""
-        if not self._shapes.adaptive or not shape:
+        if not self._shapes.adaptive or not shape or self._matches is not None:
             return
         if self._rates is not None and shape == self._current:
             self._unlearnt_ms += self._rates.ms[shape]
@@ -78,6 +81,17 @@ class ShapeChoice:
         self._unlearnt_ms = 0.0
         self._num_learnt += 1
         self.survival.record(slots, users, drafted, shape, accepted)
+
+    def match_classes(self, slots: Ints, users: Ints) -> Ints | None:
+        """See `MatchSurvival.classes`; None where drafts are not copied."""
+        return None if self._matches is None else self._matches.classes(slots, users)
+
+    def observe(
+        self, slots: Ints, users: Ints, classes: Ints, counts: npt.NDArray[np.int32], matches: npt.NDArray[np.int32]
+    ) -> None:
+        """See `MatchSurvival.observe`."""
+        if self._matches is not None and len(slots):
+            self._matches.observe(slots, users, classes, counts, matches)
 
     def choose(self, load: Load, step_time: StepTime | None) -> int:
         """The index of the shape that the next step verifies and drafts."""
@@ -96,7 +110,7 @@ class ShapeChoice:
             return self._beside
         self._step += 1
         self._until_evaluation -= 1
-        is_evaluated = self._is_evaluation_due(num_requests, step_time)
+        is_evaluated = self._is_evaluation_due(load, step_time)
         if is_evaluated:
             self._step_time = step_time
             self._evaluate(load, step_time)
@@ -112,8 +126,11 @@ class ShapeChoice:
             self._num_plain += num_requests
         return shape
 
-    def _is_evaluation_due(self, num_requests: int, step_time: StepTime) -> bool:
+    def _is_evaluation_due(self, load: Load, step_time: StepTime) -> bool:
+        num_requests = len(load.slots)
         if self._rates is None or step_time is not self._step_time or self._until_evaluation <= 0:
+            return True
+        if self._matches is not None and self._matches.has_moved(load.slots):
             return True
         has_moved = abs(num_requests - self._num_requests) * 4 > self._num_requests
         if not has_moved:
@@ -123,9 +140,10 @@ class ShapeChoice:
     def _evaluate(self, load: Load, step_time: StepTime) -> None:
         """Estimate all shapes anew, and change the current one if that saves enough. The best is what loses least: so
         it is beside prompt chunks too, because a chunk adds the same to rounds of any shape."""
-        self.survival.age(self._num_plain)
+        self._acceptance.age(self._num_plain)
         self._num_plain = 0
-        self._rates = rates = Rates.of(load, self._current, self.survival, step_time)
+        free = self._shapes.free_drafts
+        self._rates = rates = Rates.of(load, self._current, self._acceptance, step_time, free)
         self._probes.charge(rates, self._current, self._step)
         self.expected = {
             shape.name: count / ms for shape, count, ms in zip(self._shapes.shapes, rates.tokens, rates.ms, strict=True)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workers.scheduling.shape_rates import Rates, shapes_told_by
+from workers.scheduling.shape_rates import Acceptance, Rates, shapes_told_by
 from workers.scheduling.step_time import Step, StepTime
-from workers.scheduling.survival import Survival
 
 FIRST_RESULTS = 3  # steps until the first results of a shape have been read
 PROBING_SHARE = 1 / 150  # of the time: what probes of promising shapes may cost
@@ -46,7 +45,7 @@ class Probe:
 class ShapeProbes:
     """current: the probe that runs, if any."""
 
-    def __init__(self, survival: Survival, num_shapes: int) -> None:
+    def __init__(self, survival: Acceptance, num_shapes: int) -> None:
         self.current: Probe | None = None
         self._told = shapes_told_by(survival, num_shapes)
         # last step that taught about each shape, without the last ones, which all ran the same shape

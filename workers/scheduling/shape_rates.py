@@ -6,18 +6,30 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from workers.scheduling.acceptance.survival import Bools, Floats, Ints
 from workers.scheduling.step_time import Step, StepTime
-from workers.scheduling.survival import Bools, Ints, Survival
 
 PROMISING_ABOVE = 1 / 40  # share by which a promising shape may be better than the best one
 HOPE = 1.5  # standard errors by which a promising shape may be better than its estimate
 SURE = 3.0  # standard errors of its time that a shape that cannot be the best one is away from it
 TIMED_ERROR = 0.12  # relative error of a shape's time above which it is uncertain
+
+
+class Acceptance(Protocol):
+    """What drafts are expected to bring: `Survival`, `MatchSurvival`."""
+
+    def family(self, shape: int) -> int: ...
+
+    def depth(self, shape: int) -> int: ...
+
+    def age(self, num_rounds: int) -> None: ...
+
+    def expected_tokens(self, slots: Ints, users: Ints, speculative: Bools) -> tuple[Floats, Floats]: ...
 
 
 class Load(NamedTuple):
@@ -50,6 +62,7 @@ class Rates:
     hoped: tokens per millisecond at the upper end of what is likely.
     errors: standard deviation of the logarithm of a round's time relative to the current shape's.
     best: highest expected tokens per millisecond of any shape.
+    changes_are_free: drafts are there whatever shape ran before.
     """
 
     tokens: Sequence[float]
@@ -57,9 +70,12 @@ class Rates:
     hoped: Sequence[float]
     errors: Sequence[float]
     best: float
+    changes_are_free: bool = False
 
     @classmethod
-    def of(cls, load: Load, current: int, survival: Survival, step_time: StepTime) -> "Rates":
+    def of(
+        cls, load: Load, current: int, survival: Acceptance, step_time: StepTime, changes_are_free: bool = False
+    ) -> "Rates":
         """Evaluate all shapes. current: the shape that `errors` are relative to."""
         slots, num_requests = load.slots, len(load.slots)
         expected, hoped = survival.expected_tokens(slots, load.users[slots], load.speculative[slots])
@@ -76,6 +92,7 @@ class Rates:
             ],
             errors,
             max(count / took for count, took in zip(tokens, ms, strict=True)),
+            changes_are_free,
         )
 
     def loss(self, shape: int) -> float:
@@ -91,7 +108,7 @@ class Rates:
     def change_loss(self, shape: int, other: int) -> float:
         """Milliseconds that changing from one shape to another and back costs: one round of the larger shape verifies
         the drafts of the smaller one."""
-        return abs(self.tokens[shape] - self.tokens[other]) / self.best
+        return 0.0 if self.changes_are_free else abs(self.tokens[shape] - self.tokens[other]) / self.best
 
     def least_loss(self, shapes: Sequence[int]) -> int:
         """The one of `shapes` that loses least."""
@@ -110,7 +127,7 @@ class Rates:
         return self.tokens[shape] / self.ms[shape] * math.exp(SURE * self.errors[shape]) > self.best
 
 
-def shapes_told_by(survival: Survival, num_shapes: int) -> list[npt.NDArray[np.bool_]]:
+def shapes_told_by(survival: Acceptance, num_shapes: int) -> list[npt.NDArray[np.bool_]]:
     """[num_shapes] of [num_shapes]: the shapes that rounds of each shape teach about: those of its family that are not
     deeper."""
     others = range(num_shapes)

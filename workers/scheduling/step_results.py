@@ -60,6 +60,8 @@ class StepResults:
         outputs = self._end_failed(step, result, now)
         late = self._sit_out(step, result, counts, newest, now)
         committed_before = self._advance(step, counts, now)
+        if result.matches:
+            self._observe(step, np.where(late, 0, counts), unpack_i32(result.matches).reshape(-1, 2))
         num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)))
         # since its plan, or since the step before it
         took_s, self._last_s = min(result.elapsed_s, now - self._last_s), now
@@ -92,7 +94,10 @@ class StepResults:
             outputs.append(
                 RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason, num_drafted=drafted)
             )
-        self._stats.num_draft_tokens += int(step.num_drafted[counts > 0].sum())
+        if self._shapes.free_drafts:  # what is not verified is not counted: a text without a match drafts nothing
+            self._stats.num_draft_tokens += sum(num_drafted)
+        else:
+            self._stats.num_draft_tokens += int(step.num_drafted[counts > 0].sum())
         self._count(result, step)
         return outputs
 
@@ -175,8 +180,17 @@ class StepResults:
         slots, users, of_rounds = step.slots[:count], step.users[:count], accepted[:count]
         live = self._slot_pages.user[slots] == users
         self._shape_choice.record(slots, users, step.drafted, step.shape, np.where(live, of_rounds, -1))
-        num_drafted: list[int] = np.where(of_rounds >= 0, self._num_drafts[step.drafted], 0).tolist()
+        of_slots = self._num_drafts[step.shape if self._shapes.free_drafts else step.drafted]
+        num_drafted: list[int] = np.where(of_rounds >= 0, of_slots, 0).tolist()
         return num_drafted + [0] * (len(accepted) - count)
+
+    def _observe(self, step: InFlightStep, counts: npt.NDArray[np.int32], matches: npt.NDArray[np.int32]) -> None:
+        """Report to the shape choice what copied drafts foresaw, and the matches that the next ones follow."""
+        slots, known = step.slots, np.full(len(step.sequences), -1, np.int64)
+        if step.match_classes is not None:
+            known[: step.num_rounds] = np.where(step.drafted > 0, step.match_classes, -1)
+        live = (self._slot_pages.user[slots] == step.users) & (counts > 0) & self._slot_pages.speculative[slots]
+        self._shape_choice.observe(slots[live], step.users[live], known[live], counts[live], matches[live])
 
     def _count(self, result: StepResult, step: InFlightStep) -> None:
         stats = self._stats

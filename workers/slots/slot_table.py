@@ -67,7 +67,10 @@ class Commit:
 class SlotTable:
     """All tensors have num_slots + 1 rows; see the constructor for each one's meaning."""
 
-    def __init__(self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device, max_tokens: int = 0
+    ) -> None:
+        """max_tokens: of a request, in an engine that keeps them (`RoundShapes.keeps_tokens`)."""
         rows = num_slots + 1
         self.padding_slot = num_slots
         self.vocab_size = vocab_size
@@ -88,6 +91,7 @@ class SlotTable:
         self.finished, self.shapes_logits = self._flags.unbind(1)
         self.finished[:] = True
         self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_TOKEN_IDS)
+        self.tokens = filled(0, torch.int32, max_tokens)  # prompt and output by position, the newest token included
         # [rows, vocab], for requests that change logits; allocated at the start, because captured rounds use the
         # addresses
         self.output_counts = filled(0, torch.int32, vocab_size)
@@ -117,7 +121,7 @@ class SlotTable:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all tables; on the meta device, the bytes they would take."""
-        tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids)
+        tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids, self.tokens)
         return sum(table.nbytes for table in (*tables, self.output_counts, self.in_prompt, self.bias))
 
     def columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
@@ -126,6 +130,8 @@ class SlotTable:
         if plan.inits:
             columns |= _init_columns(plan.inits)
         for init in plan.inits:
+            if self.tokens.shape[1] and (init.prompt or init.output):
+                columns[f"tokens of {init.slot}"] = unpack_i32(init.prompt + init.output)
             if SlotFacts(init.sampling).shapes_logits:
                 columns |= {f"{name} of {init.slot}": array for name, array in _shaping_columns(init).items()}
         if plan.page_updates:
@@ -148,6 +154,8 @@ class SlotTable:
             self.facts[init.slot] = facts = SlotFacts(init.sampling, init.number)
             if facts.shapes_logits:
                 self._init_shaping(init.slot, columns)
+            if (tokens := columns.get(f"tokens of {init.slot}")) is not None:
+                self.tokens[init.slot, : tokens.shape[0]] = tokens
         if plan.page_updates:
             self.page_table[columns["paged slots"], columns["paged places"]] = columns["pages"]
 

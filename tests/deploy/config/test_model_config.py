@@ -120,6 +120,13 @@ def test_a_module_that_a_copy_left_out_does_not(tmp_path: Path, names: list[str]
             ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}'],
             {"method": "mtp", "num_steps": 1, "num_draft_tokens": 2},
         ),
+        (["--draft", "suffix"], {"method": "suffix"}),
+        (["--draft", "ngram", "--set", "speculative.num_steps=7"], {"method": "suffix", "num_steps": 7}),
+        (["--speculative-config", '{"method": "suffix"}'], {"method": "suffix"}),
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'],
+            {"method": "suffix", "num_steps": 4, "num_draft_tokens": 5, "match_min": 3, "match_max": 3},
+        ),
     ],
 )
 def test_options_go_before_a_models_own_module(

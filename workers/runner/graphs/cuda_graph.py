@@ -266,4 +266,6 @@ def _entries(out: StepTensors, num_requests: int, bucket: int, num_finals: int) 
     if logprobs is not None:
         logprobs = Logprobs(valid(logprobs.chosen), valid(logprobs.top_ids), valid(logprobs.top))
     drafts = None if out.drafts is None else valid(out.drafts)
-    return StepTensors(valid(out.tokens), valid(out.counts), valid(out.finish), valid(out.accepted), logprobs, drafts)
+    matches = None if out.matches is None else valid(out.matches)
+    tokens, counts, finish, accepted = map(valid, (out.tokens, out.counts, out.finish, out.accepted))
+    return StepTensors(tokens, counts, finish, accepted, logprobs, drafts, matches=matches)

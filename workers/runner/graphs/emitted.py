@@ -15,9 +15,10 @@ from workers.sampling.sampler import Logprobs
 class Emitted:
     """A step's output on the host: on the device, the next replay overwrites it.
 
-    rows: [n, M + 3 + 2 W] int64, per entry: tokens, count, finish, accepted; for grammars also the tokens and parents
-        of the next tree.
+    rows: [n, M + 3 + X + 2 W] int64, per entry: tokens, count, finish, accepted, `StepTensors.matches`; for grammars
+        also the tokens and parents of the next tree.
     num_tokens: M.
+    num_matches: X, 2 or 0.
     copied: marks the end of the copy; None without streams.
     """
 
@@ -26,16 +27,17 @@ class Emitted:
     logprobs: Logprobs | None
     copied: torch.cuda.Event | None
     prompt: PromptRanking | None = None
+    num_matches: int = 0
 
     @staticmethod
     def of(tensors: StepTensors) -> "Emitted":
         """Start the copy to the host. Only reading the result, one step later, waits for it."""
         columns = [tensors.tokens, torch.stack((tensors.counts, tensors.finish, tensors.accepted), dim=1)]
-        if tensors.drafts is not None:
-            columns.append(tensors.drafts.flatten(1))
+        num_matches = 0 if tensors.matches is None else tensors.matches.shape[1]
+        columns += [extra.flatten(1) for extra in (tensors.matches, tensors.drafts) if extra is not None]
         rows, num_tokens = torch.cat(columns, dim=1), tensors.tokens.shape[1]
         if not Capability.of(rows.device).has_streams:
-            return Emitted(rows, num_tokens, tensors.logprobs, None, tensors.prompt_logprobs)
+            return Emitted(rows, num_tokens, tensors.logprobs, None, tensors.prompt_logprobs, num_matches)
         logprobs, prompt = tensors.logprobs, tensors.prompt_logprobs
         if prompt is not None:
             prompt = PromptRanking(*map(_start_copy, (prompt.logprobs, prompt.ranks, prompt.top_ids, prompt.top)))
@@ -44,7 +46,7 @@ class Emitted:
         host = _start_copy(rows)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return Emitted(host, num_tokens, logprobs, copied, prompt)
+        return Emitted(host, num_tokens, logprobs, copied, prompt, num_matches)
 
     def is_here(self) -> bool:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
@@ -69,9 +71,15 @@ class Emitted:
         return self.rows[:, self.num_tokens + 1]
 
     @property
+    def matches(self) -> Tensor:
+        """[n, X] int64."""
+        first = self.num_tokens + 3
+        return self.rows[:, first : first + self.num_matches]
+
+    @property
     def drafts(self) -> Tensor | None:
         """[n, 2, W] int64; None without grammars or a draft."""
-        rest = self.rows[:, self.num_tokens + 3 :]
+        rest = self.rows[:, self.num_tokens + 3 + self.num_matches :]
         return rest.view(rest.shape[0], 2, rest.shape[1] // 2) if rest.shape[1] else None
 
 

@@ -26,7 +26,10 @@ class RequestQueues:
     suspects: requests that ran in a step that hung or crashed, until they have proved harmless.
     """
 
-    def __init__(self, slot_pages: SlotPages, stats: SchedulerStats, grammars: GrammarQueue) -> None:
+    def __init__(
+        self, slot_pages: SlotPages, stats: SchedulerStats, grammars: GrammarQueue, keeps_tokens: bool = False
+    ) -> None:
+        """keeps_tokens: ranks get the tokens of every request that enters a slot."""
         self.waiting = WaitingQueue()
         self.active: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
@@ -37,6 +40,7 @@ class RequestQueues:
         self.grammars = grammars
         self.suspects: set[Sequence] = set()
         self._stats = stats
+        self._keeps_tokens = keeps_tokens
         self._num_submitted = 0
 
     def __contains__(self, request_id: str) -> bool:
@@ -89,7 +93,8 @@ class RequestQueues:
         request.state = RequestState.PREFILL
         self.active[sequence.number] = self.prefilling[sequence.number] = sequence
         self.by_slot[sequence.slot] = sequence
-        counts, grammar = request.sampling.needs_token_counts, request.sampling.grammar
+        counts = request.sampling.needs_token_counts or self._keeps_tokens
+        grammar = request.sampling.grammar
         return SlotInit(
             slot=sequence.slot,
             num_cached=sequence.computed,

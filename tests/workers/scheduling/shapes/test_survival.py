@@ -7,7 +7,7 @@ import pytest
 
 from speculative.tree.shape import TreeShape
 from workers.config import PLAIN, RoundShapes
-from workers.scheduling.survival import Survival
+from workers.scheduling.acceptance.survival import Survival
 
 ONE, CHAIN, TREE = 1, 2, 3
 SHAPES = RoundShapes(

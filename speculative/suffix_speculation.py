@@ -1,0 +1,60 @@
+"""`SuffixSpeculation`: an engine that speculates without a draft model. Used by `speculative.build`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attention.capability import Capability
+from attention.kv_cache.layout import LayerGroup
+from attention.metadata import Mode
+from attention.registry import Choice
+from speculative.config import SpeculativeConfig
+from speculative.decoding import SpeculativeDecoding
+from speculative.ops.suffix_match import MatchLimits
+from workers.config import RoundShapes
+from workers.runner.backends import Backends
+from workers.runner.decoding import CuttableStrategy
+from workers.runner.layout import EngineParts, PhaseDone
+
+
+@dataclass(frozen=True)
+class SuffixSpeculation:
+    """`workers.runner.layout.Speculation` of `method: suffix`: no weights, no KV, no layer of the target is read."""
+
+    config: SpeculativeConfig
+    captured_layers: tuple[int, ...] = ()
+    lookahead: int = 0
+
+    @property
+    def shapes(self) -> RoundShapes:
+        return self.config.shapes
+
+    @property
+    def verified_modes(self) -> Mapping[Mode, bool]:
+        return {Mode.VERIFY: False}
+
+    @property
+    def heeds_no_choice(self) -> bool:
+        return self.config.synthetic_acceptance_length is not None
+
+    def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
+        return ()
+
+    def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
+        return []
+
+    def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
+        return 0
+
+    def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
+        return SpeculativeDecoding(
+            parts.layout.shapes,
+            parts.target,
+            None,
+            parts.slots,
+            parts.sampler,
+            parts.grammars.masks,
+            self.config.synthetic_acceptance_length,
+            MatchLimits(self.config.match_min, self.config.match_max),
+        )

@@ -1,0 +1,130 @@
+"""How likely drafts that are copied from a request's own text are to be accepted: running estimates by the length of
+the match that they follow.
+
+As `survival`, with two differences. A plan knows the match of the step before the last of each
+request, and no match is a class of its own. Every round teaches, plain ones too: the ranks compare what they emit with
+what they had proposed.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.config import RoundShapes
+from workers.scheduling.acceptance.survival import EDGE, ENGINE_WINDOW, OPTIMISM, Bools, Floats, Ints
+
+CLASS_STARTS = (1, 3, 6, 12)  # lengths of matches, in tokens, at which a class begins; class 0: no match
+FIRST_CHANCES = (0.05, 0.3, 0.5, 0.65, 0.8)  # of a class's first draft, before any round
+PRIOR = 4.0  # rounds that an estimate weighs that, or that of the draft before, with
+REQUEST_WINDOW = 64.0  # drafts after which a request's own estimate has forgotten all but 1 / e
+REQUEST_PRIOR = 8.0  # drafts that it weighs the engine's with
+MAX_RATIO = 20.0  # of a request's odds to the engine's
+
+
+class MatchSurvival:
+    """Answers what `Survival` answers, for an engine with `RoundShapes.free_drafts`.
+
+    Chances are conditional: of a draft whose predecessors were accepted. A request's own counts give the ratio of its
+    odds to the engine's, over all classes and depths together.
+    """
+
+    def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
+        self._depth = np.array([shape.depth for shape in shapes.shapes], np.int64)
+        self._max_depth = max(1, *self._depth.tolist())
+        self._column = np.arange(self._max_depth)
+        self._hits = np.zeros((len(FIRST_CHANCES), self._max_depth))
+        self._trials = np.zeros_like(self._hits)
+        self._chances = self._estimate()
+        self._counts = np.zeros((num_slots, 3))  # hits, trials, and the hits that were expected
+        self._users = np.full(num_slots, -1, np.int64)
+        self._class = np.zeros(num_slots, np.int64)  # of the newest match known
+        self._judged = np.zeros(num_slots, np.int64)  # the class at the last `expected_tokens`
+
+    def family(self, shape: int) -> int:
+        """All chains share their estimates."""
+        return 0
+
+    def depth(self, shape: int) -> int:
+        """Drafts that a round of a shape can accept."""
+        return int(self._depth[shape])
+
+    def classes(self, slots: Ints, users: Ints) -> Ints:
+        """[n] class of the newest match known of each request, for the step that is planned now."""
+        self._take_over(slots, users)
+        known: Ints = self._class[slots]
+        return known
+
+    def has_moved(self, slots: Ints) -> bool:
+        """Whether more than a quarter of these requests have another class than when they were last judged."""
+        return 4 * int(np.count_nonzero(self._class[slots] != self._judged[slots])) > len(slots)
+
+    def observe(
+        self, slots: Ints, users: Ints, classes: Ints, counts: npt.NDArray[np.int32], matches: npt.NDArray[np.int32]
+    ) -> None:
+        """Learn from rounds of requests that speculate and have not ended.
+
+        slots, users: [n].
+        classes: [n] `classes` when the step was planned; -1: its prompt ended, nothing was proposed.
+        counts: [n] emitted tokens, at least 1.
+        matches: [n, 2] as in `StepResult`.
+        """
+        self._take_over(slots, users)
+        self._class[slots] = np.searchsorted(CLASS_STARTS, matches[:, 1], side="right")
+        ran = classes >= 0
+        slots, classes = slots[ran], classes[ran]
+        foreseen = np.maximum(matches[ran, :1], 0)
+        tested = np.minimum(counts[ran, None], self._max_depth)
+        hits = self._column < foreseen
+        trials = self._column < foreseen + (foreseen < tested)
+        of_class = (np.arange(len(FIRST_CHANCES))[:, None] == classes).astype(np.float64)
+        expected = np.where(trials, self._chances[classes], 0.0).sum(1)
+        age = of_class.sum(1, keepdims=True) / ENGINE_WINDOW
+        kept = np.exp(-age)
+        self._hits = self._hits * kept + of_class @ hits
+        self._trials = self._trials * kept + of_class @ trials
+        own = np.stack((hits.sum(1), trials.sum(1), expected), axis=1)
+        self._counts[slots] = self._counts[slots] * np.exp(-own[:, 1:2] / REQUEST_WINDOW) + own
+
+    def age(self, num_rounds: int) -> None:
+        """Plain rounds teach as others do, so that nothing gets old."""
+
+    def expected_tokens(self, slots: Ints, users: Ints, speculative: Bools) -> tuple[Floats, Floats]:
+        """See `Survival.expected_tokens`."""
+        self._chances = chances = self._estimate()
+        total = np.full((2, len(self._depth)), float(len(slots)))
+        slots, users = slots[speculative], users[speculative]
+        if len(slots) == 0:
+            return total[0], total[1]
+        self._take_over(slots, users)
+        self._judged[slots] = self._class[slots]
+        errors = np.sqrt(chances * (1.0 - chances) / (self._trials + PRIOR))
+        of_engine = np.stack((chances, np.minimum(chances + OPTIMISM * errors, 1.0 - EDGE)))
+        odds = (of_engine / (1.0 - of_engine))[:, self._class[slots]] * self._odds_ratios(slots)[:, None]
+        survival = (odds / (1.0 + odds)).cumprod(2).sum(1).cumsum(1)  # [2, depth]
+        total[:, 1:] += survival[:, self._depth[1:] - 1]
+        return total[0], total[1]
+
+    def _odds_ratios(self, slots: Ints) -> Floats:
+        """[n]: of the odds that a request's draft is accepted, to those of the engine's."""
+        hits, trials, expected = self._counts[slots].T
+        usual = REQUEST_PRIOR * np.where(trials > 0, expected / np.maximum(trials, 1e-9), 0.5)
+        hits, expected, trials = hits + usual, expected + usual, trials + REQUEST_PRIOR
+        ratios: Floats = hits * (trials - expected) / np.maximum((trials - hits) * expected, 1e-9)
+        return np.clip(ratios, 1.0 / MAX_RATIO, MAX_RATIO)
+
+    def _take_over(self, slots: Ints, users: Ints) -> None:
+        """Slots that have another request than before know nothing of it."""
+        changed = slots[self._users[slots] != users]
+        if len(changed):
+            self._counts[changed] = 0.0
+            self._class[changed] = 0
+        self._users[slots] = users
+
+    def _estimate(self) -> Floats:
+        """[classes, depth]: of the engine as a whole."""
+        found = np.empty_like(self._hits)
+        chance = np.array(FIRST_CHANCES)
+        for depth in range(self._max_depth):
+            chance = (self._hits[:, depth] + PRIOR * chance) / (self._trials[:, depth] + PRIOR)
+            chance = np.minimum(np.maximum(chance, EDGE), 1.0 - EDGE)
+            found[:, depth] = chance
+        return found
