@@ -14,9 +14,10 @@ and drafts for targets that exist.
     eagle3_files     the published folder layout of a head
     mtp_head         an MTP module over whole sequences, unrolled on its own outputs
     mtp_files        MTP modules in their checkpoints, trained further
+    experts          a router and experts over whole sequences
     deepseek_layers  DeepSeek-V3's layer and MTP module over whole sequences
     deepseek         a small DeepSeek-V3: shape, training, published folder layout
-    hybrid_layers    Qwen3.5's layer of gated attention and MTP module over whole sequences
+    hybrid_layers    Qwen3.5's layer of gated attention, its experts and MTP module over whole sequences
     hybrid           a small Qwen3.5: shape, training, published folder layout
 
 `deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. From the

@@ -117,7 +117,7 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "train-draft",
         help="train a draft for a target model",
         description="Trains an EAGLE-3 head for a Llama, Qwen2 or Qwen3 model, or the own module for multi-token "
-        "prediction of a DeepSeek-V3 or a dense Qwen3.5 further; saved in the published layout.",
+        "prediction of a DeepSeek-V3, Qwen3.5 or Qwen3-Next further; saved in the published layout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model")

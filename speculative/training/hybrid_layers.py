@@ -11,6 +11,7 @@ from torch.nn import functional
 from attention.rotation import rotate
 from speculative.drafts.mtp_qwen import QwenMtp
 from speculative.training.eagle3 import BranchCache, GatedMLP, branch_attention, linear
+from speculative.training.experts import Experts, Router, named_experts
 from speculative.training.mtp_head import MtpHead
 from workers.models.qwen.hybrid import HybridConfig
 
@@ -60,30 +61,49 @@ class GatedAttention(nn.Module):
         return mixed
 
 
+class GatedExperts(nn.Module):
+    """The chosen experts of each row, and a shared one whose output is multiplied by the sigmoid of a gate."""
+
+    def __init__(self, model: HybridConfig) -> None:
+        super().__init__()
+        assert model.experts is not None
+        size, experts = model.hidden_size, model.experts
+        self.gate = Router(size, experts.routing)
+        self.experts = Experts(size, experts.width, experts.routing.num_experts)
+        self.shared_expert = GatedMLP(size, experts.shared_width)
+        self.shared_expert_gate = linear(size, 1)
+
+    def forward(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+        """[B, T, H] -> [B, T, H]. live: [B, T] bool, false for padding."""
+        flat = x.flatten(0, 1)
+        chosen, weight = self.gate(flat, None if live is None else live.flatten())
+        out: Tensor = self.experts(flat, chosen, weight).view_as(x)
+        return out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+
+
 class HybridLayer(nn.Module):
-    """A decoder layer of gated attention and an MLP."""
+    """A decoder layer of gated attention, and an MLP or experts."""
 
     def __init__(self, model: HybridConfig) -> None:
         super().__init__()
         self.self_attn = GatedAttention(model)
-        self.mlp = GatedMLP(model.hidden_size, model.intermediate_size)
+        dense = model.experts is None
+        self.mlp = GatedMLP(model.hidden_size, model.intermediate_size) if dense else GatedExperts(model)
         self.input_layernorm = ZeroCentredRMSNorm(model.hidden_size, model.rms_eps)
         self.post_attention_layernorm = ZeroCentredRMSNorm(model.hidden_size, model.rms_eps)
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache, live: Tensor | None = None
     ) -> Tensor:
-        """The residual stream [B, T, H] after the layer. live: unused."""
+        """The residual stream [B, T, H] after the layer. live: [B, T] bool, false for padding."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden), live)
         return out
 
 
 def mtp_head(method: QwenMtp) -> MtpHead:
-    """The trainable module, of zeros and fresh matrices. Raises ValueError for one with experts."""
+    """The trainable module, of zeros and fresh matrices."""
     model = method.model
-    if model.experts is not None:
-        raise ValueError(f"target={method.path}: its module has experts, which cannot be trained; take a dense model")
     return MtpHead(method, HybridLayer(model), model, model.rms_eps, ZeroCentredRMSNorm)
 
 
@@ -100,4 +120,4 @@ def module_tensors(head: MtpHead) -> dict[str, Tensor]:
     for name, tensor in head.state_dict().items():
         first, _, rest = name.partition(".")
         tensors[f"mtp.layers.0.{rest}" if first == "layer" else f"mtp.{_OWN[first]}.{rest}"] = tensor
-    return tensors
+    return named_experts(tensors)

@@ -68,9 +68,13 @@ def read_module(folder: Path) -> MtpHead:
     try:
         source = f"target {folder}"
         target = family_of(raw["architectures"][0], source).read_config(raw, source)
-        head = family.head(family.method.read(str(folder), raw, target))
+        method = family.method.read(str(folder), raw, target)
+        head = family.head(method)
         wanted = family.tensors(head)
         tensors = {name: tensor for name, tensor, _ in checkpoint_tensors(folder)}
+        for packed in method.weight_names.packed:
+            for name in tensors.keys() - wanted.keys():
+                tensors.update(packed.pieces(name, tensors[name]) or ())
     except ValueError as error:
         raise TrainingError(str(error)) from None
     if any(f"{name}_scale_inv" in tensors or tensors[name].itemsize < 2 for name in wanted.keys() & tensors.keys()):

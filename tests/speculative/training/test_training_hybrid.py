@@ -11,13 +11,25 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-from speculative.training import TrainingError
+from attention.config import CacheConfig
+from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
 from speculative.training.hybrid import SIZES, HybridTarget, build_hybrid, save_hybrid
 from speculative.training.mtp_files import read_module, save_module
 from tests.speculative.training.conftest import run
-from tests.support.drafts.mtp import check_trained
+from tests.support.drafts.mtp import check_states, check_trained
 from tests.support.tiny_models import add_qwen_mtp, make_target
+from workers.config import ModelSource, WorkerConfig
+from workers.scheduling.plan import SamplingParams
 
+EXPERTS = (
+    "gate.weight",
+    "experts.gate_up",
+    "experts.down",
+    "shared_expert.up_proj.weight",
+    "shared_expert_gate.weight",
+)
 SHAPE = SIZES["tiny"] | {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -71,11 +83,40 @@ def test_a_saved_module_is_read_again(tmp_path: Path, model: HybridTarget, token
     assert all(torch.equal(again[name], tensor) for name, tensor in head.state_dict().items())
 
 
-def test_a_module_with_experts_is_refused(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "t", architecture="Qwen3_5Moe")
-    add_qwen_mtp(target)
-    with pytest.raises(TrainingError, match="its module has experts, which cannot be trained; take a dense model"):
-        read_module(target)
+@pytest.mark.parametrize("architecture, stacked", [("Qwen3_5Moe", True), ("Qwen3Next", False)])
+def test_a_module_with_experts_computes_what_is_served(tmp_path: Path, architecture: str, stacked: bool) -> None:
+    """Read from stacked and from single matrices."""
+    target = make_target(tmp_path / "t", architecture=architecture)
+    add_qwen_mtp(target, stacked=stacked)
+    head = read_module(target).eval()
+
+    def states(embeddings: torch.Tensor, features: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        """The head takes the embedding of the token after a row, `check_states` of the row's own."""
+        first = torch.nn.functional.pad(embeddings, (0, 0, 1, 0))
+        with torch.inference_mode():
+            return head.unroll(first, torch.nn.functional.pad(features, (0, 0, 0, 1)), 1)[0][:, :-1]
+
+    check_states(target, states)
+
+
+def test_the_module_of_a_mixture_of_experts_is_trained_and_served(
+    tmp_path: Path, rows: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = make_target(tmp_path / "t", architecture="Qwen3_5Moe", vocab_size=300), tmp_path / "draft"
+    add_qwen_mtp(target, stacked=True)
+    tokenizer.save_pretrained(target)
+    before = read_module(target).state_dict()
+    line = f"train-draft --method mtp --target {target} --output {draft} --data {rows} --batch-tokens 512"
+    assert run(f"{line} --val-fraction 0.1 --warmup-steps 2 --steps 2 --ttt-length 2 --measure-depths 2") == 0
+    assert "acceptance_length" in capsys.readouterr().out
+    after = read_module(draft).state_dict()
+    assert all(not torch.equal(after[f"layer.mlp.{name}"], before[f"layer.mlp.{name}"]) for name in EXPERTS)
+    prompts, answers = [list(range(40, 60)), list(range(70, 83))], []
+    for speculation in (None, SpeculativeConfig(str(draft), "mtp", num_steps=2, top_k=2, num_draft_tokens=4)):
+        worker = WorkerConfig(ModelSource(str(target), dtype="float32", device="cpu"), CacheConfig(4, num_pages=80))
+        with local_engine(EngineSpec(worker, speculation)) as engine:
+            answers.append([each.output for each in engine.generate(prompts, SamplingParams(12, 0.0))])
+    assert answers[0] == answers[1]
 
 
 def test_the_module_of_a_trained_model_is_trained_further(

@@ -20,7 +20,8 @@ from speculative.training.deepseek import (
     build_deepseek,
     save_deepseek,
 )
-from speculative.training.deepseek_layers import Experts, Router, routers
+from speculative.training.deepseek_layers import routers
+from speculative.training.experts import Experts, Router
 from speculative.training.mtp_files import read_module, save_module
 from tests.speculative.training.conftest import run
 from tests.support.drafts.mtp import check_trained

@@ -1,0 +1,101 @@
+"""Routed experts over whole sequences, with gradients, for layers of every family. Tests compare them with the experts
+that the engine serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workers.ops.experts.route import Routing, route
+
+# Up to this many experts, every row goes through all of them: a few wide products, which wait for nothing and can be
+# captured, instead of sorting rows.
+MAX_DENSE_EXPERTS = 64
+_EXPERTS = ".mlp.experts."
+
+
+class Router(nn.Module):
+    """Chooses experts in float32, and counts the choices in training mode.
+
+    counts: [experts] float32, choices by live rows since `balance` was last called.
+    """
+
+    e_score_correction_bias: Tensor
+    counts: Tensor
+
+    def __init__(self, hidden: int, routing: Routing) -> None:
+        super().__init__()
+        self.routing = routing
+        self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden))
+        if routing.has_bias:
+            self.register_buffer("e_score_correction_bias", torch.zeros(routing.num_experts))
+        self.register_buffer("counts", torch.zeros(routing.num_experts), persistent=False)
+
+    def forward(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The chosen experts [N, k] int64 and their weights [N, k] float32 for rows [N, H]. live: [N] bool, false for
+        padding."""
+        bias = self.e_score_correction_bias if self.routing.has_bias else None
+        with torch.autocast(x.device.type, enabled=False):
+            chosen, weight = route(functional.linear(x.float(), self.weight.float()), bias, self.routing)
+        if self.training:
+            ones = torch.ones_like(weight) if live is None else live.to(weight.dtype)[:, None].expand_as(weight)
+            self.counts.index_add_(0, chosen.flatten(), ones.detach().flatten())
+        return chosen, weight
+
+    @torch.no_grad()
+    def balance(self, speed: float) -> None:
+        """Lower the bias of experts with more than an even share and raise the others', by a fixed step (arXiv
+        2412.19437, section 2.1.2)."""
+        if self.routing.has_bias:
+            self.e_score_correction_bias += speed * torch.sign(self.counts.mean() - self.counts)
+        self.counts.zero_()
+
+
+class Experts(nn.Module):
+    """gate_up: [experts, 2 width, H], the gate projection's rows first. down: [experts, H, width]."""
+
+    def __init__(self, hidden: int, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, hidden))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
+
+    def forward(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        """`x` [N, H], `chosen` and `weight` [N, k] -> [N, H]."""
+        return (self._all if len(self.down) <= MAX_DENSE_EXPERTS else self._chosen)(x, chosen, weight)
+
+    def _all(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        """All experts side by side are one gated MLP, in which experts that were not chosen have the weight 0."""
+        share = torch.zeros(len(x), len(self.down), dtype=weight.dtype, device=x.device).scatter(1, chosen, weight)
+        both = functional.linear(x, self.gate_up.flatten(0, 1))
+        gate, up = both.view(len(x), len(self.down), 2, -1).unbind(2)
+        inner = functional.silu(gate) * up * share.to(up.dtype)[..., None]
+        return functional.linear(inner.flatten(1), self.down.transpose(0, 1).flatten(1))
+
+    def _chosen(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        """Expert by expert, which waits for the device and cannot be captured."""
+        out = x.new_zeros(x.shape)
+        for expert in range(len(self.down)):
+            row, rank = torch.where(chosen == expert)
+            gate, up = functional.linear(x[row], self.gate_up[expert]).chunk(2, dim=-1)
+            part = functional.linear(functional.silu(gate) * up, self.down[expert])
+            out = out.index_add(0, row, (part * weight[row, rank, None]).to(out.dtype))
+        return out
+
+
+def named_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of layers by their published names: views of the stacked ones of `Experts`, a matrix each."""
+    found = {}
+    for path, tensor in tensors.items():
+        layer, experts, part = path.partition(_EXPERTS)
+        if not experts:
+            found[path] = tensor
+            continue
+        parts = {"down_proj": tensor}
+        if part == "gate_up":
+            parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
+        for name, stacked in parts.items():
+            found |= {f"{layer}{_EXPERTS}{i}.{name}.weight": matrix for i, matrix in enumerate(stacked)}
+    return found
