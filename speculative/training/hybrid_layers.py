@@ -78,7 +78,8 @@ class GatedExperts(nn.Module):
         flat = x.flatten(0, 1)
         chosen, weight = self.gate(flat, None if live is None else live.flatten())
         out: Tensor = self.experts(flat, chosen, weight).view_as(x)
-        return out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return out + shared
 
 
 class HybridLayer(nn.Module):
