@@ -6,7 +6,7 @@ start     `aerie start`: a Ray node; stop: `aerie stop`
 plan      `aerie plan`; checks: checks without a cluster; nodes: resources of the machines
 doctor    `aerie doctor`: checks this machine
 bench, chat  commands that talk to a server; client: its HTTP API, server_options: its address and key
-evaluate  `aerie eval-draft`
+evaluate  `aerie eval-draft`; tekken: `aerie tekken`
 offline   `LLM`: an engine in your own process; offline_requests: its parameters and outputs
 app       entry points of Serve's config files
 config    which configuration a command uses: files, model names, options of `vllm serve`

@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add_training(commands)
     _add_quantize(commands)
     _add_token_map(commands)
+    _add_tekken(commands)
     _add_eval_draft(commands)
     _add_bench(commands)
     _add_check_cache(commands)
@@ -152,6 +153,17 @@ def _add_token_map(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         help=".json or .jsonl files or folders of them, as of `train-draft`; best answers of the model itself",
     )
     parser.set_defaults(run="deploy.token_map:run")
+
+
+def _add_tekken(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "tekken",
+        help="write tokenizer.json from a Mistral checkpoint's tekken.json",
+        description="Writes tokenizer.json, and tokenizer_config.json if it is missing, into the folder of a model "
+        "that has only Mistral's tekken.json.",
+    )
+    parser.add_argument("model", help="folder of the model, or OWNER/NAME on the hub")
+    parser.set_defaults(run="deploy.tekken:run")
 
 
 def _add_eval_draft(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,5 +1,5 @@
-"""The command `aerie`: serve, start, stop, plan, doctor, config, chat, bench, check-cache, quantize, and the training
-of targets and drafts.
+"""The command `aerie`: serve, start, stop, plan, doctor, config, chat, bench, check-cache, quantize, tekken, and the
+training of targets and drafts.
 
 Arguments are parsed first and modules imported after, so that `--help` and a mistyped option answer at once.
 """

@@ -68,6 +68,7 @@ def test_help_does_not_import_torch_or_ray() -> None:
         "train-hybrid",
         "train-draft",
         "token-map",
+        "tekken",
         "quantize",
     ):
         assert command in done.stdout

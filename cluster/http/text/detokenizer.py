@@ -92,7 +92,7 @@ def _token_bytes(text: str) -> bytes:
     any character outside the alphabet (an added token with a space, say) stands for itself."""
     raw = bytearray()
     for character in text:
-        byte = _BYTE_OF.get(character)
+        byte = BYTE_OF.get(character)
         if byte is None:
             return text.encode()
         raw.append(byte)
@@ -107,4 +107,4 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()

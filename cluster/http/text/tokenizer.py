@@ -78,6 +78,8 @@ class ChatTokenizer:
         """Raises ValueError with the file and the remedy."""
         path = Path(folder)
         file = path / "tokenizer.json"
+        if not file.is_file() and (path / "tekken.json").is_file():
+            raise ValueError(f"{file}: missing; `aerie tekken {folder}` writes it from the tekken.json beside it")
         if not file.is_file():
             raise ValueError(f"{file}: missing; save the tokenizer in the fast format (transformers' save_pretrained)")
         tokenizer = _read_tokenizer(file)
