@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.ops.delta_rule.chunk_blocks_triton import block_rows, borders, first_blocks, locate
 from attention.ops.delta_rule.chunks import BLOCK, max_blocks
 from attention.ops.delta_rule.formulas_triton import (
     PRECISION,
@@ -34,53 +35,6 @@ CHANNELS = 128  # of a program of `_convolve`
 
 
 @triton.jit
-def _borders(chunk, inside, qo_ptr, starts_ptr, at_ptr):
-    """First row, rows, and rows before the snapshot (0 for none or all) of a chunk, or of several."""
-    first = tl.load(qo_ptr + chunk, mask=inside, other=0)
-    rows = tl.load(qo_ptr + chunk + 1, mask=inside, other=0) - first
-    border = tl.load(at_ptr + chunk, mask=inside, other=-1) - tl.load(starts_ptr + chunk, mask=inside, other=0)
-    return first, rows, tl.where((border > 0) & (border < rows), border, 0)
-
-
-@triton.jit
-def _num_blocks(rows, BLOCK: tl.constexpr):
-    return (rows + BLOCK - 1) // BLOCK
-
-
-@triton.jit
-def _block_rows(j, rows, border, BLOCK: tl.constexpr):
-    """First row in its chunk, and rows, of a chunk's block j."""
-    before = _num_blocks(border, BLOCK)
-    first = tl.where(j < before, j * BLOCK, border + (j - before) * BLOCK)
-    end = tl.where(j < before, border, rows)
-    return first, tl.minimum(end - first, BLOCK)
-
-
-@triton.jit
-def _first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """[CHUNKS_PADDED], blocks of all chunks before each chunk, and its own."""
-    chunks = tl.arange(0, CHUNKS_PADDED)
-    _, rows, border = _borders(chunks, chunks < CHUNKS, qo_ptr, starts_ptr, at_ptr)
-    own = _num_blocks(border, BLOCK) + _num_blocks(rows - border, BLOCK)
-    return tl.cumsum(own, 0) - own, own
-
-
-@triton.jit
-def _block(
-    index, qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The chunk that block `index` belongs to, the first row of that chunk, the first row of the block within it, and
-    the number of rows of the block: 0 if there are fewer blocks."""
-    before, own = _first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
-    mine = (before <= index) & (index < before + own)
-    chunk = tl.sum(tl.where(mine, tl.arange(0, CHUNKS_PADDED), 0), 0)
-    j = index - tl.sum(tl.where(mine, before, 0), 0)
-    chunk_row, rows, border = _borders(chunk, True, qo_ptr, starts_ptr, at_ptr)
-    first, count = _block_rows(j, rows, border, BLOCK)
-    return chunk, chunk_row, first, tl.where(tl.sum(mine.to(tl.int32), 0) > 0, count, 0)
-
-
-@triton.jit
 def _convolve(
     qkv_ptr, weight_ptr, conv_ptr, x_ptr,
     slots_ptr, qo_ptr, starts_ptr, at_ptr,
@@ -89,7 +43,7 @@ def _convolve(
     CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program has some channels of a block. The slot's history counts where its chunk does not start the prompt."""
-    chunk, chunk_row, first, count = _block(tl.program_id(1), qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    chunk, chunk_row, first, count = locate(tl.program_id(1), qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
     if count > 0:
         has_history = tl.load(starts_ptr + chunk) > 0
         history_ptr = conv_ptr + tl.load(slots_ptr + chunk) * (3 * C)
@@ -120,7 +74,7 @@ def _solve(
     C: tl.constexpr = 2 * KEYS + HV * DV
     SOLVE: tl.constexpr = PRECISION if x_ptr.dtype.element_ty == tl.float32 else "tf32"
     h = tl.program_id(0)
-    chunk, chunk_row, first, count = _block(tl.program_id(1), qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    chunk, chunk_row, first, count = locate(tl.program_id(1), qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
     if count > 0:
         i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), tl.arange(0, DV)
         live, row = i < count, (chunk_row + first + i).to(tl.int64)
@@ -186,10 +140,10 @@ def _advance(
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     h, part, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    chunk_row, rows, border = _borders(chunk, True, qo_ptr, starts_ptr, at_ptr)
+    chunk_row, rows, border = borders(chunk, True, qo_ptr, starts_ptr, at_ptr)
     if rows > 0:
         key_head = h // (HV // HK)
-        before, own = _first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+        before, own = first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
         mine = tl.arange(0, CHUNKS_PADDED) == chunk
         block, blocks = tl.sum(tl.where(mine, before, 0), 0), tl.sum(tl.where(mine, own, 0), 0)
         slot, entry = tl.load(slots_ptr + chunk), tl.load(entry_ptr + chunk)
@@ -199,7 +153,7 @@ def _advance(
         of_head = h * (DK * DV) + d[:, None] * DV + e[None, :]
         state = tl.load(state_ptr + slot * (HV * DK * DV) + of_head, mask=(start + d[:, None] * 0) > 0, other=0.0)
         for j in range(blocks):
-            first, count = _block_rows(j, rows, border, BLOCK)
+            first, count = block_rows(j, rows, border, BLOCK)
             live, row = i < count, (chunk_row + first + i).to(tl.int64)
             kept = state.to(x_ptr.dtype.element_ty)
             tl.store(begin_ptr + (block + j).to(tl.int64) * (HV * DK * DV) + of_head, kept)
@@ -267,7 +221,7 @@ def _finish(
     zeros = tl.zeros((BLOCK, DV), out_ptr.dtype.element_ty)
     column = h * DV + e[None, :]
     tl.store(out_ptr + padding.to(tl.int64)[:, None] * out_stride + column, zeros, mask=is_padding[:, None])
-    chunk, chunk_row, first, count = _block(index, qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    chunk, chunk_row, first, count = locate(index, qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
     if count > 0:
         live, row = i < count, (chunk_row + first + i).to(tl.int64)
         at = x_ptr + row[:, None] * (2 * HK * DK + HV * DV) + (key_head * DK + d)[None, :]

@@ -1,0 +1,53 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Which rows a block of `chunks_triton` has. Blocks have up to BLOCK rows; one ends at a snapshot and at the end of a
+chunk. They follow from the chunks on the device."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def borders(chunk, inside, qo_ptr, starts_ptr, at_ptr):
+    """First row, rows, and rows before the snapshot (0 for none or all) of a chunk, or of several."""
+    first = tl.load(qo_ptr + chunk, mask=inside, other=0)
+    rows = tl.load(qo_ptr + chunk + 1, mask=inside, other=0) - first
+    border = tl.load(at_ptr + chunk, mask=inside, other=-1) - tl.load(starts_ptr + chunk, mask=inside, other=0)
+    return first, rows, tl.where((border > 0) & (border < rows), border, 0)
+
+
+@triton.jit
+def num_blocks(rows, BLOCK: tl.constexpr):
+    return (rows + BLOCK - 1) // BLOCK
+
+
+@triton.jit
+def block_rows(j, rows, border, BLOCK: tl.constexpr):
+    """First row in its chunk, and rows, of a chunk's block j."""
+    before = num_blocks(border, BLOCK)
+    first = tl.where(j < before, j * BLOCK, border + (j - before) * BLOCK)
+    end = tl.where(j < before, border, rows)
+    return first, tl.minimum(end - first, BLOCK)
+
+
+@triton.jit
+def first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """[CHUNKS_PADDED], blocks of all chunks before each chunk, and its own."""
+    chunks = tl.arange(0, CHUNKS_PADDED)
+    _, rows, border = borders(chunks, chunks < CHUNKS, qo_ptr, starts_ptr, at_ptr)
+    own = num_blocks(border, BLOCK) + num_blocks(rows - border, BLOCK)
+    return tl.cumsum(own, 0) - own, own
+
+
+@triton.jit
+def locate(
+    index, qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The chunk that block `index` belongs to, the first row of that chunk, the first row of the block within it, and
+    the number of rows of the block: 0 if there are fewer blocks."""
+    before, own = first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    mine = (before <= index) & (index < before + own)
+    chunk = tl.sum(tl.where(mine, tl.arange(0, CHUNKS_PADDED), 0), 0)
+    j = index - tl.sum(tl.where(mine, before, 0), 0)
+    chunk_row, rows, border = borders(chunk, True, qo_ptr, starts_ptr, at_ptr)
+    first, count = block_rows(j, rows, border, BLOCK)
+    return chunk, chunk_row, first, tl.where(tl.sum(mine.to(tl.int32), 0) > 0, count, 0)
