@@ -19,6 +19,7 @@ from speculative.drafts.loading import fill_draft, load_draft
 from speculative.drafts.method import DraftMethod
 from speculative.drafts.registry import read_draft
 from speculative.drafts.trimmed_head import head_rows
+from speculative.ops.suffix_match import MatchLimits
 from speculative.suffix_speculation import SuffixSpeculation
 from speculative.tree.shape import TreeShape
 from workers.config import RoundShapes, WorkerConfig
@@ -94,7 +95,7 @@ class DraftSpeculation:
 
     @property
     def verified_modes(self) -> Mapping[Mode, bool]:
-        return {Mode.VERIFY: self._drafts_trees}
+        return {Mode.VERIFY: any(shape.width > 1 and not shape.is_chain for shape in self.shapes.shapes)}
 
     @property
     def heeds_no_choice(self) -> bool:
@@ -102,7 +103,7 @@ class DraftSpeculation:
 
     @property
     def _drafts_trees(self) -> bool:
-        return any(isinstance(shape, TreeShape) and not shape.is_chain for shape in self.shapes.shapes)
+        return any(isinstance(shape, TreeShape) and shape.top_k > 1 for shape in self.shapes.shapes)
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         return self.draft.model.kv_groups(self.draft_tp, kv_dtype(self.kv_setting, None, dtype))
@@ -133,7 +134,9 @@ class DraftSpeculation:
         synthetic = self.config.synthetic_acceptance_length
         masks = parts.grammars.masks
         shapes = parts.layout.shapes
-        return SpeculativeDecoding(shapes, parts.target, draft, parts.slots, parts.sampler, masks, synthetic)
+        config = self.config
+        matches = MatchLimits(config.match_min, config.match_max) if config.suffix_tokens else None
+        return SpeculativeDecoding(shapes, parts.target, draft, parts.slots, parts.sampler, masks, synthetic, matches)
 
 
 def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> WeightBytes:

@@ -38,8 +38,10 @@ class SpeculativeConfig:
     draft_vocab_size: tokens that an `mtp` module may propose, which are the rows of its vocabulary head: the most
         frequent in `token_map.json` in the target's folder (`aerie token-map`), else the tokenizer's first; 0: all;
         auto: 32,768 with such a map and 65,536 without, if that is a third of the vocabulary or less, else all.
-    match_min: with `suffix`: newest tokens that must occur earlier in the text, at least, for a draft.
-    match_max: with `suffix`: newest tokens that are compared at most; the longest match counts, then the newest.
+    suffix_tokens: beside a model's drafts: tokens copied from the request's own text, as `suffix` does, that are one
+        more branch of the same tree; 0: none.
+    match_min: of copied drafts: newest tokens that must occur earlier in the text, at least.
+    match_max: of copied drafts: newest tokens that are compared at most; the longest match counts, then the newest.
     """
 
     path: str = ""
@@ -52,6 +54,7 @@ class SpeculativeConfig:
     adaptive: bool = True
     window: int | None = None
     draft_vocab_size: int | Literal["auto"] = "auto"
+    suffix_tokens: int = 0
     match_min: int = 2
     match_max: int = 16
 
@@ -106,15 +109,29 @@ class SpeculativeConfig:
             )
 
     def _check_suffix(self) -> None:
-        if self.method != "suffix":
-            if (self.match_min, self.match_max) != (2, 16):
-                raise ValueError(f"match_min={self.match_min}, match_max={self.match_max}: are of method suffix")
-            return
+        copies = self.method == "suffix" or self.suffix_tokens > 0
+        if not copies and (self.match_min, self.match_max) != (2, 16):
+            raise ValueError(
+                f"match_min={self.match_min}, match_max={self.match_max}: are of method suffix and of suffix_tokens"
+            )
         if not 1 <= self.match_min <= self.match_max <= MAX_MATCH:
             raise ValueError(
                 f"match_min={self.match_min}, match_max={self.match_max}: must be 1 to {MAX_MATCH}, the first no more "
                 "than the second"
             )
+        if self.suffix_tokens < 0 or self.num_draft_tokens + self.suffix_tokens > MAX_WIDTH:
+            raise ValueError(
+                f"suffix_tokens={self.suffix_tokens}: must be 0 to {MAX_WIDTH - self.num_draft_tokens}, beside "
+                f"num_draft_tokens={self.num_draft_tokens}"
+            )
+        if self.suffix_tokens and self.synthetic_acceptance_length is not None:
+            raise ValueError(
+                f"suffix_tokens={self.suffix_tokens}: no branch is copied with synthetic_acceptance_length"
+            )
+        if self.method != "suffix":
+            return
+        if self.suffix_tokens:
+            raise ValueError(f"suffix_tokens={self.suffix_tokens}: with method suffix it is num_steps; leave it out")
         if self.top_k != 1:
             raise ValueError(f"top_k={self.top_k}: method suffix drafts a chain; leave it out")
         for name in ("window", "draft_tp"):
@@ -131,7 +148,7 @@ class SpeculativeConfig:
         """The shapes that its engine has."""
         if self.method == "suffix":
             return suffix_shapes(self.num_steps, self.adaptive)
-        return shapes_of(self.shape, self.adaptive)
+        return shapes_of(self.shape, self.adaptive, self.suffix_tokens)
 
 
 def with_method_defaults(section: Mapping[str, Any]) -> dict[str, Any]:

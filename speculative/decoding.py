@@ -69,8 +69,11 @@ class SpeculativeDecoding(CuttableStrategy):
         trees = [shape for shape in wide if isinstance(shape, TreeShape)]
         self._blocks = draft is not None and draft.model.drafts_blocks
         drafter = BlockDrafter if self._blocks else Drafter
-        self._drafters = {shape: drafter(shape, self._trees, draft, slots, sampler) for shape in trees if draft}
-        self._suffix = SuffixDrafts.of(slots, self._trees, matches, width - 1) if matches is not None else None
+        self._drafters = {
+            shape: drafter(shape.of_model, self._trees, draft, slots, sampler) for shape in trees if draft
+        }
+        num_copied = max((shape.branch for shape in trees), default=width - 1)
+        self._suffix = SuffixDrafts.of(slots, self._trees, matches, num_copied) if matches is not None else None
         columns = {shape.max_new_tokens for shape in shapes.shapes}
         self._causal = {rows: causal_mask(1, rows, slots.device) for rows in columns}
         delays = draft is not None and shapes.eager and Capability.of(slots.device).shares_host_memory
@@ -96,7 +99,9 @@ class SpeculativeDecoding(CuttableStrategy):
         matches = self._draft_next(batch, hidden, rounds, finals)
         drafts = self._trees.drafted(batch.entry_slots) if batch.needs.masked else None
         ranking = ranking_of(self._target.model.lm_head, batch, passed.prompt_hidden)
-        copied = torch.stack((foreseen, matches), dim=1) if foreseen is not None and matches is not None else None
+        copied = None
+        if foreseen is not None and matches is not None:
+            copied = torch.stack((foreseen, matches, self._num_copied(shape, rounds, foreseen)), dim=1)
         return emitted(batch, rounds, finals, drafts, ranking, copied)
 
     def _read_trees(self, batch: StepBatch, shape: RoundShape) -> RoundRows:
@@ -233,14 +238,31 @@ class SpeculativeDecoding(CuttableStrategy):
         if entries.shape[0] == 0:
             return None
         self._trees.write_roots(entries, self._slots.bonus)
+        shape = self._shapes[batch.next_shape]
         if batch.next_shape and self._draft is not None:
-            shape = self._shapes[batch.next_shape]
             assert isinstance(shape, TreeShape)
             page_table = self._slots.page_table[batch.draft_slots]
             guidance = self._guidance(batch, rounds, finals) if batch.needs.masked else None
             drafting = DraftBatch(batch.draft_slots, hidden, page_table, batch.max_kv_len, batch.needs, guidance)
             self._drafters[shape].draft(drafting)
-        return None if self._suffix is None else self._suffix.draft(batch.draft_slots, batch.max_kv_len)
+        if self._suffix is None:
+            return None
+        if self._draft is None:
+            return self._suffix.draft(batch.draft_slots, batch.max_kv_len)
+        if not isinstance(shape, TreeShape) or not shape.branch:
+            return torch.zeros_like(batch.draft_slots)
+        return self._suffix.draft(batch.draft_slots, batch.max_kv_len, shape.of_model.width)
+
+    def _num_copied(self, shape: RoundShape, rounds: Rounds | None, foreseen: Tensor) -> Tensor:
+        """Return [B + F] int64: accepted drafts that were copied."""
+        copied = torch.zeros_like(foreseen)
+        if rounds is None or shape.width == 1:
+            return copied
+        path, first = rounds.committed.accepted.path, 1
+        if isinstance(shape, TreeShape):
+            first = shape.of_model.width
+        copied[: path.shape[0]] = (path >= first).sum(1)
+        return copied
 
     def _recorded(
         self, suffix: SuffixDrafts, batch: StepBatch, rounds: Rounds | None, finals: Finals | None

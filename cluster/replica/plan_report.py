@@ -102,6 +102,8 @@ def _draft(config: AerieConfig) -> str:
     kind = "chain" if draft.top_k == 1 else f"tree of top {draft.top_k}"
     sees = "" if draft.window is None else f", sees the last {draft.window} tokens"
     nodes = f"{draft.num_draft_tokens} nodes verified"
+    if draft.suffix_tokens:
+        nodes += f" and a branch of {draft.suffix_tokens} copied from the request's own text"
     kind += " from one block" if draft.shape.in_block else ""
     return f"{draft.path} ({draft.method}, {kind}, depth {draft.num_steps}, {nodes}{sees})"
 

@@ -16,22 +16,21 @@ from workers.slots.slot_table import Commit, SlotTable
 class SuffixDrafts:
     """Reads and writes the slots' tokens (`SlotTable.tokens`).
 
-    trees: receive the drafts, as a branch in the nodes from `first` on.
+    trees: receive the drafts, as a branch.
     chains: [num_slots + 1, K] int64, what was proposed after each slot's newest token.
     """
 
     slots: SlotTable
     trees: TreeTable
     limits: MatchLimits
-    first: int
     chains: Tensor
 
     @staticmethod
-    def of(slots: SlotTable, trees: TreeTable, limits: MatchLimits, num_tokens: int, first: int = 1) -> "SuffixDrafts":
-        """Return drafts of up to `num_tokens` tokens, without proposals. first: nodes of a model's tree before them."""
+    def of(slots: SlotTable, trees: TreeTable, limits: MatchLimits, num_tokens: int) -> "SuffixDrafts":
+        """Return drafts of up to `num_tokens` tokens, without proposals."""
         shape = slots.padding_slot + 1, num_tokens
         chains = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=slots.device)
-        return SuffixDrafts(slots, trees, limits, first, chains)
+        return SuffixDrafts(slots, trees, limits, chains)
 
     def record(self, slots: Tensor, length: Tensor, commit: Commit) -> Tensor:
         """Append what a commit emitted. Return how many of its tokens the last proposals foresaw, [B] int64; -1 without
@@ -42,10 +41,14 @@ class SuffixDrafts:
         """
         return record_tokens(self.slots.tokens, slots, length, commit.tokens, commit.counts, self.chains)
 
-    def draft(self, slots: Tensor, max_kv_len: int) -> Tensor:
+    def draft(self, slots: Tensor, max_kv_len: int, first: int = 1) -> Tensor:
         """Draft for slots [B] int64, whose newest tokens are recorded. Return the lengths of their matches, [B] int64;
-        0 where nothing is drafted. max_kv_len: host-side bound of their committed tokens."""
+        0 where nothing is drafted.
+
+        max_kv_len: host-side bound of their committed tokens.
+        first: nodes of a model's tree, its root included; the branch's nodes follow.
+        """
         table = self.slots
         lengths = find_matches(table.tokens, slots, table.seq_len, self.limits, self.chains, max_kv_len + 1)
-        attach_chains(self.trees.trees, slots, self.chains, self.first)
+        attach_chains(self.trees.trees, slots, self.chains, first)
         return lengths

@@ -9,7 +9,7 @@ Read by
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workers.config import PLAIN, RoundShape, RoundShapes
 
@@ -42,11 +42,13 @@ class TreeShape(RoundShape):
     num_steps: drafted levels.
     top_k: children per expanded node, and expanded nodes per level.
     in_block: one pass over a block drafts all levels (`speculative.drafts.blocks`).
+    branch: nodes after the model's, for one more branch that is copied from the text (`speculative.suffix`).
     """
 
     num_steps: int
     top_k: int
     in_block: bool = False
+    branch: int = 0
 
     @staticmethod
     def of(num_steps: int, top_k: int, width: int, in_block: bool = False) -> "TreeShape":
@@ -61,9 +63,20 @@ class TreeShape(RoundShape):
             in_block=in_block,
         )
 
+    def with_branch(self, num_nodes: int) -> "TreeShape":
+        """Return the shape with a branch of so many nodes beside the model's."""
+        most = max(self.max_new_tokens, num_nodes + 1)
+        name, width = f"{self.name}+{num_nodes}", self.width + num_nodes
+        return replace(self, name=name, width=width, max_new_tokens=most, branch=num_nodes)
+
+    @property
+    def of_model(self) -> "TreeShape":
+        """The part that the model drafts: the first nodes."""
+        return TreeShape.of(self.num_steps, self.top_k, self.width - self.branch, self.in_block)
+
     @property
     def is_chain(self) -> bool:
-        return self.top_k == 1
+        return self.top_k == 1 and not self.branch
 
     @property
     def steps(self) -> tuple[DraftStep, ...]:
@@ -110,8 +123,10 @@ def num_scratch_tokens(num_steps: int, top_k: int) -> int:
     return (num_steps - 1) * top_k
 
 
-def shapes_of(bound: TreeShape, adaptive: bool) -> RoundShapes:
-    """Return the shapes of an engine that drafts `bound`: plain decoding, `bound` and, if adaptive, one or two
-    between."""
+def shapes_of(bound: TreeShape, adaptive: bool, branch: int = 0) -> RoundShapes:
+    """Return the shapes of an engine that drafts `bound`: plain decoding, `bound` and, if adaptive, one or two between.
+    branch: nodes of a copied branch; then the widest shape is `bound` with it, and `bound` alone lies between."""
     between = bound.smaller() if adaptive else ()
-    return RoundShapes((PLAIN, *between, bound), default=1 + len(between), adaptive=adaptive)
+    if branch:
+        between, bound = ((*between, bound) if adaptive else ()), bound.with_branch(branch)
+    return RoundShapes((PLAIN, *between, bound), default=1 + len(between), adaptive=adaptive, keeps_tokens=branch > 0)

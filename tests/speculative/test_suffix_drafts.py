@@ -193,7 +193,7 @@ def test_a_round_reads_nothing_on_the_host(pair: Pair, kind: str) -> None:
     strategy = backends_tests.strategy_on_meta(pair, SUFFIX)
     shape = 0 if kind == "plain" else strategy.shapes.default
     out = backends_tests.round_of(strategy, shape, random=True)
-    assert out.matches is not None and out.matches.shape == (3, 2)
+    assert out.matches is not None and out.matches.shape == (3, 3)
 
 
 def test_it_takes_no_weights_and_no_kv(pair: Pair) -> None:
@@ -215,7 +215,9 @@ def test_it_takes_no_weights_and_no_kv(pair: Pair) -> None:
         ({"num_draft_tokens": 8, "num_steps": 4, "top_k": 2}, "top_k=2: method suffix drafts a chain"),
         ({"window": 64}, "window=64: method suffix has no draft model"),
         ({"draft_tp": 1}, "draft_tp=1: method suffix has no draft model"),
-        ({"method": "eagle3", "match_max": 4}, "match_max=4: are of method suffix"),
+        ({"method": "eagle3", "match_max": 4}, "match_max=4: are of method suffix and of suffix_tokens"),
+        ({"suffix_tokens": 4}, "suffix_tokens=4: with method suffix it is num_steps"),
+        ({"method": "eagle3", "suffix_tokens": 60}, "suffix_tokens=60: must be 0 to 47"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(settings: dict[str, object], words: str) -> None:
@@ -232,3 +234,32 @@ def test_texts_of_the_longest_request_fit(pair: Pair) -> None:
         assert len(request.output) == 40
         texts = engine.executor._slots.tokens  # type: ignore[attr-defined]
         assert texts.shape[1] > 64 and torch.equal(texts[1:], torch.zeros_like(texts[1:]))
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_a_branch_beside_a_models_drafts_changes_no_token(pair: Pair, kind: str) -> None:
+    """In rounds of any shape, greedy and drawn, with preemptions; some accepted drafts are of either branch."""
+    speculative = replace(pair.chain() if kind == "chain" else pair.tree(), suffix_tokens=6, match_min=1)
+    prompts = [[5, 6, 7, 8, 9] * 3, [20, 21, 22, 23] * 4, *pair.prompts[:3]]
+    sampling = [SAMPLINGS[i % len(SAMPLINGS)] for i in (0, 0, 2, 3, 1)]
+    with local_engine(pair.spec()) as engine:
+        expected = [r.output for r in engine.generate(prompts, sampling, 4)]
+    rng = Random(7)
+    with local_engine(pair.spec(speculative, CacheConfig(4, num_pages=44, prefix_cache=False))) as engine:
+        assert [shape.width for shape in engine.scheduler._shapes.shapes][-1] == speculative.num_draft_tokens + 6
+        engine.scheduler.rounds.choose_shape = lambda shapes: rng.choice((0, 1, *[len(shapes) - 1] * 4))
+        requests = engine.generate(prompts, sampling, 4)
+        assert [r.output for r in requests] == expected
+        accepted = engine.scheduler.stats.accepted_by_branch
+        assert sum(accepted.values()) == engine.scheduler.stats.num_accepted_tokens
+    assert min(accepted["model"], accepted["suffix"]) > 0
+
+
+def test_ranks_agree_on_a_branch(pair: Pair) -> None:
+    speculative = replace(pair.tree(), suffix_tokens=6, adaptive=False)
+    prompts = [[5, 6, 7, 8, 9] * 3, pair.prompts[0]]
+    answers = []
+    for drafts, ranks in ((None, 1), (speculative, 2)):
+        with local_engine(pair.spec(drafts, tensor_parallel=ranks)) as engine:
+            answers.append([r.output for r in engine.generate(prompts, SamplingParams(24, 0.0), 2)])
+    assert answers[0] == answers[1]

@@ -146,8 +146,9 @@ class StepTensors:
     logprobs: if any request asked.
     drafts: [B + F, 2, W] int64 tokens and parents of the next trees, if a request has a grammar and there is a draft.
     prompt_logprobs: of the batch's prompt targets, if any.
-    matches: [B + F, 2] int64, if drafts are copied from the requests' text: how many of the tokens, from the first, the
-        last proposal foresaw, -1 without one; the length of the match that the next proposal follows, 0 without one.
+    matches: [B + F, 3] int64, if drafts are copied from the requests' text: how many of the tokens, from the first, the
+        last proposal foresaw, -1 without one; the length of the match that the next proposal follows, 0 without one;
+        accepted drafts that were copied.
     """
 
     tokens: Tensor

@@ -276,7 +276,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     grammars_ready: int32, grammars that are compiled, by their number among all in the plans of this epoch. From
         `SlotGrammars`. -> `GrammarQueue`
     graphs: after this step. From `GraphedDecoding`. -> `CapturePacing`
-    matches: int32 [n, 2], `StepTensors.matches`; empty in engines that do not copy drafts. -> `MatchSurvival`
+    matches: int32 [n, 3], `StepTensors.matches`; empty in engines that do not copy drafts. -> `MatchSurvival`
     """
 
     epoch: int

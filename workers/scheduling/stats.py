@@ -102,6 +102,14 @@ class SchedulerStats(msgspec.Struct):
     ] = msgspec.field(default_factory=dict)
     accepted_histogram: list[int] = msgspec.field(default_factory=list)
     num_draft_tokens: int = 0
+    accepted_by_branch: Annotated[
+        dict[str, int],
+        Metric(
+            "aerie:spec_decode_accepted_tokens_by_branch",
+            "Accepted drafts, by what drafted them: a model, or the request's own text (suffix)",
+            label="branch",
+        ),
+    ] = msgspec.field(default_factory=dict)
     tokens_by_shape: Annotated[
         dict[str, int], Metric("aerie:shape_tokens", "Tokens of rounds, by the shape that they verified", label="shape")
     ] = msgspec.field(default_factory=dict)
@@ -195,6 +203,12 @@ class SchedulerStats(msgspec.Struct):
     def count_finished(self, reason: str) -> None:
         """Count one finished request."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def count_accepted(self, num_accepted: int, num_copied: int) -> None:
+        """Count accepted drafts, of which num_copied were copied from the requests' own text."""
+        for branch, number in (("model", num_accepted - num_copied), ("suffix", num_copied)):
+            if number:
+                self.accepted_by_branch[branch] = self.accepted_by_branch.get(branch, 0) + number
 
     def count_rounds(self, shape: str, num_tokens: int, reason: str) -> None:
         """Count one step whose rounds verified `shape` for `reason` and emitted num_tokens."""

@@ -61,7 +61,7 @@ class StepResults:
         late = self._sit_out(step, result, counts, newest, now)
         committed_before = self._advance(step, counts, now)
         if result.matches:
-            self._observe(step, np.where(late, 0, counts), unpack_i32(result.matches).reshape(-1, 2))
+            self._observe(step, np.where(late, 0, counts), unpack_i32(result.matches).reshape(-1, 3))
         num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)))
         # since its plan, or since the step before it
         took_s, self._last_s = min(result.elapsed_s, now - self._last_s), now
@@ -205,6 +205,8 @@ class StepResults:
         stats.iteration_tokens.observe(step.load.chunk_tokens + num_generated)
         stats.step_s.observe(result.elapsed_s)
         accepted = unpack_i32(result.accepted)
+        num_copied = int(unpack_i32(result.matches).reshape(-1, 3)[accepted >= 0, 2].sum()) if result.matches else 0
+        stats.count_accepted(int(accepted[accepted > 0].sum()), num_copied)
         for num_accepted, count in enumerate(np.bincount(accepted[accepted >= 0]).tolist()):
             stats.accepted_histogram[num_accepted] += count
 

@@ -18,7 +18,7 @@ class Emitted:
     rows: [n, M + 3 + X + 2 W] int64, per entry: tokens, count, finish, accepted, `StepTensors.matches`; for grammars
         also the tokens and parents of the next tree.
     num_tokens: M.
-    num_matches: X, 2 or 0.
+    num_matches: X, 3 or 0.
     copied: marks the end of the copy; None without streams.
     """
 

@@ -65,7 +65,7 @@ class MatchSurvival:
         slots, users: [n].
         classes: [n] `classes` when the step was planned; -1: its prompt ended, nothing was proposed.
         counts: [n] emitted tokens, at least 1.
-        matches: [n, 2] as in `StepResult`.
+        matches: [n, 3] as in `StepResult`.
         """
         self._take_over(slots, users)
         self._class[slots] = np.searchsorted(CLASS_STARTS, matches[:, 1], side="right")
