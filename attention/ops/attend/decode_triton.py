@@ -131,12 +131,6 @@ def _attend_decode(
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:
-        # The item with a row's own position counts its sink: in a fixed plan that item's tiles are the same in a tree.
-        own = prefix + num_seen(bits) - 1
-        has_own = (own >= low) & (own < high)
-        top = tl.where(has_own, sink_scores(sinks_ptr, query_head, live), top)
-        total = tl.where(has_own, 1.0, total)
     if SOFT_CAP is not None:
         factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -146,6 +140,12 @@ def _attend_decode(
         # All reads so far are of data from before the layer's store, the plan included: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if sinks_ptr is not None:
+        # The item with a row's own position counts its sink: in a fixed plan that item's tiles are the same in a tree.
+        own = prefix + num_seen(bits) - 1
+        has_own = (own >= low) & (own < high)
+        top = tl.where(has_own, sink_scores(sinks_ptr, query_head, live), top)
+        total = tl.where(has_own, 1.0, total)
     row += request * ROWS
     q_row = q_ptr + row[:, None] * q_row_stride + query_head[:, None] * q_head_stride
     if PAIRS:

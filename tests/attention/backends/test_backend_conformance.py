@@ -28,6 +28,7 @@ from tests.support.kernels.attention_cases import (
     LATENT_SHAPES,
     LENGTHS,
     MAX_LENGTH,
+    RULED,
     SHAPES,
     WINDOWED,
     WORKS,
@@ -51,6 +52,7 @@ CASES = [
         *itertools.product(WINDOWED, (*SHAPES[:3], *LATENT_SHAPES[:2])),
         (WIDE, SHAPES[0]),
         (WIDE, LATENT_SHAPES[0]),
+        *itertools.product(RULED, (*SHAPES[:4], SHAPES[9])),
     )
 ]
 # The torch backend has one way through for every shape, and on a CPU one type: each work in one shape, each shape in
@@ -117,12 +119,14 @@ class Conformance:
         else:
             self.batch = dataclasses.replace(decode_batch(work, shape, LENGTHS[0], device), max_kv_len=MAX_LENGTH)
         self.q = random_rows(self.batch.num_rows, shape, device)
-        self.rule = ScoreRule(shape.head_dim**-0.5 * 1.25)  # not the default of any library
+        scale = shape.head_dim**-0.5 * 1.25  # not the default of any library
+        self.rule = dataclasses.replace(work.rule or ScoreRule(1.0), scale=scale)
+        self.sinks = torch.randn(shape.num_heads, device=device) if self.rule.has_sinks else None
 
     def run(self) -> Tensor:
         prepared = self.backend.prepare(self.batch)
-        prepared.forward(self.q, self.kv, self.rule)
-        return prepared.forward(self.q, self.kv, self.rule)  # the second layer finds what the first left
+        prepared.forward(self.q, self.kv, self.rule, self.sinks)
+        return prepared.forward(self.q, self.kv, self.rule, self.sinks)  # the second layer finds what the first left
 
     def check(self) -> None:
         for lengths in LENGTHS:
@@ -148,7 +152,9 @@ class Conformance:
     def assert_close(self, out: Tensor) -> None:
         assert out.dtype == self.q.dtype and out.is_contiguous()
         assert out.shape == (*self.q.shape[:2], self.shape.value_dim)
-        expected = TorchBackend().prepare(self.batch).forward(self.q.double(), in_float64(self.kv), self.rule)
+        expected = (
+            TorchBackend().prepare(self.batch).forward(self.q.double(), in_float64(self.kv), self.rule, self.sinks)
+        )
         error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         tolerance = TOLERANCE[self.shape.dtype]
         assert error.max() < tolerance, f"relative error {error.max():.2e} at {error.argmax()} of {error.shape}"

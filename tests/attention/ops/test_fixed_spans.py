@@ -31,6 +31,9 @@ SPAN = 128 if INTERPRETED else FIXED_SPAN
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 GROUP, KV_HEADS, HEAD_DIM, PAGE = (4, 1, 16, 16) if INTERPRETED else (4, 8, 128, 16)
 SCALE = HEAD_DIM**-0.5
+PLAIN = ScoreRule(SCALE)
+# The second hides columns of a suffix's own path.
+RULES = [PLAIN, ScoreRule(SCALE, 3, has_sinks=True), ScoreRule(SCALE, 100, soft_cap=1.0, has_sinks=True)]
 # of a request and its suffix: short, at a tile's end and a span's, one of which the suffix reaches across
 PREFIXES = [0, 1, 57, SPAN - 3, SPAN + 60] if INTERPRETED else [0, 1, 61, 640, 1021, 1023, 1024, 2047, 5000]
 
@@ -38,7 +41,8 @@ PREFIXES = [0, 1, 57, SPAN - 3, SPAN + 60] if INTERPRETED else [0, 1, 61, 640, 1
 class Text:
     """One request's pages and queries, of which any rows may be computed: `q` [length, heads, head_dim]."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, rule: ScoreRule = PLAIN) -> None:
+        self.rule = rule
         num_pages = -(-length // PAGE) + 5
         self.pool = random_pool(num_pages, PAGE, KV_HEADS, HEAD_DIM, DTYPE)
         self.table = random_table([length], PAGE, num_pages)
@@ -52,7 +56,7 @@ class Text:
         mode = Mode.DECODE if rows == 1 else Mode.VERIFY
         length = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
         batch = DecodeBatch(mode, rows, rows, length, causal_mask(1, rows, DEVICE), self.table, prefix + rows)
-        return attend(self.pool, batch, self.q[prefix : prefix + rows])
+        return attend(self.pool, batch, self.q[prefix : prefix + rows], rule=self.rule)
 
     def chunks(self, cuts: list[int]) -> Tensor:
         """All rows, as the chunks between `cuts` in one batch."""
@@ -61,8 +65,18 @@ class Text:
         return attend(self.pool, batch, self.q)
 
 
-def attend(pool: KVPool, batch: DecodeBatch | PrefillBatch, q: Tensor, backend: TritonBackend | None = None) -> Tensor:
-    return (backend or TritonBackend(SPAN)).prepare(batch).forward(q, pool.layer(0), ScoreRule(SCALE))
+def attend(
+    pool: KVPool,
+    batch: DecodeBatch | PrefillBatch,
+    q: Tensor,
+    backend: TritonBackend | None = None,
+    rule: ScoreRule = PLAIN,
+) -> Tensor:
+    return (backend or TritonBackend(SPAN)).prepare(batch).forward(q, pool.layer(0), rule, sinks_of(rule))
+
+
+def sinks_of(rule: ScoreRule) -> Tensor | None:
+    return torch.linspace(-1.0, 2.0, GROUP * KV_HEADS, device=DEVICE) if rule.has_sinks else None
 
 
 def test_spans_hold_the_longest_context() -> None:
@@ -114,18 +128,20 @@ def test_rows_of_a_chain_equal_rows_of_their_own(rows: int) -> None:
             assert torch.equal(together[row], text.plain(prefix + row)[0]), (prefix, row)
 
 
-def test_rows_of_a_tree_equal_those_of_their_path() -> None:
+@pytest.mark.parametrize("rule", RULES, ids=["plain", "narrow, sinks", "window, cap, sinks"])
+def test_rows_of_a_tree_equal_those_of_their_path(rule: ScoreRule) -> None:
     """Path 0, 2, 3, 7 of a tree of 9 nodes, the others being something else."""
     torch.manual_seed(8)
     path, width = [0, 2, 3, 7], 9
     masks = [1, 0b11, 0b101, 0b1101, 0b10011, 0b100101, 0b1000011, 0b10001101, 0b100010011]
     for prefix in PREFIXES:
-        text = Text(prefix + width)
+        text = Text(prefix + width, rule)
         length = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
         mask = torch.tensor([masks], device=DEVICE)
         batch = DecodeBatch(Mode.VERIFY, width, width, length, mask, text.table, prefix + width)
-        tree = attend(text.pool, batch, text.q[prefix:])
-        assert_close(tree, decode_triton.reference(text.q[prefix:], text.pool.layer(0), batch, ScoreRule(SCALE)), DTYPE)
+        tree = attend(text.pool, batch, text.q[prefix:], rule=rule)
+        expected = decode_triton.reference(text.q[prefix:], text.pool.layer(0), batch, rule, sinks_of(rule))
+        assert_close(tree, expected, DTYPE)
         for depth, node in enumerate(path):  # what a commit does, and the queries too
             place, source = (token_place(text.table, prefix + column) for column in (depth, node))
             for x in text.pool.tensors[0]:

@@ -90,6 +90,22 @@ def test_prompt_chunks_read_fp8_pages(name: str, dtype: torch.dtype, window: int
     assert_close(out[:used], expected[:used], dtype)
 
 
+def test_rules_of_scores_are_those_of_other_pages() -> None:
+    """A window, a soft cap and sinks over FP8 pages: rounds of a tree, and chunks."""
+    torch.manual_seed(4)
+    rule, sinks = ScoreRule(0.4, window=20, soft_cap=1.5, has_sinks=True), torch.randn(6, device=DEVICE)
+    layer = layer_of("d32", 12, 16)
+    batch = random_decode(Mode.VERIFY, 3, 9, [0, 5, 70], 16, 12)
+    q = queries("d32", batch.num_rows, DTYPES[0])
+    out = TritonBackend().prepare(batch).forward(q, layer, rule, sinks)
+    assert_close(out, decode_triton.reference(q, layer, batch, rule, sinks), DTYPES[0])
+    table = random_table([41, 9], 16, 12)
+    chunks = PrefillBatch.from_lists([33, 0], [8, 9], table)
+    q = queries("d32", chunks.num_rows, DTYPES[0])
+    out = TritonBackend().prepare(chunks).forward(q, layer, rule, sinks)
+    assert_close(out, prefill_triton.reference(q, layer, chunks, rule, sinks), DTYPES[0])
+
+
 @pytest.mark.gpu  # Triton's interpreter (3.6) has no NaN in FP8
 @pytest.mark.parametrize("name", ["d32", "latent-32-32"])
 def test_nan_in_a_page_reaches_the_rows_that_see_it(name: str) -> None:

@@ -327,4 +327,6 @@ def test_the_layer_at_which_a_plan_is_made_has_the_fence(span: int | None, monke
     q, kv = torch.zeros(1, 2, 16), LayerKV(torch.zeros(2, 16, 1, 16), torch.zeros(2, 16, 1, 16))
     prepared = triton_backend.TritonBackend(span).prepare(batch)
     assert [prepared.plan(q, kv, ScoreRule(1.0)) for _ in range(3)] == [True, False, False]
+    windows = (64, None, 64, 3, 3)  # layers with another window have a plan of their own
+    assert [prepared.plan(q, kv, ScoreRule(1.0, window)) for window in windows] == [True, False, False, True, False]
     assert Recording([]).plan(q, kv, ScoreRule(1.0))  # who does not know has it at every layer

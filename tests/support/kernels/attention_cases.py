@@ -17,6 +17,7 @@ from attention.kv_cache.layout import KVLayout, LayerGroup
 from attention.kv_cache.pool import KVPool
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.scores import ScoreRule
 from attention.views import LatentKV, LayerKV
 
 NUM_KV_HEADS = 2
@@ -33,7 +34,8 @@ MAX_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Work:
-    """A mode with its mask: rows of a request and columns after its prefix. window: of a draft that has one."""
+    """A mode with its mask: rows of a request and columns after its prefix. window: of a draft that has one. rule: of
+    layers that do more than a softmax; its scale is the shape's."""
 
     name: str
     mode: Mode
@@ -41,6 +43,7 @@ class Work:
     suffix_len: int = 1
     tree: bool = False
     window: int | None = None
+    rule: ScoreRule | None = None
 
 
 WORKS = (
@@ -52,7 +55,15 @@ WORKS = (
     Work("draft_decode a chain", Mode.DRAFT_DECODE, 1, STEPS_BEFORE + 1),
     Work("draft_decode a tree", Mode.DRAFT_DECODE, TOP_K, TOP_K * (STEPS_BEFORE + 1), tree=True),
 )
-# What a draft with a window does; that a target with one does the same is not asked.
+RULED = tuple(
+    replace(work, name=f"{work.name} by {name}", rule=rule)
+    for work in WORKS
+    for name, rule in (
+        ("a window and sinks", ScoreRule(1.0, window=100, has_sinks=True)),
+        ("a soft cap", ScoreRule(1.0, soft_cap=2.0)),
+    )
+)
+# What a draft with a window does.
 WINDOWED = tuple(
     replace(work, name=f"{work.name} in a window", window=100)
     for work in WORKS
@@ -141,6 +152,7 @@ def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int
         shape.latent,
         work.window,
         shape.kv_dtype or shape.dtype,
+        () if work.rule is None else (work.rule,),
     )
 
 

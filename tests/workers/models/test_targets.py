@@ -37,7 +37,8 @@ def prompts() -> list[list[int]]:
 def by_transformers(target: Path) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    # SDPA, which most models take by default, leaves soft caps out
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
     answers = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
