@@ -70,6 +70,8 @@ def meant(folder: Path) -> Path:
         pytest.param(["w8a8"], "Qwen3Moe", marks=pytest.mark.slow),
         (["fp8"], "Llama"),
         (["mxfp4"], "Qwen3Moe"),
+        (["nvfp4"], "Qwen3_5"),  # a scale of each matrix, of which one holds q, k and v
+        pytest.param(["nvfp4"], "Qwen3Next", marks=pytest.mark.slow),
         (["nvfp4", "--ignore", "*.down_proj", "re:.*layers\\.0\\.self_attn"], "Llama"),
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value[:1]),
@@ -77,7 +79,7 @@ def meant(folder: Path) -> Path:
 def test_what_is_written_means_the_same_to_us_and_to_the_library(
     tmp_path: Path, options: list[str], architecture: str
 ) -> None:
-    sizes = {"moe_intermediate_size": 64} if architecture == "Qwen3Moe" else {}
+    sizes = {"moe_intermediate_size": 64} if architecture in ("Qwen3Moe", "Qwen3Next") else {}
     target = make_target(tmp_path / "target", architecture=architecture, **sizes)
     output = tmp_path / "out"
     command = ["quantize", str(target), "--no-loss", "--shard-gb", "0.001", "--output", str(output), "--scheme"]

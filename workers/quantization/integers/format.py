@@ -287,6 +287,8 @@ def split_outputs(
     rows: outputs of each matrix.
     split: the same for a tensor whose first dimension counts outputs, or groups of outputs.
     """
+    if full.numel() == 1:  # a scale of the whole matrix
+        return [full] * len(rows)
     if kind in _OUTPUTS_LAST:
         return [part.transpose(0, 1) for part in split(full.transpose(0, 1))] if full.dim() == 2 else split(full)
     if kind in _OF_INPUTS:
