@@ -19,7 +19,7 @@ from torch import Tensor
 from cluster.config import ConfigError
 from deploy.config.hub import model_folder
 from deploy.quantize.calibration import Moments, Observed, moments_bytes
-from deploy.quantize.matrices import Layer, Source, chosen_layers, kept_modules
+from deploy.quantize.matrices import Layer, Source, chosen_layers, kept_modules, largest
 from deploy.quantize.names import SCHEMES
 from deploy.quantize.rounding import quantised
 from deploy.quantize.schemes import Scheme, scheme_of
@@ -175,12 +175,12 @@ class Job:
         """Return the tensors of a layer by their names in the files."""
         entries = [self.source.by_module[module] for module in layer.modules]
         weights = [self.source.read(entry) for entry in entries]
-        largest = max(float(weight.abs().max()) for weight in weights)
+        magnitude = max(map(largest, weights))
         seen = moments.take(layer.observed)
         found: dict[str, Tensor] = {}
         for entry, weight in zip(entries, weights, strict=True):
             module = entry.name.removesuffix(".weight")
-            tensors = quantised(weight, self.scheme, largest, seen)
+            tensors = quantised(weight, self.scheme, magnitude, seen)
             found |= {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}
         return found
 

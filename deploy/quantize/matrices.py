@@ -1,5 +1,6 @@
 """The matrices of a checkpoint that can be quantised: those of the model's own linear layers and experts."""
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -97,9 +98,15 @@ class Source:
                 tensor: Tensor = file.get_tensor(entry.name)
         except Exception as error:  # safetensors raises its own, and Rust's
             raise ConfigError(f"{entry.file}: {entry.name} cannot be read ({error}); download it again") from None
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and tensor.numel() and not math.isfinite(largest(tensor)):
             raise ConfigError(f"{entry.file}: {entry.name} has numbers that are not finite; download it again")
         return tensor
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest magnitude, NaN if there is one; makes no copy."""
+    low, high = tensor.aminmax()
+    return float(torch.maximum(-low, high))
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

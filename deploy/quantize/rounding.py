@@ -15,6 +15,9 @@ from deploy.quantize.schemes import Scheme
 # Shares of the largest magnitude of a group that its codes may reach. Below 0.6 the best error never lies in practice.
 SHRINKS = tuple(1.0 - step / 32 for step in range(14))
 _SEARCHED = 1 << 19  # weights whose errors are computed at once: 2 MB, near a core's cache
+_PACKED = 1 << 21  # weights that are packed at once, and
+_COMPENSATED = 1 << 24  # compensated at once: of a larger matrix, some rows after the others
+_OF_MATRIX = ("weight_shape", "weight_global_scale")  # tensors that do not count rows
 _DAMPING = 0.01  # of the mean second moment, added to all: the paper's choice
 _BLOCK = 128  # columns whose errors are carried to the later ones at once
 
@@ -138,19 +141,15 @@ def quantised(weight: Tensor, scheme: Scheme, largest: float, moments: Tensor | 
     largest: as of `find_scales`. moments: as of `compensated`; None: inputs are not known.
     """
     diagonal = None if moments is None else moments.diagonal()
-    scales = find_scales(weight, scheme.weights, largest, diagonal)
-    if moments is None:
-        return packed(weight.float(), scheme, scales, weight.dtype)
-    meant = torch.cat(
-        [
-            compensated(rows, scheme.weights, scales.rows(first, first + len(rows)), moments)
-            for first, rows in _spans(weight)
-        ]
-    )
-    return packed(meant, scheme, scales, weight.dtype)
-
-
-def _spans(weight: Tensor) -> list[tuple[int, Tensor]]:
-    """Return rows of a matrix that are compensated at once, and the first one's index."""
-    step = max(1, (1 << 26) // weight.shape[1])
-    return [(first, weight[first : first + step]) for first in range(0, weight.shape[0], step)]
+    size = _PACKED if moments is None else _COMPENSATED
+    step = max(32, size // weight.shape[1] // 32 * 32)  # 32 rows are whole words of zero points
+    found = []
+    for rows in torch.split(weight, step):
+        scales = find_scales(rows, scheme.weights, largest, diagonal)
+        meant = rows.float() if moments is None else compensated(rows, scheme.weights, scales, moments)
+        found.append(packed(meant, scheme, scales, weight.dtype))
+    tensors = {kind: torch.cat([each[kind] for each in found]) for kind in found[0] if kind not in _OF_MATRIX}
+    whole = {kind: tensor for kind, tensor in found[0].items() if kind in _OF_MATRIX}
+    if "weight_shape" in whole:
+        whole["weight_shape"] = torch.tensor(weight.shape)
+    return tensors | whole

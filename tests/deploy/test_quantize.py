@@ -144,6 +144,24 @@ def test_moments_are_those_of_the_inputs(tmp_path: Path) -> None:
             torch.testing.assert_close(ours, x.t() @ x / len(x), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_after_each_other_are_the_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = scheme_of(name, None, name.endswith("a16"), False)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(75, 256, generator=generator)
+    x = torch.randn(300, 256, generator=generator)
+    for moments in (None, x.t() @ x / len(x)):
+        whole = quantised(weight, scheme, float(weight.abs().max()), moments)
+        with monkeypatch.context() as patch:
+            patch.setattr("deploy.quantize.rounding._PACKED", 1)
+            patch.setattr("deploy.quantize.rounding._COMPENSATED", 1)
+            apart = quantised(weight, scheme, float(weight.abs().max()), moments)
+        assert whole.keys() == apart.keys()
+        for kind, tensor in whole.items():
+            same = (tensor.view(torch.uint8) == apart[kind].view(torch.uint8)).float().mean()
+            assert tensor.shape == apart[kind].shape and same > 0.99, kind  # sums of other blocks may round otherwise
+
+
 def error_of(meant: Tensor, weight: Tensor, moments: Tensor) -> float:
     off = meant - weight
     return float(((off @ moments) * off).sum())
