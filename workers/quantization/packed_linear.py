@@ -1,35 +1,115 @@
-"""A linear layer whose weight has few bits: held as the checkpoint stores it until `finish`, then packed."""
+"""A linear layer whose weight has few bits: held as the checkpoint stores it until `finish`, then packed for
+`workers.ops.packed`, or dequantised to the model's dtype where there is no product of few bits, or where a layer
+multiplies by a part of the weight."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.layers.linear_method import DenseLinearMethod, LinearShape, Part
+from workers.ops.activation import silu_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.ops.packed.product import PackedProduct, choose_product
 from workers.ops.packed.tiles import packed_workspace_size
-from workers.ops.packed.weight import dequantize
-from workers.quantization.packed_scheme import PackedScheme, packed_below, with_rows
+from workers.ops.packed.weight import PackedWeight, dequantize
+from workers.span import Span
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Consecutive rows of a layer.
+
+    gather: int32 [in_features of `weight`] input of each place, on the weight's device; None: all of them in their
+        order, after `margins[0]` and before `margins[1]` zeros.
+    """
+
+    weight: PackedWeight
+    gather: Tensor | None = None
+    margins: tuple[int, int] = (0, 0)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Return rows [rows, inputs] as the weight's columns are."""
+        if self.gather is not None:
+            return x.index_select(1, self.gather)
+        return F.pad(x, self.margins) if any(self.margins) else x
+
+    def dense(self, in_features: int, dtype: torch.dtype) -> Tensor:
+        """Return [rows, in_features], exact in float32."""
+        dense = dequantize(self.weight, dtype)
+        if self.gather is None:
+            return dense[:, self.margins[0] : self.margins[0] + in_features]
+        out = dense.new_zeros((dense.shape[0], in_features))
+        return out.index_add_(1, self.gather, dense)  # padding adds zeros
+
+
+class StoredMatrix(nn.Module, ABC):
+    """A part's tensors on this rank, as the checkpoint has them."""
+
+    @abstractmethod
+    def load(self, kind: str, full: Tensor) -> None:
+        """See `LinearMethod.load`."""
+
+    @abstractmethod
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        """Fill with random codes of which a product is as large as its inputs."""
+
+
+class LinearLayout(ABC):
+    """How a checkpoint stores linear layers of few bits. A plain value; its text is for the log."""
+
+    @property
+    @abstractmethod
+    def all_kinds(self) -> tuple[str, ...]:
+        """The tensors of a matrix, as last components of names."""
+
+    @property
+    @abstractmethod
+    def optional(self) -> tuple[str, ...]:
+        """Those of them that a checkpoint may lack."""
+
+    @abstractmethod
+    def stored(self, part: Part) -> StoredMatrix:
+        """Allocate this rank's share of a matrix. Raises ValueError if the matrix has no such form."""
+
+    @abstractmethod
+    def pack(self, stored: Sequence[StoredMatrix], shape: LinearShape) -> list[PackedPart]:
+        """Return the rows of a layer; one part unless the order of inputs differs. stored: by part of `shape`."""
+
+    @abstractmethod
+    def max_inputs(self, columns: Span) -> int:
+        """Return the most inputs that a packed weight has for a rank's `columns`."""
+
+    @abstractmethod
+    def layer_bytes(self, shape: LinearShape, scale_dtype: torch.dtype) -> int:
+        """Return the bytes of a packed layer, before its order of inputs is known."""
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Multiplies by consecutive rows of a layer."""
+
+    part: PackedPart
+    product: PackedProduct
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        return self.product.multiply(self.part.inputs(x), bias, out)
 
 
 class PackedLinear(DenseLinearMethod):
-    """stored: by part and kind; empty after `finish`."""
+    """stored: per part; empty after `finish`."""
 
-    def __init__(self, shape: LinearShape, scheme: PackedScheme) -> None:
+    def __init__(self, shape: LinearShape, layout: LinearLayout) -> None:
         super().__init__(shape)
-        self.scheme, self._dtype = scheme, torch.get_default_dtype()
-        self.kinds = (*scheme.kinds, *scheme.unused)
-        self.stored = nn.ParameterDict(
-            {
-                f"{i}-{kind}": nn.Parameter(tensor, requires_grad=False)
-                for i, part in enumerate(shape.parts)
-                for kind, tensor in scheme.storage(part).items()
-            }
-        )
-        columns = shape.parts[0].columns
-        widened = scheme.widened(columns)
-        self._margins = columns.first - widened.first, widened.end - columns.end
-        self._product: PackedProduct | None = None
+        self.kinds = layout.all_kinds
+        self.layout, self._dtype = layout, torch.get_default_dtype()
+        self.stored = nn.ModuleList(layout.stored(part) for part in shape.parts)
+        self._packed: list[_Product] = []
+        self._dense: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -37,58 +117,68 @@ class PackedLinear(DenseLinearMethod):
 
     @property
     def format(self) -> str:
-        return str(self.scheme)
+        return str(self.layout)
 
     def num_bytes(self, options: GEMMOptions) -> int:
-        columns = self.scheme.widened(self.shape.parts[0].columns).size
-        packed = self.scheme.packed_bytes(self.shape.out_features, columns)
-        dense = self.shape.out_features * self.shape.in_features * self._dtype.itemsize
-        return packed if options.packed else packed + dense  # a layer that multiplies by a part of it keeps both
+        if options.packed:
+            return self.layout.layer_bytes(self.shape, self._dtype)
+        return self.shape.out_features * self.shape.in_features * self._dtype.itemsize
 
     def dense_weight(self) -> Tensor:
-        """Dequantised at each call; for layers that multiply by a part of it."""
-        before, _ = self._margins
-        return dequantize(self._chosen.weight, self._dtype)[:, before : before + self.shape.in_features]
+        """Dequantised at each call if the weight stays packed."""
+        if self._dense is not None:
+            return self._dense
+        assert self._packed, "call finish first"
+        return torch.cat([product.part.dense(self.shape.in_features, self._dtype) for product in self._packed])
+
+    def _of(self, part: Part) -> StoredMatrix:
+        stored = self.stored[self.shape.parts.index(part)]
+        assert isinstance(stored, StoredMatrix)
+        return stored
 
     def load(self, kind: str, part: Part, full: Tensor) -> None:
-        if kind in self.scheme.kinds:
-            self.scheme.copy(kind, part, full, self._matrix(self.shape.parts.index(part))[kind])
+        self._of(part).load(kind, full)
 
     def fill_missing(self, kind: str, part: Part) -> bool:
-        return kind in self.scheme.unused
+        return kind in self.layout.optional
 
     def fill_dummy(self, generator: torch.Generator) -> None:
-        for i, part in enumerate(self.shape.parts):
-            self.scheme.dummy(self._matrix(i), part.columns.total, generator)
-
-    def _matrix(self, index: int) -> dict[str, Tensor]:
-        return {kind: self.stored[f"{index}-{kind}"].data for kind in self.scheme.kinds}
+        for part in self.shape.parts:
+            self._of(part).fill_dummy(generator)
 
     def workspace_size(self) -> tuple[int, int]:
-        widened = self.shape.in_features + sum(self._margins)
-        return packed_workspace_size([(self.shape.out_features, widened)])
+        inputs = self.layout.max_inputs(self.shape.parts[0].columns)
+        rows = (self.shape.out_features, *(max(part.rows.size, 1) for part in self.shape.parts))
+        return packed_workspace_size([(n, inputs) for n in rows])
 
     def finish(self, options: GEMMOptions) -> None:
-        if self._product is not None:
-            return
-        matrices = [self.scheme.read(self._matrix(i)) for i in range(len(self.shape.parts))]
-        if self.shape.padding:
-            last = matrices[-1].codes.shape[0]
-            matrices[-1] = with_rows(matrices[-1], 0, last + self.shape.padding)
-        self._product = choose_product(packed_below(matrices, self.scheme), options)
-        self.stored = nn.ParameterDict()
+        if len(self.stored):
+            packed = self.layout.pack([self._of(part) for part in self.shape.parts], self.shape)
+            self._packed = [_Product(part, choose_product(part.weight, options)) for part in packed]
+            self.stored = nn.ModuleList()
+        if not options.packed:
+            self._dense = self.dense_weight()
+            self._packed = []
+            super().finish(options)
 
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        return self._chosen.multiply(self._widened(x), bias, out)
+        if self._dense is not None:
+            return super().multiply(x, bias, out)
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        if len(self._packed) == 1:
+            return self._packed[0].multiply(x, bias, out)
+        products, first = [], 0
+        for product in self._packed:
+            end = first + product.part.weight.out_features
+            products.append(product.multiply(x, None if bias is None else bias[first:end], None))
+            first = end
+        return torch.cat(products, 1) if out is None else torch.cat(products, 1, out=out)
 
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
-        return self._chosen.multiply_gated(self._widened(x))
-
-    @property
-    def _chosen(self) -> PackedProduct:
-        assert self._product is not None, "call finish first"
-        return self._product
-
-    def _widened(self, x: Tensor | Fp8Rows) -> Tensor:
+        if self._dense is not None:
+            return super().multiply_gated(x, wanted)
         assert isinstance(x, Tensor), "fp8_inputs is None"
-        return nn.functional.pad(x, self._margins) if any(self._margins) else x
+        if len(self._packed) > 1:
+            return silu_mul(self.multiply(x, None))
+        (only,) = self._packed
+        return only.product.multiply_gated(only.part.inputs(x))

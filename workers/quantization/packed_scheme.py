@@ -1,15 +1,16 @@
 """`PackedScheme`: how a checkpoint stores one matrix of few bits. A scheme cuts and reads the tensors of a matrix; the
 methods of layers (`packed_linear`, `packed_experts`) hold them until `finish`, then build a `PackedWeight`."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from workers.layers.linear_method import Part
+from workers.layers.linear_method import LinearShape, Part
 from workers.ops.packed.weight import Code, PackedWeight, empty, pack
+from workers.quantization.packed_linear import LinearLayout, PackedPart, StoredMatrix
 from workers.span import Span
 
 
@@ -29,7 +30,7 @@ class MatrixCodes:
     row_scale: Tensor | None = None
 
 
-class PackedScheme(ABC):
+class PackedScheme(LinearLayout):
     """A plain value.
 
     code: see `PackedWeight`.
@@ -51,6 +52,14 @@ class PackedScheme(ABC):
     def __str__(self) -> str:
         """For the log, such as "int4 in groups of 128"."""
         return f"{self.code}, a scale per output" if self.group is None else f"{self.code} in groups of {self.group}"
+
+    @property
+    def all_kinds(self) -> tuple[str, ...]:
+        return (*self.kinds, *self.unused)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return self.unused
 
     @abstractmethod
     def storage(self, part: Part) -> dict[str, Tensor]:
@@ -83,6 +92,23 @@ class PackedScheme(ABC):
         )
         return weight.num_bytes
 
+    def stored(self, part: Part) -> StoredMatrix:
+        return _StoredPacked(self, part)
+
+    def pack(self, stored: Sequence[StoredMatrix], shape: LinearShape) -> list[PackedPart]:
+        matrices = [self.read(each.matrix) for each in stored if isinstance(each, _StoredPacked)]
+        if shape.padding:
+            matrices[-1] = with_rows(matrices[-1], 0, matrices[-1].codes.shape[0] + shape.padding)
+        columns = shape.parts[0].columns
+        whole = self.widened(columns)
+        return [PackedPart(packed_below(matrices, self), None, (columns.first - whole.first, whole.end - columns.end))]
+
+    def max_inputs(self, columns: Span) -> int:
+        return self.widened(columns).size
+
+    def layer_bytes(self, shape: LinearShape, scale_dtype: torch.dtype) -> int:
+        return self.packed_bytes(shape.out_features, self.max_inputs(shape.parts[0].columns))
+
     def widened(self, columns: Span) -> Span:
         """Return `columns` with the rest of the groups that the borders of ranks cut. A rank's inputs there must be
         zero."""
@@ -90,6 +116,27 @@ class PackedScheme(ABC):
             return columns
         first, end = columns.first // self.group, -(-columns.end // self.group)
         return Span(first * self.group, end * self.group, columns.total)
+
+
+class _StoredPacked(StoredMatrix):
+    """tensors: by kind."""
+
+    def __init__(self, scheme: PackedScheme, part: Part) -> None:
+        super().__init__()
+        self._scheme, self._part = scheme, part
+        kept = scheme.storage(part).items()
+        self.tensors = nn.ParameterDict({kind: nn.Parameter(tensor, requires_grad=False) for kind, tensor in kept})
+
+    @property
+    def matrix(self) -> dict[str, Tensor]:
+        return {kind: tensor.data for kind, tensor in self.tensors.items()}
+
+    def load(self, kind: str, full: Tensor) -> None:
+        if kind in self._scheme.kinds:
+            self._scheme.copy(kind, self._part, full, self.tensors[kind].data)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self._scheme.dummy(self.matrix, self._part.columns.total, generator)
 
 
 def with_rows(matrix: MatrixCodes, first: int, num_rows: int) -> MatrixCodes:

@@ -11,19 +11,19 @@ from workers.layers.linear_method import LinearShape
 from workers.layers.weighted import WrongTensorError
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.quantization.integers.input_order import input_order
-from workers.quantization.integers.linear import IntLinear
+from workers.quantization.packed_linear import PackedLinear
 from workers.quantization.table import read_quant_method
 from workers.span import Span
 
 
-def method_of(recipe: Recipe, shape: LinearShape) -> IntLinear:
+def method_of(recipe: Recipe, shape: LinearShape) -> PackedLinear:
     quant = read_quant_method({"quantization_config": recipe.config}, "model x")
     method = quant.linear_method(["model.layers.0.mlp.down_proj"] * len(shape.parts), shape)
-    assert isinstance(method, IntLinear)
+    assert isinstance(method, PackedLinear)
     return method
 
 
-def load(method: IntLinear, matrices: list[Quantised], recipe: Recipe) -> None:
+def load(method: PackedLinear, matrices: list[Quantised], recipe: Recipe) -> None:
     for part, matrix in zip(method.shape.parts, matrices, strict=True):
         for kind, tensor in recipe.pack(matrix).items():
             method.load(kind, part, tensor)
@@ -102,7 +102,7 @@ def test_a_head_has_rows_of_zeros_after_its_vocabulary() -> None:
     for rows, padding in ((Span(11, 21, 21), 1), (Span(21, 21, 21), 11)):
         shape = LinearShape.stacked([("", rows)], Span.whole(64), padding)
         method = quant.linear_method(["lm_head"], shape)
-        assert isinstance(method, IntLinear)
+        assert isinstance(method, PackedLinear)
         load(method, [matrix], recipe)
         method.finish(GEMMOptions(packed=True))
         dense = method.dense_weight()

@@ -6,7 +6,7 @@ import torch
 from tests.support.int_checkpoints import Recipe, awq, gptq, pack_quantized
 from workers.layers.linear_method import LinearMethod, LinearShape
 from workers.ops.gemm.workspace import GEMMOptions
-from workers.quantization.integers.linear import IntLinear
+from workers.quantization.packed_linear import PackedLinear
 from workers.quantization.table import read_quant_method
 from workers.span import Span
 
@@ -32,7 +32,7 @@ def on_gpu(recipe: Recipe, shape: LinearShape) -> tuple[LinearMethod, torch.Tens
     """A finished layer, and its weight in float64."""
     quant = read_quant_method({"quantization_config": recipe.config}, "model x")
     method = quant.linear_method(["model.layers.0.mlp.up_proj"] * len(shape.parts), shape)
-    assert isinstance(method, IntLinear)
+    assert isinstance(method, PackedLinear)
     method.to("cuda")
     dense = []
     for seed, part in enumerate(shape.parts):

@@ -3,7 +3,7 @@
 readers of quantization_config
     awq, gptq, auto_round, pack_quantized
 scheme          `IntScheme`: gives layers their methods
-    linear, experts
+    experts
 format          `IntFormat`: the tensors of each layout, cut for a rank and read
 stored          a matrix's tensors until they are packed
 packing         to `workers.ops.packed`, in the order of `input_order`

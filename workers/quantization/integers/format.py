@@ -1,5 +1,5 @@
 """Checkpoints' formats of 4- and 8-bit integers: which tensors a module has, which part of them a rank needs, and what
-they mean. Pure functions of tensors; layers are in `linear` and `experts`."""
+they mean. Pure functions of tensors; layers are in `workers.quantization.packed_linear` and `experts`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

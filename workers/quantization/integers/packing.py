@@ -1,38 +1,18 @@
 """From the checkpoint's tensors of stacked matrices to `workers.ops.packed`: layers and experts pack alike."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from workers.layers.linear_method import LinearShape
-from workers.ops.packed.weight import PackedWeight, dequantize, empty, pack
+from workers.ops.packed.weight import empty, pack
 from workers.quantization.integers.format import Codes, IntFormat
 from workers.quantization.integers.input_order import InputOrder, input_order
+from workers.quantization.packed_linear import PackedPart
 from workers.span import Span
-
-
-@dataclass(frozen=True)
-class PackedPart:
-    """Consecutive rows of a layer. gather: int32 [in_features of `weight`] input of each place, on the weight's device;
-    None: all of them in their order."""
-
-    weight: PackedWeight
-    gather: Tensor | None
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """Return rows [rows, inputs] with the inputs in the weight's order."""
-        return x if self.gather is None else x.index_select(1, self.gather)
-
-    def dense(self, in_features: int, dtype: torch.dtype) -> Tensor:
-        """Return [rows, in_features], exact in float32."""
-        dense = dequantize(self.weight, dtype)
-        if self.gather is None:
-            return dense
-        out = dense.new_zeros((dense.shape[0], in_features))
-        return out.index_add_(1, self.gather, dense)  # padding adds zeros
 
 
 def pack_parts(stored: Sequence[dict[str, Tensor]], shape: LinearShape, layout: IntFormat) -> list[PackedPart]:

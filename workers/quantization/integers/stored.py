@@ -5,11 +5,12 @@ from torch import Tensor, nn
 
 from workers.layers.linear_method import Part
 from workers.quantization.integers.format import IntFormat
+from workers.quantization.packed_linear import StoredMatrix
 
 _DEVIATION = {4: 4.61, 8: 73.9}  # of codes that are chosen evenly
 
 
-class StoredInt(nn.Module):
+class StoredInt(StoredMatrix):
     """tensors: by kind, this rank's share; with a leading dimension for experts if `num_experts` is given.
 
     Scales are kept in the checkpoint's type, which is known once they are loaded.
