@@ -27,7 +27,7 @@ from workers.device import resolve_dtype
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.models.config import ModelConfig
 from workers.models.loading import allocate, fill_target, read_target_config
-from workers.models.registry import family_of
+from workers.models.registry import family_of_config
 from workers.models.weight_bytes import META, weight_bytes
 from workers.models.weight_formats import weight_formats
 from workers.quantization.kv_scheme import kv_dtype
@@ -146,7 +146,7 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
     multiplies_fp8: whether the GPUs do, as for `weight_bytes`.
     """
     ranks, target, dtype = spec.worker.tensor_parallel, engine.target, engine.dtype
-    group, family = TPGroup(0, ranks), family_of(target.architecture, f"model {spec.worker.model.path}")
+    group, family = TPGroup(0, ranks), family_of_config(target, f"model {spec.worker.model.path}")
     names = family.weight_names(target)
     model = allocate(lambda: family.model(target, group, 1, META, ()), names, target.quant, dtype, META)
     weights, formats = weight_bytes(model, multiplies_fp8), weight_formats(model)

@@ -19,7 +19,7 @@ from workers.layers.linear import LinearBase
 from workers.models.config import ModelConfig
 from workers.models.loading import allocate, read_target_config
 from workers.models.name_map import NameMap
-from workers.models.registry import family_of
+from workers.models.registry import family_of_config
 from workers.models.weights import checkpoint_files, opened
 from workers.quantization.module_lists import matches
 from workers.quantization.quant_method import Unquantized
@@ -65,7 +65,7 @@ class Source:
             self.config: ModelConfig = read_target_config(ModelSource(str(folder)), 1)
             if not isinstance(self.config.quant, Unquantized):
                 raise ConfigError(f"{name}: is quantised already; give the checkpoint that it was made from")
-            family = family_of(self.config.architecture, name)
+            family = family_of_config(self.config, name)
             self.names: NameMap = family.weight_names(self.config)
             self.layers = list(_layers(family, self.config, self.names))
             self.entries = {entry.name: entry for entry in self._entries()}

@@ -21,7 +21,7 @@ from workers.models.decoder import TargetModel
 from workers.models.finite import check_finite
 from workers.models.loading import allocate
 from workers.models.name_map import NameMap
-from workers.models.registry import family_of
+from workers.models.registry import family_of_config
 from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
 from workers.quantization.quant_method import QuantMethod, Unquantized
 
@@ -168,7 +168,7 @@ def _head(model: DraftModel, quant: QuantMethod, names: NameMap, target: TargetM
 
 
 def _target_names(source: ModelSource, target: TargetModel) -> NameMap:
-    family = family_of(target.config.architecture, f"model {source.path}")
+    family = family_of_config(target.config, f"model {source.path}")
     names: NameMap = family.weight_names(target.config)
     return names
 

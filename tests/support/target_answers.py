@@ -1,7 +1,11 @@
 """What every own class of a target must show: greedy answers equal to transformers' beside heads of random weights, on
 two ranks, after cached prefixes, and with too few pages for all requests."""
 
+import json
 from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from speculative.config import SpeculativeConfig
 from tests.support.tiny_models import make_eagle3
@@ -35,3 +39,19 @@ def _drafted(target: Path, head: Path, shape: tuple[int, int, int]) -> Speculati
     ids = [0, 2, read_target_config(ModelSource(path=str(target)), 1).num_layers]
     make_eagle3(head, target, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
     return SpeculativeConfig(str(head), "eagle3", *shape)
+
+
+def as_text_part(folder: Path, architecture: str, prefix: str) -> Path:
+    """Make a text model the text part of a model of images, with a tower. prefix: of its tensors' names."""
+    inner = json.loads((folder / "config.json").read_text())
+    outer = {name: inner.pop(name) for name in ("eos_token_id", "dtype")}
+    config = {"architectures": [architecture], "text_config": inner} | outer
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(str(folder / "model.safetensors"))
+    tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    if "lm_head.weight" in tensors and prefix.startswith("language_model"):
+        tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
+    for tower in ("vision_tower.x.weight", "model.multi_modal_projector.y.weight"):
+        tensors[tower] = torch.zeros(3)
+    save_file(tensors, str(folder / "model.safetensors"))
+    return folder

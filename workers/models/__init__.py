@@ -7,6 +7,7 @@ qwen       Qwen's mixtures of experts and hybrids
 glm        GLM's mixtures of experts
 gpt_oss    gpt-oss: sinks, windows, experts with biases
 gemma      Gemma 2 and 3
+mistral    Mistral and Ministral: a Llama over windows; `phi3` one with packed matrices
 adapter    every other decoder of transformers
 moe        what families with experts share
 config     `ModelConfig`, what every target has, and how Hugging Face spells it

@@ -126,6 +126,16 @@ def _other_quantization(config: Mapping[str, Any], folder: Path) -> dict[str, An
     return {"quant_method": "gptq", **settings} if isinstance(settings, dict) and "bits" in settings else None
 
 
+# Fields of a model of images and text that hold for its text part, too.
+_OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
+
+
+def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """What config.json says of the decoder of tokens: text_config, or all of it."""
+    text = section_of(config, "text_config", source)
+    return {**text, **{key: config[key] for key in _OUTER if config.get(key) is not None}} if text else config
+
+
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     """Of the checkpoint; bfloat16 for names that are not ours."""
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.bfloat16)

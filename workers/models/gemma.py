@@ -1,7 +1,7 @@
 """Gemma 2 and 3: norms before and after attention and MLP, windows in most layers, GELU, scaled embeddings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +14,14 @@ from workers.layers.mlp import GatedMLP
 from workers.layers.norm import ZeroCentredRMSNorm
 from workers.layers.rotary import RopeConfig, RotaryTable
 from workers.models import llama
-from workers.models.config import rope_of
+from workers.models.config import rope_of, text_part
 from workers.models.config_fields import architecture_of, flag_of, number_of, section_of, size_of
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
 from workers.models.layer_kinds import FULL, SLIDING, windows_of
-from workers.models.llama import LlamaConfig
-from workers.models.name_map import NameMap
+from workers.models.llama import LlamaConfig, text_weight_names
 from workers.ops.activation import ACTIVATIONS
 
-# Of the whole model, beside text_config.
-_OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
 # What transformers takes where config.json says nothing.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma2": {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192},
@@ -57,7 +54,7 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
     """Of a text model, or of a model of images and text, whose text_config is read. Raises ValueError where the model
     has something that would otherwise be ignored."""
     kind = architecture_of(config)[:6]
-    config = _COMMON | _DEFAULTS[kind] | _given(_text(config, source))
+    config = _COMMON | _DEFAULTS[kind] | _given(text_part(config, source))
     activation = str(config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh")
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
@@ -79,11 +76,6 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
         logit_cap=_cap(config, "final_logit_softcapping", source),
         activation=activation,
     )
-
-
-def _text(config: dict[str, Any], source: str) -> dict[str, Any]:
-    text = section_of(config, "text_config", source)
-    return {**text, **{key: config[key] for key in _OUTER if config.get(key) is not None}} if text else config
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,19 +148,4 @@ class GemmaForCausalLM(Decoder):
         )
 
 
-def weight_names(config: GemmaConfig) -> NameMap:
-    """The names of text models. Models of images and text have the same behind a prefix, and towers, which are not
-    loaded."""
-    spellings = ("language_model.model.", "model.language_model.")
-    towers = ("vision_tower", "multi_modal_projector")
-    return replace(
-        llama.weight_names(config),
-        aliases=(*((each, "model.") for each in spellings), ("language_model.lm_head.", "lm_head.")),
-        ignored=(
-            *llama.weight_names(config).ignored,
-            *(f"{prefix}{tower}.*" for prefix in ("", "model.") for tower in towers),
-        ),
-    )
-
-
-FAMILY = ModelFamily(read_config, GemmaForCausalLM, weight_names)
+FAMILY = ModelFamily(read_config, GemmaForCausalLM, text_weight_names)

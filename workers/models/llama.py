@@ -1,7 +1,7 @@
 """Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ by three
 flags. EAGLE's heads (`speculative.drafts`) are made of the same layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -185,6 +185,21 @@ def weight_names(config: LlamaConfig) -> NameMap:
             "layers.{layer}.{norm}": "model.layers.{layer}.{norm}",
         },
         ignored=("*.rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_embeddings else ())),
+    )
+
+
+def text_weight_names(config: LlamaConfig) -> NameMap:
+    """`weight_names`, and of models of images and text the same behind a prefix, and towers, which are not loaded."""
+    names = weight_names(config)
+    towers = [f"{prefix}{tower}.*" for prefix in ("", "model.") for tower in ("vision_tower", "multi_modal_projector")]
+    return replace(
+        names,
+        aliases=(
+            ("language_model.model.", "model."),
+            ("model.language_model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+        ),
+        ignored=(*names.ignored, *towers),
     )
 
 

@@ -18,11 +18,10 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.experts import Experts
 from workers.layers.linear import LinearBase, finish_weights
 from workers.models.config import ModelConfig, read_config_json
-from workers.models.config_fields import architecture_of
 from workers.models.decoder import TargetModel
 from workers.models.finite import check_finite
 from workers.models.name_map import NameMap
-from workers.models.registry import family_of
+from workers.models.registry import family_for, family_of_config
 from workers.models.weight_formats import weight_formats
 from workers.models.weights import Advance, checkpoint_tensors, counted, fill_dummy, load_weights, modules_with_weight
 from workers.quantization.kv_scheme import read_kv_scheme
@@ -36,7 +35,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def read_target_config(source: ModelSource, tensor_parallel: int, expert_parallel: bool = False) -> ModelConfig:
     """The target's configuration, checked; raises ValueError naming what is wrong and what would work."""
     raw, name = read_config_json(source.path), f"model {source.path}"
-    family = family_of(architecture_of(raw), name)
+    family = family_for(raw, name)
     config: ModelConfig = family.read_config(raw, name)
     quant = fitted_quant(config.quant, source.path, family.weight_names(config))
     config = replace(config, quant=quant, kv_scheme=read_kv_scheme(source.path, raw))
@@ -100,7 +99,7 @@ def fill_target(
 
     Raises ValueError naming file and tensor where the checkpoint is damaged, does not fit, or is not finite."""
     name = f"model {source.path}"
-    family = family_of(config.architecture, name)
+    family = family_of_config(config, name)
     names = family.weight_names(config)
     dtype = resolve_dtype(source.dtype, config.dtype, Capability.of(device))
     model = allocate(

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any, cast
 
+from workers.models.config import ModelConfig
+from workers.models.config_fields import architecture_of
 from workers.models.family import ModelFamily
 
 Family = ModelFamily[Any]  # of its own configuration
@@ -20,6 +22,11 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen.qwen3_5",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
+    "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "mistral",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2MoeForCausalLM": "qwen.qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
     "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",
@@ -32,12 +39,27 @@ ARCHITECTURES = {
 _ADAPTER = "workers.models.adapter"  # serves what transformers knows and no file of this folder does
 
 
+def family_for(config: dict[str, Any], source: str) -> Family:
+    """The family that reads a config.json; see `family_of`."""
+    family = family_of(architecture_of(config), source)
+    return family if family.serves(config) else _adapter()
+
+
+def family_of_config(config: ModelConfig, source: str) -> Family:
+    """The family that has read `config`; see `family_of`."""
+    return family_of(config.architecture, source) if config.served_by is None else _adapter()
+
+
+def _adapter() -> Family:
+    return cast(Family, import_module(f"{_ADAPTER}.family").FAMILY)
+
+
 def family_of(architecture: str, source: str) -> Family:
     """Raises ValueError that lists what there is for any other; `source` names the model in it."""
     if architecture in ARCHITECTURES:
         return cast(Family, import_module(f"workers.models.{ARCHITECTURES[architecture]}").FAMILY)
     if import_module(f"{_ADAPTER}.config").is_known(architecture):
-        return cast(Family, import_module(f"{_ADAPTER}.family").FAMILY)
+        return _adapter()
     raise ValueError(
         f"{source}: architecture {architecture or 'none'} is not supported as a target; supported are "
         f"{', '.join(ARCHITECTURES)}, and the decoders of transformers, which has none of this name"

@@ -47,6 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "DeepseekV3": LATENT | {"num_hidden_layers": 2},
     "Qwen3_5Moe": {"moe_intermediate_size": 64},
     "Qwen3Next": {"moe_intermediate_size": 64},
+    "Qwen2Moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_hidden_layers": 2},
     "Glm4Moe": {"moe_intermediate_size": 64, "num_hidden_layers": 2},
     "Glm4MoeLite": LATENT | {"num_hidden_layers": 2},
 }
@@ -80,6 +81,8 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: 
         ("Qwen3Next", "awq"),
         pytest.param("Glm4Moe", "awq", marks=pytest.mark.slow),
         pytest.param("Gemma3", "gptq", marks=pytest.mark.slow),
+        pytest.param("Phi3", "awq", marks=pytest.mark.slow),
+        pytest.param("Qwen2Moe", "pack-quantized", marks=pytest.mark.slow),
         pytest.param("Glm4MoeLite", "pack-quantized", marks=pytest.mark.slow),
         pytest.param("Qwen3Next", "pack-quantized", marks=pytest.mark.slow),
     ],

@@ -10,14 +10,18 @@ from workers.models.name_map import Packed
 from workers.models.qwen.hybrid import HybridConfig
 
 
-def layer_rules(ours: str, theirs: str) -> dict[str, str]:
-    """Of a `NameMap`, for a layer of any kind. ours, theirs: the layer's path and its name in the checkpoint."""
-    experts = {
+def shared_expert_rules(ours: str, theirs: str) -> dict[str, str]:
+    """Of a `NameMap`, for experts with a gated shared one; see `layer_rules`."""
+    return {
         f"{ours}.mlp.router": f"{theirs}.mlp.{{part}}",
         f"{ours}.mlp.experts": f"{theirs}.mlp.experts.{{expert}}.{{part}}",
         f"{ours}.mlp.shared_experts.gate_up": f"{theirs}.mlp.shared_expert.{{part}}",
         f"{ours}.mlp.shared_experts.{{module}}": f"{theirs}.mlp.shared_expert.{{module}}",
     }
+
+
+def layer_rules(ours: str, theirs: str) -> dict[str, str]:
+    """Of a `NameMap`, for a layer of any kind. ours, theirs: the layer's path and its name in the checkpoint."""
     recurrent = {
         f"{ours}.self_attn.in_proj": f"{theirs}.linear_attn.{{part}}",
         f"{ours}.self_attn.gates": f"{theirs}.linear_attn.{{part}}",
@@ -25,7 +29,7 @@ def layer_rules(ours: str, theirs: str) -> dict[str, str]:
         f"{ours}.self_attn.out_proj": f"{theirs}.linear_attn.out_proj",
     }
     return {
-        **experts,
+        **shared_expert_rules(ours, theirs),
         **recurrent,
         f"{ours}.self_attn.qkv": f"{theirs}.self_attn.{{part}}",
         f"{ours}.mlp.gate_up": f"{theirs}.mlp.{{part}}",

@@ -1,5 +1,6 @@
-"""Qwen3's mixtures of experts: a Qwen3 whose MLPs are experts, in all layers or in some."""
+"""Mixtures of experts of Qwen2 and Qwen3: a dense model whose MLPs are experts, in all layers or in some."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -17,21 +18,26 @@ from workers.models.family import ModelFamily
 from workers.models.llama import LlamaConfig, make_attention, make_mlp
 from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, moe_rules, num_experts_of
 from workers.models.name_map import NameMap
+from workers.models.qwen.hybrid_names import shared_expert_rules
 from workers.ops.experts.route import Routing
+
+_SHARED = "shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(LlamaConfig):
     """moe_layers: those with experts; the others have MLPs of intermediate_size. expert_width: intermediate size of an
-    expert."""
+    expert. shared_width: of the shared one beside them (Qwen2); 0 without."""
 
     routing: Routing
     expert_width: int
     moe_layers: frozenset[int]
+    shared_width: int = 0
 
     @property
     def cut_sizes(self) -> dict[str, int]:
-        return self._dense_sizes | expert_cuts(self.routing, self.expert_width, 0, self.whole_experts)
+        shared = {_SHARED: self.shared_width} if self.shared_width else {}
+        return self._dense_sizes | expert_cuts(self.routing, self.expert_width, 0, self.whole_experts) | shared
 
     @property
     def _dense_sizes(self) -> dict[str, int]:
@@ -47,7 +53,8 @@ class Qwen3MoeConfig(LlamaConfig):
         inputs = super().linear_inputs(tensor_parallel)
         if not self._dense_sizes:
             del inputs["intermediate_size"]
-        return inputs | expert_inputs(self.expert_width, 0, self.whole_experts, tensor_parallel)
+        shared = {_SHARED: self.shared_width // tensor_parallel} if self.shared_width else {}
+        return inputs | expert_inputs(self.expert_width, 0, self.whole_experts, tensor_parallel) | shared
 
 
 def read_config(config: dict[str, Any], source: str) -> Qwen3MoeConfig:
@@ -56,19 +63,21 @@ def read_config(config: dict[str, Any], source: str) -> Qwen3MoeConfig:
         num_experts=num_experts_of(config, source),
         experts_per_token=size_of(config, "num_experts_per_tok", source),
         normalise=flag_of(config, "norm_topk_prob", source),
+        shared_gate=config.get(_SHARED) is not None,
     )
     routing.check(source)
     step, without = size_of(config, "decoder_sparse_step", source, 1), ids_of(config, "mlp_only_layers", source)
     layers = frozenset(i for i in range(dense.num_layers) if i not in without and (i + 1) % step == 0)
     width = size_of(config, "moe_intermediate_size", source)
-    return Qwen3MoeConfig(**vars(dense), routing=routing, expert_width=width, moe_layers=layers)
+    shared = size_of(config, _SHARED, source, 0)
+    return Qwen3MoeConfig(**vars(dense), routing=routing, expert_width=width, moe_layers=layers, shared_width=shared)
 
 
 def make_layer(config: Qwen3MoeConfig, layer: int, group: TPGroup) -> DecoderLayer:
     mlp: FeedForward
     if layer in config.moe_layers:
         mlp = MixtureOfExperts(
-            config.hidden_size, config.expert_width, config.routing, group, whole_experts=config.whole_experts
+            config.hidden_size, config.expert_width, config.routing, group, config.shared_width, config.whole_experts
         )
     else:
         mlp = make_mlp(config, group)
@@ -93,8 +102,14 @@ class Qwen3MoeForCausalLM(Decoder):
 
 
 def weight_names(config: Qwen3MoeConfig) -> NameMap:
-    dense = llama.weight_names(config)
-    return NameMap(moe_rules("layers.{layer}", "model.layers.{layer}") | dict(dense.rules), ignored=dense.ignored)
+    dense, ours, theirs = llama.weight_names(config), "layers.{layer}", "model.layers.{layer}"
+    rules = shared_expert_rules(ours, theirs) if config.shared_width else moe_rules(ours, theirs)
+    return NameMap(rules | dict(dense.rules), ignored=dense.ignored)
 
 
-FAMILY = ModelFamily(read_config, Qwen3MoeForCausalLM, weight_names)
+def is_served(config: Mapping[str, Any]) -> bool:
+    """Windows are left to the adapter."""
+    return not config.get("use_sliding_window")
+
+
+FAMILY = ModelFamily(read_config, Qwen3MoeForCausalLM, weight_names, is_served)

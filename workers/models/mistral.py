@@ -1,0 +1,43 @@
+"""Mistral, Ministral and the text part of Mistral 3: a Llama over windows, in all layers or in some."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attention.scores import ScoreRule
+from workers.models import llama
+from workers.models.config import text_part
+from workers.models.family import ModelFamily
+from workers.models.layer_kinds import FULL, SLIDING, windows_of
+from workers.models.llama import LlamaConfig, LlamaForCausalLM, text_weight_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(LlamaConfig):
+    """windows: of each layer; None: it attends to all."""
+
+    windows: tuple[int | None, ...]
+
+    def score_rule(self, layer: int) -> ScoreRule:
+        return ScoreRule(self.head_dim**-0.5, window=self.windows[layer])
+
+
+def read_config(config: dict[str, Any], source: str) -> WindowedConfig:
+    """Of a text model, or of a model of images and text, whose text_config is read. Raises ValueError where the model
+    has something that would otherwise be ignored."""
+    config = text_part(config, source)
+    dense = llama.read_config(config, source)
+    kind = FULL if config.get("sliding_window") is None else SLIDING
+    default = (kind,) * dense.num_layers
+    return WindowedConfig(
+        **vars(dense), windows=windows_of(config, dense.num_layers, dense.max_position, source, default)
+    )
+
+
+def is_served(config: Mapping[str, Any]) -> bool:
+    """Text parts of other kinds, such as Ministral 3's, are left to the adapter."""
+    text = config.get("text_config")
+    return not isinstance(text, dict) or text.get("model_type") == "mistral"
+
+
+FAMILY = ModelFamily(read_config, LlamaForCausalLM, text_weight_names, is_served)

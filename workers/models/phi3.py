@@ -1,0 +1,85 @@
+"""Phi-3 and Phi-4: a Llama, perhaps over windows, whose checkpoint has q, k and v in one matrix, and gate and up
+projection in one. Variants whose angles depend on the length (`longrope`) are left to the adapter."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.rotary import RotaryTable
+from workers.models import mistral
+from workers.models.config import rope_scaling_of, rotated_dim_of
+from workers.models.decoder import Decoder
+from workers.models.family import ModelFamily
+from workers.models.llama import make_layer
+from workers.models.llama import weight_names as llama_names
+from workers.models.mistral import WindowedConfig
+from workers.models.name_map import NameMap, Packed
+from workers.models.qwen.hybrid_names import split_rows
+from workers.quantization.integers.format import split_outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phi3Config(WindowedConfig):
+    """rotated_dim: of a head."""
+
+    rotated_dim: int
+
+
+def is_served(config: Mapping[str, Any]) -> bool:
+    scaling = rope_scaling_of(config, "")
+    return (scaling.get("rope_type") or scaling.get("type") or "default") == "default"
+
+
+def read_config(config: dict[str, Any], source: str) -> Phi3Config:
+    """Raises ValueError where the model has something that would otherwise be ignored."""
+    windowed = mistral.read_config(config, source)
+    return Phi3Config(**vars(windowed), rotated_dim=rotated_dim_of(config, windowed.head_dim, source, 1.0))
+
+
+class Phi3ForCausalLM(Decoder):
+    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
+
+    def __init__(
+        self,
+        config: Phi3Config,
+        group: TPGroup,
+        max_position: int,
+        device: torch.device,
+        capture: tuple[int, ...] = (),
+    ) -> None:
+        rotary = RotaryTable(config.rope, config.rotated_dim, max_position, device)
+        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
+        super().__init__(config, group, rotary, layers, capture)
+
+
+def weight_names(config: Phi3Config) -> NameMap:
+    """The names of Llama's, of which one matrix each holds q, k and v, and gate and up projection."""
+    llama = llama_names(config)
+    kv = config.num_kv_heads * config.head_dim
+
+    def packed(block: str, name: str, rows: Mapping[str, int]) -> Packed:
+        theirs = f"model.layers.{{layer}}.{block}"
+        return Packed(
+            f"{theirs}.{name}.{{kind}}",
+            tuple(f"{theirs}.{part}.{{kind}}" for part in rows),
+            _splitter(tuple(rows.values()), ", ".join(rows)),
+        )
+
+    heads = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
+    halves = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+    return NameMap(
+        llama.rules,
+        ignored=llama.ignored,
+        packed=(packed("self_attn", "qkv_proj", heads), packed("mlp", "gate_up_proj", halves)),
+    )
+
+
+def _splitter(rows: Sequence[int], what: str) -> Callable[[Tensor, str], list[Tensor]]:
+    return lambda full, kind: split_outputs(full, kind, rows, lambda matrix: split_rows(matrix, rows, what))
+
+
+FAMILY = ModelFamily(read_config, Phi3ForCausalLM, weight_names, is_served)
