@@ -1,5 +1,5 @@
-"""Training: a small chat target with an EAGLE-3 head, a small DeepSeek-V3 and a small Qwen3.5 with their MTP modules,
-and drafts for targets that exist.
+"""Training: a small chat target with an EAGLE-3 or DFlash head, a small DeepSeek-V3 and a small Qwen3.5 with their
+MTP modules, and drafts for targets that exist.
 
     cli              options of `aerie train-target`, `train-deepseek`, `train-hybrid` and `train-draft`
     commands         what these commands do
@@ -12,6 +12,7 @@ and drafts for targets that exist.
     draft            a draft's loss against a frozen target, its training and its acceptance
     eagle3           the EAGLE-3 head over whole sequences, unrolled on its own outputs
     eagle3_files     the published folder layout of a head
+    blocks           the DFlash head over whole sequences, and its files
     mtp_head         an MTP module over whole sequences, unrolled on its own outputs
     mtp_files        MTP modules in their checkpoints, trained further
     experts          a router and experts over whole sequences

@@ -116,12 +116,14 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "train-draft",
         help="train a draft for a target model",
-        description="Trains an EAGLE-3 head for a Llama, Qwen2 or Qwen3 model, or the own module for multi-token "
-        "prediction of a DeepSeek-V3, Qwen3.5 or Qwen3-Next further; saved in the published layout.",
+        description="Trains an EAGLE-3 or DFlash head for a Llama, Qwen2 or Qwen3 model, or the own module for "
+        "multi-token prediction of a DeepSeek-V3, Qwen3.5 or Qwen3-Next further; saved in the published layout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model")
-    parser.add_argument("--method", choices=("eagle3", "mtp"), default="eagle3", help="a head, or the target's module")
+    parser.add_argument(
+        "--method", choices=("eagle3", "dflash", "mtp"), default="eagle3", help="a head, or the target's module"
+    )
     _add_common(parser, lr=3e-4, epochs=4.0, batch_tokens=8192)
     draft = parser.add_argument_group("head")
     draft.add_argument("--draft-vocab", type=at_least(1), help="tokens the draft may propose; 32000 when not given")
@@ -129,6 +131,14 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     draft.add_argument("--head-flags", nargs="+", choices=HEAD_FLAGS, help="how it differs from EAGLE-3's paper")
     draft.add_argument("--ttt-length", type=at_least(1), default=7, help="steps it is unrolled on its own outputs")
     draft.add_argument("--ttt-decay", type=at_least(0, float), default=0.8, help="step s of the loss weighs decay**s")
+    block = parser.add_argument_group("block, with --method dflash")
+    block.add_argument("--block-size", type=at_least(2), default=8, help="rows, the newest token included")
+    block.add_argument("--draft-layers", type=at_least(1), default=2)
+    block.add_argument("--mask-token", type=at_least(0), help="id; the target's padding token when not given")
+    block.add_argument("--anchors", type=at_least(1), default=512, help="maximum of a step's blocks, drawn at random")
+    block.add_argument(
+        "--gamma", type=_above_zero, default=4.0, help="depth k of the loss weighs exp(-(k - 1) / gamma)"
+    )
     text = parser.add_argument_group("training text")
     text.add_argument("--regenerate", action="store_true", help="train on the target's own answers to the prompts")
     text.add_argument(

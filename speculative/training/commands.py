@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from transformers.utils import logging as transformers_logging
 
 from speculative.training import TrainingError, hybrid
+from speculative.training.blocks.files import BlockKind
 from speculative.training.deepseek import SIZES, build_deepseek, save_deepseek, train_deepseek
 from speculative.training.draft import DraftKind, measure_acceptance, train_draft
 from speculative.training.eagle3_files import Eagle3Kind
@@ -38,7 +39,7 @@ from speculative.training.trainer import FitArguments, checkpoints
 
 ModelT = TypeVar("ModelT")
 
-DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind}
+DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind, "dflash": BlockKind}
 
 
 def run_train_target(arguments: argparse.Namespace) -> int:
@@ -134,8 +135,7 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
         samples,
         held_samples,
         options,
-        num_steps=arguments.ttt_length,
-        step_decay=arguments.ttt_decay,
+        **vars(draft.unrolling()),
     )
     if options.should_save:
         draft.save(head, vocabulary, arguments.output)
@@ -222,7 +222,8 @@ def measure_saved(
     for source in arguments.measure:
         sets[source] = greedy_answers(arguments, target, tokenizer, read_conversations([source]))
     for name, samples in sets.items():
-        for depth in arguments.measure_depths if samples else ():
+        most = draft.unrolling().num_steps if arguments.method == "dflash" else max(arguments.measure_depths)
+        for depth in sorted({min(depth, most) for depth in arguments.measure_depths}) if samples else ():
             tally = measure_acceptance(head, target, vocabulary, samples, depth, arguments.batch_tokens)
             figures = " ".join(f"{key} {value:.3f}" for key, value in tally.report().items())
             print(f"draft: {name}, {len(samples)} prompts, greedy chain of {depth}: {figures}")

@@ -86,12 +86,29 @@ class DraftVocabulary:
         return float(self.t2d.cpu()[torch.tensor(answers)].float().mean())
 
 
+@dataclass(frozen=True)
+class Unrolling:
+    """How a draft is trained.
+
+    num_steps: steps of the loss; step s has the weight step_decay ** s.
+    max_anchors: positions of a batch that a chain starts at, drawn at random; None: all.
+    """
+
+    num_steps: int
+    step_decay: float
+    max_anchors: int | None = None
+
+
 class DraftKind(ABC):
     """Builds, saves and loads drafts of one method. Its constructor raises `TrainingError` for a target or arguments
     that do not fit."""
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         self.arguments, self.target = arguments, target
+
+    def unrolling(self) -> Unrolling:
+        """How its drafts are trained."""
+        return Unrolling(self.arguments.ttt_length, self.arguments.ttt_decay)
 
     @abstractmethod
     def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
@@ -136,19 +153,23 @@ def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocab
     )
 
 
-def draft_loss(steps: Sequence[Tensor], view: TargetView, batch: Batch, step_decay: float) -> Tensor:
+def draft_loss(
+    steps: Sequence[Tensor], view: TargetView, batch: Batch, step_decay: float, picked: Tensor | None = None
+) -> Tensor:
     """Cross-entropy to the target's distribution within the draft vocabulary, a float32 scalar: the mean over the
     steps, with the weight `step_decay ** s` for step s.
 
     steps: logits [A, draft_vocab] of each step. Step s from anchor n is judged by the target at position n + s + 1,
         which is s anchors later as long as the text lasts.
+    picked: [A] int64 indexes of their anchors among the batch's; None: all of them.
     """
     total = torch.zeros((), device=batch.tokens.device)
-    anchors = torch.arange(len(batch.anchors), device=batch.tokens.device)
+    count = len(batch.anchors)
+    anchors = torch.arange(count, device=batch.tokens.device) if picked is None else picked
     for step, logits in enumerate(steps):
-        rows = (anchors + step).clamp(max=len(anchors) - 1)
+        rows = (anchors + step).clamp(max=count - 1)
         losses = -(view.probabilities[rows] * torch.log_softmax(logits.float(), dim=-1)).sum(-1)
-        judged = (batch.remaining > step) & view.in_vocabulary[rows]
+        judged = (batch.remaining[anchors] > step) & view.in_vocabulary[rows]
         total = total + step_decay**step * (losses * judged).sum() / judged.sum().clamp(min=1)
     return total / sum(step_decay**step for step in range(len(steps)))
 
@@ -163,14 +184,20 @@ def train_draft(
     *,
     num_steps: int,
     step_decay: float,
+    max_anchors: int | None = None,
 ) -> list[float]:
-    """Train the head in place, unrolled `num_steps` steps, and return the logged losses; `held` is only measured."""
+    """Train the head in place as `Unrolling` says, and return the logged losses; `held` is only measured."""
     target.eval().requires_grad_(False)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         view = view_target(target, batch, head, vocabulary)
-        steps = model(view.embeddings, view.captured, num_steps, batch.anchors)
-        return draft_loss(steps, view, batch, step_decay)
+        count = len(batch.anchors)
+        if max_anchors is None or count <= max_anchors:
+            picked = torch.arange(count, device=batch.anchors.device)
+        else:  # random, in their order
+            picked = torch.rand(count, device=batch.anchors.device).topk(max_anchors).indices.sort().values
+        steps = model(view.embeddings, view.captured, num_steps, batch.anchors[picked])
+        return draft_loss(steps, view, batch, step_decay, picked)
 
     def evaluate() -> dict[str, float]:
         return measure_acceptance(head, target, vocabulary, held, num_steps, options.batch_tokens).report()

@@ -1,0 +1,158 @@
+"""The DFlash head over whole sequences: a block after each of some positions, with gradients.
+
+The engine serves the same files with `speculative.drafts.blocks.dflash`, which reads KV from pages;
+`tests/speculative/training/test_training_blocks.py` compares the two. Parameter names are those of the published heads.
+Paper: DFlash, arXiv 2602.06036.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention.rotation import rotate
+from speculative.drafts.blocks.dflash import DFlash
+from speculative.training.draft import TrainedDraft
+from speculative.training.eagle3 import GatedMLP, RMSNorm, linear
+from workers.layers.rotary import frequencies
+from workers.models.llama import LlamaConfig
+
+_MEASURED_AT_ONCE = 64  # blocks of a sequence, which bounds the scores' memory where all positions are measured
+
+
+class BlockAttention(nn.Module):
+    """Rows of a block attend to the context before it and to one another."""
+
+    def __init__(self, model: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim, self.num_kv_heads = model.head_dim, model.num_kv_heads
+        self.q_proj = linear(model.hidden_size, model.num_heads * model.head_dim)
+        self.k_proj = linear(model.hidden_size, model.num_kv_heads * model.head_dim)
+        self.v_proj = linear(model.hidden_size, model.num_kv_heads * model.head_dim)
+        self.o_proj = linear(model.num_heads * model.head_dim, model.hidden_size)
+        self.q_norm, self.k_norm = (RMSNorm(model.head_dim, eps=model.rms_eps) for _ in range(2))
+
+    def forward(self, x: Tensor, context: Tensor, angles: Tensor, context_angles: Tensor, visible: Tensor) -> Tensor:
+        """Return [B, M, R, H].
+
+        x: [B, M, R, H] blocks. context: [B, T, H]. angles: [B, M, R, head_dim / 2]. context_angles: [T, head_dim / 2].
+        visible: [B, M, T] bool, the context of each block.
+        """
+        batch, blocks, rows, _ = x.shape
+        shape = (batch, blocks * rows, -1, self.head_dim)
+        query = self._turned(self.q_norm(self.q_proj(x).view(shape)), angles.flatten(1, 2))
+        key = self._turned(self.k_norm(self.k_proj(x).view(shape)), angles.flatten(1, 2))
+        value = self.v_proj(x).view(shape)
+        kept = context_angles.expand(batch, -1, -1)
+        kept_shape = (batch, context.shape[1], -1, self.head_dim)
+        context_key = self._turned(self.k_norm(self.k_proj(context).view(kept_shape)), kept)
+        context_value = self.v_proj(context).view(kept_shape)
+        # [B, kv_heads, group, M * R, d] and [B, kv_heads, 1, T, d]; own blocks as [B, kv_heads, group or 1, M, R, d]
+        query = query.transpose(1, 2).reshape(batch, self.num_kv_heads, -1, blocks * rows, self.head_dim)
+        query = query * self.head_dim**-0.5
+        far = query @ context_key.permute(0, 2, 3, 1).unsqueeze(2)
+        hidden = ~visible.repeat_interleave(rows, dim=1)[:, None, None]
+        far = far.masked_fill(hidden, float("-inf"))
+        own_key, own_value = (
+            each.view(batch, blocks, rows, -1, self.head_dim).permute(0, 3, 1, 2, 4).unsqueeze(2)
+            for each in (key, value)
+        )
+        of_blocks = (*query.shape[:3], blocks, rows, -1)
+        near = query.view(of_blocks) @ own_key.transpose(-1, -2)
+        weights = torch.softmax(torch.cat((far, near.flatten(3, 4)), dim=-1).float(), dim=-1).to(query.dtype)
+        attended = weights[..., : context.shape[1]] @ context_value.transpose(1, 2).unsqueeze(2)
+        of_block = weights[..., context.shape[1] :].reshape(of_blocks) @ own_value
+        attended = attended + of_block.flatten(3, 4)
+        mixed: Tensor = self.o_proj(attended.flatten(1, 2).transpose(1, 2).reshape(batch, blocks, rows, -1))
+        return mixed
+
+    def _turned(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Rotate x [B, n, heads, head_dim] by angles [B, n, head_dim / 2]."""
+        flat = angles.flatten(0, 1)
+        return rotate(x.flatten(0, 1), flat.cos(), flat.sin()).view(x.shape)
+
+
+class BlockLayer(nn.Module):
+    """Qwen3's layer."""
+
+    def __init__(self, model: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(model)
+        self.mlp = GatedMLP(model.hidden_size, model.intermediate_size)
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *others)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
+
+
+class BlockHead(TrainedDraft):
+    """The trainable head; embedding and vocabulary head are the target's and are not trained."""
+
+    frequencies: Tensor
+    mask_embedding: Tensor
+
+    def __init__(self, method: DFlash) -> None:
+        super().__init__()
+        self.method, model = method, method.model
+        self.fc = linear(len(method.capture) * model.hidden_size, model.hidden_size)
+        self.hidden_norm, self.norm = (RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2))
+        self.layers = nn.ModuleList([BlockLayer(model) for _ in range(model.num_layers)])
+        self.register_buffer("frequencies", frequencies(model.rope, model.head_dim), persistent=False)
+        self._target_head: list[nn.Module] = []  # in a list, so that it is no submodule and is not trained
+
+    def use_target(self, embedding: nn.Module, lm_head: nn.Module) -> None:
+        """Embed mask tokens and compute logits by the target's modules."""
+        self._target_head = [lm_head]
+        weight: Tensor = embedding.weight  # type: ignore[assignment]
+        mask = weight[self.method.form.mask_token_id].detach()
+        self.register_buffer("mask_embedding", mask.clone(), persistent=False)
+
+    def features(self, output: Any) -> Tensor:
+        return torch.cat([output.hidden_states[layer] for layer in self.method.capture], dim=-1)
+
+    def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
+        """The states of the rows that predict token n + s + 2, after the final norm; a block starts at every n + 1."""
+        every = torch.arange(embeddings.shape[1], device=embeddings.device).expand(embeddings.shape[0], -1)
+        parts = [
+            self.blocks(embeddings, captured, part, num_steps) for part in torch.split(every, _MEASURED_AT_ONCE, 1)
+        ]
+        return list(torch.cat(parts, dim=1).unbind(2))
+
+    def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int, anchors: Tensor) -> list[Tensor]:
+        batch, length, _ = embeddings.shape
+        row = anchors // length
+        # the place of each anchor among those of its sequence, as a table with one line per sequence
+        place = torch.arange(len(anchors), device=anchors.device) - torch.searchsorted(row, row)
+        table = anchors.new_zeros(batch, int(place.max()) + 1)
+        table[row, place] = anchors % length
+        states = self.blocks(embeddings, captured, table, num_steps)[row, place]
+        return [self.logits(states[:, step]) for step in range(num_steps)]
+
+    def blocks(self, embeddings: Tensor, captured: Tensor, anchors: Tensor, num_steps: int) -> Tensor:
+        """The states [B, M, num_steps, H] of blocks whose newest token is n + 1, for the positions n in anchors [B, M]
+        int64; their context is the features of positions 0..n."""
+        batch, length, hidden = embeddings.shape
+        context = self.hidden_norm(self.fc(captured))
+        newest = (anchors + 1).clamp(max=length - 1).unsqueeze(2).expand(-1, -1, hidden)
+        masks = self.mask_embedding.to(embeddings.dtype).expand(batch, anchors.shape[1], num_steps, hidden)
+        x = torch.cat((embeddings.gather(1, newest).unsqueeze(2), masks), dim=2)
+        steps = torch.arange(num_steps + 1, device=anchors.device)
+        angles = (anchors.unsqueeze(2) + 1 + steps).unsqueeze(3) * self.frequencies
+        positions = torch.arange(length, device=anchors.device)
+        visible = positions <= anchors.unsqueeze(2)
+        for layer in self.layers:
+            x = layer(x, context, angles, positions.unsqueeze(1) * self.frequencies, visible)
+        states: Tensor = self.norm(x[:, :, 1:])
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., H] states -> [.., vocabulary] logits, in the dtype of the target's head."""
+        head = self._target_head[0]
+        logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
+        return logits
