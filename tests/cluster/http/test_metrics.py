@@ -39,6 +39,7 @@ EXPORTED = {
     "aerie:late_masks": "counter",
     "aerie:steps": "counter",
     "aerie:requests_resumed": "counter",
+    "aerie:spec_decode_accepted_tokens_by_branch": "counter branch",
     "aerie:shape_tokens": "counter shape",
     "aerie:shape_steps": "counter shape",
     "aerie:shape_reasons": "counter reason",
@@ -89,6 +90,7 @@ def test_each_engine_has_its_series() -> None:
             finished={"stop": 3, "length": 1},
             accepted_histogram=[0, 5, 3, 2],
             num_steps=70,
+            accepted_by_branch={"model": 12, "suffix": 5},
             tokens_by_shape={"plain": 4, "3/1/4": 9},
             steps_by_shape={"plain": 4, "3/1/4": 3},
             steps_by_reason={"best": 6, "probe": 1},
@@ -137,6 +139,7 @@ def test_each_engine_has_its_series() -> None:
         ("aerie:engines", "recovering"): 1,
         ("aerie:engines", "dead"): 0,
         ("aerie:steps_total", "a"): 70,
+        ("aerie:spec_decode_accepted_tokens_by_branch_total", "suffix", "a"): 5,
         ("aerie:shape_tokens_total", "a", "plain"): 4,
         ("aerie:shape_tokens_total", "b", "plain"): 2,
         ("aerie:shape_steps_total", "a", "3/1/4"): 3,
@@ -160,7 +163,8 @@ def test_lines_are_spelt_as_benchmark_tools_read_them() -> None:
 
 
 def test_every_metric_is_exported_under_its_name_with_its_type_and_label() -> None:
-    by_label = ("finished", "tokens_by_shape", "steps_by_shape", "steps_by_reason", "expected_tokens_per_ms")
+    by_shape = ("tokens_by_shape", "steps_by_shape", "expected_tokens_per_ms")
+    by_label = ("finished", "steps_by_reason", "accepted_by_branch", *by_shape)
     stats = SchedulerStats(**{name: {"one": 1} for name in by_label}, accepted_histogram=[0, 1])
     ranks = {"heartbeat_age_s": (0.0,), "rank_steps": (1,), "rank_step_s": (0.1,)}
     cache = {"block_size": "16", "enable_prefix_caching": "True"}
