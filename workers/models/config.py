@@ -23,14 +23,14 @@ from workers.quantization.quant_method import QuantMethod
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """What a family's own configuration adds to: the fields that every target has, and what must follow from all.
+    """The fields that every target's configuration has, and what follows from them. Families add their own.
 
     num_heads: query heads.
-    num_kv_heads, head_dim: of what is kept, on all ranks together.
-    dtype: of the checkpoint's unquantised weights.
-    quant: how its linear layers are kept.
-    kv_scheme: how the checkpoint wants KV to be kept (`workers.quantization.kv_scheme`).
-    whole_experts: ranks have some of the experts, each whole; not a fact of the checkpoint, see `with_whole_experts`.
+    num_kv_heads, head_dim: of the KV cache, for all ranks together.
+    dtype: dtype of the checkpoint's unquantised weights.
+    quant: quantisation of the linear layers.
+    kv_scheme: the checkpoint's scheme for the KV cache (`workers.quantization.kv_scheme`).
+    whole_experts: each rank has some of the experts, complete; not a fact of the checkpoint, see `with_whole_experts`.
     """
 
     architecture: str
@@ -55,7 +55,8 @@ class ModelConfig(ABC):
         return None
 
     def with_whole_experts(self, source: str) -> Self:
-        """The same model, its experts cut so. Raises ValueError, naming `source`, if it has none."""
+        """Return the configuration with complete experts on each rank. Raises ValueError, naming `source`, without
+        experts."""
         raise ValueError(f"expert_parallel=true: {source} has no experts; leave it out")
 
     @abstractmethod
@@ -69,12 +70,11 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-        """The layers that keep KV, by how they keep it on one rank: what the model's `KVPool` is made of. dtype: of
-        KV."""
+        """Return the layers with KV, grouped by layout on one rank, for the model's `KVPool`. dtype: of KV."""
 
     def score_rule(self, layer: int) -> ScoreRule:
-        """How layer `layer` of `kv_groups` turns scores into weights: what its attention is built with, and what
-        backends are asked for. As a rule a plain softmax of scores over the root of head_dim."""
+        """Return how layer `layer` of `kv_groups` turns scores into weights, for its attention and its backend. By
+        default a softmax of scores divided by the root of head_dim."""
         return ScoreRule(self.head_dim**-0.5)
 
     def state_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[StateGroup, ...]:
@@ -82,7 +82,7 @@ class ModelConfig(ABC):
         return ()
 
     def num_kv_heads_per_rank(self, tensor_parallel: int) -> int:
-        """Of num_kv_heads; with more ranks than heads each head is held by several ranks."""
+        """Return the K/V heads of a rank; with more ranks than heads, several ranks hold each head."""
         first, end = kv_head_span(self.num_kv_heads, TPGroup(0, tensor_parallel))
         return end - first
 
@@ -137,12 +137,12 @@ def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """Of the checkpoint; bfloat16 for names that are not ours."""
+    """Return the checkpoint's dtype; bfloat16 for unknown names."""
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.bfloat16)
 
 
 def rope_scaling_of(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """What is said of rotary positions beside rope_theta; empty if nothing is."""
+    """Return the settings of rotary positions besides rope_theta; empty without any."""
     return section_of(config, "rope_parameters", source) or section_of(config, "rope_scaling", source)
 
 

@@ -29,11 +29,11 @@ class DecoderOutput:
 
 
 class TargetModel(nn.Module, ABC):
-    """What a target is to the runner and to drafts, tensor-parallel over `group`.
+    """The interface of a target for the runner and for drafts, tensor-parallel over `group`.
 
-    capture: layers whose input `forward` returns beside the hidden states.
-    embed_tokens: also drafts embed tokens by it.
-    lm_head: [n, hidden_size] -> logits of this rank's shard of the vocabulary, which it has as `shard`; also drafts'.
+    capture: layers whose input `forward` returns besides the hidden states.
+    embed_tokens: token embedding, used by drafts, too.
+    lm_head: [n, hidden_size] -> logits of this rank's vocabulary shard (`shard`); used by drafts, too.
     """
 
     config: ModelConfig

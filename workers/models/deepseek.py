@@ -227,7 +227,7 @@ def make_layer(config: DeepseekConfig, layer: int, group: TPGroup) -> DecoderLay
 
 
 def layer_rules(ours: str, theirs: str) -> dict[str, str]:
-    """Of a `NameMap`, for a layer: its path and its name in the checkpoint."""
+    """Return the rules of a `NameMap` for one layer. ours, theirs: its path and its name in the checkpoint."""
     return moe_rules(ours, theirs) | {
         f"{ours}.self_attn.qkv_a": f"{theirs}.self_attn.{{part}}",
         f"{ours}.mlp.gate_up": f"{theirs}.mlp.{{part}}",

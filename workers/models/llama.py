@@ -1,5 +1,5 @@
 """Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ by three
-flags. EAGLE's heads (`speculative.drafts`) are made of the same layers."""
+flags. EAGLE's heads (`speculative.drafts`) use the same layers."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,8 +75,7 @@ class LlamaConfig(ModelConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
-    """Of a config.json; also of a draft's, whose architecture is none of a target's. Raises ValueError where the model
-    has something that would otherwise be ignored."""
+    """Read a config.json, also of a draft. Raises ValueError for settings that are not supported."""
     heads = size_of(config, "num_attention_heads", source)
     hidden = size_of(config, "hidden_size", source)
     layers = size_of(config, "num_hidden_layers", source, most=MAX_LAYERS)

@@ -52,7 +52,8 @@ def read_target_config(source: ModelSource, tensor_parallel: int, expert_paralle
 
 
 def fitted_quant(quant: QuantMethod, folder: str | Path, names: NameMap) -> QuantMethod:
-    """How the checkpoint's files are quantised, which may have more unquantised modules than its config.json says."""
+    """Return the quantisation of the checkpoint's files, which may have more unquantised modules than its config.json
+    says."""
     return quant.fitted(lambda: frozenset(map(names.canonical_module, modules_with_weight(folder))))
 
 
@@ -118,8 +119,8 @@ def fill_target(
 def allocate(
     make: Callable[[], ModuleT], names: NameMap, quant: QuantMethod, dtype: torch.dtype, device: torch.device
 ) -> ModuleT:
-    """What `make` makes, with linear methods by the checkpoint's quantisation and parameters in memory of `device`, not
-    yet filled. dtype: of parameters that have no type of their own. names: of the checkpoint."""
+    """Build a module by `make`, with linear methods for the checkpoint's quantisation, and allocate its parameters on
+    `device` without filling them. dtype: of parameters without a type of their own. names: of the checkpoint."""
     with torch.device("meta"), _default_dtype(dtype):
         model = make()
         for path, layer in model.named_modules():

@@ -1,4 +1,4 @@
-"""What families with mixtures of experts have in common: names, sizes, and where they run."""
+"""Common parts of families with mixtures of experts: names, sizes, and placement."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def num_experts_of(config: dict[str, Any], source: str) -> int:
 
 
 def expert_cuts(routing: Routing, width: int, shared_width: int, whole: bool) -> dict[str, int]:
-    """What ranks share of a layer's experts, by config.json's names; see `MixtureOfExperts`."""
+    """Return the dimension by which ranks share a layer's experts, by config.json's names; see `MixtureOfExperts`."""
     if not whole:
         return {"moe_intermediate_size": width}
     shared = {"n_shared_experts * moe_intermediate_size": shared_width} if shared_width else {}
@@ -34,7 +34,7 @@ def expert_cuts(routing: Routing, width: int, shared_width: int, whole: bool) ->
 
 
 def expert_inputs(width: int, shared_width: int, whole: bool, tensor_parallel: int) -> dict[str, int]:
-    """Of `ModelConfig.linear_inputs`, those of experts."""
+    """Return the entries of `ModelConfig.linear_inputs` for experts."""
     if not whole:
         return {"moe_intermediate_size": width // tensor_parallel}
     shared = {"n_shared_experts * moe_intermediate_size": shared_width // tensor_parallel} if shared_width else {}
@@ -42,8 +42,8 @@ def expert_inputs(width: int, shared_width: int, whole: bool, tensor_parallel: i
 
 
 def moe_rules(ours: str, theirs: str) -> dict[str, str]:
-    """Of a `NameMap`, for the `MixtureOfExperts` of a layer; to stand before those of dense layers. ours, theirs: the
-    layer's path and its name in the checkpoint."""
+    """Return the rules of a `NameMap` for a layer's `MixtureOfExperts`; put them before the rules of dense layers.
+    ours, theirs: the layer's path and its name in the checkpoint."""
     return {
         f"{ours}.mlp.router": f"{theirs}.mlp.gate",
         f"{ours}.mlp.experts": f"{theirs}.mlp.experts.{{expert}}.{{part}}",
@@ -53,8 +53,9 @@ def moe_rules(ours: str, theirs: str) -> dict[str, str]:
 
 
 def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
-    """Of a `NameMap`, the tensors of all experts of a layer as gpt-oss stacks them, gate and up rows in turn: blocks,
-    scales and biases; or weights in 16 bits, transposed, and biases. theirs: the layer's name in the checkpoint."""
+    """Return the rules of a `NameMap` for a layer's experts as gpt-oss stacks them, with gate and up rows interleaved:
+    MXFP4 blocks, scales and biases; or transposed 16-bit weights and biases. theirs: the layer's name in the
+    checkpoint."""
     experts = [f"{theirs}.mlp.experts.{i}" for i in range(num_experts)]
     found = [
         Packed(

@@ -58,7 +58,7 @@ class Packed:
 
     @cached_property
     def _endings(self) -> dict[str, re.Pattern[str]]:
-        """By what follows the last hole of a part, since a layer of experts has hundreds of parts."""
+        """Return parts by the text after their last hole, since a layer of experts has hundreds of parts."""
         if self.name.endswith(_KIND):
             return {}
         return {part.rpartition("}")[2]: _pattern(part) for part in self.parts}
@@ -73,7 +73,7 @@ class Packed:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """Of a path with holes, each of which stands for one component."""
+    """Return the pattern of a path with holes; each hole matches one component."""
     pieces = _HOLE.split(path)  # text, hole, text, hole, ..., text
     return re.compile("".join(f"(?P<{piece}>[^.]+)" if i % 2 else re.escape(piece) for i, piece in enumerate(pieces)))
 
@@ -120,7 +120,7 @@ class NameMap:
         return next((name for each in self.packed if (name := each.holder(module)) is not None), module)
 
     def in_checkpoint(self, tensor: str) -> str:
-        """What the checkpoint calls the tensor that a rule names, or that which holds it."""
+        """Return the checkpoint's name of a rule's tensor, or of the tensor that contains it."""
         whole = next((name for each in self.packed if (name := each.holding(tensor)) is not None), None)
         module, _, kind = tensor.rpartition(".")
         return f"{self._holder(module)}.{kind}" if whole is None else whole

@@ -1,5 +1,4 @@
-"""How much memory a model's weights take on one rank once they are loaded, from its configuration alone: for `aerie
-plan`. Nothing is allocated."""
+"""Memory of a model's weights on one rank, from its configuration alone, for `aerie plan`. Allocates nothing."""
 
 from dataclasses import replace
 
@@ -16,11 +15,11 @@ META = torch.device("meta")
 
 
 def weight_bytes(model: nn.Module, multiplies_fp8: bool, without: tuple[str, ...] = ()) -> int:
-    """Of a model on a GPU.
+    """Return the bytes of a model's weights on a GPU.
 
-    model: on the meta device, see `workers.models.loading.allocate`.
-    multiplies_fp8: whether the device does, so that weights of FP8 stay so where they can.
-    without: modules that another model holds.
+    model: a model on the meta device, see `workers.models.loading.allocate`.
+    multiplies_fp8: whether the device multiplies FP8, so that FP8 weights stay FP8 where possible.
+    without: modules shared with another model.
     """
     options = GEMMOptions(fp8=multiplies_fp8, packed=True)
     absorbed = replace(options, fp8=False, packed=False)  # multiplied head by head, in the model's type

@@ -1,4 +1,4 @@
-"""How a checkpoint stores the weights of a model's layers, for the log and for `aerie plan`."""
+"""Weight formats of a checkpoint's layers, for the log and `aerie plan`."""
 
 from collections import Counter
 

@@ -205,7 +205,7 @@ def wanted_tensors(
 
 
 def weighted_modules(model: nn.Module) -> list[tuple[str, WeightedModule]]:
-    """By path. Every parameter belongs to one, else it would keep whatever was in its memory."""
+    """Return the modules with weights, by path. Every parameter must belong to one: others would stay uninitialised."""
     found = [(path, module) for path, module in model.named_modules() if isinstance(module, WeightedModule)]
     owned = {parameter for _, module in found for parameter in module.parameters()}
     orphans = [name for name, parameter in model.named_parameters() if parameter not in owned]

@@ -110,7 +110,7 @@ class Glm4MoeForCausalLM(Decoder):
 
 
 def layer_rules(ours: str, theirs: str) -> dict[str, str]:
-    """Of a `NameMap`, for a layer: its path and its name in the checkpoint."""
+    """Return the rules of a `NameMap` for one layer. ours, theirs: its path and its name in the checkpoint."""
     return moe_rules(ours, theirs) | {
         f"{ours}.self_attn.qkv": f"{theirs}.self_attn.{{part}}",
         f"{ours}.mlp.gate_up": f"{theirs}.mlp.{{part}}",

@@ -98,8 +98,8 @@ class HybridConfig(LlamaConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> HybridConfig:
-    """Of a Qwen3-Next, or of the text part of a Qwen3.5. Raises ValueError where the model has something that would
-    otherwise be ignored."""
+    """Read the configuration of a Qwen3-Next, or of the text part of a Qwen3.5. Raises ValueError for settings that are
+    not supported."""
     has_experts = any(config.get(key) is not None for key in ("num_experts", "num_experts_per_tok"))
     if has_experts:  # which a model whose MLPs all are experts need not have
         config = {"intermediate_size": config.get("moe_intermediate_size"), **config}

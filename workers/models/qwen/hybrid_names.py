@@ -1,4 +1,4 @@
-"""What checkpoints of hybrids call their tensors, and the tensors that hold several of ours."""
+"""Names of tensors in checkpoints of hybrids, including tensors that contain several of ours."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from workers.models.qwen.hybrid import HybridConfig
 
 
 def shared_expert_rules(ours: str, theirs: str) -> dict[str, str]:
-    """Of a `NameMap`, for experts with a gated shared one; see `layer_rules`."""
+    """Return the rules of a `NameMap` for experts with a gated shared one; see `layer_rules`."""
     return {
         f"{ours}.mlp.router": f"{theirs}.mlp.{{part}}",
         f"{ours}.mlp.experts": f"{theirs}.mlp.experts.{{expert}}.{{part}}",
@@ -21,7 +21,7 @@ def shared_expert_rules(ours: str, theirs: str) -> dict[str, str]:
 
 
 def layer_rules(ours: str, theirs: str) -> dict[str, str]:
-    """Of a `NameMap`, for a layer of any kind. ours, theirs: the layer's path and its name in the checkpoint."""
+    """Return the rules of a `NameMap` for any layer. ours, theirs: its path and its name in the checkpoint."""
     recurrent = {
         f"{ours}.self_attn.in_proj": f"{theirs}.linear_attn.{{part}}",
         f"{ours}.self_attn.gates": f"{theirs}.linear_attn.{{part}}",

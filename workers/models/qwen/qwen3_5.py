@@ -16,7 +16,7 @@ _OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "dtype"
 
 
 def read_config(config: dict[str, Any], source: str) -> HybridConfig:
-    """Of a model of images and text, whose text_config is read, or of a text model."""
+    """Read the configuration of a text model, or the text_config of a model of images and text."""
     text = section_of(config, "text_config", source)
     if text:
         outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
@@ -26,7 +26,8 @@ def read_config(config: dict[str, Any], source: str) -> HybridConfig:
 
 
 def _prefix(config: HybridConfig) -> str:
-    """What published checkpoints put before the names of the text model, also in lists of what is not quantised."""
+    """Return the prefix of the text model's tensor names in published checkpoints, also in lists of unquantised
+    modules."""
     return "model.language_model" if config.architecture.endswith("ForConditionalGeneration") else "model"
 
 
