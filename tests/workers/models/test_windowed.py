@@ -31,7 +31,8 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, name: str, seed
     assert by_us(target) == by_transformers(target)
 
 
-@pytest.mark.parametrize("name", ["Phi-3", *(pytest.param(n, marks=pytest.mark.slow) for n in KINDS if n != "Phi-3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_trees_ranks_and_few_pages_change_no_token(tmp_path: Path, name: str) -> None:
     check_trees_on_ranks(make_target(tmp_path / "target", **KINDS[name]), tmp_path / "head")
 
