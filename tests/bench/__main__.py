@@ -35,6 +35,7 @@ BENCHES = {
     "gsm8k": ("quality.gsm8k", "accuracy, acceptance length and equal answers of a running server"),
     "saved_states": ("quality.saved_states", "what saved states of bfloat16 cost in text (CPU)"),
     "fewer_bits": ("quality.fewer_bits", "loss and acceptance of the small models quantised by `aerie quantize` (CPU)"),
+    "copied_drafts": ("quality.copied_drafts", "accepted tokens a round of drafts copied from the text (CPU)"),
     "attention": ("kernels.attention", "attention over K/V heads, by backend, mode and shape (GPU)"),
     "latent_attention": ("kernels.latent_attention", "attention over latent rows (GPU)"),
     "fp8_kv": ("kernels.fp8_kv", "attention over FP8 pages against bfloat16 (GPU)"),
