@@ -51,6 +51,7 @@ class EngineLink:
         self._on_state = on_state
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}  # of requests that have not ended
+        self._unsent: list[str] = []  # requests to abort, once the coordinator reads again
         self._num_received = 0
         socket, self._monitor = connect_engine(context, transport, inbox)
         self._loop = asyncio.get_running_loop()
@@ -84,11 +85,18 @@ class EngineLink:
         for stream in self._streams.values():
             stream.fail(EngineFailed(reason, had_taken=True))
         self._streams.clear()
+        self._unsent.clear()
 
     def _close(self, request_id: str, stream: RequestStream) -> None:
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
-            self._listener.send(encode(Abort(request_id)))
+            self._unsent.append(request_id)
+            self._send_aborts()
+
+    def _send_aborts(self) -> None:
+        """Send the aborts that are due. A coordinator that hung for a while has a full queue, which refuses them."""
+        while self._unsent and self._listener.send(encode(Abort(self._unsent[0]))):
+            del self._unsent[0]
 
     def _check(self) -> None:
         if not self.lost and (reason := self._monitor.check()) is not None:
@@ -107,6 +115,7 @@ class EngineLink:
             self._lose(str(error))
             return
         self._num_received += 1
+        self._send_aborts()
         if isinstance(message, TokenBatch):
             self._deliver(message)
         elif isinstance(message, EngineState):

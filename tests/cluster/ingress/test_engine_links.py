@@ -18,7 +18,8 @@ from cluster.ingress.remote_engines import RemoteEngines
 from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import Prompt
 from cluster.transport.channel import Inbox, IngressLink
-from cluster.transport.messages import EngineState, GenerateRequest, Probe, Refused, TokenBatch, TokenDelta
+from cluster.transport.encoding import decode
+from cluster.transport.messages import Abort, EngineState, GenerateRequest, Probe, Refused, TokenBatch, TokenDelta
 from cluster.transport.sockets import Transport
 from tests.support.cluster import TIMEOUT_S, TestBed
 from tests.support.scripted import scripted_output
@@ -285,6 +286,28 @@ async def test_what_was_sent_before_the_engine_died_is_still_read(scripted: Scri
             await asyncio.sleep(0.001)
     rest = cut.take("cut")
     assert rest is not None and rest.tokens == tuple(range(200)) and "the coordinator is gone" in str(cut.failure)
+
+
+async def test_an_abort_that_the_engine_s_full_queue_refuses_is_sent_once_it_reads_again(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request ran to its last token."""
+    streams = await scripted.start("a", "b", "c")
+    listener = scripted.link._listener
+    with monkeypatch.context() as patch:
+        patch.setattr(listener, "send", lambda raw: False)
+        for stream in streams[:2]:
+            stream.close()
+    scripted.send(TokenDelta("c", (5,)))
+    read: list[object] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(read) < 2:
+            received = scripted.inbox.receive()
+            if received is None:
+                await asyncio.sleep(0.001)
+            else:
+                read.append(decode(received[1]))
+    assert read == [Abort("a"), Abort("b")]
 
 
 async def test_first_tokens_go_before_the_next_tokens_of_others(scripted: Scripted) -> None:
