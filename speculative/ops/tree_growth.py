@@ -15,7 +15,7 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
 
     candidates  [B, C] per field; columns first to first + parents * k are written
     above       the level, k nodes per request, contiguous; None: the root
-    children    [B * parents, k], contiguous; equal scores rank by column
+    children    [B * parents, k], contiguous; equal scores rank by column, NaN and plus infinity like masked tokens
     first       column of the first child
     first_bit   suffix column of the next level's first node
     ->          the next level, k nodes per request, best first
@@ -25,6 +25,7 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
     batch, device = rows // parents, children.ids.device
     tokens = children.ids if children.target_ids is None else children.target_ids[children.ids]
     tokens, scores = tokens.view(batch, -1), children.log_probabilities.view(batch, parents, k)
+    scores = torch.where(scores < float("inf"), scores, float("-inf"))
     over = torch.full_like(tokens, -1)
     if above is not None:
         scores = scores + above.scores.unsqueeze(2)

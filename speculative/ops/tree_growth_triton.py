@@ -41,6 +41,7 @@ def _grow(
     there = child < PARENTS * K
     parent = child // K
     score = tl.load(score_ptr + b * PARENTS * K + child, mask=there, other=float("-inf"))
+    score = tl.where(score < float("inf"), score, float("-inf"))  # `_cut` ranks by comparing
     token = tl.load(id_ptr + b * PARENTS * K + child, mask=there, other=0)
     if HAS_MAP:
         token = tl.load(map_ptr + token, mask=there, other=0)

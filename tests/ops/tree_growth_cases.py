@@ -1,5 +1,5 @@
-"""`speculative.ops.tree_growth`: trees of several widths and depths, level by level. Many scores are equal, and under a
-grammar fewer tokens than a level has nodes are finite."""
+"""`speculative.ops.tree_growth`: trees of several widths and depths, level by level. Many scores are equal; under a
+grammar fewer tokens than a level has nodes are finite; and a broken draft's are NaN or infinite."""
 
 from collections.abc import Iterator
 from typing import TypeVar
@@ -26,7 +26,7 @@ T = TypeVar("T", Candidates, Level, Children)
 Grown = tuple[Candidates, Level | None, Children, int, int]
 
 
-def _growth(top_k: int, steps: int, mapped: bool, masked: bool) -> Iterator[Grown]:
+def _growth(top_k: int, steps: int, kind: str) -> Iterator[Grown]:
     """The arguments of `grow` for every level, and at the end the finished candidates."""
     generator = torch.Generator().manual_seed(top_k)
     shape = TreeShape.of(steps, top_k, 2)
@@ -35,34 +35,38 @@ def _growth(top_k: int, steps: int, mapped: bool, masked: bool) -> Iterator[Grow
         field.zero_()
     above: Level | None = None
     for step in shape.steps:
-        found = proposals(BATCH * step.rows, top_k, 50, generator, mapped)
-        if masked:
+        found = proposals(BATCH * step.rows, top_k, 50, generator, kind == "mapped")
+        if kind == "broken":  # some rows whole, and some columns
+            rows, scores = BATCH * step.rows, found.log_probabilities
+            scores[torch.rand(rows, generator=generator) < 0.3] = float("nan")
+            scores[torch.rand((rows, top_k), generator=generator) < 0.2] = float("inf")
+            scores[torch.rand((rows, top_k), generator=generator) < 0.2] = float("-inf")
+        if kind == "masked":
             found.log_probabilities[:, 2 - step.depth % 2 :] = float("-inf")
         yield candidates, above, found, step.first_candidate, step.suffix
         above = grow.reference(candidates, above, found, step.first_candidate, step.suffix)
     yield candidates, above, found, step.first_candidate, step.suffix
 
 
-def _grow(top_k: int, steps: int, level: int, mapped: bool, masked: bool) -> Case:
+def _grow(top_k: int, steps: int, level: int, kind: str) -> Case:
     def arguments(device: torch.device) -> tuple[object, ...]:
-        for step, (candidates, above, found, first, first_bit) in enumerate(_growth(top_k, steps, mapped, masked)):
+        for step, (candidates, above, found, first, first_bit) in enumerate(_growth(top_k, steps, kind)):
             if step == level:
                 there = None if above is None else _moved(above, device)
                 return _moved(candidates, device), there, _moved(found, device), first, first_bit
         raise AssertionError
 
-    kind = "mapped" if mapped else "masked" if masked else "plain"
     return Case(grow, f"{top_k}-level-{level}-{kind}", arguments, written=(0,), exact=True)
 
 
-def _best(top_k: int, steps: int, width: int, masked: bool) -> Case:
+def _best(top_k: int, steps: int, width: int, kind: str) -> Case:
     def arguments(device: torch.device) -> tuple[object, ...]:
-        candidates = [grown[0] for grown in _growth(top_k, steps, False, masked)][-1]
+        candidates = [grown[0] for grown in _growth(top_k, steps, kind)][-1]
         trees = Tree(*torch.full((4, 7, width + 2), 3, device=device).unbind(0))  # of an engine with a wider shape too
         bonus = torch.arange(14, device=device).view(7, 2)[:, 0] + 900
         return trees, torch.tensor(SLOTS, device=device), bonus, _moved(candidates, device), width
 
-    return Case(write_best, f"{top_k}/{steps}/{width}{'-masked' if masked else ''}", arguments, (0,), exact=True)
+    return Case(write_best, f"{top_k}/{steps}/{width}-{kind}", arguments, (0,), exact=True)
 
 
 def _moved(of: T, device: torch.device) -> T:
@@ -72,13 +76,13 @@ def _moved(of: T, device: torch.device) -> T:
 
 
 TREES = ((4, 5, 8), (2, 2, 4), (3, 4, 16), (8, 4, 32), (10, 3, 60), (1, 1, 2))
-KINDS = ((True, False), (False, False), (False, True))
+KINDS = ("mapped", "plain", "masked", "broken")
 CASES = (
     *(
-        _grow(top_k, steps, level, *kind)
+        _grow(top_k, steps, level, kind)
         for top_k, steps, width in TREES
         for level in sorted({0, 1, steps - 1} & set(range(steps)))
         for kind in (KINDS if width in (8, 60) else KINDS[:1])
     ),
-    *(_best(*tree, masked) for tree in TREES for masked in (False, True)),
+    *(_best(*tree, kind) for tree in TREES for kind in KINDS[1:]),
 )
