@@ -20,7 +20,11 @@ from workers.scheduling.step_time import StepTime
 __all__ = ["Load", "Reason", "ShapeChoice"]
 
 EVALUATE_EVERY = 8  # steps; estimates hardly move in fewer
-EVALUATE_EVERY_MS = 64.0  # of rounds, if they are faster: an evaluation takes 200 to 500 us of the host
+EVALUATE_EVERY_MS = 64.0  # of rounds, if they are faster
+EVALUATION_MS = 0.3  # of the host, for one evaluation
+EVALUATING_SHARE = 1 / 64  # of the time: what evaluations may take,
+EVALUATIONS_AHEAD_MS = 12 * EVALUATION_MS  # and so much in advance
+EVALUATE_LATER = 1.5  # by what steps between evaluations grow until then, from a change of the shape on
 CHANGING_EVERY_MS = 16.0  # the same while another shape seems better, a probe runs or the batch has changed
 LEARN_EVERY_MS = 1.0  # of rounds: of faster ones some tell enough, and each takes 2 us of the host
 FIRST_RECORDS = 32  # steps that are all learnt from, before it
@@ -63,6 +67,8 @@ class ShapeChoice:
         self._until_evaluation = 0
         self._step = 0
         self._evaluated = 0  # the last step with an evaluation
+        self._evaluations_ms = EVALUATIONS_AHEAD_MS  # that evaluations may take now
+        self._interval = float(EVALUATE_EVERY)  # steps between evaluations
         self._lost = 0.0  # time lost since the current shape is not the best, in rounds
         self._unlearnt_ms = 0.0
         self._num_learnt = 0
@@ -127,19 +133,26 @@ class ShapeChoice:
         return shape
 
     def _is_evaluation_due(self, load: Load, step_time: StepTime) -> bool:
+        """Evaluations come soon after each other at first and after a change, because first results change much; what
+        they take of the host's time is bounded by a share."""
         num_requests = len(load.slots)
-        if self._rates is None or step_time is not self._step_time or self._until_evaluation <= 0:
+        if self._rates is None or step_time is not self._step_time:
             return True
         if self._matches is not None and self._matches.has_moved(load.slots):
             return True
-        has_moved = abs(num_requests - self._num_requests) * 4 > self._num_requests
-        if not has_moved:
+        round_ms = self._rates.ms[self._current]
+        self._evaluations_ms += round_ms * EVALUATING_SHARE
+        if self._evaluations_ms < 0.0:
             return False
-        return self._step - self._evaluated >= CHANGING_EVERY_MS / self._rates.ms[self._current]
+        if self._until_evaluation <= 0:
+            return True
+        has_moved = abs(num_requests - self._num_requests) * 4 > self._num_requests
+        return has_moved and self._step - self._evaluated >= CHANGING_EVERY_MS / round_ms
 
     def _evaluate(self, load: Load, step_time: StepTime) -> None:
         """Estimate all shapes anew, and change the current one if that saves enough. The best is what loses least: so
         it is beside prompt chunks too, because a chunk adds the same to rounds of any shape."""
+        self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS) - EVALUATION_MS
         self._acceptance.age(self._num_plain)
         self._num_plain = 0
         free = self._shapes.free_drafts
@@ -150,15 +163,17 @@ class ShapeChoice:
         }
         best = rates.least_loss(self._all)
         if self._has_lost_enough(rates, best):
-            self._current, self._lost = best, 0.0
+            self._current, self._lost, self._interval = best, 0.0, float(EVALUATE_EVERY)
         self._num_requests, self._evaluated = len(load.slots), self._step
         round_ms = rates.ms[self._current]
         if self._step < EVALUATE_EVERY:
             self._until_evaluation = FIRST_RESULTS
-        elif self._lost or self._probes.current is not None:
-            self._until_evaluation = max(1, int(CHANGING_EVERY_MS / round_ms))
-        else:
-            self._until_evaluation = _steps_between(round_ms)
+            return
+        most = _steps_between(round_ms)
+        if self._lost or self._probes.current is not None:
+            most = max(1, int(CHANGING_EVERY_MS / round_ms))
+        self._interval = min(self._interval * EVALUATE_LATER, most)
+        self._until_evaluation = int(self._interval)
 
     def _has_lost_enough(self, rates: Rates, best: int) -> bool:
         """Whether to change to the best shape: once rounds of the current one have lost as much as the change costs. A

@@ -27,7 +27,10 @@ SHAPE_DRIFT = 0.0001
 FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # standard deviations of one step's relative time
 NOISE_WEIGHT = 1 / 32
 OUTLIER = 3.0  # standard deviations that one step counts at most,
-SURE_AFTER = 4  # unless fewer steps of its kind have been observed
+SURE_AFTER = 8  # unless fewer steps of its kind have been observed
+ABSENT_STEPS = 128  # without a kind, after which what was observed of it
+FEW_AFTER_ABSENCE = 4  # counts as so many steps: the machine may have been busy then
+FEW_ERROR = 0.8  # of a kind's time, over its number of observed steps: hiccups may have met all of a few
 DOUBT = 0.25  # share of such a step's difference that stays in doubt
 SURPRISE = 1.2  # running mean of differences, in standard deviations, above which the pace has changed: 3 of its own
 SURPRISE_WEIGHT = 0.25
@@ -109,6 +112,9 @@ class StepTime:
         self._noise = noise**2
         self._surprise = 0.0
         self._unlearnt_ms = 0.0  # of steps since the last that was learnt from
+        self._few_ratios: dict[int, list[float]] = {}  # by the last of their parts; see `_middle_ratio`
+        self._num_steps = 0
+        self._last_ran = [0] * len(errors)  # number of the last step, by the last of their parts
         self._settling = 0  # steps
         self.num_pace_changes = 0  # sudden ones: a change of load
         self._num_observed = np.zeros(len(errors), np.int64)  # steps, by the last of their parts
@@ -154,7 +160,11 @@ class StepTime:
         parts = np.array([self._parts(step) + theirs for step in rounds])
         covariance = self._covariance[parts[:, :, None], parts[:, None, :]]
         variances = _OURS_LESS_THEIRS @ covariance @ _OURS_LESS_THEIRS
-        return [math.sqrt(max(variance, 0.0)) for variance in variances.tolist()]
+        counts = self._num_observed[parts[:, 2]]
+        few = np.where((counts > 0) & (counts < SURE_AFTER), FEW_ERROR / np.maximum(counts, 1), 0.0)
+        few[[step.shape == other.shape for step in rounds]] = 0.0
+        found: list[float] = np.hypot(np.sqrt(np.maximum(variances, 0.0)), few).tolist()
+        return found
 
     def correction(self, step: Step) -> float:
         """Return the factor that corrects the table's milliseconds of such a step."""
@@ -173,20 +183,31 @@ class StepTime:
     def observe(self, step: Step, ms: float) -> None:
         """A step has taken so long, from the end of the step before it or its own start on, whichever is later."""
         parts = self._parts(step)
+        own = parts[-1]
         self._unlearnt_ms += ms
-        if self._unlearnt_ms < LEARN_EVERY_MS and self._num_observed[parts[-1]] >= SURE_AFTER:
+        self._num_steps += 1
+        absent, self._last_ran[own] = self._num_steps - self._last_ran[own], self._num_steps
+        if absent == 1 and self._unlearnt_ms < LEARN_EVERY_MS and self._num_observed[own] >= SURE_AFTER:
             return
+        if absent > ABSENT_STEPS:
+            self._num_observed[own] = min(self._num_observed[own], FEW_AFTER_ABSENCE)
+            self._few_ratios.pop(own, None)
         passed_s, self._unlearnt_ms = self._unlearnt_ms / 1e3, 0.0
-        expected_ms = self._table_ms(step) * self._factor(parts)  # the median
-        if expected_ms <= 0.0 or ms <= 0.0:
+        table_ms, doubt = self._table_ms(step), 0.0
+        if table_ms <= 0.0 or ms <= 0.0:
             return
         self._grow(min(passed_s, MAX_DRIFT_S))
-        own, difference, doubt = parts[-1], _bounded(math.log(ms / expected_ms)), 0.0
+        is_sure = self._num_observed[own] >= SURE_AFTER
+        ratio = math.log(ms / table_ms) if is_sure else self._middle_ratio(own, math.log(ms / table_ms))
+        difference = _bounded(ratio - _bounded(sum(map(self._mean.item, parts))))
         variance = self._between(parts, parts)
         deviation = math.sqrt(variance + self._noise)
-        if abs(difference) > OUTLIER * deviation and self._num_observed[own] < SURE_AFTER:
-            self._variances[own] += difference**2  # the table, or the step before, was far off
-            doubt = (DOUBT * difference) ** 2  # or this one is
+        if not is_sure:
+            is_far = abs(difference) > OUTLIER * deviation
+            if is_far or self._num_observed[own]:
+                self._variances[own] += difference**2  # the table, or the steps of its kind before, were off
+            if is_far:
+                doubt = (DOUBT * difference) ** 2  # or this one is
         else:
             difference = min(max(difference, -OUTLIER * deviation), OUTLIER * deviation)
             if variance < self._noise:  # else a difference says little about the pace
@@ -198,6 +219,12 @@ class StepTime:
         self._learn(parts, difference)
         self._variances[own] += doubt
         self._num_observed[own] += 1
+
+    def _middle_ratio(self, own: int, ratio: float) -> float:
+        """The lower median of what the last three steps of a kind took over their table's time, while there are few:
+        one may be a hiccup of the host, which delays the step that runs meanwhile."""
+        last = self._few_ratios[own] = [*self._few_ratios.get(own, ()), ratio][-3:]
+        return float(sorted(last)[(len(last) - 1) // 2])
 
     def _learn(self, parts: list[int], difference: float) -> None:
         """The filter's update by one step that was off by `difference`."""
@@ -219,6 +246,7 @@ class StepTime:
         self._variances[parts] = own
         self._variances[0] += CHANGED_PACE_ERROR**2
         np.minimum(self._num_observed, 1, out=self._num_observed)
+        self._few_ratios.clear()
         self._num_observed[parts[-1]] = num_observed
 
     def _grow(self, seconds: float) -> None:

@@ -6,7 +6,7 @@ of any shape. There and where rounds take what the device does, after 200 steps.
 
 import pytest
 
-from tests.support.simulation.answers import HOST_MS, Answers, embedded_pair
+from tests.support.simulation.answers import HOST_MS, Answers, embedded_pair, measured_tree
 from tests.support.simulation.shapes import CHAIN, TREE
 from workers.config import RoundShapes
 
@@ -40,3 +40,25 @@ def test_short_answers_come_as_fast_as_with_the_best_shape(
     before = chosen.steps
     share = chosen.tokens_per_ms(batch, count) / forced.tokens_per_ms(batch, count)
     assert share > 0.94, (share, chosen.steps - before)
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_no_shape_is_locked_out_by_how_its_first_rounds_went(batch: int) -> None:
+    """A tree of 16 rows takes 8 % longer than one of 8, and accepts 4.52 tokens a round instead of 3.83. Its first
+    rounds follow prompts, evaluations and first launches, all of which delay them; some starts measured it too slow.
+
+    One H200 ran the smaller tree alone. Shares of the best shape's rate, of a few hundred rounds: standard error 0.03
+    each, by what is accepted.
+    """
+    shares = []
+    for told, slow_first in (((1, 1, 1, 1), 1.0), ((1, 1, 1, 1.6), 4.0), ((3, 1, 1, 1), 4.0)):
+        of = measured_tree(told, slow_first)
+        for seed in range(2):
+            forced = Answers(of, seed, choose=lambda has_prompts: 3)
+            chosen = Answers(of, seed)
+            rates = []
+            for answers in (forced, chosen):
+                answers.warm_up(batch)
+                rates.append(answers.tokens_per_ms(batch, 15 + 3 * batch))
+            shares.append(rates[1] / rates[0])
+    assert min(shares) > 0.88 and sum(shares) / len(shares) > 0.97 - 2 * 0.03 / len(shares) ** 0.5, shares

@@ -20,7 +20,10 @@ Bools = npt.NDArray[np.bool_]
 ENGINE_WINDOW = 2048.0  # rounds after which the engine's estimate has forgotten all but 1 / e
 REQUEST_WINDOW = 64.0  # the same of one request's own
 REQUEST_PRIOR = 24.0  # rounds that a request's own estimate weighs the engine's with
-SHAPE_PRIOR = 4.0  # rounds that an estimate weighs that of another shape, or of the depth above, with
+SHAPE_PRIOR = 4.0  # rounds that an estimate weighs that of another shape, or of the depth above, with at least
+OTHERS_PRIOR = (
+    32.0  # more of them at most: as many as the other shape has run. What trees add is known to a few percent
+)
 OTHERS_COUNT = 512.0  # rounds of another shape that make as sure as one of its own
 UNKNOWN = 0.7  # of the first depth before any round
 OPTIMISM = 1.5  # standard errors that hoped tokens are above the estimate
@@ -174,7 +177,9 @@ class Survival:
             chance = (hits + SHAPE_PRIOR * chance) / (trials + SHAPE_PRIOR)
             chances.append(min(max(chance, EDGE), 1.0 - EDGE))
         prior = 1.0 - (1.0 - np.array(chances)) ** (self._branching[:, None] / self._branching[reference])
-        found: Floats = (self._hits + SHAPE_PRIOR * prior) / (self._trials + SHAPE_PRIOR)
+        is_reference = reference == np.arange(len(self._trials))[:, None]
+        weight = SHAPE_PRIOR + np.where(is_reference, 0.0, np.minimum(self._trials.max(0), OTHERS_PRIOR))
+        found: Floats = (self._hits + weight * prior) / (self._trials + weight)
         return np.minimum(np.maximum(found, EDGE), 1.0 - EDGE)
 
 

@@ -50,6 +50,8 @@ def test_it_is_as_good_as_the_best_static_shape(
         (CHAIN, 16, 3.0, (30.0, 30.0, 30.0)),  # a host slower than any round: drafts cost nothing
         (TREE, 8, 1.3, (6.0, 6.2, 6.9, 24.0)),  # a tree takes longer than any start has seen
         (TREE, 1, 4.5, (0.39, 0.39, 0.39, 0.39)),
+        (TREE, 1, 3.0, (0.39, 0.4, 0.42, 0.454)),  # 16 rows take 8 % longer than 8
+        (TREE, 8, 3.0, (4.4, 4.6, 4.7, 5.08)),
     ],
 )
 def test_steps_that_take_longer_than_expected_count_as_they_are(
@@ -86,7 +88,7 @@ def test_plain_rounds_are_left_when_drafts_become_right() -> None:
     assert engine.rate(1500) > 0.99 * engine.static(0)
     # what a probe may cost is saved for, and its rounds tell of all shapes that go no deeper
     probes = sum(n for (_, reason), n in (engine.seen - before).items() if reason is Reason.PROBE)
-    assert 0 < probes < 30 and engine.drafted == 0
+    assert 0 < probes < 45 and engine.drafted == 0
     engine.chances = chances_of(CHAIN, 4.5)
     steps = 0
     while engine.step() != CHAIN.default or engine.choice.reason is Reason.PROBE:
