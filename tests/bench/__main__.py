@@ -34,6 +34,10 @@ BENCHES = {
     "replicas": ("replicas", "the choice between several engines of one machine"),
     "gsm8k": ("quality.gsm8k", "accuracy, acceptance length and equal answers of a running server"),
     "saved_states": ("quality.saved_states", "what saved states of bfloat16 cost in text (CPU)"),
+    "hybrid_acceptance": (
+        "quality.hybrid_acceptance",
+        "tokens a round of the embedded hybrid, by shape and head (CPU)",
+    ),
     "fewer_bits": ("quality.fewer_bits", "loss and acceptance of the small models quantised by `aerie quantize` (CPU)"),
     "copied_drafts": ("quality.copied_drafts", "accepted tokens a round of drafts copied from the text (CPU)"),
     "attention": ("kernels.attention", "attention over K/V heads, by backend, mode and shape (GPU)"),
