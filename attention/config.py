@@ -28,7 +28,7 @@ class CacheConfig:
     draft_dtype: the same of the draft's KV, whose scales are 1; auto: the model's.
     prefix_cache: keep pages of finished requests for prompts with the same beginning.
     state_snapshots: saved states of recurrent layers per rank, of models that have such layers (Qwen3.5, Qwen3-Next): a
-        prompt that begins like an earlier one resumes at one. auto: one for every 4,096 tokens of KV, within 20 and
+        prompt that begins like an earlier one resumes at one. auto: one for every 8,192 tokens of KV, within 20 and
         50 % of their memory; 0: every prompt is computed whole.
     state_snapshot_dtype: of these saved states: float32 as they run, or bfloat16, half as large. A request that resumes
         at one of bfloat16 has a rounded state, so its text may differ from one without the cache.

@@ -15,7 +15,7 @@ from attention.recurrent.sizes import StateSizes
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.memory_use import MemoryUse
 
-TOKENS_PER_SNAPSHOT = 4096  # of KV, for which `auto` has a saved state: two typical conversations
+TOKENS_PER_SNAPSHOT = 8192  # KV tokens per saved state of `auto`: Qwen3.6-27B keeps 700,000 on an H200
 MIN_SNAPSHOT_SHARE, MAX_SNAPSHOT_SHARE = 0.2, 0.5  # of the memory for pages and saved states, that `auto` gives states
 MAX_SNAPSHOTS = 1024  # the scheduler looks through all of them when none is free
 
@@ -117,8 +117,8 @@ def table_bytes(bytes_per_slot: int, num_slots: int) -> int:
 
 
 def snapshot_share(per_snapshot: int, per_page: int, page_size: int) -> float:
-    """Share of the memory for pages and saved states that lets a state of `per_snapshot` bytes stand beside the pages
-    of TOKENS_PER_SNAPSHOT tokens, within limits. A conversation that can go on needs both."""
+    """Return the share of saved states in the memory for pages and states: one state of `per_snapshot` bytes for each
+    TOKENS_PER_SNAPSHOT tokens of KV, within limits. A conversation that continues needs both."""
     pages = per_page * TOKENS_PER_SNAPSHOT // page_size
     return min(MAX_SNAPSHOT_SHARE, max(MIN_SNAPSHOT_SHARE, per_snapshot / max(1, per_snapshot + pages)))
 

@@ -20,10 +20,8 @@ Bools = npt.NDArray[np.bool_]
 ENGINE_WINDOW = 2048.0  # rounds after which the engine's estimate has forgotten all but 1 / e
 REQUEST_WINDOW = 64.0  # the same of one request's own
 REQUEST_PRIOR = 24.0  # rounds that a request's own estimate weighs the engine's with
-SHAPE_PRIOR = 4.0  # rounds that an estimate weighs that of another shape, or of the depth above, with at least
-OTHERS_PRIOR = (
-    32.0  # more of them at most: as many as the other shape has run. What trees add is known to a few percent
-)
+SHAPE_PRIOR = 4.0  # minimum weight, in rounds, of the estimate of another shape or of the depth above
+OTHERS_PRIOR = 32.0  # maximum additional weight, one for each round of the other shape
 OTHERS_COUNT = 512.0  # rounds of another shape that make as sure as one of its own
 UNKNOWN = 0.7  # of the first depth before any round
 OPTIMISM = 1.5  # standard errors that hoped tokens are above the estimate
