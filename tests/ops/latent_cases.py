@@ -94,9 +94,10 @@ def _expansion(latent: int, rotated: int, dtype: torch.dtype, fp8: bool, device:
     return pool, tokens, ends, rows(72, latent, dtype=dtype, device=device), 0.4 if fp8 else 1.0
 
 
-def _routed(count: int, experts: int, size: int, fixed: bool, device: torch.device) -> tuple[Any, ...]:
+def _routed(count: int, experts: int, size: int, fixed: bool, biased: bool, device: torch.device) -> tuple[Any, ...]:
     x, weight = (rows(each, size, dtype=torch.float16, device=device) for each in (count, experts))
-    return x, weight, Workspace.of_size(1, 1, device), fixed
+    bias = rows(experts, dtype=torch.float16, device=device) if biased else None
+    return x, weight, bias, Workspace.of_size(1, 1, device), fixed
 
 
 def _logits(arguments: tuple[Any, ...], result: Tensor) -> Tensor:
@@ -182,13 +183,14 @@ CASES = (
     *(
         Case(
             router_gemm,
-            f"{count}-{experts}-{size}-{fixed}",
-            lambda device, given=(count, experts, size, fixed): _routed(*given, device),
+            f"{count}-{experts}-{size}-{fixed}{'-bias' if biased else ''}",
+            lambda device, given=(count, experts, size, fixed, biased): _routed(*given, device),
             seen=_logits,
             slow=size > 512,
         )
         for experts, size in ((20, 256), (256, 7168))
         for count in (1, 17, 130)
         for fixed in (False, True)
+        for biased in (False, True)
     ),
 )

@@ -271,7 +271,7 @@ class Recording(Prepared):
         self.events.append("plan")
         return True
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: LayerKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         self.events.append("forward")
         return q
 

@@ -79,7 +79,7 @@ def test_a_layer_keeps_what_it_keeps_when_it_attends(pair: Pair, family: str, tm
     layer: DecoderLayer = runner.model.layers[0]  # type: ignore[assignment]
     chunks = PrefillBatch.from_lists([0], [9], torch.arange(1, 4, dtype=torch.int32)[None])
     context = runner.context(None, chunks=chunks, attending=None)
-    x, angles = runner.model.embed_tokens(torch.arange(2, 11)), runner.model.rotary.at(context.positions)
+    x, angles = runner.model.embed_tokens(torch.arange(2, 11)), runner.model.rotary[0].at(context.positions)
     layer.self_attn.partial(x, angles, context)  # type: ignore[operator, union-attr]
     kept = [tensor.clone() for tensor in runner.pool.tensors[0]]
     for tensor in runner.pool.tensors[0]:

@@ -78,7 +78,7 @@ def test_speculators_of_another_kind_are_refused(pair: Pair, tmp_path: Path) -> 
     config = speculators(Head(), architectures=["PEagleDraftModel"], speculators_model_type="peagle")
     draft = save_head(tmp_path / "d", config, {})
     with pytest.raises(
-        ValueError, match="speculators_model_type peagle\\) is of no method that exists; those are eagle,"
+        ValueError, match="PEagleDraftModel\\) is a P-EAGLE head, which is not served; use a DFlash head"
     ):
         plan_engine(spec_of(pair.target, draft))
 
