@@ -16,17 +16,17 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import msgspec
+
+from tests.support import ROOT
 
 PLAIN_TOKENS = 400
 ANSWER_LIMIT_S = 180.0
 PROMPTS = ("Count", "Once upon a time", "The weather", "A list of")
 MIN_EVENTS = 12  # of an answer whose gaps count
 _LINE_BYTES = 1 << 26  # of what the process says
-_ROOT = Path(__file__).parents[2]
 
 
 class Plain(msgspec.Struct):
@@ -104,7 +104,7 @@ async def plain_streams(url: str, model: str) -> AsyncIterator[tuple[asyncio.sub
     """The process, and what it said of the answers alone; ends with the context."""
     program = [sys.executable, "-m", "tests.load.hostile.plain_streams", url, model]
     process = await asyncio.create_subprocess_exec(
-        *program, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=_LINE_BYTES
+        *program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=_LINE_BYTES
     )
     try:
         yield process, await _said(process)
