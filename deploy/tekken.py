@@ -16,7 +16,7 @@ from cluster.config import ConfigError
 from cluster.http.text.detokenizer import BYTE_OF
 from deploy.config.hub import model_folder
 
-# Of files that do not list them (mistral-common 1.13, tokens/tokenizers/tekken.py); the rest are fillers.
+# Special tokens of a tekken.json that lists none (mistral-common 1.13, tokens/tokenizers/tekken.py).
 _USUAL = [
     "<unk>",
     "<s>",

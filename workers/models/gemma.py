@@ -51,8 +51,8 @@ class GemmaConfig(LlamaConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
-    """Of a text model, or of a model of images and text, whose text_config is read. Raises ValueError where the model
-    has something that would otherwise be ignored."""
+    """Read the configuration of a text model, or the text_config of a model of images and text. Raises ValueError for
+    settings that are not supported."""
     kind = architecture_of(config)[:6]
     config = _COMMON | _DEFAULTS[kind] | _given(text_part(config, source))
     activation = str(config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh")

@@ -23,8 +23,8 @@ class WindowedConfig(LlamaConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> WindowedConfig:
-    """Of a text model, or of a model of images and text, whose text_config is read. Raises ValueError where the model
-    has something that would otherwise be ignored."""
+    """Read the configuration of a text model, or the text_config of a model of images and text. Raises ValueError for
+    settings that are not supported."""
     config = text_part(config, source)
     dense = llama.read_config(config, source)
     kind = FULL if config.get("sliding_window") is None else SLIDING

@@ -33,7 +33,7 @@ THINKING_PARSERS = (
     "harmony",
     "minimax_m2",
     "seed_oss",
-)  # of models that think unless they are told not to
+)  # chat parsers of models that reason by default
 _SAME_NAMES = (
     "model",
     "max_tokens",

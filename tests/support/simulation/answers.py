@@ -53,7 +53,7 @@ class Pair:
     costs: what the device takes.
     host_ms: what the host takes to launch a step, during which the device may run the one before.
     noise: of a step's time, as the sigma of a lognormal factor.
-    told: what the scheduler is told that the device takes; None for the truth.
+    told: step times that the scheduler starts from; None: the true ones.
     slow_first: how many times as long as others the host takes to launch a shape at a number of requests for the first
         time.
     """

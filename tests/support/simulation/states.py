@@ -36,8 +36,12 @@ COSTS = CostTable(
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one H200: bytes for pages and saved states beside the weights and 64 slots; of a page of target and draft; of
-    a state in float32. By arithmetic from the dimensions, as `aerie plan` has it."""
+    """Memory of one H200, computed from the dimensions as `aerie plan` does.
+
+    for_cache: bytes for pages and saved states, besides the weights and 64 slots.
+    per_page: bytes of a page in target and draft.
+    per_state: bytes of a state in float32.
+    """
 
     for_cache: float
     per_page: int

@@ -101,7 +101,7 @@ def expected(head: BlockHead, tensors: dict[str, torch.Tensor], target: Path, fe
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", HEADS)
 def test_logits_are_those_of_the_published_module(pair: Pair, tmp_path: Path, name: str, ranks: int) -> None:
-    """Of whole blocks, of shorter ones, and after the block before, whose rows the context overwrites."""
+    """Whole blocks and shorter ones, and a second block, after the context has overwritten the rows of the first."""
     head, layout = HEADS[name]
     tensors = head.tensors()
     draft = save_head(tmp_path / "d", layout(head), tensors)
