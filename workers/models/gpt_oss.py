@@ -1,24 +1,19 @@
 """gpt-oss: attention with sinks, over a window in every other layer; experts with biases and a clamped activation."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
-import torch
-
-from attention.capability import Capability
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.moe import MixtureOfExperts
-from workers.layers.rotary import RotaryTable
 from workers.models import llama
 from workers.models.config import rope_scaling_of
 from workers.models.config_fields import number_of, size_of
-from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
 from workers.models.layer_kinds import windows_of
-from workers.models.llama import LlamaConfig, make_attention
-from workers.models.moe import check_experts_device, expert_cuts, interleaved_experts, num_experts_of
+from workers.models.llama import LlamaForCausalLM, make_attention
+from workers.models.moe import LlamaMoeConfig, expert_cuts, interleaved_experts, num_experts_of
 from workers.models.name_map import NameMap
 from workers.ops.experts.gated import GPT_OSS, GatedActivation
 from workers.ops.experts.route import Routing
@@ -35,10 +30,9 @@ _DEFAULT_ROPE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssConfig(LlamaConfig):
+class GptOssConfig(LlamaMoeConfig):
     """intermediate_size: of an expert; every layer has experts. windows: of each layer; None: it attends to all."""
 
-    routing: Routing
     activation: GatedActivation
     windows: tuple[int | None, ...]
 
@@ -47,12 +41,6 @@ class GptOssConfig(LlamaConfig):
         if self.whole_experts:
             return expert_cuts(self.routing, self.intermediate_size, 0, whole=True)
         return {"intermediate_size": self.intermediate_size}
-
-    def with_whole_experts(self, source: str) -> Self:
-        return replace(self, whole_experts=True)
-
-    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
-        check_experts_device(device, dtype, source)
 
     def score_rule(self, layer: int) -> ScoreRule:
         return ScoreRule(self.head_dim**-0.5, window=self.windows[layer], has_sinks=True)
@@ -98,20 +86,8 @@ def make_layer(config: GptOssConfig, layer: int, group: TPGroup) -> DecoderLayer
     return DecoderLayer(config.hidden_size, config.rms_eps, attention, experts, group)
 
 
-class GptOssForCausalLM(Decoder):
-    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
-
-    def __init__(
-        self,
-        config: GptOssConfig,
-        group: TPGroup,
-        max_position: int,
-        device: torch.device,
-        capture: tuple[int, ...] = (),
-    ) -> None:
-        rotary = RotaryTable(config.rope, config.head_dim, max_position, device)
-        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
-        super().__init__(config, group, rotary, layers, capture)
+class GptOssForCausalLM(LlamaForCausalLM):
+    make_layer = staticmethod(make_layer)
 
 
 def weight_names(config: GptOssConfig) -> NameMap:

@@ -1,8 +1,9 @@
 """Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ by three
 flags. EAGLE's heads (`speculative.drafts`) use the same layers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,6 +13,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.attention import Attention
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.mlp import GatedMLP
+from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RopeConfig, RotaryTable
 from workers.models.config import ModelConfig, dtype_of, rope_of
 from workers.models.config_fields import (
@@ -31,11 +33,12 @@ from workers.quantization.table import read_quant_method
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """qkv_bias: Qwen2, and Llama with attention_bias, which then has o_bias too. qk_norm: Qwen3 (an RMSNorm per head on
-    q and k)."""
+    """rotated_dim: dimensions of a head that RoPE rotates; all of a Llama's. qkv_bias: Qwen2, and Llama with
+    attention_bias, which then has o_bias too. qk_norm: Qwen3 (an RMSNorm per head on q and k)."""
 
     intermediate_size: int
     rope: RopeConfig
+    rotated_dim: int
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
@@ -82,18 +85,20 @@ def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
     architecture = architecture_of(config, "LlamaForCausalLM")
     _refuse_unsupported(config, layers, source)
     has_bias = flag_of(config, "attention_bias", source)
+    head_dim = _head_dim(config, hidden, heads, source)
     return LlamaConfig(
         architecture=architecture,
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=size_of(config, "num_key_value_heads", source, heads),
-        head_dim=_head_dim(config, hidden, heads, source),
+        head_dim=head_dim,
         intermediate_size=size_of(config, "intermediate_size", source),
         vocab_size=size_of(config, "vocab_size", source),
         max_position=size_of(config, "max_position_embeddings", source, 2048, most=MAX_POSITIONS),
         rms_eps=number_of(config, "rms_norm_eps", source, 1e-6),
         rope=rope_of(config, source),
+        rotated_dim=head_dim,
         tie_embeddings=flag_of(config, "tie_word_embeddings", source),
         qkv_bias=architecture.startswith("Qwen2") or has_bias,
         o_bias=has_bias and not architecture.startswith("Qwen2"),
@@ -155,7 +160,13 @@ def make_layer(config: LlamaConfig, layer: int, group: TPGroup) -> DecoderLayer:
 
 
 class LlamaForCausalLM(Decoder):
-    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
+    """See `Decoder`. Families whose layers differ override `make_layer` and `norm_type`.
+
+    max_position: rows of the rotary table, on `device`.
+    """
+
+    make_layer: ClassVar[Callable[..., DecoderLayer]] = staticmethod(make_layer)
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(
         self,
@@ -165,9 +176,9 @@ class LlamaForCausalLM(Decoder):
         device: torch.device,
         capture: tuple[int, ...] = (),
     ) -> None:
-        rotary = RotaryTable(config.rope, config.head_dim, max_position, device)
-        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
-        super().__init__(config, group, rotary, layers, capture)
+        rotary = RotaryTable(config.rope, config.rotated_dim, max_position, device)
+        layers = [self.make_layer(config, layer, group) for layer in range(config.num_layers)]
+        super().__init__(config, group, rotary, layers, capture, self.norm_type)
 
 
 def weight_names(config: LlamaConfig) -> NameMap:

@@ -1,6 +1,7 @@
 """Common parts of families with mixtures of experts: names, sizes, and placement."""
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -8,11 +9,25 @@ from torch import Tensor
 from attention.capability import Capability
 from workers.layers.weighted import WrongTensorError
 from workers.models.config_fields import MAX_EXPERTS, architecture_of, size_of
+from workers.models.llama import LlamaConfig
 from workers.models.name_map import Packed
 from workers.ops.experts.route import Routing
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _GROUPED_MAJORS = (9, 10)  # compute capabilities whose grouped products (torch 2.13) wait for nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaMoeConfig(LlamaConfig):
+    """A Llama whose MLPs are experts, in all layers or in some."""
+
+    routing: Routing
+
+    def with_whole_experts(self, source: str) -> Self:
+        return replace(self, whole_experts=True)
+
+    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
+        check_experts_device(device, dtype, source)
 
 
 def num_experts_of(config: dict[str, Any], source: str) -> int:

@@ -2,19 +2,15 @@
 projection in one. Variants whose angles depend on the length (`longrope`) are left to the adapter."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.rotary import RotaryTable
 from workers.models import mistral
 from workers.models.config import rope_scaling_of, rotated_dim_of
-from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
-from workers.models.llama import make_layer
+from workers.models.llama import LlamaForCausalLM
 from workers.models.llama import weight_names as llama_names
 from workers.models.mistral import WindowedConfig
 from workers.models.name_map import NameMap, Packed
@@ -22,41 +18,18 @@ from workers.models.qwen.hybrid_names import split_rows
 from workers.quantization.integers.format import split_outputs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phi3Config(WindowedConfig):
-    """rotated_dim: of a head."""
-
-    rotated_dim: int
-
-
 def is_served(config: Mapping[str, Any]) -> bool:
     scaling = rope_scaling_of(config, "")
     return (scaling.get("rope_type") or scaling.get("type") or "default") == "default"
 
 
-def read_config(config: dict[str, Any], source: str) -> Phi3Config:
+def read_config(config: dict[str, Any], source: str) -> WindowedConfig:
     """Raises ValueError where the model has something that would otherwise be ignored."""
     windowed = mistral.read_config(config, source)
-    return Phi3Config(**vars(windowed), rotated_dim=rotated_dim_of(config, windowed.head_dim, source, 1.0))
+    return replace(windowed, rotated_dim=rotated_dim_of(config, windowed.head_dim, source, 1.0))
 
 
-class Phi3ForCausalLM(Decoder):
-    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
-
-    def __init__(
-        self,
-        config: Phi3Config,
-        group: TPGroup,
-        max_position: int,
-        device: torch.device,
-        capture: tuple[int, ...] = (),
-    ) -> None:
-        rotary = RotaryTable(config.rope, config.rotated_dim, max_position, device)
-        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
-        super().__init__(config, group, rotary, layers, capture)
-
-
-def weight_names(config: Phi3Config) -> NameMap:
+def weight_names(config: WindowedConfig) -> NameMap:
     """The names of Llama's, of which one matrix each holds q, k and v, and gate and up projection."""
     llama = llama_names(config)
     kv = config.num_kv_heads * config.head_dim
@@ -82,4 +55,4 @@ def _splitter(rows: Sequence[int], what: str) -> Callable[[Tensor, str], list[Te
     return lambda full, kind: split_outputs(full, kind, rows, lambda matrix: split_rows(matrix, rows, what))
 
 
-FAMILY = ModelFamily(read_config, Phi3ForCausalLM, weight_names, is_served)
+FAMILY = ModelFamily(read_config, LlamaForCausalLM, weight_names, is_served)

@@ -1,35 +1,27 @@
 """GLM-4.5, 4.6 and 4.7: a Llama that rotates a part of each head, with DeepSeek-V3's experts after the first layers."""
 
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from attention.capability import Capability
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer, FeedForward
 from workers.layers.moe import MixtureOfExperts
-from workers.layers.rotary import RotaryTable
 from workers.models import llama
 from workers.models.config import rotated_dim_of
 from workers.models.config_fields import MAX_EXPERTS, MAX_LAYERS, flag_of, size_of
-from workers.models.decoder import Decoder
 from workers.models.deepseek import read_routing
 from workers.models.family import ModelFamily
-from workers.models.llama import LlamaConfig, make_attention, make_mlp
-from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, moe_rules
+from workers.models.llama import LlamaForCausalLM, make_attention, make_mlp
+from workers.models.moe import LlamaMoeConfig, expert_cuts, expert_inputs, moe_rules
 from workers.models.name_map import NameMap
-from workers.ops.experts.route import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glm4MoeConfig(LlamaConfig):
+class Glm4MoeConfig(LlamaMoeConfig):
     """intermediate_size: of layers without experts, which are those before first_moe_layer. expert_width: intermediate
-    size of an expert. shared_width: of all shared experts of a layer together. rotated_dim: of a head. num_mtp_layers:
-    modules for drafting that the checkpoint has after its layers."""
+    size of an expert. shared_width: of all shared experts of a layer together. num_mtp_layers: modules for drafting
+    that the checkpoint has after its layers."""
 
-    rotated_dim: int
-    routing: Routing
     expert_width: int
     shared_width: int
     first_moe_layer: int
@@ -47,12 +39,6 @@ class Glm4MoeConfig(LlamaConfig):
     def _dense_sizes(self) -> dict[str, int]:
         return super().cut_sizes if self.first_moe_layer > 0 else {}
 
-    def with_whole_experts(self, source: str) -> Self:
-        return replace(self, whole_experts=True)
-
-    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
-        check_experts_device(device, dtype, source)
-
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
         inputs = super().linear_inputs(tensor_parallel)
         if not self._dense_sizes:
@@ -64,10 +50,13 @@ def read_config(config: dict[str, Any], source: str) -> Glm4MoeConfig:
     """Raises ValueError where the model has something that would otherwise be ignored."""
     dense = llama.read_config(config, source)
     width = size_of(config, "moe_intermediate_size", source)
-    own = vars(dense) | {"o_bias": False, "qk_norm": flag_of(config, "use_qk_norm", source)}
+    own = vars(dense) | {
+        "o_bias": False,
+        "qk_norm": flag_of(config, "use_qk_norm", source),
+        "rotated_dim": rotated_dim_of(config, dense.head_dim, source, 0.5),
+    }
     return Glm4MoeConfig(
         **own,
-        rotated_dim=rotated_dim_of(config, dense.head_dim, source, 0.5),
         routing=read_routing(config, source, is_v3=True),
         expert_width=width,
         shared_width=size_of(config, "n_shared_experts", source, 1, least=0, most=MAX_EXPERTS) * width,
@@ -93,20 +82,8 @@ def make_layer(config: Glm4MoeConfig, layer: int, group: TPGroup) -> DecoderLaye
     return DecoderLayer(config.hidden_size, config.rms_eps, attention, mlp, group)
 
 
-class Glm4MoeForCausalLM(Decoder):
-    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
-
-    def __init__(
-        self,
-        config: Glm4MoeConfig,
-        group: TPGroup,
-        max_position: int,
-        device: torch.device,
-        capture: tuple[int, ...] = (),
-    ) -> None:
-        rotary = RotaryTable(config.rope, config.rotated_dim, max_position, device)
-        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
-        super().__init__(config, group, rotary, layers, capture)
+class Glm4MoeForCausalLM(LlamaForCausalLM):
+    make_layer = staticmethod(make_layer)
 
 
 def layer_rules(ours: str, theirs: str) -> dict[str, str]:

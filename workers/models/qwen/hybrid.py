@@ -16,12 +16,10 @@ from workers.layers.decoder_layer import AttentionLayer, DecoderLayer, FeedForwa
 from workers.layers.gated_delta_net import GatedDeltaNet, heads_of_rank
 from workers.layers.moe import MixtureOfExperts
 from workers.layers.norm import ZeroCentredRMSNorm
-from workers.layers.rotary import RotaryTable
 from workers.models import llama
 from workers.models.config import rotated_dim_of
 from workers.models.config_fields import flag_of, ids_of, size_of
-from workers.models.decoder import Decoder
-from workers.models.llama import LlamaConfig, make_mlp
+from workers.models.llama import LlamaConfig, LlamaForCausalLM, make_mlp
 from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, num_experts_of
 from workers.ops.experts.route import Routing
 from workers.quantization.quant_method import Unquantized
@@ -42,12 +40,10 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(LlamaConfig):
-    """heads: of recurrent layers. recurrent: the layers that are. rotated_dim: of a head of attention. experts: None of
-    a dense model."""
+    """heads: of recurrent layers. recurrent: the layers that are. experts: None of a dense model."""
 
     heads: DeltaHeads
     recurrent: frozenset[int]
-    rotated_dim: int
     experts: Experts | None
 
     @property
@@ -106,10 +102,9 @@ def read_config(config: dict[str, Any], source: str) -> HybridConfig:
     dense = llama.read_config(config, source)
     _refuse_unsupported(config, source)
     return HybridConfig(
-        **vars(dense),
+        **vars(dense) | {"rotated_dim": rotated_dim_of(config, dense.head_dim, source, 0.25)},
         heads=_heads(config, source),
         recurrent=_recurrent(config, dense.num_layers, source),
-        rotated_dim=rotated_dim_of(config, dense.head_dim, source, 0.25),
         experts=_experts(config, dense.num_layers, source) if has_experts else None,
     )
 
@@ -208,17 +203,6 @@ def make_layer(config: HybridConfig, layer: int, group: TPGroup) -> DecoderLayer
     return DecoderLayer(config.hidden_size, config.rms_eps, attention, mlp, group, ZeroCentredRMSNorm)
 
 
-class HybridForCausalLM(Decoder):
-    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
-
-    def __init__(
-        self,
-        config: HybridConfig,
-        group: TPGroup,
-        max_position: int,
-        device: torch.device,
-        capture: tuple[int, ...] = (),
-    ) -> None:
-        rotary = RotaryTable(config.rope, config.rotated_dim, max_position, device)
-        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
-        super().__init__(config, group, rotary, layers, capture, ZeroCentredRMSNorm)
+class HybridForCausalLM(LlamaForCausalLM):
+    make_layer = staticmethod(make_layer)
+    norm_type = ZeroCentredRMSNorm

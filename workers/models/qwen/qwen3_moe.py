@@ -1,22 +1,17 @@
 """Mixtures of experts of Qwen2 and Qwen3: a dense model whose MLPs are experts, in all layers or in some."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from attention.capability import Capability
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer, FeedForward
 from workers.layers.moe import MixtureOfExperts
-from workers.layers.rotary import RotaryTable
 from workers.models import llama
 from workers.models.config_fields import flag_of, ids_of, size_of
-from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
-from workers.models.llama import LlamaConfig, make_attention, make_mlp
-from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, moe_rules, num_experts_of
+from workers.models.llama import LlamaForCausalLM, make_attention, make_mlp
+from workers.models.moe import LlamaMoeConfig, expert_cuts, expert_inputs, moe_rules, num_experts_of
 from workers.models.name_map import NameMap
 from workers.models.qwen.hybrid_names import shared_expert_rules
 from workers.ops.experts.route import Routing
@@ -25,11 +20,10 @@ _SHARED = "shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(LlamaConfig):
+class Qwen3MoeConfig(LlamaMoeConfig):
     """moe_layers: those with experts; the others have MLPs of intermediate_size. expert_width: intermediate size of an
     expert. shared_width: of the shared one beside them (Qwen2); 0 without."""
 
-    routing: Routing
     expert_width: int
     moe_layers: frozenset[int]
     shared_width: int = 0
@@ -42,12 +36,6 @@ class Qwen3MoeConfig(LlamaConfig):
     @property
     def _dense_sizes(self) -> dict[str, int]:
         return super().cut_sizes if len(self.moe_layers) < self.num_layers else {}
-
-    def with_whole_experts(self, source: str) -> Self:
-        return replace(self, whole_experts=True)
-
-    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
-        check_experts_device(device, dtype, source)
 
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
         inputs = super().linear_inputs(tensor_parallel)
@@ -85,20 +73,8 @@ def make_layer(config: Qwen3MoeConfig, layer: int, group: TPGroup) -> DecoderLay
     return DecoderLayer(config.hidden_size, config.rms_eps, attention, mlp, group)
 
 
-class Qwen3MoeForCausalLM(Decoder):
-    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
-
-    def __init__(
-        self,
-        config: Qwen3MoeConfig,
-        group: TPGroup,
-        max_position: int,
-        device: torch.device,
-        capture: tuple[int, ...] = (),
-    ) -> None:
-        rotary = RotaryTable(config.rope, config.head_dim, max_position, device)
-        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
-        super().__init__(config, group, rotary, layers, capture)
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
+    make_layer = staticmethod(make_layer)
 
 
 def weight_names(config: Qwen3MoeConfig) -> NameMap:
