@@ -8,7 +8,6 @@ import torch
 
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
-from workers.layers.attention import Attention
 from workers.layers.decoder_layer import SandwichLayer
 from workers.layers.mlp import GatedMLP
 from workers.layers.norm import ZeroCentredRMSNorm
@@ -19,7 +18,7 @@ from workers.models.config_fields import architecture_of, flag_of, number_of, se
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
 from workers.models.layer_kinds import FULL, SLIDING, windows_of
-from workers.models.llama import LlamaConfig, text_weight_names
+from workers.models.llama import LlamaConfig, make_attention, text_weight_names
 from workers.ops.activation import ACTIVATIONS
 
 # What transformers takes where config.json says nothing.
@@ -105,20 +104,7 @@ def _ropes(config: dict[str, Any], source: str) -> tuple[RopeConfig, RopeConfig]
 
 
 def make_layer(config: GemmaConfig, layer: int, group: TPGroup) -> SandwichLayer:
-    attention = Attention(
-        layer,
-        group,
-        input_size=config.hidden_size,
-        output_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        qkv_bias=config.qkv_bias,
-        o_bias=config.o_bias,
-        norm_eps=config.rms_eps if config.qk_norm else None,
-        norm=ZeroCentredRMSNorm,
-        rule=config.score_rule(layer),
-    )
+    attention = make_attention(config, layer, group, config.hidden_size, ZeroCentredRMSNorm)
     mlp = GatedMLP(config.hidden_size, config.intermediate_size, group, config.activation)
     return SandwichLayer(config.hidden_size, config.rms_eps, attention, mlp, group, ZeroCentredRMSNorm)
 

@@ -133,8 +133,16 @@ def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) ->
         )
 
 
-def make_attention(config: LlamaConfig, layer: int, group: TPGroup, input_size: int) -> Attention:
-    """input_size: hidden_size, or twice that in an EAGLE-3 head."""
+def make_attention(
+    config: LlamaConfig,
+    layer: int,
+    group: TPGroup,
+    input_size: int,
+    norm: type[RMSNorm] = RMSNorm,
+    gated: bool = False,
+) -> Attention:
+    """layer: index in the KV pool. input_size: hidden_size, or twice that in an EAGLE-3 head. norm, gated: see
+    `Attention`."""
     return Attention(
         layer,
         group,
@@ -146,6 +154,8 @@ def make_attention(config: LlamaConfig, layer: int, group: TPGroup, input_size: 
         qkv_bias=config.qkv_bias,
         o_bias=config.o_bias,
         norm_eps=config.rms_eps if config.qk_norm else None,
+        norm=norm,
+        gated=gated,
         rule=config.score_rule(layer),
     )
 

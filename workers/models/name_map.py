@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from workers.layers.weighted import WeightKey
+from workers.layers.weighted import WeightKey, WrongTensorError
 
 _KIND = ".{kind}"
 _HOLE = re.compile(r"\{(\w+)\}")
@@ -171,3 +172,11 @@ class NameMap:
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
         return [(_pattern(path), name) for path, name in self.rules.items()]
+
+
+def split_rows(full: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
+    """Split a matrix into parts of sizes[i] rows, or its scales, if each is for several rows. what: for errors."""
+    unit, rest = divmod(sum(sizes), full.shape[0]) if full.dim() and full.shape[0] else (0, 1)
+    if rest or any(size % unit for size in sizes):
+        raise WrongTensorError(f"has shape {tuple(full.shape)}, which cannot be cut into {what} of {list(sizes)} rows")
+    return list(torch.split(full, [size // unit for size in sizes]))

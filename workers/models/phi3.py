@@ -13,8 +13,7 @@ from workers.models.family import ModelFamily
 from workers.models.llama import LlamaForCausalLM
 from workers.models.llama import weight_names as llama_names
 from workers.models.mistral import WindowedConfig
-from workers.models.name_map import NameMap, Packed
-from workers.models.qwen.hybrid_names import split_rows
+from workers.models.name_map import NameMap, Packed, split_rows
 from workers.quantization.integers.format import split_outputs
 
 

@@ -102,7 +102,7 @@ def read_config(config: dict[str, Any], source: str) -> HybridConfig:
     dense = llama.read_config(config, source)
     _refuse_unsupported(config, source)
     return HybridConfig(
-        **vars(dense) | {"rotated_dim": rotated_dim_of(config, dense.head_dim, source, 0.25)},
+        **vars(dense) | {"rotated_dim": rotated_dim_of(config, dense.head_dim, source, 0.25), "qk_norm": True},
         heads=_heads(config, source),
         recurrent=_recurrent(config, dense.num_layers, source),
         experts=_experts(config, dense.num_layers, source) if has_experts else None,
@@ -163,21 +163,8 @@ def _experts(config: dict[str, Any], num_layers: int, source: str) -> Experts:
 
 
 def make_attention(config: HybridConfig, layer: int, group: TPGroup) -> Attention:
-    """layer: its number in the KV pool."""
-    return Attention(
-        layer,
-        group,
-        input_size=config.hidden_size,
-        output_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        qkv_bias=config.qkv_bias,
-        o_bias=config.o_bias,
-        norm_eps=config.rms_eps,
-        norm=ZeroCentredRMSNorm,
-        gated=True,
-    )
+    """layer: index in the KV pool."""
+    return llama.make_attention(config, layer, group, config.hidden_size, ZeroCentredRMSNorm, gated=True)
 
 
 def make_layer(config: HybridConfig, layer: int, group: TPGroup) -> DecoderLayer:

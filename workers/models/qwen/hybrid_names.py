@@ -1,8 +1,5 @@
 """Names of tensors in checkpoints of hybrids, including tensors that contain several of ours."""
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from workers.layers.weighted import WrongTensorError
@@ -59,11 +56,3 @@ def _stacked(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
     if full.dim() != 3 or full.shape[0] != num_experts or full.shape[1] % parts:
         raise WrongTensorError(f"has shape {tuple(full.shape)}, config.json implies {num_experts} experts")
     return [part for expert in full for part in expert.chunk(parts)]
-
-
-def split_rows(full: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
-    """The parts of sizes[i] rows of a matrix, or of its scales, of which each is for a number of rows."""
-    unit, rest = divmod(sum(sizes), full.shape[0]) if full.dim() and full.shape[0] else (0, 1)
-    if rest or any(size % unit for size in sizes):
-        raise WrongTensorError(f"has shape {tuple(full.shape)}, which cannot be cut into {what} of {list(sizes)} rows")
-    return list(torch.split(full, [size // unit for size in sizes]))

@@ -5,10 +5,10 @@ from typing import Any
 
 from workers.models.config_fields import section_of
 from workers.models.family import ModelFamily
-from workers.models.name_map import NameMap, Packed
+from workers.models.name_map import NameMap, Packed, split_rows
 from workers.models.qwen import hybrid
 from workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM
-from workers.models.qwen.hybrid_names import layer_rules, packed_experts, split_rows
+from workers.models.qwen.hybrid_names import layer_rules, packed_experts
 from workers.quantization.integers.format import split_outputs
 
 # Of the whole model, beside text_config.

@@ -8,9 +8,9 @@ from torch import Tensor
 from attention.ops.delta_rule.tables import DeltaHeads
 from workers.layers.weighted import WrongTensorError
 from workers.models.family import ModelFamily
-from workers.models.name_map import NameMap, Packed
+from workers.models.name_map import NameMap, Packed, split_rows
 from workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM, read_config
-from workers.models.qwen.hybrid_names import layer_rules, packed_experts, split_rows
+from workers.models.qwen.hybrid_names import layer_rules, packed_experts
 from workers.quantization.integers.format import split_outputs
 
 
