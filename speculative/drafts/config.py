@@ -1,6 +1,6 @@
-"""Checks config.json of EAGLE and EAGLE-3 drafts against their target."""
+"""Checks a draft's config.json: unknown fields, and whether the draft fits its target."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from workers.models.config import ModelConfig
@@ -48,3 +48,31 @@ def check_width(path: str, model: ModelConfig, target: ModelConfig, why: str) ->
             f"draft {path}: has hidden_size={model.hidden_size} of its own, the target has {target.hidden_size}; "
             f"{why}, which takes equal widths"
         )
+
+
+def refuse_unknown(
+    source: str,
+    given: Mapping[str, Any],
+    only: Mapping[str, Any],
+    known: Set[str],
+    prefix: str = "",
+    strict: bool = False,
+) -> None:
+    """Raise ValueError for unknown flags, objects and lists, which may change the module. Unknown numbers and strings
+    were bookkeeping in all published heads; `strict` refuses them, too.
+
+    only: the supported value of some fields; None: the field must be unset.
+    known: other fields that are read.
+    prefix: of the fields' names in errors.
+    """
+    for key, value in given.items():
+        if key in only and key not in known:
+            supported = only[key]
+            works = value is None or value == supported or (supported is None and not value)
+            remedy = "use a head without it" if supported is None else f"only {supported!r} is; use a head with that"
+        else:
+            meaningful = value is True or isinstance(value, dict | list) or strict
+            works = key in known or not value or not meaningful
+            remedy = "use a head without it, or take the key out of config.json if the head does not depend on it"
+        if not works:
+            raise ValueError(f"{source}: {prefix}{key}={value!r} is not supported; {remedy}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from speculative.drafts.config import draft_architecture
+from speculative.drafts.config import draft_architecture, refuse_unknown
 from workers.models.config_fields import section_of
 
 # The family of the layers by transformer_layer_config.model_type.
@@ -78,14 +78,14 @@ def layers_config(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError, naming key and remedy, for another family, or for a key that would be ignored.
     """
     source = f"draft {path}"
-    _refuse_unknown(source, raw)
-    _refuse_unknown(source, section_of(raw, "eagle_config", source), "eagle_config.", strict=True)
+    refuse_unknown(source, raw, _ONLY, _KNOWN)
+    refuse_unknown(source, section_of(raw, "eagle_config", source), _ONLY, _KNOWN, "eagle_config.", strict=True)
     if not is_speculators(raw):
         _refuse_other_family(source, draft_architecture(raw))
         _refuse_windows(source, raw)
         return {**raw, "architectures": [_flat_architecture(raw)]}
     nested = section_of(raw, "transformer_layer_config", source)
-    _refuse_unknown(source, nested, "transformer_layer_config.")
+    refuse_unknown(source, nested, _ONLY, _KNOWN, "transformer_layer_config.")
     _refuse_windows(source, nested)
     kind = nested.get("model_type", "llama")
     if kind not in _SPECULATORS_LAYERS:
@@ -148,19 +148,3 @@ def _refuse_windows(source: str, layers: Mapping[str, Any]) -> None:
             f"{source}: layer_types has {', '.join(sorted(kinds))}, which is not supported; use a head with full "
             "attention in every layer"
         )
-
-
-def _refuse_unknown(source: str, given: Mapping[str, Any], prefix: str = "", strict: bool = False) -> None:
-    """Refuse unknown flags, objects and lists, which may change the module. Unknown numbers and strings were
-    bookkeeping in all published heads, but in `eagle_config` (strict) they are refused, too."""
-    for key, value in given.items():
-        if key in _ONLY:
-            only = _ONLY[key]
-            works = value is None or value == only or (only is None and not value)
-            remedy = "use a head without it" if only is None else f"only {only!r} is; use a head with that"
-        else:
-            meaningful = value is True or isinstance(value, dict | list) or strict
-            works = key in _KNOWN or not value or not meaningful
-            remedy = "use a head without it, or take the key out of config.json if the head does not depend on it"
-        if not works:
-            raise ValueError(f"{source}: {prefix}{key}={value!r} is not supported; {remedy}")

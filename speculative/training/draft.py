@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from speculative.drafts.eagle3_checkpoint import offsets
+from speculative.training import TrainingError
 from speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
 from speculative.training.trainer import FitArguments, fit
 
@@ -105,6 +106,14 @@ class DraftKind(ABC):
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         self.arguments, self.target = arguments, target
+
+    def refuse_head_options(self) -> None:
+        """Raise TrainingError for options of EAGLE-3 heads."""
+        for name in ("draft_vocab", "intermediate_size", "head_flags"):
+            value = vars(self.arguments)[name]
+            if value is not None:
+                method = self.arguments.method
+                raise TrainingError(f"{name}={value}: is of EAGLE-3 heads; leave it out with --method {method}")
 
     def unrolling(self) -> Unrolling:
         """How its drafts are trained."""

@@ -111,10 +111,7 @@ class MtpKind(DraftKind):
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(arguments, target)
-        for name in ("draft_vocab", "intermediate_size", "head_flags"):
-            value = vars(arguments)[name]
-            if value is not None:
-                raise TrainingError(f"{name}={value}: is of EAGLE-3 heads; leave it out with --method mtp")
+        self.refuse_head_options()
         self.loaded = self.load(arguments.target)
 
     def build(self, samples: Sequence[Any], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.config import MIN_WINDOW
-from speculative.drafts.config import draft_architecture
+from speculative.drafts.config import draft_architecture, refuse_unknown
 from speculative.tree.shape import MAX_WIDTH
 from workers.models.config import ModelConfig
 from workers.models.config_fields import ids_of, section_of, size_of
@@ -117,11 +117,12 @@ def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = fro
     Raises ValueError, naming key and remedy, for a key that would be ignored.
     """
     source = f"draft {path}"
-    _refuse_unknown(source, raw, _KNOWN | extra)
-    _refuse_unknown(source, section_of(raw, "dflash_config", source), _DFLASH_KEYS | extra, "dflash_config.", True)
+    refuse_unknown(source, raw, _ONLY, _KNOWN | extra)
+    flash = section_of(raw, "dflash_config", source)
+    refuse_unknown(source, flash, _ONLY, _DFLASH_KEYS | extra, "dflash_config.", strict=True)
     layers = _layers(raw, source)
     if is_speculators(raw):
-        _refuse_unknown(source, layers, _KNOWN, "transformer_layer_config.")
+        refuse_unknown(source, layers, _ONLY, _KNOWN, "transformer_layer_config.")
         kind = layers.get("model_type", "qwen3")
         if kind not in _LAYERS:
             raise ValueError(
@@ -218,21 +219,3 @@ def _causal(raw: Mapping[str, Any], default: bool, source: str) -> bool:
     causal = section_of(raw, "dflash_config", source).get("causal")
     given = causal if causal is not None else raw.get("is_causal")
     return default if given is None else bool(given)
-
-
-def _refuse_unknown(
-    source: str, given: Mapping[str, Any], known: set[str] | frozenset[str], prefix: str = "", strict: bool = False
-) -> None:
-    """Refuse unknown flags, objects and lists, which may change the module, and in `dflash_config` (strict) any unknown
-    key. Other unknown numbers and strings are bookkeeping."""
-    for key, value in given.items():
-        if key in _ONLY and key not in known:
-            only = _ONLY[key]
-            works = value is None or value == only or (only is None and not value)
-            remedy = "use a head without it" if only is None else f"only {only!r} is; use a head with that"
-        else:
-            meaningful = value is True or isinstance(value, dict | list) or strict
-            works = key in known or not value or not meaningful
-            remedy = "use a head without it, or take the key out of config.json if the head does not depend on it"
-        if not works:
-            raise ValueError(f"{source}: {prefix}{key}={value!r} is not supported; {remedy}")

@@ -83,10 +83,7 @@ class BlockKind(DraftKind):
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(arguments, target)
-        for name in ("draft_vocab", "intermediate_size", "head_flags"):
-            value = vars(arguments)[name]
-            if value is not None:
-                raise TrainingError(f"{name}={value}: is of EAGLE-3 heads; leave it out with --method dflash")
+        self.refuse_head_options()
         mask = arguments.mask_token
         if mask is None:
             mask = target.config.pad_token_id

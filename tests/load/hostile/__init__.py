@@ -2,6 +2,7 @@
 
 grammars       requests with generated grammars
 requests       generated requests on all routes
-generated      what these requests are made of
+generated      generators of these requests
+drawing        values of a generator, from a seed
 plain_streams  the neighbours: their gaps and texts
 """

@@ -5,13 +5,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from cluster.http.schema.messages_request import MessagesRequest
 from cluster.http.schema.native_request import NativeRequest
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.schema.responses_request import ResponsesRequest
+from tests.load.hostile.drawing import drawn
 
 _TALK = {"messages": [{"role": "user", "content": "Say"}]}
 _SHORT = {"model": "target", "max_tokens": 8}
@@ -207,20 +207,5 @@ def requests(draw: st.DrawFn) -> Asked:
 
 
 def made_requests(number: int, count: int) -> list[Asked]:
-    """What hypothesis makes from a seed."""
-    found: list[Asked] = []
-
-    @seed(number)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(asked=requests())
-    def collect(asked: Asked) -> None:
-        found.append(asked)
-
-    collect()
-    return found
+    """Return the requests of a seed."""
+    return drawn(requests(), number, count)

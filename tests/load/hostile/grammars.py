@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.load.cpu_lent import CpuLent
+from tests.load.hostile.drawing import drawn
 from tests.load.hostile.plain_streams import ANSWER_LIMIT_S, ended, plain_streams
 from tests.support.structured_output.hostile import grammars
 from workers.scheduling.plan import Grammar
@@ -75,21 +75,7 @@ class Report:
 
 def made_bodies(number: int, count: int) -> list[dict[str, Any]]:
     """Bodies with grammars that hypothesis makes from a seed."""
-    found: list[Grammar] = []
-
-    @seed(number)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(grammar=grammars)
-    def collect(grammar: Grammar) -> None:
-        found.append(grammar)
-
-    collect()
+    found = drawn(grammars, number, count)
     return [body_of(grammar) for grammar in found]
 
 
