@@ -107,12 +107,11 @@ class DraftKind(ABC):
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         self.arguments, self.target = arguments, target
 
-    def refuse_head_options(self) -> None:
-        """Raise TrainingError for options of EAGLE-3 heads."""
+    def refuse_head_options(self, method: str) -> None:
+        """Raise TrainingError for options of EAGLE-3 heads. method: this kind's name."""
         for name in ("draft_vocab", "intermediate_size", "head_flags"):
             value = vars(self.arguments)[name]
             if value is not None:
-                method = self.arguments.method
                 raise TrainingError(f"{name}={value}: is of EAGLE-3 heads; leave it out with --method {method}")
 
     def unrolling(self) -> Unrolling:

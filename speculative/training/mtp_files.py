@@ -111,7 +111,7 @@ class MtpKind(DraftKind):
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(arguments, target)
-        self.refuse_head_options()
+        self.refuse_head_options("mtp")
         self.loaded = self.load(arguments.target)
 
     def build(self, samples: Sequence[Any], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:

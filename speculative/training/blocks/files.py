@@ -83,7 +83,7 @@ class BlockKind(DraftKind):
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(arguments, target)
-        self.refuse_head_options()
+        self.refuse_head_options("dflash")
         mask = arguments.mask_token
         if mask is None:
             mask = target.config.pad_token_id
