@@ -1,6 +1,6 @@
-"""`aerie tekken`: tokenizer.json from tekken.json, for checkpoints of Mistral that have only that.
+"""`aerie tekken`: tokenizer.json from tekken.json, for Mistral checkpoints that have only the latter.
 
-mistral-common reads tekken.json too, but wants numpy below 2.4 on Python up to 3.12, which the other packages are past.
+mistral-common reads tekken.json, too, but needs numpy below 2.4 on Python up to 3.12; other packages need a later one.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def tekken_tokenizer(content: Mapping[str, Any], source: str) -> Tokenizer:
 
 
 def _special_tokens(listed: list[Mapping[str, Any]] | None, number: int) -> list[str]:
-    """By id. Ids without a text are fillers, as mistral-common names them."""
+    """Return the special tokens by id. Ids without a text get mistral-common's filler names."""
     named = {int(entry["rank"]): str(entry["token_str"]) for entry in listed or ()} or dict(enumerate(_USUAL))
     return [named.get(id, f"<SPECIAL_{id}>") for id in range(number)]
 

@@ -98,7 +98,7 @@ class DraftSpeculation:
         return {Mode.VERIFY: any(shape.width > 1 and not shape.is_chain for shape in self.shapes.shapes)}
 
     @property
-    def heeds_no_choice(self) -> bool:
+    def has_synthetic_acceptance(self) -> bool:
         return self.config.synthetic_acceptance_length is not None
 
     @property

@@ -35,7 +35,7 @@ class SuffixSpeculation:
         return {Mode.VERIFY: False}
 
     @property
-    def heeds_no_choice(self) -> bool:
+    def has_synthetic_acceptance(self) -> bool:
         return self.config.synthetic_acceptance_length is not None
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:

@@ -38,12 +38,12 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Made:
-    """What a run has written.
+    """The result of a run.
 
-    num_matrices: quantised.
-    bytes_before, bytes_after: of weights.
-    loss_before, loss_after: nats a token on held-out text; None if it was not measured.
-    num_tokens: of that text.
+    num_matrices: quantised matrices.
+    bytes_before, bytes_after: bytes of the weights.
+    loss_before, loss_after: nats per token on held-out text; None if not measured.
+    num_tokens: tokens of that text.
     """
 
     num_matrices: int

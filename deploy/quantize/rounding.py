@@ -83,10 +83,9 @@ def rounded(weight: Tensor, args: QuantizationArgs, scales: Scales) -> Tensor:
 
 
 def compensated(weight: Tensor, args: QuantizationArgs, scales: Scales, moments: Tensor) -> Tensor:
-    """Return what codes mean that keep the layer's outputs, in float32 [rows, columns].
+    """Return rounded weights, float32 [rows, columns], whose rounding errors are compensated (GPTQ, arXiv 2210.17323).
 
-    Columns are rounded one after the other, those of the largest inputs first; each one's error is made up for by those
-    that follow.
+    Columns are rounded in order of decreasing input; later columns compensate the error of each.
 
     moments: float32 [columns, columns], the mean of x x^T over inputs x. Not changed.
     """

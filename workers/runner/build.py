@@ -189,7 +189,7 @@ def load_parts(
         states = StatePool(recurrent, *sizes, saved_dtype(layout.cache)) if recurrent else None
     target = TargetRunner(model, pool, backends, states)
     sampler = Sampler(slots, model.lm_head.shard, masks)
-    tolerates_violations = engine.speculation.heeds_no_choice
+    tolerates_violations = engine.speculation.has_synthetic_acceptance
     grammars = SlotGrammars(worker.model.path, engine.target.vocab_size, masks, tolerates_violations)
     return EngineParts(worker, layout, group, target, beside, slots, sampler, grammars)
 

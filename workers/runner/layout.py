@@ -54,7 +54,7 @@ class Speculation(Protocol):
         """Modes in which rounds run the target beside DECODE, and whether their masks branch."""
 
     @property
-    def heeds_no_choice(self) -> bool:
+    def has_synthetic_acceptance(self) -> bool:
         """Whether drafts are accepted regardless of the target's choice, for benchmarks."""
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
@@ -132,7 +132,7 @@ class NoSpeculation:
     shapes: RoundShapes = RoundShapes()  # noqa: RUF009 - frozen
     captured_layers: tuple[int, ...] = ()
     lookahead: int = 0
-    heeds_no_choice: bool = False
+    has_synthetic_acceptance: bool = False
 
     @property
     def verified_modes(self) -> Mapping[Mode, bool]:

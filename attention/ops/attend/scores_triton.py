@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What kernels over K/V heads do for a `ScoreRule` beside a plain softmax. SOFT_CAP is a constant,
-and both it and sinks are None where a layer has none: kernels of plain layers contain no code for either."""
+"""Soft caps and sinks of a `ScoreRule` in kernels over K/V heads. SOFT_CAP is a compile-time constant. A layer without
+a soft cap or sinks passes None, so that its kernels contain no code for them."""
 
 import torch
 import triton

@@ -141,7 +141,7 @@ def _python_value(node: ast.expr) -> Any:
 
 
 class GemmaBody:
-    """What follows Gemma 4's mark: one call. See `cluster.http.parsers.tool_calls.CallBody`."""
+    """Reads one call after Gemma 4's mark. See `cluster.http.parsers.tool_calls.CallBody`."""
 
     def __init__(self) -> None:
         self._held = ""

@@ -10,9 +10,9 @@ _SCALARS = {"string": "string", "number": "number", "integer": "number", "boolea
 
 
 def type_text(schema: Any, indent: str = "", depth: int = MAX_DEPTH) -> str:
-    """Return the type that `schema` describes; `any` for what TypeScript's types cannot say.
+    """Return the type that `schema` describes; `any` for schemas without a TypeScript type.
 
-    indent: stands in front of the lines of an object's properties.
+    indent: prefix of the lines of an object's properties.
     """
     if not isinstance(schema, Mapping) or not depth:
         return "any"

@@ -48,10 +48,10 @@ _LAYERS = ("qwen3", "llama")  # layer descriptions of `speculators`; the module 
 
 @dataclass(frozen=True)
 class LayerView:
-    """What the rows of a block see in one layer.
+    """The tokens that a block's rows see in one layer.
 
-    causal: a row sees the block up to itself; else all of it.
-    context: tokens before the block that its first row sees; None for all.
+    causal: a row sees the block up to itself; else the whole block.
+    context: number of tokens before the block that its first row sees; None for all.
     """
 
     causal: bool = False

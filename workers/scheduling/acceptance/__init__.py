@@ -1,5 +1,5 @@
-"""How many drafts of each shape are expected to be accepted.
+"""Estimates of the accepted drafts of each tree shape.
 
-survival        by request, depth and shape
-match_survival  the same where drafts are copied from the requests' own text
+survival        estimates by request, depth and shape
+match_survival  estimates for drafts copied from the request's own text, by length of the match
 """

@@ -1,9 +1,7 @@
-"""How likely drafts that are copied from a request's own text are to be accepted: running estimates by the length of
-the match that they follow.
+"""Running estimates of the acceptance of drafts that are copied from a request's own text, by length of the match.
 
-As `survival`, with two differences. A plan knows the match of the step before the last of each
-request, and no match is a class of its own. Every round teaches, plain ones too: the ranks compare what they emit with
-what they had proposed.
+As `survival`, with two differences. A plan knows the match of each request's step before the last; no match is a
+class, too. Plain rounds count as well, because ranks compare the emitted tokens with those they had proposed.
 """
 
 import numpy as np
