@@ -17,23 +17,22 @@ MIN_WINDOW = 64  # of a draft: more than a round has columns, all of which a win
 class CacheConfig:
     """The paged KV cache of one engine; target and draft share page numbers.
 
-    page_size: tokens per page: 1 to 64, a power of two; 64 for models with latent rows (DeepSeek), whose attention is
-        up to a sixth faster then.
+    page_size: tokens per page, a power of two from 1 to 64. Use 64 for models with latent rows (DeepSeek): attention is
+        up to a sixth faster.
     num_pages: pages of each rank, without page 0; none: as many as `memory_gb` holds.
-    memory_gb: memory per rank in GB (10^9 bytes) for the KV of target and draft and the tables of running requests;
-        auto: what is left of `memory_share`.
-    memory_share: share of the memory free at the start that a rank may take in all; at most 0.95.
-    dtype: of the target's KV: `fp8_e4m3`, half the bytes of 16 bits, with the scales of the checkpoint, or 1; `model`:
-        the model's; auto: as the checkpoint says (`kv_cache_scheme`, `kv_cache_quant_algo`), else the model's.
-    draft_dtype: the same of the draft's KV, whose scales are 1; auto: the model's.
+    memory_gb: GB (10^9 bytes) per rank for the KV of target and draft and the tables of running requests; auto: the
+        rest of `memory_share`.
+    memory_share: share of the memory free at the start that a rank may use in all; at most 0.95.
+    dtype: of the target's KV: `fp8_e4m3` (half the bytes of 16 bits, with the checkpoint's scales or 1); `model`: the
+        model's; auto: as the checkpoint says (`kv_cache_scheme`, `kv_cache_quant_algo`), else the model's.
+    draft_dtype: of the draft's KV, with scales of 1; auto: the model's.
     prefix_cache: keep pages of finished requests for prompts with the same beginning.
-    state_snapshots: saved states of recurrent layers per rank, of models that have such layers (Qwen3.5, Qwen3-Next): a
-        prompt that begins like an earlier one resumes at one. auto: one for every 8,192 tokens of KV, within 20 and
-        50 % of their memory; 0: every prompt is computed whole.
-    state_snapshot_dtype: of these saved states: float32 as they run, or bfloat16, half as large. A request that resumes
-        at one of bfloat16 has a rounded state, so its text may differ from one without the cache.
-    state_interval: tokens of an answer between saved states, a multiple of `page_size`; the next turn of a conversation
-        computes up to so many tokens again.
+    state_snapshots: saved states of recurrent layers per rank (Qwen3.5, Qwen3-Next), at which prompts with the same
+        beginning resume; auto: one per 8,192 tokens of KV, within 20 and 50 % of their memory; 0: none.
+    state_snapshot_dtype: of saved states: float32 is exact; bfloat16 takes half the memory, and a text may then differ
+        from one without the cache.
+    state_interval: tokens of an answer between saved states, a multiple of `page_size`; the next turn computes at most
+        so many tokens again.
     """
 
     page_size: int = 16

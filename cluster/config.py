@@ -37,17 +37,17 @@ class EngineConfig:
     """How an engine is watched.
 
     on_worker_loss: `resume`: running requests continue after a worker's death; `error`: they end.
-    max_resumes: times that a request is resumed; once only, if each time a step with it hung or crashed.
+    max_resumes: how often a request is resumed; once if each time its step hung or crashed.
     start_timeout_s: from placed to ready.
     step_timeout_s: a longer step counts as hung.
-    queue_timeout_s: a request that has waited so long for its first step, or would, gets 429.
-    drain_timeout_s: time that running requests have at shutdown.
+    queue_timeout_s: longest wait for a first step, measured or expected; longer ones get 429.
+    drain_timeout_s: time for running requests at shutdown.
     restart_backoff_s: pause after a failed start, doubled each time.
     max_restarts: failed starts in a row before Serve replaces the replica.
     threads_per_worker: torch threads of a CPU worker.
-    spare_workers: keep one more process per rank that has imported everything (0.2 GB of host memory, no device
-        memory) to replace a dead one; auto: where ranks use GPUs.
-    debug: compare after every step what the ranks emitted.
+    spare_workers: one more process per rank, with everything imported, to replace a dead one (0.2 GB of host memory, no
+        device memory); auto: where ranks use GPUs.
+    debug: compare the ranks' tokens after every step.
     """
 
     on_worker_loss: OnWorkerLoss = "resume"
@@ -76,8 +76,8 @@ class IngressConfig(EdgeConfig):
     """The HTTP ingresses; `EdgeConfig` has the other keys.
 
     num_replicas: ingresses; auto: 2 where the cluster has 8 cores, so that one may die, else 1.
-    routing: which engine gets a request: `first_token`: the earliest expected first token, by cached prefixes, pending
-        prompts and speed; `least_loaded`: the fewest requests.
+    routing: choice of the engine: `first_token`: earliest expected first token, by cached prefixes, pending prompts and
+        speed; `least_loaded`: fewest requests.
     """
 
     num_replicas: int | Literal["auto"] = "auto"
@@ -95,9 +95,8 @@ class AerieConfig(BaseModel):
 
     deterministic: on a GPU, an answer depends on its request alone, not on speculation, batch or cache; prompts are
         slower (`workers.runner.deterministic`).
-    log_format: `json`: every process writes its log as JSON objects, one a line on stderr, with the client's
-        `X-Request-Id`, and a line for every request that ended: path, status, reason, seconds. What a start prints
-        stays text.
+    log_format: `json`: processes log JSON objects, one a line on stderr, with the client's `X-Request-Id`, and one for
+        each request that ends (path, status, reason, seconds). The start's output stays text.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

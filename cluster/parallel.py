@@ -36,10 +36,10 @@ class ParallelConfig:
 
     tensor_parallel: ranks of one engine, each with one GPU or one CPU process.
     expert_parallel: each rank of a mixture of experts holds some experts whole, instead of a slice of each.
-    replicas: engines; or `{min: 1, max: 4, up_after_s: 10, down_after_s: 300}`: as many as the load wants.
+    replicas: engines; or a range by load: `{min: 1, max: 4, up_after_s: 10, down_after_s: 300}`.
     strategy: placement of an engine's ranks: `STRICT_PACK` on one node, `PACK` on as few as fit, `STRICT_SPREAD` each
         on its own; auto: `STRICT_PACK` if all engines fit so, else `PACK`.
-    autoscaling: nodes may still come; an engine that does not fit now waits.
+    autoscaling: an engine that does not fit waits for new nodes.
     """
 
     tensor_parallel: int = 1

@@ -20,28 +20,27 @@ _DEFAULT_SUFFIX_TOKENS = 15  # with the root as many rows as a product of matric
 class SpeculativeConfig:
     """Speculation (EAGLE arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840).
 
-    path: folder of the draft, or its name on the hub; empty with `method: mtp`: the target's; none with `suffix`.
-    method: `eagle3` for EAGLE-3 and EAGLE-3.1 heads, `speculators` files too; `eagle` for EAGLE and EAGLE-2 heads;
-        `mtp` for the module of a DeepSeek-V3, Qwen3-Next or Qwen3.5 and later; `dflash`, `dspark` and `dflash2` for
-        block drafts, z-lab's, DeepSpec's and `speculators`'; `suffix` without a model: the newest tokens are looked up
-        in the request's own text, and what followed them there is drafted.
-    num_steps: depth of the draft tree; of block drafts at most what a block holds; of `suffix` the drafted tokens, 15
-        if it is left out.
+    path: folder of the draft, or its name on the hub; empty for `suffix`, and for `mtp` if it is in the target's
+        folder.
+    method: `eagle3` (also EAGLE-3.1 and `speculators`), `eagle` (also EAGLE-2), `mtp` (the model's own module),
+        `dflash`, `dspark` and `dflash2` (block drafts), or `suffix`: copy what followed the newest tokens earlier in
+        the request's own text.
+    num_steps: depth of the draft tree, for block drafts at most a block; tokens drafted by `suffix`, whose default is
+        15.
     top_k: children per expanded node; 1 drafts a chain.
     num_draft_tokens: nodes verified per round, the root included; num_steps + 1 for a chain.
     draft_tp: ranks that share the draft; 1: each holds all of it; none: as many as the target.
-    synthetic_acceptance_length: for benchmarks with dummy weights: accept so that this is the mean of 1 + accepted /
-        rounds (minimum-variance schedule, as vLLM defines it); none: verify.
-    adaptive: the tree is an upper limit, and the scheduler runs smaller shapes, down to none, as load and acceptance
-        want; false: always the whole tree.
+    synthetic_acceptance_length: for benchmarks with dummy weights: accept so that 1 + accepted / rounds has this mean
+        (minimum-variance schedule, as vLLM defines it); none: verify.
+    adaptive: the tree is an upper limit, and the scheduler runs smaller shapes, down to none, by load and acceptance;
+        false: always the whole tree.
     window: newest tokens of a request that the draft attends to, at least 64; none: all.
-    draft_vocab_size: tokens that an `mtp` module may propose, which are the rows of its vocabulary head: the most
-        frequent in `token_map.json` in the target's folder (`aerie token-map`), else the tokenizer's first; 0: all;
-        auto: 32,768 with such a map and 65,536 without, if that is a third of the vocabulary or less, else all.
-    suffix_tokens: beside a model's drafts: tokens copied from the request's own text, as `suffix` does, that are one
-        more branch of the same tree; 0: none.
-    match_min: of copied drafts: newest tokens that must occur earlier in the text, at least.
-    match_max: of copied drafts: newest tokens that are compared at most; the longest match counts, then the newest.
+    draft_vocab_size: tokens that an `mtp` module may propose (rows of its vocabulary head): the most frequent by
+        `token_map.json` in the target's folder (`aerie token-map`), else the tokenizer's first; 0: all; auto: 32,768
+        with a map, 65,536 without, if that is at most a third of the vocabulary, else all.
+    suffix_tokens: length of a branch that copies the request's own text, in the tree of a model's draft; 0: none.
+    match_min: for copied drafts: fewest newest tokens that must occur earlier in the text.
+    match_max: for copied drafts: most newest tokens compared; the longest match is used, then the newest.
     """
 
     path: str = ""

@@ -21,13 +21,13 @@ AUTO_SLOTS = {"cuda": (8, 256), "cpu": (8, 32)}
 class ModelSource:
     """Source of the target's weights.
 
-    path: folder of the target (config.json, *.safetensors, tokenizer), under the same path on every node; or a name on
-        the hub, `OWNER/NAME` or `OWNER/NAME@REVISION`.
-    load_format: `dummy` makes random weights of the right shapes, for benchmarks; it needs config.json only.
+    path: folder of the target, under the same path on every node, or a name on the hub: `OWNER/NAME` or
+        `OWNER/NAME@REVISION`.
+    load_format: `dummy` makes random weights, for benchmarks; it needs config.json only.
     dtype: `float32`, `bfloat16` or `float16`; auto: the checkpoint's on a GPU, float32 on a CPU.
     device: `cpu` or `cuda`; auto: GPUs where the cluster has any.
-    max_model_len: prompt and answer tokens together; none: the model's own limit.
-    seed: for dummy weights.
+    max_model_len: tokens of prompt and answer together; none: the model's own limit.
+    seed: of dummy weights.
     """
 
     path: str = ""
@@ -44,13 +44,13 @@ class SchedulerConfig:
 
     max_running: requests that decode together (slots); auto: as many as KV has room for at 2,048 tokens each, a power
         of two, 8 to 256 on GPUs, 8 to 32 on CPUs.
-    max_step_tokens: prompt tokens per step at most, beside the rounds; auto: 2048 on a GPU, 512 on a CPU. Larger steps
-        run eagerly and delay other requests, but may pay for long prompts of a mixture of experts.
-    max_waiting: queued requests at most, more get 429; none: only `max_waiting_bytes` limits them.
+    max_step_tokens: limit of prompt tokens per step; auto: 2048 on a GPU, 512 on a CPU. Larger steps run eagerly and
+        delay other requests, but may pay for long prompts of a mixture of experts.
+    max_waiting: limit of queued requests, more get 429; none: only `max_waiting_bytes` counts.
     itl_target_ms: milliseconds between a request's tokens to which prompts may stretch a step; auto: derived from
-        measured step times, and up to three times that under a backlog. A number is a fixed limit.
-    max_waiting_bytes: host memory of queued requests, more get 429: 3 KB each and 4 bytes per prompt token, so the
-        default holds 15,000 of 3,500 tokens.
+        measured step times, tripled under a backlog. A number is a fixed limit.
+    max_waiting_bytes: host memory of queued requests, more get 429: 3 KB each and 4 bytes per prompt token; the default
+        holds 15,000 requests of 3,500 tokens.
     """
 
     max_running: int | Auto = "auto"
@@ -204,10 +204,10 @@ class GraphCapture:
     """Capture of steps as CUDA graphs, on each rank.
 
     limit_s: seconds that a start may spend on more than the first graphs.
-    limit_gb: device memory in GB (10^9 bytes) for all but greedy and plainly random rounds; never more than a
-        twentieth of what is free at the start.
-    busy_interval_s: seconds at least between captures while requests run; 0 captures before every step until all
-        graphs exist.
+    limit_gb: device memory in GB (10^9 bytes) for all but greedy and plainly random rounds; never more than a twentieth
+        of the free memory at the start.
+    busy_interval_s: shortest time between captures while requests run; 0 captures before every step until all graphs
+        exist.
     """
 
     limit_s: float = 0.0

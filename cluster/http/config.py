@@ -31,21 +31,20 @@ OutputParserName = Literal[
 class EdgeConfig:
     """Names and lengths, load, bounds of one request, access, defaults.
 
-    served_model_name: the name that clients ask for; "": that of the model's folder.
-    model_aliases: further names that requests may ask for; replies have `served_model_name`.
-    max_model_len: prompt and answer tokens together; 0: the engine's.
-    max_concurrent_requests: generations in flight per ingress, more get 429; none: three quarters of the open files
-        that the process may have.
+    served_model_name: name of the model for clients; "": that of its folder.
+    model_aliases: further names that requests may use; replies have `served_model_name`.
+    max_model_len: tokens of prompt and answer together; 0: the engine's limit.
+    max_concurrent_requests: generations in flight per ingress, more get 429; none: three quarters of the process's
+        limit of open files.
     max_pending_bytes: memory of one ingress for bodies being read, prompts (44 bytes per token) and streams (48 KB
         each); more get 429.
     retry_after_s: seconds in `Retry-After` of a 429 or 503 where the engine says nothing.
-    request_timeout_s: a longer generation is aborted: 504 with `x-should-retry: false` (OpenAI's client repeats a bare
-        504 twice), or an error event in a stream; null: none is.
-    strict: refuse request fields that no schema knows (400), instead of ignoring them and naming them in
-        `x-aerie-ignored`.
+    request_timeout_s: longer generations are aborted: 504 with `x-should-retry: false` (OpenAI's client repeats a bare
+        504 twice), in streams an error event; null: no limit.
+    strict: refuse unknown request fields (400) instead of naming them in `x-aerie-ignored`.
     max_body_bytes: larger bodies get 413.
-    body_timeout_s: time for a body to arrive; 408 above.
-    max_bytes_per_token: texts longer than `max_model_len` times this are refused before they are tokenized; 0: the
+    body_timeout_s: time for a body to arrive, else 408.
+    max_bytes_per_token: texts of more than `max_model_len` times these bytes are refused before tokenization; 0: the
         longest token of the vocabulary.
     max_n: choices per prompt.
     max_choices: prompts times choices of one call.
@@ -55,23 +54,18 @@ class EdgeConfig:
     max_stop_length: characters of each.
     max_grammar_bytes: size of a JSON schema, regular expression or grammar.
     max_schema_depth: nesting of schemas.
-    grammar_timeout_s: a grammar that takes longer to compile is refused.
+    grammar_timeout_s: limit of a grammar's compilation.
     max_stored_responses: replies of /v1/responses that one ingress keeps for `previous_response_id`; 0: none.
     max_stored_bytes: memory of these replies and the conversations before them.
-    api_keys: if any, all routes except those of health and the page require `Authorization: Bearer KEY` or `x-api-key:
-        KEY`. An entry is a key, or `sha256:` and the output of `printf %s KEY | sha256sum`; the server keeps digests
-        only.
-    allowed_hosts: without API keys, further names accepted in the Host header, besides addresses, private names and
-        this machine's name; `["*"]`: all.
-    allowed_origins: pages of these origins may use this server (CORS), such as `["https://chat.example.com"]`;
+    api_keys: keys, or `sha256:` and the output of `printf %s KEY | sha256sum`. With any, all routes but health and the
+        page require `Authorization: Bearer KEY` or `x-api-key: KEY`. The server keeps digests only.
+    allowed_hosts: without API keys: accepted Host names besides addresses, private names and this machine's name;
         `["*"]`: all.
-    output_parser: finds reasoning and tool calls in a chat's answer: `text` (none), `think` (reasoning only), `hermes`
-        (also Qwen 2.5 and 3), `llama3`, `pythonic` (Llama's calls in Python), `mistral`, `deepseek_v3` (V3, V3.1,
-        R1), `kimi_k2`, `qwen3_coder` (also Qwen3.5 and later), `glm45` (GLM-4.5 and later), `minimax_m2`, `seed_oss`,
-        `granite`, `phi4_mini`, `gemma4`, `harmony` (gpt-oss), `response_template` (the checkpoint's own); auto: found
-        from the chat template.
-    default_temperature: sampling default of requests that do not set it; none: that of the model's
-        generation_config.json, or 1; so are the next four.
+    allowed_origins: web pages that may use this server (CORS), such as `["https://chat.example.com"]`; `["*"]`: all.
+    output_parser: parser of reasoning and tool calls, a name of the table in docs/http-api.md; auto: found from the
+        chat template.
+    default_temperature: default where a request says nothing; none: that of the model's generation_config.json, or 1;
+        so are the next four.
     default_top_p: nucleus sampling; 1: off.
     default_top_k: 0: off.
     default_min_p: 0: off.

@@ -25,8 +25,8 @@ ARRIVED = "arrived_ns"  # key in a scope's state: arrival of the request
 class TracingConfig:
     """Traces by OpenTelemetry.
 
-    endpoint: a collector that takes OTLP over HTTP, such as `http://127.0.0.1:4318`; "": no traces.
-    sample_ratio: share of requests traced, 0 to 1; a request with a `traceparent` is traced if its caller's trace is.
+    endpoint: a collector of OTLP over HTTP, such as `http://127.0.0.1:4318`; "": no traces.
+    sample_ratio: share of requests traced, 0 to 1; a request with a `traceparent` follows its caller's choice.
     service_name: name of this server at the collector.
     """
 

@@ -4,6 +4,7 @@
 Asked are the conformance suite's uses, one fact changed at a time. What a backend needs installed does not count."""
 
 import dataclasses
+import sys
 
 import torch
 
@@ -42,7 +43,7 @@ def refusal(name: str, use: AttentionUse) -> str | None:
 
 def matrix() -> str:
     """Three Markdown tables: where each mode runs over keys and values by heads, and over latent rows, and what each
-    backend takes; then the refusals."""
+    backend takes."""
     lines = [*_modes("backend", Shape()), "", *_modes("backend over latent rows", LATENT)]
     lines += [
         "",
@@ -51,9 +52,12 @@ def matrix() -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [f"| `{name}` | {' | '.join(_facts(name))} |" for name in BACKENDS]
-    lines += ["", "Refused, in the words of a refused start:", ""]
-    lines += [f"- `{name}`: {'; '.join(_refusals(name)) or 'nothing'}" for name in BACKENDS]
     return "\n".join(lines)
+
+
+def refusals() -> str:
+    """What each backend refuses, in the words of a refused start, as a Markdown list."""
+    return "\n".join(f"- `{name}`: {'; '.join(_refusals(name)) or 'nothing'}" for name in BACKENDS)
 
 
 def _modes(head: str, shape: Shape) -> list[str]:
@@ -130,4 +134,4 @@ def _refusals(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(matrix())
+    print(refusals() if "--refusals" in sys.argv else matrix())
