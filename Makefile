@@ -38,7 +38,7 @@ check: $(VENV)/.installed-test
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow
 
-# Every part killed or stopped under load; prints how long each fault lasted (docs/runbook.md). A quarter of an hour.
+# Every part killed or stopped under load; prints how long each fault lasted (tests/load/RESULTS.md). A quarter of an hour.
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -s tests/e2e/test_recovery.py tests/e2e/test_serve_faults.py
 

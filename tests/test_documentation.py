@@ -3,6 +3,8 @@
 import ast
 import re
 
+import pytest
+
 from tests.support import DOCS, ROOT
 
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
@@ -34,3 +36,12 @@ def test_reference_names_what_exists() -> None:
     for module, name in named:
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
         assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}, name
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("add-a*.md")))
+def test_a_seam_is_one_short_page_with_an_example_that_a_test_runs(page: str) -> None:
+    text = (DOCS / page).read_text()
+    assert len(text.split()) <= 600
+    assert "```python" in text
+    tests = [ROOT / name for name in re.findall(r"`(tests/[\w/]+/test_\w+\.py)`", text)]
+    assert any(page in test.read_text() for test in tests), "no test that the page names runs its example"

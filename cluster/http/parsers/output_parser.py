@@ -2,7 +2,7 @@
 
 Every generation goes through a parser, one per choice, whole replies and streams alike. Which one: the configuration's
 `ingress.output_parser` for chats, "text" for completions, by the table in `cluster.http.parsers.table`. See
-docs/add-an-endpoint.md.
+docs/add-a-parser.md.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which parser a name means. See docs/add-an-endpoint.md."""
+"""Which parser a name means. See docs/add-a-parser.md."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -43,7 +43,3 @@ def test_the_example_is_chosen_by_name_and_refused_with_a_reason(row: BackendFac
     wide = use_of(PREFILL, Shape(512), "cpu")
     with pytest.raises(ValueError, match=r"^attention.prefill=sdpa: sdpa cannot serve prefill: head_dim=512: must be"):
         check_choices([Choice("attention.prefill", "sdpa", wide)])
-
-
-def test_the_page_is_short() -> None:
-    assert len(PAGE.read_text().split()) <= 600
