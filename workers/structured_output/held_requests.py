@@ -1,4 +1,4 @@
-"""Requests with a grammar on one rank, and those that wait because another rank's mask was late. Used by
+"""Requests with a grammar on one rank, and those whose mask was late without a report that it is ready. Used by
 `workers.structured_output.slot_grammars`."""
 
 import time
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.scheduling.plan import Grammar
 
-FIRST_RETRY_S = 0.02  # before a request that another rank held is scheduled again; doubled each time
+FIRST_RETRY_S = 0.02  # before a held request is scheduled again; doubled each time
 MAX_RETRY_S = 0.64
 
 
@@ -58,11 +58,13 @@ class GrammarRequest:
 
 
 class HeldRequests:
-    """Finds requests that another rank held, and says when to schedule them again.
+    """Says when to schedule late requests again whose masks this rank's process will not report.
 
-    Such a request had its mask on this rank and emitted nothing. The scheduler hears from rank 0 only, and rank 0's
-    process has nothing to report. So the request is scheduled again after a delay, which doubles each time, since the
-    other rank may need long.
+    - Requests that another rank held: they had their masks on this rank and emitted nothing. The scheduler hears from
+      rank 0 only, and rank 0's process has nothing to report. `take` finds them.
+    - Requests of a step that this rank's process did not answer in time (`add`).
+
+    The delay doubles each time, since the process may need long.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,11 +87,15 @@ class HeldRequests:
             if counts[i]:
                 self._num_held.pop(request.number, None)
             elif not (request.is_held or request.is_over or request.is_gone):
-                request.is_held = True
-                times = self._num_held.get(request.number, 0)
-                self._num_held[request.number] = times + 1
-                delay_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2**times)
-                self._retries.append((self._clock() + delay_s, request.number))
+                self.add(request)
+
+    def add(self, request: GrammarRequest) -> None:
+        """Hold a request, and schedule it again after a delay."""
+        request.is_held = True
+        times = self._num_held.get(request.number, 0)
+        self._num_held[request.number] = times + 1
+        delay_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2**times)
+        self._retries.append((self._clock() + delay_s, request.number))
 
     def due(self) -> list[int]:
         """Return and forget the requests whose delay is over."""

@@ -154,6 +154,8 @@ class SlotGrammars:
         for place, (_, slot, _) in enumerate(asked):
             row = LATE if filled is None else filled.rows[place]
             masks.host_index[slot] = HELD if row == LATE else row
+            if filled is None and not self._link.fault:
+                self._held.add(requests[slot])  # the process may have filled it for an answer that came too late
             requests[slot].is_held |= row == LATE
             if masks.host_guides is not None and row != LATE:
                 masks.host_guides.index[slot] = place

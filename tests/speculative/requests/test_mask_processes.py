@@ -24,6 +24,8 @@ from workers.scheduling.plan import Grammar, SamplingParams
 from workers.scheduling.request import FinishReason, Request, RequestOutput
 from workers.slots.slot_table import SlotTable
 from workers.structured_output.guide_table import NOWHERE
+from workers.structured_output.host_link import HostLink
+from workers.structured_output.mask_messages import Filled, Order
 from workers.structured_output.mask_table import HELD, MaskTable
 from workers.structured_output.slot_grammars import SlotGrammars
 
@@ -125,6 +127,29 @@ def test_masks_that_are_late_on_another_rank_delay_their_request_alone(
     undisturbed, disturbed = _asked(), [*_asked(), Request("long", PROMPTS[3], LONG)]
     engine.run(undisturbed, 4)
     others(lambda grammar, times: random.Random(f"{number} {grammar} {times}").random() < share)
+    ends = _ends(engine, disturbed)
+    assert [request.output for request in disturbed[:4]] == [request.output for request in undisturbed]
+    assert ends[-1].request is disturbed[-1], "the long answer was waited for"
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_step_that_the_process_does_not_answer_in_time_delays_its_requests_alone(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_sent: bool
+) -> None:
+    """Its masks may all be filled, of which nothing is said any more. is_sent: whether the process has the order; the
+    orders after an overdue one are not sent."""
+    undisturbed, disturbed = _asked(), [*_asked(), Request("long", PROMPTS[3], LONG)]
+    engine.run(undisturbed, 4)
+    ask, draw = HostLink.ask, random.Random(1)
+
+    def late(link: HostLink, order: Order, wait_s: float) -> Filled | None:
+        if draw.random() >= 0.3:
+            return ask(link, order, wait_s)
+        if is_sent:
+            ask(link, order, wait_s)
+        return None
+
+    monkeypatch.setattr(HostLink, "ask", late)
     ends = _ends(engine, disturbed)
     assert [request.output for request in disturbed[:4]] == [request.output for request in undisturbed]
     assert ends[-1].request is disturbed[-1], "the long answer was waited for"
