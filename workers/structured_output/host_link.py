@@ -39,7 +39,7 @@ class HostLink:
     def __init__(self, folder: str, vocab_size: int, table: MaskTable) -> None:
         self.generation = 0
         self.fault = ""
-        self._work = Work("masks", folder, vocab_size)
+        self._work = Work(folder, vocab_size)
         self._table = table
         self._lock = threading.Lock()
         self._is_up = threading.Event()
@@ -132,7 +132,7 @@ class HostLink:
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
                 files = [their_orders.fileno(), their_control.fileno(), self._table.file]
                 work = msgspec.structs.replace(self._work, end_token_ids=end_token_ids)
-                process = template().fork(work, files)
+                process = template("masks").fork(work, files)
                 orders.settimeout(_SEND_TIMEOUT_S)
                 shape = self._table.shape
                 send(orders, Begin(shape.num_slots, shape.width, shape.vocab_size))

@@ -53,7 +53,7 @@ class ProcessChecker:
     """
 
     def __init__(self, folder: str | Path, timeout_s: float) -> None:
-        self._work = Work("trial", str(folder), 0)
+        self._work = Work(str(folder), 0)
         self._timeout_s = timeout_s
         self._quick = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
         self._num_slow = 0
@@ -140,7 +140,7 @@ class ProcessChecker:
         try:
             with its:
                 work = msgspec.structs.replace(self._work, end_token_ids=end_token_ids)
-                process = template().fork(work, [its.fileno()])
+                process = template("trial").fork(work, [its.fileno()])
         except BaseException:
             own.close()
             raise

@@ -1,25 +1,31 @@
 """The process that forks those for grammars, by itself."""
 
+import contextlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support import MODELS
-from workers.structured_output.mask_process.template_process import LOWEST_PRIORITY, Template, Work
+from workers.structured_output.mask_process.template_process import LOWEST_PRIORITY, Kind, Template, Work
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness is a thread's on Linux alone")
 
 
-@pytest.fixture
-def template() -> Iterator[Template]:
-    made = Template()
-    yield made
-    made.close()
+@contextlib.contextmanager
+def started(kind: Kind) -> Iterator[tuple[Template, int]]:
+    """A template, and its process."""
+    made = Template(kind)
+    made.start()
+    assert made._process is not None
+    try:
+        yield made, made._process.pid
+    finally:
+        made.close()
 
 
 def niceness(pid: int) -> dict[int, int]:
@@ -28,18 +34,36 @@ def niceness(pid: int) -> dict[int, int]:
     return {thread: int(text.rpartition(")")[2].split()[16]) for thread, text in texts.items()}
 
 
-def test_what_takes_seconds_gives_way_to_running_requests_and_what_is_forked_does_not(template: Template) -> None:
-    """The imports, beside engines that compute on the same cores; steps wait for the masks of what is forked."""
-    template.start()
-    assert template._process is not None
-    pid, deadline_s = template._process.pid, time.monotonic() + 30
-    while LOWEST_PRIORITY not in (seen := niceness(pid)).values():
-        assert time.monotonic() < deadline_s and template._process.poll() is None, "nothing gave way"
-        time.sleep(0.005)
-    assert seen[pid] == os.nice(0)
-    ours, theirs = os.pipe(), os.pipe()
-    forked = template.fork(Work("trial", str(MODELS / "target"), 0), [ours[0], theirs[1]])
-    assert psutil.Process(forked._pid).nice() <= os.nice(0) + 10  # a trial's own
-    forked.kill()
-    for file in (*ours, *theirs):
-        os.close(file)
+def test_imports_give_way_to_running_requests_and_the_process_that_fills_masks_does_not() -> None:
+    """Engines compute on the same cores meanwhile, and their steps wait for masks."""
+    with started("masks") as (template, pid):
+        deadline_s = time.monotonic() + 30
+        while LOWEST_PRIORITY not in (seen := niceness(pid)).values():
+            assert time.monotonic() < deadline_s, "nothing gave way"
+            time.sleep(0.005)
+        assert seen[pid] == os.nice(0)
+        with fork(template) as forked:
+            assert set(niceness(forked).values()) == {os.nice(0)}
+
+
+def test_trials_are_behind_ranks_in_the_scheduling_group_of_ranks() -> None:
+    """Linux with autogroups divides cores between sessions, and heeds niceness within one alone. A process group of its
+    own keeps Ctrl-C away."""
+    with started("trial") as (template, pid), fork(template) as forked:
+        assert set(niceness(pid).values()) == set(niceness(forked).values()) == {LOWEST_PRIORITY}
+        assert os.getsid(pid) == os.getsid(forked) == os.getsid(0)
+        assert os.getpgid(pid) == os.getpgid(forked) == pid
+
+
+@contextlib.contextmanager
+def fork(template: Template) -> Iterator[int]:
+    """A process that waits for its first message."""
+    sockets = [socket.socketpair() for _ in range(2)]
+    forked = template.fork(Work(str(MODELS / "target"), 0), [theirs.fileno() for _, theirs in sockets])
+    try:
+        yield forked._pid
+    finally:
+        forked.kill()
+        for pair in sockets:
+            for each in pair:
+                each.close()

@@ -38,15 +38,17 @@ _PARENT_CHECK_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
+Kind = Literal["masks", "trial"]  # what the processes do that a template forks
+
+
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """The task of a forked process.
+    """The model of a forked process.
 
     folder: the model's.
     vocab_size: size of the model's logits; 0: the tokenizer's vocabulary.
     end_token_ids: the usual end tokens of grammars; the template prepares their vocabulary.
     """
 
-    kind: Literal["masks", "trial"]
     folder: str
     vocab_size: int
     end_token_ids: tuple[int, ...] = ()
@@ -64,9 +66,14 @@ class TemplateError(RuntimeError):
 
 
 class Template:
-    """The parent's end of the template process. `fork` may be called from any thread."""
+    """The parent's end of the template process. `fork` may be called from any thread.
 
-    def __init__(self) -> None:
+    A template for trials runs at the lowest priority, and so do its forks: two trials of niceness 10 doubled the time
+    of a step of two ranks of niceness 10 on two cores, two of niceness 19 added up to a third.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
         atexit.register(self.close)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -113,13 +120,16 @@ class Template:
             "import os; os.environ.update(TOKENIZERS_PARALLELISM='false', OMP_NUM_THREADS='1'); "
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from workers.structured_output.mask_process.template_process import main; "
-            f"main({theirs.fileno()}, {os.getpid()})"
+            f"main({theirs.fileno()}, {os.getpid()}, {self._kind!r})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C goes to the parent, which ends this process
+            # Ctrl-C goes to the parent, which ends this process. A new session would keep Ctrl-C away, too, but where
+            # Linux groups processes by session (autogroups), it would get as many cores as the rest of the server,
+            # whatever its niceness: two trials made a step of two ranks on two cores take three times as long.
+            process_group=0,
         )
         theirs.close()
         self._socket = ours
@@ -148,7 +158,6 @@ class ForkedProcess:
         """Run only on cores that are otherwise idle (SCHED_IDLE), where Linux allows it. Eight processes of niceness 19
         would take a third of two cores from two ranks of niceness 10."""
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._pid, LOWEST_PRIORITY)
             if sys.platform == "linux":
                 os.sched_setscheduler(self._pid, os.SCHED_IDLE, os.sched_param(0))
 
@@ -171,13 +180,15 @@ class ForkedProcess:
 
 
 @functools.cache
-def template() -> Template:
-    """Return the template of this process. There is one, since it takes seconds to start, and 0.3 GB."""
-    return Template()
+def template(kind: Kind) -> Template:
+    """Return the template of this process for `kind`. There is one, since it takes seconds to start, and 0.3 GB."""
+    return Template(kind)
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int, kind: Kind) -> None:
     """Fork processes until the parent has ended."""
+    if kind == "trial":
+        os.nice(LOWEST_PRIORITY)
     # Forks inherit the imports and the vocabulary.
     _at_low_priority(_import)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap ended children automatically
@@ -191,7 +202,7 @@ def main(descriptor: int, parent: int) -> None:
         if not raw:
             return
         try:
-            answer = _fork(msgspec.msgpack.decode(raw, type=Work), files, own)
+            answer = _fork(kind, msgspec.msgpack.decode(raw, type=Work), files, own)
         except (OSError, ValueError) as error:
             answer = _Forked(0, str(error))
         for file in files:
@@ -216,7 +227,7 @@ def _at_low_priority(call: Callable[[], T]) -> T:
         return thread.submit(call).result()
 
 
-def _fork(work: Work, files: list[int], own: socket.socket) -> _Forked:
+def _fork(kind: Kind, work: Work, files: list[int], own: socket.socket) -> _Forked:
     """Fork one process. Raises VocabularyError (a ValueError) and OSError."""
     vocabulary = _prepared(work.folder, work.vocab_size, work.end_token_ids)
     own_pid = os.getpid()
@@ -230,15 +241,15 @@ def _fork(work: Work, files: list[int], own: socket.socket) -> _Forked:
         if os.getppid() == own_pid:
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-            _run(work, files, vocabulary)
+            _run(kind, files, vocabulary)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def _run(work: Work, files: list[int], vocabulary: "Vocabulary") -> None:
-    if work.kind == "masks":
+def _run(kind: Kind, files: list[int], vocabulary: "Vocabulary") -> None:
+    if kind == "masks":
         from workers.structured_output.mask_process.mask_host import run_host
 
         run_host(files, vocabulary)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 TOKEN_LIMIT_S = 0.2  # CPU time for one token of an answer; the rank's process allows five times as much
 WALK_LIMIT_S = 2.0  # CPU time for all sample answers
 MIN_TOKENS = 100  # that sample answers must reach within this time
-NICENESS = 10  # of the process: engines compute on the same cores
 WALK_TOKENS = 96  # per sample answer
 _REPEATED = (b"a", b" ", b"0", b"\n")
 
@@ -54,7 +53,6 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
 
 def run_trial(files: list[int], vocabulary: "Vocabulary") -> None:
     """Run a trial. files: descriptor of the socket that receives the grammar and sends results."""
-    os.nice(NICENESS)
     own = socket.socket(fileno=files[0])
     trial = receive(own, Trial)
     if trial is None:
