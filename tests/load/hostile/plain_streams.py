@@ -95,7 +95,13 @@ async def _run(url: str, model: str) -> None:
         streams = _Streams(client, model)
         _print(await streams.once())
         ended = asyncio.Event()
-        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), ended.set)
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            loop.remove_reader(sys.stdin.fileno())  # which is readable for ever: the loop would take a core
+            ended.set()
+
+        loop.add_reader(sys.stdin.fileno(), end)
         _print(await streams.until(ended))
 
 
