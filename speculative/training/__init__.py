@@ -1,18 +1,19 @@
-"""Training: a small chat target with an EAGLE-3 or DFlash head, a small DeepSeek-V3 and a small Qwen3.5 with their
+"""Training: a small chat target with an EAGLE-3 or a block head, a small DeepSeek-V3 and a small Qwen3.5 with their
 MTP modules, and drafts for targets that exist.
 
     cli              options of `aerie train-target`, `train-deepseek`, `train-hybrid` and `train-draft`
     commands         what these commands do
     fit_options      the trainer's arguments from a command's
     rows             JSON and JSONL rows in several forms -> conversations
-    samples          conversations -> token sequences (the rows' answers or the target's own), and their batches
+    samples          conversations -> token sequences, and their batches
+    generation       a target's own answers to prompts
     trainer          the optimisation, on transformers' `Trainer`; checkpoints and resume
-    graphed_step     a step's loss and gradients from a CUDA graph
+    steps            steps replayed from CUDA graphs, and their time limit
     target           a small Llama, its tokenizer and its training
     draft            a draft's loss against a frozen target, its training and its acceptance
     eagle3           the EAGLE-3 head over whole sequences, unrolled on its own outputs
     eagle3_files     the published folder layout of a head
-    blocks           the DFlash head over whole sequences, and its files
+    blocks           DFlash, DSpark and DFlash2 heads over whole sequences, their loss and files
     mtp_head         an MTP module over whole sequences, unrolled on its own outputs
     mtp_files        MTP modules in their checkpoints, trained further
     experts          a router and experts over whole sequences

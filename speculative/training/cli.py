@@ -11,6 +11,7 @@ from pathlib import Path
 from attention.lazy_import import load
 from speculative.training import TrainingError
 
+BLOCK_METHODS = ("dflash", "dspark", "dflash2")  # the keys of `blocks.files.KINDS`; a test compares them
 # The fields of `speculative.drafts.eagle3_config.HeadFlags`; a test compares them.
 HEAD_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -116,13 +117,13 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "train-draft",
         help="train a draft for a target model",
-        description="Trains an EAGLE-3 or DFlash head for a Llama, Qwen2 or Qwen3 model, or the own module for "
+        description="Trains an EAGLE-3 head or a block head for a Llama, Qwen2 or Qwen3 model, or the own module for "
         "multi-token prediction of a DeepSeek-V3, Qwen3.5 or Qwen3-Next further; saved in the published layout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model")
     parser.add_argument(
-        "--method", choices=("eagle3", "dflash", "mtp"), default="eagle3", help="a head, or the target's module"
+        "--method", choices=("eagle3", *BLOCK_METHODS, "mtp"), default="eagle3", help="a head, or the target's module"
     )
     _add_common(parser, lr=3e-4, epochs=4.0, batch_tokens=8192)
     draft = parser.add_argument_group("head")
@@ -131,16 +132,21 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     draft.add_argument("--head-flags", nargs="+", choices=HEAD_FLAGS, help="how it differs from EAGLE-3's paper")
     draft.add_argument("--ttt-length", type=at_least(1), default=7, help="steps it is unrolled on its own outputs")
     draft.add_argument("--ttt-decay", type=at_least(0, float), default=0.8, help="step s of the loss weighs decay**s")
-    block = parser.add_argument_group("block, with --method dflash")
+    block = parser.add_argument_group(f"block, with --method {', '.join(BLOCK_METHODS)}")
     block.add_argument("--block-size", type=at_least(2), default=8, help="rows, the newest token included")
     block.add_argument("--draft-layers", type=at_least(1), default=2)
     block.add_argument("--mask-token", type=at_least(0), help="id; the target's padding token when not given")
-    block.add_argument("--anchors", type=at_least(1), default=512, help="maximum of a step's blocks, drawn at random")
+    block.add_argument("--anchors", type=at_least(1), default=2048, help="blocks of a step, drawn at random")
+    block.add_argument("--head-rank", type=at_least(1), default=256, help="of DSpark's Markov head, DFlash2's selector")
+    block.add_argument(
+        "--tv-weight", type=_share, help="of total variation in the loss, beside cross-entropy; 0.9 for DSpark, else 0"
+    )
     block.add_argument(
         "--gamma", type=_above_zero, default=4.0, help="depth k of the loss weighs exp(-(k - 1) / gamma)"
     )
     text = parser.add_argument_group("training text")
     text.add_argument("--regenerate", action="store_true", help="train on the target's own answers to the prompts")
+    text.add_argument("--regenerated", type=Path, help="an earlier training's regenerated.jsonl, instead of these")
     text.add_argument(
         "--temperatures",
         type=at_least(0, float),
@@ -183,6 +189,11 @@ def _add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, ba
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and the checkpoint")
     parser.add_argument("--epochs", type=_above_zero, default=epochs)
     parser.add_argument("--steps", type=at_least(1), help="optimizer steps; overrides --epochs")
+    parser.add_argument(
+        "--minutes",
+        type=_above_zero,
+        help="end the optimisation after this time; the learning rate falls in it",
+    )
     parser.add_argument("--lr", type=_above_zero, default=lr, help="peak learning rate")
     parser.add_argument("--warmup-steps", type=at_least(0), default=100)
     parser.add_argument("--weight-decay", type=at_least(0, float), default=0.1)

@@ -17,29 +17,22 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from speculative.training import TrainingError, hybrid
-from speculative.training.blocks.files import BlockKind
+from speculative.training import TrainingError, TrainingInterrupted, hybrid
+from speculative.training.blocks.files import KINDS, BlockKind
 from speculative.training.deepseek import SIZES, build_deepseek, save_deepseek, train_deepseek
 from speculative.training.draft import DraftKind, measure_acceptance, train_draft
 from speculative.training.eagle3_files import Eagle3Kind
 from speculative.training.fit_options import fit_arguments
+from speculative.training.generation import generate_answers, stop_tokens
 from speculative.training.mtp_files import MtpKind
 from speculative.training.rows import Conversation, Turn, read_conversations, split_validation, without_calc_marks
-from speculative.training.samples import (
-    Sample,
-    answer_prompts,
-    encode_answers,
-    generate_answers,
-    read_samples,
-    stop_tokens,
-    write_samples,
-)
+from speculative.training.samples import Sample, answer_prompts, encode_answers, read_samples, write_samples
 from speculative.training.target import ChatData, build_target, build_tokenizer, save_target, train_target
 from speculative.training.trainer import FitArguments, checkpoints
 
 ModelT = TypeVar("ModelT")
 
-DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind, "dflash": BlockKind}
+DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind, **dict.fromkeys(KINDS, BlockKind)}
 
 
 def run_train_target(arguments: argparse.Namespace) -> int:
@@ -128,15 +121,12 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
     if options.should_save:
         covered = vocabulary.coverage(samples)
         print(f"draft: {len(samples)} answers; its vocabulary covers {covered:.2%} of their tokens")
-    losses = train_draft(
-        head,
-        target,
-        vocabulary,
-        samples,
-        held_samples,
-        options,
-        **vars(draft.unrolling()),
-    )
+    try:
+        losses = train_draft(head, target, vocabulary, samples, held_samples, options, **vars(draft.unrolling()))
+    except TrainingInterrupted:
+        if options.should_save:
+            draft.save(head, vocabulary, arguments.output)
+        raise
     if options.should_save:
         draft.save(head, vocabulary, arguments.output)
         finish("draft", arguments, losses)
@@ -171,6 +161,8 @@ def training_samples(
     """The rows' answers, or the target's own. The output folder keeps these; `reuse` reads them, for a resume and for
     the processes after the first."""
     max_length = min(arguments.max_length, target.config.max_position_embeddings)
+    if arguments.regenerated is not None:
+        return read_regenerated(arguments, max_length)
     if not arguments.regenerate:
         return encode_answers(train, tokenizer, max_length)
     path = arguments.output / "regenerated.jsonl"
@@ -189,6 +181,18 @@ def training_samples(
             seed=arguments.seed + index,
         )
     write_samples(samples, path)
+    return samples
+
+
+def read_regenerated(arguments: argparse.Namespace, max_length: int) -> list[Sample]:
+    """The samples of `--regenerated`. Raises TrainingError for a missing file, or one without samples that fit."""
+    path: Path = arguments.regenerated
+    if arguments.regenerate or not path.is_file():
+        why = "give it or --regenerate, not both" if arguments.regenerate else "no such file; use --regenerate first"
+        raise TrainingError(f"regenerated={path}: {why}")
+    samples = [sample for sample in read_samples(path) if len(sample.tokens) <= max_length]
+    if not samples:
+        raise TrainingError(f"regenerated={path}: has no answer of at most max_length={max_length} tokens; raise it")
     return samples
 
 
@@ -222,7 +226,7 @@ def measure_saved(
     for source in arguments.measure:
         sets[source] = greedy_answers(arguments, target, tokenizer, read_conversations([source]))
     for name, samples in sets.items():
-        most = draft.unrolling().num_steps if arguments.method == "dflash" else max(arguments.measure_depths)
+        most = draft.unrolling().num_steps if arguments.method in KINDS else max(arguments.measure_depths)
         for depth in sorted({min(depth, most) for depth in arguments.measure_depths}) if samples else ():
             tally = measure_acceptance(head, target, vocabulary, samples, depth, arguments.batch_tokens)
             figures = " ".join(f"{key} {value:.3f}" for key, value in tally.report().items())

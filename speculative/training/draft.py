@@ -49,6 +49,24 @@ class TrainedDraft(nn.Module, ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., H] recurrent states -> [.., draft vocabulary]."""
 
+    def batch_loss(
+        self,
+        model: nn.Module,
+        target: PreTrainedModel,
+        vocabulary: DraftVocabulary,
+        batch: Batch,
+        unrolling: Unrolling,
+    ) -> Tensor:
+        """Return a batch's loss, a float32 scalar. model: this draft, wrapped if there are several processes."""
+        view = view_target(target, batch, self, vocabulary)
+        steps = model(view.embeddings, view.captured, unrolling.num_steps, batch.anchors)
+        return draft_loss(steps, view, batch, unrolling.step_decay)
+
+    def proposals(self, embeddings: Tensor, captured: Tensor, tokens: Tensor, num_steps: int) -> list[Tensor]:
+        """Return what each step drafts after the text's own tokens, [B, T] int64 ids of the draft's vocabulary.
+        tokens: [B, T] int64; others as for `unroll`."""
+        return [self.logits(states).argmax(-1) for states in self.unroll(embeddings, captured, num_steps)]
+
     def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int, anchors: Tensor) -> list[Tensor]:
         """The logits [A, draft vocabulary] of each step at the flat positions `anchors` [A]; see `unroll`."""
         steps = self.unroll(embeddings, captured, num_steps)
@@ -92,7 +110,7 @@ class Unrolling:
     """How a draft is trained.
 
     num_steps: steps of the loss; step s has the weight step_decay ** s.
-    max_anchors: positions of a batch that a chain starts at, drawn at random; None: all.
+    max_anchors: positions of a batch that a block starts at, drawn at random; None for chains, which start at all.
     """
 
     num_steps: int
@@ -161,23 +179,20 @@ def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocab
     )
 
 
-def draft_loss(
-    steps: Sequence[Tensor], view: TargetView, batch: Batch, step_decay: float, picked: Tensor | None = None
-) -> Tensor:
+def draft_loss(steps: Sequence[Tensor], view: TargetView, batch: Batch, step_decay: float) -> Tensor:
     """Cross-entropy to the target's distribution within the draft vocabulary, a float32 scalar: the mean over the
     steps, with the weight `step_decay ** s` for step s.
 
     steps: logits [A, draft_vocab] of each step. Step s from anchor n is judged by the target at position n + s + 1,
         which is s anchors later as long as the text lasts.
-    picked: [A] int64 indexes of their anchors among the batch's; None: all of them.
     """
     total = torch.zeros((), device=batch.tokens.device)
     count = len(batch.anchors)
-    anchors = torch.arange(count, device=batch.tokens.device) if picked is None else picked
+    anchors = torch.arange(count, device=batch.tokens.device)
     for step, logits in enumerate(steps):
         rows = (anchors + step).clamp(max=count - 1)
         losses = -(view.probabilities[rows] * torch.log_softmax(logits.float(), dim=-1)).sum(-1)
-        judged = (batch.remaining[anchors] > step) & view.in_vocabulary[rows]
+        judged = (batch.remaining > step) & view.in_vocabulary[rows]
         total = total + step_decay**step * (losses * judged).sum() / judged.sum().clamp(min=1)
     return total / sum(step_decay**step for step in range(len(steps)))
 
@@ -197,15 +212,10 @@ def train_draft(
     """Train the head in place as `Unrolling` says, and return the logged losses; `held` is only measured."""
     target.eval().requires_grad_(False)
 
+    unrolling = Unrolling(num_steps, step_decay, max_anchors)
+
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        view = view_target(target, batch, head, vocabulary)
-        count = len(batch.anchors)
-        if max_anchors is None or count <= max_anchors:
-            picked = torch.arange(count, device=batch.anchors.device)
-        else:  # random, in their order
-            picked = torch.rand(count, device=batch.anchors.device).topk(max_anchors).indices.sort().values
-        steps = model(view.embeddings, view.captured, num_steps, batch.anchors[picked])
-        return draft_loss(steps, view, batch, step_decay, picked)
+        return head.batch_loss(model, target, vocabulary, batch, unrolling)
 
     def evaluate() -> dict[str, float]:
         return measure_acceptance(head, target, vocabulary, held, num_steps, options.batch_tokens).report()
@@ -278,9 +288,9 @@ def measure_acceptance(
         batch = collate([samples[i] for i in indices]).to(target.device)
         view = view_target(target, batch, head, vocabulary)
         matches = []
-        for step, states in enumerate(head.unroll(view.embeddings.float(), view.captured.float(), depth)):
-            proposed = vocabulary.target_ids[head.logits(states).argmax(-1)]
-            matches.append((proposed == batch.tokens.roll(-(step + 2), dims=1)).tolist())
+        proposals = head.proposals(view.embeddings.float(), view.captured.float(), batch.tokens, depth)
+        for step, ids in enumerate(proposals):
+            matches.append((vocabulary.target_ids[ids] == batch.tokens.roll(-(step + 2), dims=1)).tolist())
         for row, index in enumerate(indices):
             own = [match[row] for match in matches]
             add_rounds(tally, own, samples[index].num_prompt, len(samples[index].tokens))

@@ -14,7 +14,7 @@ from speculative.training.trainer import FitArguments, check_output
 # A resume may change these: they change neither what a step computes nor which steps there are, except how many.
 _FREE_OPTIONS = (
     *("run", "resume", "output", "device", "graphs", "generate_batch", "steps", "epochs", "keep_checkpoint"),
-    *("checkpoint_every", "eval_every", "preview", "measure", "measure_rows", "measure_depths"),
+    *("checkpoint_every", "eval_every", "minutes", "preview", "measure", "measure_rows", "measure_depths"),
 )
 
 
@@ -39,6 +39,7 @@ def fit_arguments(arguments: argparse.Namespace) -> FitArguments:
         save_steps=arguments.checkpoint_every,
         eval_steps=arguments.eval_every,
         resume=arguments.resume,
+        max_seconds=None if arguments.minutes is None else 60 * arguments.minutes,
         settings=json.loads(json.dumps(settings, default=str)),
     )
 

@@ -16,8 +16,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn import functional
-from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from speculative.training import TrainingError
 from speculative.training.rows import Conversation, RowError
@@ -111,62 +110,6 @@ def answer_prompts(conversations: Sequence[Conversation], tokenizer: PreTrainedT
         for end in ends:
             prompts[tuple(prompt_tokens(Conversation(turns[:end]), tokenizer))] = None
     return [list(prompt) for prompt in prompts]
-
-
-@torch.no_grad()
-def generate_answers(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    *,
-    temperature: float,
-    max_new_tokens: int,
-    batch_size: int,
-    seed: int,
-    progress: bool = True,
-) -> list[Sample]:
-    """The model's answer to each prompt, in the order of the prompts, with its end-of-turn token if it was reached.
-
-    `temperature` 0 is greedy. Seeds the global RNG: `generate` takes no generator (transformers 5.17).
-    """
-    torch.manual_seed(seed)
-    stops = stop_tokens(model, tokenizer)
-    pad = stops[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    answers: dict[int, Sample] = {}
-    title = f"regenerate at {temperature:g}"
-    with tqdm(total=len(prompts), desc=title, disable=not progress, mininterval=2.0) as bar:
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            padding = [len(prompts[chosen[-1]]) - len(prompts[i]) for i in chosen]
-            rows = [[pad] * extra + [*prompts[i]] for i, extra in zip(chosen, padding, strict=True)]
-            mask = [[0] * extra + [1] * len(prompts[i]) for i, extra in zip(chosen, padding, strict=True)]
-            output = model.generate(
-                input_ids=torch.tensor(rows, device=model.device),
-                attention_mask=torch.tensor(mask, device=model.device),
-                max_new_tokens=max_new_tokens,
-                eos_token_id=stops,
-                pad_token_id=pad,
-                **sampling,
-            )
-            for index, said in zip(chosen, output[:, len(rows[0]) :].tolist(), strict=True):
-                answers[index] = Sample((*prompts[index], *until_stop(said, stops)), len(prompts[index]))
-            bar.update(len(chosen))
-    return [answers[i] for i in range(len(prompts))]
-
-
-def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end an answer, from the generation config, else the tokenizer's end of turn."""
-    stops = model.generation_config.eos_token_id
-    stops = tokenizer.eos_token_id if stops is None else stops
-    return [stops] if isinstance(stops, int) else list(stops)
-
-
-def until_stop(tokens: Sequence[int], stops: Sequence[int]) -> list[int]:
-    """The tokens up to and including the first stop token, or all."""
-    end = next((index for index, token in enumerate(tokens) if token in stops), len(tokens))
-    return list(tokens[: end + 1])
 
 
 def write_samples(samples: Sequence[Sample], path: Path) -> None:

@@ -26,8 +26,9 @@ from transformers.trainer_callback import ExportableState, PrinterCallback
 
 from attention.capability import Capability
 from speculative.training import TrainingError, TrainingInterrupted
-from speculative.training.graphed_step import GraphedStep
 from speculative.training.samples import Batch, Sample, collate, plan_steps
+from speculative.training.steps.graphed_step import GraphedStep
+from speculative.training.steps.time_limit import TimeLimit
 from workers.interrupt import interrupts_between_steps
 
 LossOf = Callable[[nn.Module, Batch], Tensor]
@@ -41,6 +42,7 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
     batch_tokens: tokens of a process's batch, padding included.
     graphs: replay each batch shape from a CUDA graph; one process on a GPU only.
     resume: continue the newest checkpoint of `output_dir`.
+    max_seconds: of the optimisation, after which it ends as if all steps were done; None: no limit.
     settings: what a resume must repeat; kept in the checkpoint.
 
     `max_steps` goes before `num_train_epochs`. `learning_rate` is the peak; it falls to a hundredth at the end.
@@ -50,6 +52,7 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
     batch_tokens: int = 8192
     graphs: bool = False
     resume: bool = False
+    max_seconds: float | None = None
     progress: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     per_device_train_batch_size: int = 1
@@ -143,6 +146,7 @@ def fit(
     checkpoint = str(_checkpoint_to_resume(arguments)) if arguments.resume else None
     with interrupts_between_steps() as is_interrupted, contextlib.closing(_Session(title, arguments)) as session:
         session.is_interrupted, session.after_step = is_interrupted, after_step
+        session.limit = TimeLimit(arguments.max_seconds)
         trainer = _StepTrainer(
             loss_of,
             evaluate,
@@ -154,10 +158,11 @@ def fit(
             callbacks=[session],
         )
         trainer.remove_callback(PrinterCallback)
+        trainer.limit = session.limit
         trainer.graphs = GraphedStep(model, trainer.compute_loss) if graphs else None
         trainer.train(resume_from_checkpoint=checkpoint)
     done = trainer.state.global_step
-    if done < arguments.max_steps:
+    if done < arguments.max_steps and session.limit.share() < 1:
         kept = checkpoints(Path(arguments.output_dir))[-1]
         raise TrainingInterrupted(
             f"{title}: stopped after step {done} of {arguments.max_steps}; {kept} keeps it: the same command with "
@@ -192,6 +197,7 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
 
     control: Any
     graphs: GraphedStep | None
+    limit: TimeLimit
 
     def __init__(self, loss_of: LossOf, figures: Callable[[], dict[str, float]] | None, **others: Any) -> None:
         self.loss_of, self.figures = loss_of, figures
@@ -206,6 +212,13 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
             return loss
         model.train()
         return self.graphs(inputs)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.limit.seconds is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        optimizer = self.optimizer if optimizer is None else optimizer
+        self.lr_scheduler = self.limit.scheduler(optimizer, self.args.warmup_steps, num_training_steps)
+        return self.lr_scheduler
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         assert self.figures is not None
@@ -253,6 +266,7 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
     arguments: FitArguments
     is_interrupted: Callable[[], bool] = bool
     after_step: Callable[[], None] | None = None
+    limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
     bar: Any = None
 
     def state(self) -> dict[str, Any]:
@@ -268,6 +282,8 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.after_step is not None:
             self.after_step()
         self.bar.update()
+        if self.limit.share() >= 1:
+            control.should_log = control.should_training_stop = True
         if self.is_interrupted():
             control.should_save = control.should_training_stop = True
         if control.should_save:

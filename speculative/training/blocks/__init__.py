@@ -1,5 +1,7 @@
 """Training of block drafts.
 
-head   the DFlash head over whole sequences, a block after each of some positions
-files  z-lab's folder layout of a DFlash head
+head         a DFlash head over whole sequences, a block after each of some positions
+conditional  the DSpark and DFlash2 heads, whose rows depend on the token before
+loss         random positions, and what their blocks are judged by
+files        published folder layouts
 """

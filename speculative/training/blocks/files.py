@@ -1,11 +1,12 @@
-"""Builds, saves and loads DFlash heads, in z-lab's folder layout, which SGLang and vLLM read too."""
+"""Builds, saves and loads block heads: DFlash and DFlash2 in z-lab's folder layout, DSpark in DeepSpec's."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,75 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from speculative.drafts.blocks.dflash import DFlash
+from speculative.drafts.blocks.dflash2 import DFlash2
+from speculative.drafts.blocks.dspark import DSpark
 from speculative.training import TrainingError
+from speculative.training.blocks.conditional import DFlash2Head, DSparkHead
 from speculative.training.blocks.head import BlockHead
+from speculative.training.blocks.loss import Objective
 from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, Unrolling
 from speculative.training.eagle3_files import MODEL_TYPES, make_readable
 from speculative.training.samples import Sample
 from workers.models.llama import read_config
 
-ARCHITECTURE = "DFlashDraftModel"
 _MIN_TARGET_LAYERS = 6
+_MAX_CAPTURED = 5  # of the target's layers, as z-lab's heads
 
 
-def block_config(target: PreTrainedModel, block_size: int, num_layers: int, mask_token_id: int) -> dict[str, Any]:
-    """The config.json of a head that reads three of the target's layers, from the second to the third last.
+@dataclass(frozen=True)
+class BlockOptions:
+    """Sizes of a new head.
+
+    block_size: rows of a block, the newest token included.
+    rank: of the Markov head or the selector; unused by DFlash.
+    """
+
+    method: str
+    block_size: int
+    num_layers: int
+    mask_token_id: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """A kind of block head as published. config: builds the keys that say so, of `BlockOptions` and captured layers.
+    tv_weight: see `Objective`."""
+
+    method: type[DFlash]
+    head: Callable[[Any, Objective], BlockHead]
+    config: Callable[[BlockOptions, list[int]], dict[str, Any]]
+    tv_weight: float
+
+
+def _z_lab(options: BlockOptions, layers: list[int]) -> dict[str, Any]:
+    nested = {"mask_token_id": options.mask_token_id, "target_layer_ids": layers}
+    return {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
+
+
+def _z_lab_2(options: BlockOptions, layers: list[int]) -> dict[str, Any]:
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": options.rank, "selector_top_k": 16}
+    nested = {"mask_token_id": options.mask_token_id, "target_layer_ids": layers, **sizes}
+    return {"architectures": ["DFlash2DraftModel"], "dflash_config": nested}
+
+
+def _deepspec(options: BlockOptions, layers: list[int]) -> dict[str, Any]:
+    markov = {"markov_rank": options.rank, "markov_head_type": "vanilla"}
+    confidence = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    where = {"mask_token_id": options.mask_token_id, "target_layer_ids": layers}
+    return {"architectures": ["Qwen3DSparkModel"], **where, **markov, **confidence}
+
+
+# By `--method`.
+KINDS = {
+    "dflash": Published(DFlash, BlockHead, _z_lab, 0.0),
+    "dspark": Published(DSpark, DSparkHead, _deepspec, 0.9),
+    "dflash2": Published(DFlash2, DFlash2Head, _z_lab_2, 0.0),
+}
+
+
+def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, Any]:
+    """The config.json of a head that reads up to five of the target's layers, from the second to the third last.
 
     Raises `TrainingError` for a target of an architecture or depth that is not supported.
     """
@@ -35,13 +92,14 @@ def block_config(target: PreTrainedModel, block_size: int, num_layers: int, mask
         raise TrainingError(f"target: model_type={config.model_type!r} is not supported; use {', '.join(MODEL_TYPES)}")
     count = config.num_hidden_layers
     if count < _MIN_TARGET_LAYERS:
-        raise TrainingError(f"target: has {count} layers; a DFlash head captures three of at least 6")
+        raise TrainingError(f"target: has {count} layers; a block head captures some of at least {_MIN_TARGET_LAYERS}")
+    steps = min(_MAX_CAPTURED, count - 3) - 1
+    layers = [round(1 + i * (count - 4) / steps) for i in range(steps + 1)]
     return {
-        "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": options.num_layers,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
@@ -53,51 +111,56 @@ def block_config(target: PreTrainedModel, block_size: int, num_layers: int, mask
         "attention_bias": False,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "block_size": block_size,
+        "block_size": options.block_size,
         "num_target_layers": count,
-        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": [1, (count - 2) // 2, count - 3]},
+        **KINDS[options.method].config(options, layers),
     }
 
 
-def read_block_config(config: Mapping[str, Any], target: PreTrainedModel, folder: Path) -> DFlash:
+def read_block_config(kind: str, config: Mapping[str, Any], target: PreTrainedModel, folder: Path) -> DFlash:
     """The engine's description of the head. Raises `TrainingError` for one that the engine refuses."""
     try:
-        return DFlash.read(str(folder), config, read_config(target.config.to_dict(), "target"))
+        return KINDS[kind].method.read(str(folder), config, read_config(target.config.to_dict(), "target"))
     except ValueError as error:
         raise TrainingError(str(error)) from None
 
 
-def build_block_head(target: PreTrainedModel, method: DFlash, seed: int) -> BlockHead:
+def build_block_head(target: PreTrainedModel, method: DFlash, objective: Objective, seed: int) -> BlockHead:
     """A float32 head on the target's device."""
     torch.manual_seed(seed)
-    head = BlockHead(method)
+    head = KINDS[method.name].head(method, objective)
     for module in head.modules():
         if isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=0.02)
-    head.use_target(target.get_input_embeddings(), target.get_output_embeddings())
+            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    head.initialise()
+    head.use_target(target)
     return head.to(target.device)
 
 
 class BlockKind(DraftKind):
-    """A new DFlash head with the target's vocabulary."""
+    """A new DFlash, DSpark or DFlash2 head with the target's vocabulary."""
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(arguments, target)
-        self.refuse_head_options("dflash")
+        self.kind: str = arguments.method
+        self.refuse_head_options(self.kind)
         mask = arguments.mask_token
         if mask is None:
             mask = target.config.pad_token_id
         if mask is None:
             raise TrainingError("mask_token: the target has no padding token to use; give the id of an unused token")
-        self.config = block_config(target, arguments.block_size, arguments.draft_layers, mask)
-        self.method = read_block_config(self.config, target, arguments.output)
+        weight = KINDS[self.kind].tv_weight if arguments.tv_weight is None else arguments.tv_weight
+        self.objective = Objective(weight)
+        options = BlockOptions(self.kind, arguments.block_size, arguments.draft_layers, mask, arguments.head_rank)
+        self.config = block_config(target, options)
+        self.method = read_block_config(self.kind, self.config, target, arguments.output)
 
     def unrolling(self) -> Unrolling:
         decay = math.exp(-1 / self.arguments.gamma)
         return Unrolling(self.method.form.max_depth, decay, self.arguments.anchors)
 
     def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
-        return build_block_head(self.target, self.method, self.arguments.seed), self._vocabulary()
+        return build_block_head(self.target, self.method, self.objective, self.arguments.seed), self._vocabulary()
 
     def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +171,8 @@ class BlockKind(DraftKind):
 
     def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        head = build_block_head(self.target, read_block_config(config, self.target, folder), 0)
+        method = read_block_config(self.kind, config, self.target, folder)
+        head = build_block_head(self.target, method, self.objective, 0)
         head.load_state_dict({name: each.float() for name, each in load_file(folder / "model.safetensors").items()})
         return head, self._vocabulary()
 

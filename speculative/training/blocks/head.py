@@ -2,20 +2,24 @@
 
 The engine serves the same files with `speculative.drafts.blocks.dflash`, which reads KV from pages;
 `tests/speculative/training/test_training_blocks.py` compares the two. Parameter names are those of the published heads.
-Paper: DFlash, arXiv 2602.06036.
+`conditional` has the heads whose rows depend on the token before. Paper: DFlash, arXiv 2602.06036.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from attention.rotation import rotate
 from speculative.drafts.blocks.dflash import DFlash
-from speculative.training.draft import TrainedDraft
+from speculative.training.blocks.loss import BlockScores, Objective, block_loss
+from speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
 from speculative.training.eagle3 import GatedMLP, RMSNorm, linear
+from speculative.training.samples import Batch
 from workers.layers.rotary import frequencies
 from workers.models.llama import LlamaConfig
 
@@ -97,58 +101,88 @@ class BlockHead(TrainedDraft):
     frequencies: Tensor
     mask_embedding: Tensor
 
-    def __init__(self, method: DFlash) -> None:
+    def __init__(self, method: DFlash, objective: Objective) -> None:
         super().__init__()
-        self.method, model = method, method.model
+        self.method, self.objective, model = method, objective, method.model
         self.fc = linear(len(method.capture) * model.hidden_size, model.hidden_size)
         self.hidden_norm, self.norm = (RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2))
-        self.layers = nn.ModuleList([BlockLayer(model) for _ in range(model.num_layers)])
+        self.layers = nn.ModuleList([self.make_layer() for _ in range(model.num_layers)])
         self.register_buffer("frequencies", frequencies(model.rope, model.head_dim), persistent=False)
         self._target_head: list[nn.Module] = []  # in a list, so that it is no submodule and is not trained
 
-    def use_target(self, embedding: nn.Module, lm_head: nn.Module) -> None:
+    def make_layer(self) -> nn.Module:
+        """Return one layer, with `BlockLayer`'s arguments."""
+        return BlockLayer(self.method.model)
+
+    def initialise(self) -> None:
+        """Initialise the parameters that a subclass adds; the linear layers are initialised already."""
+
+    def use_target(self, target: PreTrainedModel) -> None:
         """Embed mask tokens and compute logits by the target's modules."""
-        self._target_head = [lm_head]
-        weight: Tensor = embedding.weight  # type: ignore[assignment]
+        self._target_head = [target.get_output_embeddings()]
+        weight: Tensor = target.get_input_embeddings().weight
         mask = weight[self.method.form.mask_token_id].detach()
         self.register_buffer("mask_embedding", mask.clone(), persistent=False)
 
     def features(self, output: Any) -> Tensor:
         return torch.cat([output.hidden_states[layer] for layer in self.method.capture], dim=-1)
 
+    def batch_loss(
+        self,
+        model: nn.Module,
+        target: PreTrainedModel,
+        vocabulary: DraftVocabulary,
+        batch: Batch,
+        unrolling: Unrolling,
+    ) -> Tensor:
+        return block_loss(self, self.objective, model, target, batch, unrolling)
+
     def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
         """The states of the rows that predict token n + s + 2, after the final norm; a block starts at every n + 1."""
-        every = torch.arange(embeddings.shape[1], device=embeddings.device).expand(embeddings.shape[0], -1)
-        parts = [
-            self.blocks(embeddings, captured, part, num_steps) for part in torch.split(every, _MEASURED_AT_ONCE, 1)
-        ]
+        return list(torch.cat(list(self._every(embeddings, captured, num_steps)), dim=1).unbind(2))
+
+    def proposals(self, embeddings: Tensor, captured: Tensor, tokens: Tensor, num_steps: int) -> list[Tensor]:
+        length, device = tokens.shape[1], tokens.device
+        places = torch.arange(length, device=device).unsqueeze(1) + 1 + torch.arange(num_steps, device=device)
+        previous = tokens[:, places.clamp(max=length - 1)]
+        parts, start = [], 0
+        for states in self._every(embeddings, captured, num_steps):
+            end = start + states.shape[1]
+            parts.append(self.best(self.score(states, previous[:, start:end])))
+            start = end
         return list(torch.cat(parts, dim=1).unbind(2))
 
-    def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int, anchors: Tensor) -> list[Tensor]:
-        batch, length, _ = embeddings.shape
-        row = anchors // length
-        # the place of each anchor among those of its sequence, as a table with one line per sequence
-        place = torch.arange(len(anchors), device=anchors.device) - torch.searchsorted(row, row)
-        table = anchors.new_zeros(batch, int(place.max()) + 1)
-        table[row, place] = anchors % length
-        states = self.blocks(embeddings, captured, table, num_steps)[row, place]
-        return [self.logits(states[:, step]) for step in range(num_steps)]
+    def forward(  # type: ignore[override]
+        self, embeddings: Tensor, captured: Tensor, anchors: Tensor, previous: Tensor
+    ) -> BlockScores:
+        """Return the scores of the blocks after anchors [B, M], [B, M, S, ..]; previous: [B, M, S] int64, the token
+        before the one that each row predicts."""
+        return self.score(self.states(embeddings, captured, anchors, previous.shape[2]), previous)
 
-    def blocks(self, embeddings: Tensor, captured: Tensor, anchors: Tensor, num_steps: int) -> Tensor:
+    def score(self, states: Tensor, previous: Tensor) -> BlockScores:
+        """Return the scores of rows. states: [.., H]. previous: [..] int64, the token before."""
+        return BlockScores(self.logits(states))
+
+    def best(self, scores: BlockScores) -> Tensor:
+        """Return the tokens [..] that the engine drafts."""
+        return scores.logits.argmax(-1)
+
+    def states(self, embeddings: Tensor, captured: Tensor, anchors: Tensor, num_steps: int) -> Tensor:
         """The states [B, M, num_steps, H] of blocks whose newest token is n + 1, for the positions n in anchors [B, M]
         int64; their context is the features of positions 0..n."""
         batch, length, hidden = embeddings.shape
+        rows = num_steps + (not self.method.form.from_anchor)
         context = self.hidden_norm(self.fc(captured))
         newest = (anchors + 1).clamp(max=length - 1).unsqueeze(2).expand(-1, -1, hidden)
-        masks = self.mask_embedding.to(embeddings.dtype).expand(batch, anchors.shape[1], num_steps, hidden)
+        masks = self.mask_embedding.to(embeddings.dtype).expand(batch, anchors.shape[1], rows - 1, hidden)
         x = torch.cat((embeddings.gather(1, newest).unsqueeze(2), masks), dim=2)
-        steps = torch.arange(num_steps + 1, device=anchors.device)
+        steps = torch.arange(rows, device=anchors.device)
         angles = (anchors.unsqueeze(2) + 1 + steps).unsqueeze(3) * self.frequencies
         positions = torch.arange(length, device=anchors.device)
         visible = positions <= anchors.unsqueeze(2)
         for layer in self.layers:
             x = layer(x, context, angles, positions.unsqueeze(1) * self.frequencies, visible)
-        states: Tensor = self.norm(x[:, :, 1:])
+        states: Tensor = self.norm(x[:, :, rows - num_steps :])
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -156,3 +190,9 @@ class BlockHead(TrainedDraft):
         head = self._target_head[0]
         logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
         return logits
+
+    def _every(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> Iterator[Tensor]:
+        """The states of blocks after all positions, [B, some, num_steps, H] at a time."""
+        every = torch.arange(embeddings.shape[1], device=embeddings.device).expand(embeddings.shape[0], -1)
+        for part in torch.split(every, _MEASURED_AT_ONCE, 1):
+            yield self.states(embeddings, captured, part, num_steps)

@@ -1,23 +1,32 @@
-"""DFlash heads: the model that is trained is the one that is served, its blocks are those of the published module, and
+"""Block heads: the model that is trained is the one that is served, its blocks are those of the published modules, and
 training makes it guess the target."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
+from speculative.drafts.blocks.dflash2 import DFlash2
+from speculative.drafts.blocks.dspark import DSpark
 from speculative.drafts.registry import read_draft
 from speculative.training import TrainingError
-from speculative.training.blocks.files import block_config, build_block_head, read_block_config
+from speculative.training.blocks.files import BlockOptions, block_config, build_block_head, read_block_config
 from speculative.training.blocks.head import BlockHead
-from speculative.training.draft import DraftVocabulary, draft_loss, view_target
+from speculative.training.blocks.loss import Objective, block_loss, draw_anchors
+from speculative.training.draft import DraftVocabulary, Unrolling, view_target
 from speculative.training.rows import read_conversations
 from speculative.training.samples import Sample, collate
+from speculative.training.steps.time_limit import TimeLimit
 from speculative.training.target import build_tokenizer
 from tests.speculative.training.conftest import VOCAB_SIZE, run
 from tests.support.drafts import block_reference
@@ -29,79 +38,180 @@ from workers.models.loading import read_target_config
 BLOCK = 5
 
 
-@pytest.fixture
-def head(target: PreTrainedModel) -> BlockHead:
-    method = read_block_config(block_config(target, BLOCK, 2, 0), target, Path("draft"))
-    head = build_block_head(target, method, seed=3)
+@pytest.fixture(params=["dflash", "dspark", "dflash2"])
+def head(request: pytest.FixtureRequest, target: PreTrainedModel) -> BlockHead:
+    config = block_config(target, BlockOptions(request.param, BLOCK, 2, mask_token_id=0, rank=12))
+    method = read_block_config(request.param, config, target, Path("draft"))
+    head = build_block_head(target, method, Objective(0.5), seed=3)
+    generator = torch.Generator().manual_seed(4)
     for name, parameter in head.named_parameters():
-        scale = 0.2 if "proj" in name or name == "fc.weight" else 1.0
-        torch.nn.init.normal_(parameter, std=scale) if scale < 1 else torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return head
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
+        else:
+            torch.nn.init.normal_(
+                parameter, std=1.0 if "markov" in name or "code" in name else 0.2, generator=generator
+            )
+    return head.requires_grad_(False)
 
 
 def test_blocks_are_those_of_the_published_module(target: PreTrainedModel, head: BlockHead) -> None:
     """At chosen and at all positions, of two texts of which one is padded."""
-    samples = [Sample(tuple(range(5, 25)), 4), Sample(tuple(range(40, 51)), 3)]
-    batch = collate(samples)
+    batch = collate([Sample(tuple(range(5, 25)), 4), Sample(tuple(range(40, 51)), 3)])
     view = view_target(target, batch, head, DraftVocabulary.of(torch.arange(VOCAB_SIZE), VOCAB_SIZE))
-    model = head.method.model
-    sizes = Sizes(
-        model.hidden_size, 2, model.num_heads, model.num_kv_heads, model.head_dim, model.intermediate_size, VOCAB_SIZE
+    theirs, num_steps = published(target, head), head.method.form.max_depth
+    anchors = torch.tensor([[5, 9, 18], [3, 8, 8]])
+    previous = (
+        batch.tokens[:, :, None]
+        .expand(-1, -1, num_steps)
+        .gather(1, (anchors[:, :, None] + 1 + torch.arange(num_steps)).clamp(max=batch.tokens.shape[1] - 1))
     )
-    sizes = Sizes(**{**vars(sizes), "block": BLOCK, "mask_id": 0})
-    tensors = {name: parameter.detach() for name, parameter in head.named_parameters()}
-    embedding = target.get_input_embeddings().weight.detach()
-    theirs = BlockReference(sizes, tensors, embedding, target.get_output_embeddings().weight.detach())
-    picked = torch.tensor([5, 9, 18, batch.tokens.shape[1] + 3, batch.tokens.shape[1] + 8])
-    eps, block_reference.EPS = block_reference.EPS, model.rms_eps
+    chosen = head(view.embeddings, view.captured, anchors, previous)
+    proposed = head.proposals(view.embeddings, view.captured, batch.tokens, num_steps)
+    eps, block_reference.EPS = block_reference.EPS, head.method.model.rms_eps
     try:
-        with torch.no_grad():
-            chosen = head(view.embeddings, view.captured, BLOCK - 1, picked)
-            every = head.unroll(view.embeddings, view.captured, BLOCK - 1)
-        for i, flat in enumerate(picked.tolist()):
-            row, n = divmod(flat, batch.tokens.shape[1])
-            newest = int(batch.tokens[row, n + 1])
-            expected = theirs.logits(view.captured[row, : n + 1], newest)
-            for step in range(BLOCK - 1):
-                torch.testing.assert_close(chosen[step][i], expected[step], atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(head.logits(every[step][row, n]), expected[step], atol=1e-4, rtol=1e-4)
+        for row, column in itertools.product(range(2), range(3)):
+            n = int(anchors[row, column])
+            states = theirs.hidden(view.captured[row, : n + 1], int(batch.tokens[row, n + 1]))
+            for step in range(num_steps):
+                expected = theirs.after(states, step + 1, int(previous[row, column, step]))
+                seen = expected > float("-inf")  # DFlash2 scores its candidates only
+                torch.testing.assert_close(chosen.logits[row, column, step][seen], expected[seen], atol=1e-4, rtol=1e-4)
+                assert int(proposed[step][row, n]) == int(expected.argmax())
     finally:
         block_reference.EPS = eps
 
 
-def test_chosen_anchors_have_the_loss_that_they_have_among_all(target: PreTrainedModel, head: BlockHead) -> None:
-    """The loss of all anchors is the mean of those of each alone, weighted by judged steps; here of one step."""
+def published(target: PreTrainedModel, head: BlockHead) -> BlockReference:
+    """The plain implementation with the head's weights."""
+    model, method = head.method.model, head.method
+    others = {"rank": method.rank} if isinstance(method, DSpark | DFlash2) else {}
+    if isinstance(method, DFlash2):
+        others |= {"taps": method.taps, "group": method.group_size, "candidates": method.candidates}
+    sizes = Sizes(
+        hidden=model.hidden_size,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        dim=model.head_dim,
+        mlp=model.intermediate_size,
+        vocab=VOCAB_SIZE,
+        block=BLOCK,
+        mask_id=0,
+        from_anchor=method.form.from_anchor,
+        kind=method.name,
+        **others,
+    )
+    tensors = {name: parameter.detach() for name, parameter in head.named_parameters()}
+    embedding = target.get_input_embeddings().weight.detach()
+    return BlockReference(sizes, tensors, embedding, target.get_output_embeddings().weight.detach())
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=4),
+    st.integers(1, 300),
+    st.integers(0, 3),
+)
+def test_blocks_start_where_a_chain_can_start(sizes: list[tuple[int, int]], most: int, seed: int) -> None:
+    """And as many times as there are places, if there are few."""
+    batch = collate([Sample(tuple(range(p + a)), p) for p, a in sizes], full_tokens=512)
+    torch.manual_seed(seed)
+    anchors, live = draw_anchors(batch, most)
+    drawn = [row * batch.tokens.shape[1] + int(n) for row, n in live.nonzero().tolist() for n in [anchors[row, n]]]
+    possible = set(batch.anchors[batch.remaining > 0].tolist())
+    assert len(set(drawn)) == len(drawn) and set(drawn) <= possible
+    per_text = [sum(n // batch.tokens.shape[1] == row for n in possible) for row in range(len(sizes))]
+    assert len(drawn) == sum(min(count, anchors.shape[1]) for count in per_text)
+
+
+def test_the_loss_is_that_of_each_row_by_itself(target: PreTrainedModel, head: BlockHead) -> None:
     batch = collate([Sample(tuple(range(5, 25)), 4), Sample(tuple(range(40, 51)), 3)])
-    vocabulary = DraftVocabulary.of(torch.arange(VOCAB_SIZE), VOCAB_SIZE)
-    view = view_target(target, batch, head, vocabulary)
-    with torch.no_grad():
-        whole = draft_loss(head(view.embeddings, view.captured, 1, batch.anchors), view, batch, 0.8)
-        parts = []
-        for index in range(len(batch.anchors)):
-            picked = torch.tensor([index])
-            steps = head(view.embeddings, view.captured, 1, batch.anchors[picked])
-            parts.append(draft_loss(steps, view, batch, 0.8, picked))
-    torch.testing.assert_close(torch.stack(parts).mean(), whole)
+    unrolling = Unrolling(head.method.form.max_depth, 0.7, max_anchors=1000)
+    torch.manual_seed(0)
+    whole = block_loss(head, head.objective, head, target, batch, unrolling)
+    theirs, steps = published(target, head), unrolling.num_steps
+    log_p = torch.log_softmax(target(batch.tokens).logits, -1)
+    view = view_target(target, batch, head, DraftVocabulary.of(torch.arange(VOCAB_SIZE), VOCAB_SIZE))
+    eps, block_reference.EPS = block_reference.EPS, head.method.model.rms_eps
+    losses: list[list[float]] = [[] for _ in range(steps)]
+    try:
+        for row, (prompt, length) in enumerate(((4, 20), (3, 11))):
+            for n in range(prompt - 1, length - 2):
+                states = theirs.hidden(view.captured[row, : n + 1], int(batch.tokens[row, n + 1]))
+                for step in range(min(steps, length - n - 2)):
+                    losses[step].append(row_loss(head, theirs, states, step, batch.tokens[row], log_p[row], n))
+    finally:
+        block_reference.EPS = eps
+    weights = [0.7**step for step in range(steps)]
+    expected = sum(w * sum(each) / len(each) for w, each in zip(weights, losses, strict=True)) / sum(weights)
+    assert float(whole.detach()) == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_head_is_trained_saved_measured_and_read_by_the_engine(
+def row_loss(
+    head: BlockHead, theirs: BlockReference, states: Tensor, step: int, tokens: Tensor, log_p: Tensor, n: int
+) -> float:
+    """The loss of the row that predicts token n + step + 2."""
+    p = log_p[n + step + 1].exp()
+    state = states[step if head.method.form.from_anchor else step + 1]
+    unary, tensors, previous = state @ theirs.lm_head.T, theirs.tensors, int(tokens[n + step + 1])
+    logits = theirs.after(states, step + 1, previous)
+    if isinstance(head.method, DFlash2):  # of all tokens, not the candidates only
+        code = tensors["candidate_selector.predecessor_codebook"][previous]
+        code = code * (tensors["candidate_selector.hidden_projection.weight"] @ state)
+        logits = unary + tensors["candidate_selector.successor_codebook"] @ code
+    log_q = torch.log_softmax(logits, -1)
+    tv = (p - log_q.exp()).abs().sum() / 2
+    loss = -(p * log_q).sum() / 2 + tv / 2
+    if isinstance(head.method, DFlash2):
+        loss = (loss - (p * torch.log_softmax(unary, -1)).sum()) / 2
+    if isinstance(head.method, DSpark):
+        joined = torch.cat((state, tensors["markov_head.markov_w1.weight"][previous]))
+        confidence = tensors["confidence_head.proj.weight"][0] @ joined + tensors["confidence_head.proj.bias"][0]
+        loss = loss + binary_cross_entropy_with_logits(confidence, 1 - tv)
+    return float(loss.detach())
+
+
+def test_heads_are_trained_saved_measured_and_read_by_the_engine(
     tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, draft = tmp_path / "target", tmp_path / "draft"
+    """The later heads learn from the answers that the first one's training has written; a time ends the last one."""
+    target = tmp_path / "target"
     small = "--vocab-size 300 --hidden-size 32 --intermediate-size 48 --layers 7 --heads 4 --kv-heads 2"
     common = f"--data {rows} --batch-tokens 512 --val-fraction 0.2"
     assert run(f"train-target {common} --output {target} --steps 2 {small} --max-positions 256") == 0
-    made = "--method dflash --block-size 6 --draft-layers 1 --anchors 9 --gamma 3 --steps 25 --lr 1e-2 --warmup-steps 2"
+    made = "--block-size 6 --draft-layers 1 --head-rank 8 --gamma 3 --lr 1e-2 --warmup-steps 2"
     measured = f"--max-new-tokens 9 --max-length 128 --measure-rows 3 --measure-depths 3 9 --measure {rows}"
-    assert run(f"train-draft {common} --target {target} --output {draft} {made} {measured}") == 0
-    said = capsys.readouterr().out
-    assert "greedy chain of 3: acceptance_length" in said and "greedy chain of 5" in said and "chain of 9" not in said
-    method = read_draft("dflash", str(draft), str(target), read_target_config(ModelSource(path=str(target)), 1))
-    assert method.max_num_steps == 5 and method.capture == (2, 3, 5)
-    state = json.loads((draft / "checkpoint-25" / "trainer_state.json").read_text())
-    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
-    assert losses[-1] < losses[0]
-    assert not any("lm_head" in name or "embed" in name for name in load_file(draft / "model.safetensors"))
+    text = f"--regenerated {tmp_path}/dflash/regenerated.jsonl"
+    chosen = {
+        "dflash": ("--regenerate --steps 25 --anchors 9", 5),
+        "dspark": (f"{text} --steps 25 --tv-weight 0.5", 6),
+        "dflash2": (f"{text} --steps 100000 --minutes 0.02", 5),
+    }
+    for method, (how, depth) in chosen.items():
+        draft = tmp_path / method
+        line = f"train-draft --method {method} {common} --target {target} --output {draft} {made} {measured} {how}"
+        assert run(line) == 0
+        said = capsys.readouterr().out
+        assert "greedy chain of 3: acceptance_length" in said and f"greedy chain of {depth}" in said
+        assert f"chain of {depth + 1}" not in said and "chain of 9" not in said
+        read = read_draft(method, str(draft), str(target), read_target_config(ModelSource(path=str(target)), 1))
+        assert read.max_num_steps == depth and read.capture == (2, 3, 4, 5)
+        assert not any("lm_head" in name or "embed" in name for name in load_file(draft / "model.safetensors"))
+    for method in ("dflash", "dspark"):
+        state = json.loads((tmp_path / method / "checkpoint-25" / "trainer_state.json").read_text())
+        losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+        assert losses[-1] < losses[0]
+
+
+def test_a_time_limit_ends_the_schedule_and_steps_may_end_it_earlier() -> None:
+    now = [7.0]
+    limit = TimeLimit(10.0, lambda: now[0])
+    assert [limit.learning_rate(step, 4, 100) for step in (0, 2, 4)] == [0.0, 0.5, 1.0]
+    now[0] = 12.0
+    assert limit.share() == 0.5 and limit.learning_rate(5, 4, 10**6) == pytest.approx(0.505)
+    assert limit.learning_rate(52, 4, 100) == limit.learning_rate(5, 4, 10**6)
+    assert limit.learning_rate(100, 4, 100) == pytest.approx(0.01)
+    now[0] = 30.0
+    assert limit.share() > 1 and limit.learning_rate(5, 4, 10**6) == pytest.approx(0.01)
+    assert TimeLimit(None).share() == 0
 
 
 @pytest.mark.parametrize(
@@ -110,6 +220,8 @@ def test_a_head_is_trained_saved_measured_and_read_by_the_engine(
         ("--draft-vocab 64", "draft_vocab=64: is of EAGLE-3 heads; leave it out with --method dflash"),
         ("--mask-token 300", "mask_token_id=300: the target's vocabulary has 300 tokens"),
         ("--block-size 64", "block_size.*from 1 to 63"),
+        ("--regenerated nowhere.jsonl", "regenerated=nowhere.jsonl: no such file; use --regenerate first"),
+        ("--regenerate --regenerated nowhere.jsonl", "give it or --regenerate, not both"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -7,22 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from speculative.drafts.eagle3 import Eagle3
+from speculative.training import generation
 from speculative.training.draft import AcceptanceTally, DraftVocabulary, add_rounds, measure_acceptance, train_draft
 from speculative.training.eagle3 import Eagle3Head
 from speculative.training.eagle3_files import build_head, choose_vocabulary, draft_config, read_draft_config
+from speculative.training.generation import generate_answers, until_stop
 from speculative.training.rows import Conversation, RowError
-from speculative.training.samples import (
-    Sample,
-    answer_prompts,
-    collate,
-    generate_answers,
-    read_samples,
-    until_stop,
-    write_samples,
-)
+from speculative.training.samples import Sample, answer_prompts, collate, read_samples, write_samples
 from speculative.training.trainer import FitArguments
 
 
@@ -156,18 +157,64 @@ def test_rounds_stop_at_the_depth_and_at_the_end_of_the_text() -> None:
     assert tally.per_depth() == [0.5, 1.0]
 
 
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
 def test_greedy_regeneration_gives_each_prompt_the_answer_it_gets_alone(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation]
+    config_class: type[LlamaConfig | Qwen3Config],
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In batches of any size, from prompts of any length in parts, and by transformers' own loop."""
+    torch.manual_seed(2)
+    config = config_class(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    target = AutoModelForCausalLM.from_config(config).eval()
     prompts = answer_prompts(conversations[:7], tokenizer)
     prompts[2] = prompts[2][:5]
+    chosen = generate_answers(
+        target, tokenizer, prompts, temperature=0, max_new_tokens=9, batch_size=7, seed=0, progress=False
+    )
+    # an answer's fourth token ends answers, so that some end early
+    target.generation_config.eos_token_id = [chosen[0].tokens[-6], tokenizer.eos_token_id]
 
     def answers(batch_size: int) -> list[Sample]:
         return generate_answers(
-            target, tokenizer, prompts, temperature=0, max_new_tokens=9, batch_size=batch_size, seed=0, progress=False
+            target, tokenizer, prompts, temperature=0, max_new_tokens=40, batch_size=batch_size, seed=0, progress=False
         )
 
-    assert answers(3) == answers(1)
+    monkeypatch.setattr(generation, "_SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(generation, "_CHECK_EVERY", 2)
+    grouped = answers(3)
+    assert answers(7) == answers(1) == grouped
+    assert len({len(each.tokens) - each.num_prompt for each in grouped}) > 1, "no answer ends earlier than another"
+    monkeypatch.setattr(generation, "_GROUPED", ())
+    assert answers(1) == grouped
+
+
+def test_sampled_regeneration_follows_the_target_s_distribution(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Of 2,000 first tokens after one prompt: chi-squared over the ten likeliest and the rest, false alarm 1e-4."""
+    prompt = [5, 6, 7]
+    said = generate_answers(
+        target, tokenizer, [prompt] * 2000, temperature=0.7, max_new_tokens=1, batch_size=1500, seed=1, progress=False
+    )
+    with torch.no_grad():
+        wanted = torch.softmax(target(torch.tensor([prompt])).logits[0, -1] / 0.7, -1)
+    likely = wanted.topk(10)
+    counts = torch.bincount(torch.tensor([each.tokens[3] for each in said]), minlength=len(wanted))[likely.indices]
+    seen = torch.cat((counts, 2000 - counts.sum(0, keepdim=True))).float()
+    expected = 2000 * torch.cat((likely.values, 1 - likely.values.sum(0, keepdim=True)))
+    assert float(((seen - expected) ** 2 / expected).sum()) < 35.6  # the 1 - 1e-4 quantile of 10 degrees of freedom
 
 
 def test_regenerated_samples_are_kept_and_a_damaged_file_is_refused(tmp_path: Path) -> None:

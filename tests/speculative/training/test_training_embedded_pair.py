@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from speculative.training.draft import measure_acceptance
 from speculative.training.eagle3_files import load_draft
+from speculative.training.generation import generate_answers
 from speculative.training.rows import Conversation, Turn
-from speculative.training.samples import Sample, answer_prompts, generate_answers
+from speculative.training.samples import Sample, answer_prompts
 from tests.support import MODELS
 
 WORD_PROBLEM = (

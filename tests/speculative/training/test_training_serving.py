@@ -18,7 +18,8 @@ from speculative.drafts.eagle3_config import HeadFlags
 from speculative.drafts.loading import load_draft as load_served
 from speculative.drafts.registry import read_draft
 from speculative.training import TrainingError
-from speculative.training.cli import HEAD_FLAGS
+from speculative.training.blocks.files import KINDS
+from speculative.training.cli import BLOCK_METHODS, HEAD_FLAGS
 from speculative.training.draft import DraftVocabulary
 from speculative.training.eagle3_files import build_head, draft_config, load_draft, read_draft_config, save_draft
 from workers.config import ModelSource
@@ -88,8 +89,9 @@ def test_training_and_serving_compute_the_same_states_and_logits(
     assert torch.equal(runner.model.to_target(ids), vocabulary.target_ids)
 
 
-def test_every_flag_of_a_head_can_be_trained() -> None:
+def test_every_flag_and_every_kind_of_head_can_be_trained() -> None:
     assert set(HEAD_FLAGS) == {flag.name for flag in fields(HeadFlags)}
+    assert set(BLOCK_METHODS) == set(KINDS)
 
 
 @pytest.mark.parametrize(

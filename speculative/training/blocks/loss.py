@@ -1,0 +1,137 @@
+"""The loss of block heads: blocks after random positions of each text, against the target's distributions.
+
+All shapes depend on the batch's shape alone, so that a step can be replayed from a CUDA graph. Papers: DFlash,
+arXiv 2602.06036 (random anchors, weights by depth); DSpark (total variation and confidence).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from speculative.training.draft import TrainedDraft, Unrolling
+from speculative.training.samples import Batch, attention_masks
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a row of a block is judged by.
+
+    tv_weight: weight of the total variation distance, which is the probability of rejection at temperature 1; the
+        cross-entropy has the rest.
+    """
+
+    tv_weight: float = 0.0
+
+
+class BlockScores(NamedTuple):
+    """A head's output for the rows of blocks.
+
+    logits: [.., vocabulary] of each row, given the token before if the head reads it.
+    unary: [.., vocabulary] logits of each row alone, in heads that choose candidates by them; else None.
+    confidence: [..] logits of being accepted; None in heads without a confidence head.
+    """
+
+    logits: Tensor
+    unary: Tensor | None = None
+    confidence: Tensor | None = None
+
+
+def draw_anchors(batch: Batch, max_anchors: int) -> tuple[Tensor, Tensor]:
+    """Draw the same number of positions n of each text at random, together at most about `max_anchors`.
+
+    Returns positions [B, M] int64, and [B, M] bool, whether a block can start there: token n+1 is the answer's and
+    token n+2 exists.
+    """
+    num_rows, length = batch.tokens.shape
+    places = torch.arange(length, device=batch.tokens.device)
+    can_start = (places + 1 >= batch.num_prompt.unsqueeze(1)) & (places + 2 < batch.lengths.unsqueeze(1))
+    order = torch.rand(num_rows, length, device=batch.tokens.device) + can_start
+    anchors = order.topk(min(length, max(1, max_anchors // num_rows)), dim=1).indices
+    return anchors, can_start.gather(1, anchors)
+
+
+@dataclass(frozen=True)
+class JudgedBlocks:
+    """Blocks of a batch, and the target's judgement of their rows. S: steps, of which step s of anchor n predicts token
+    n + s + 2.
+
+    embeddings: [B, T, H] and captured: [B, T, F], the draft's input.
+    anchors: [B, M] int64.
+    previous: [B, M, S] int64, the tokens before the predicted ones.
+    wanted: [B, M, S, vocabulary] float32, the target's probabilities.
+    judged: [B, M, S] bool, false after the end of the text.
+    """
+
+    embeddings: Tensor
+    captured: Tensor
+    anchors: Tensor
+    previous: Tensor
+    wanted: Tensor
+    judged: Tensor
+
+
+@torch.no_grad()
+def judge_blocks(head: TrainedDraft, target: PreTrainedModel, batch: Batch, unrolling: Unrolling) -> JudgedBlocks:
+    """Run the frozen target over the batch, and draw blocks of it."""
+    assert unrolling.max_anchors is not None
+    anchors, live = draw_anchors(batch, unrolling.max_anchors)
+    length = batch.tokens.shape[1]
+    mask = attention_masks(target.config, length, batch.tokens.device)
+    output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    places = anchors.unsqueeze(2) + 1 + torch.arange(unrolling.num_steps, device=anchors.device)
+    judged = live.unsqueeze(2) & (places + 1 < batch.lengths[:, None, None])
+    flat = places.clamp(max=length - 1).flatten(1)
+    states = output.last_hidden_state.gather(1, flat.unsqueeze(2).expand(-1, -1, output.last_hidden_state.shape[2]))
+    logits = target.get_output_embeddings()(states).float()
+    return JudgedBlocks(
+        target.get_input_embeddings()(batch.tokens),
+        head.features(output),
+        anchors,
+        batch.tokens.gather(1, flat).view(places.shape),
+        torch.softmax(logits, dim=-1).view(*places.shape, -1),
+        judged,
+    )
+
+
+def block_loss(
+    head: TrainedDraft,
+    objective: Objective,
+    model: nn.Module,
+    target: PreTrainedModel,
+    batch: Batch,
+    unrolling: Unrolling,
+) -> Tensor:
+    """Return the loss of blocks after random positions, a float32 scalar: a mean over steps, of which step s has the
+    weight `step_decay ** s`. model: the head, wrapped if there are several processes; it returns `BlockScores`."""
+    blocks = judge_blocks(head, target, batch, unrolling)
+    scores = model(blocks.embeddings, blocks.captured, blocks.anchors, blocks.previous)
+    losses, rejection = row_losses(scores.logits, blocks.wanted, objective)
+    if scores.unary is not None:
+        losses = (losses + row_losses(scores.unary, blocks.wanted, Objective())[0]) / 2
+    if scores.confidence is not None:
+        accepted = (1 - rejection).detach()
+        confidence = scores.confidence.float()
+        losses = losses + functional.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+    counts = blocks.judged.sum((0, 1))
+    means = (losses * blocks.judged).sum((0, 1)) / counts.clamp(min=1)
+    steps = torch.arange(unrolling.num_steps, device=means.device, dtype=torch.float32)
+    weights = unrolling.step_decay**steps
+    return (means * weights).sum() / weights.sum()
+
+
+def row_losses(logits: Tensor, wanted: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Return each row's loss and its total variation distance, [..] float32.
+
+    logits: [.., vocabulary]. wanted: [.., vocabulary] float32 probabilities.
+    """
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    losses = -(wanted * scores).sum(-1)
+    drafted = (scores if objective.tv_weight else scores.detach()).exp()
+    rejection = (wanted - drafted).abs().sum(-1) / 2
+    return (1 - objective.tv_weight) * losses + objective.tv_weight * rejection, rejection
