@@ -44,6 +44,7 @@ BENCHES = {
     "latent_attention": ("kernels.latent_attention", "attention over latent rows (GPU)"),
     "fp8_kv": ("kernels.fp8_kv", "attention over FP8 pages against bfloat16 (GPU)"),
     "delta_rule": ("kernels.delta_rule", "recurrent layers of the gated delta rule: rounds and chunks (GPU)"),
+    "delta_chunks": ("kernels.delta_chunks", "their prompt chunks by kernel and tiles; equal runs, and errors (GPU)"),
     "experts": ("kernels.experts", "routing and products of a layer of experts (GPU)"),
     "packed_experts": ("kernels.packed_experts", "experts with weights of 4 and 8 bits (GPU)"),
     "linear": ("kernels.linear", "linear layers, bf16 and FP8 (GPU)"),

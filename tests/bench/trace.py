@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,15 @@ def start(engine: LocalEngine, batch: int, prompt_tokens: int, max_tokens: int) 
 
 def profile(engine: LocalEngine, steps: int) -> list[dict[str, Any]]:
     """Trace events of `steps` steps."""
+    return profiled(engine.step, steps)
+
+
+def profiled(run: Callable[[], object], repeats: int) -> list[dict[str, Any]]:
+    """Trace events of `repeats` runs."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(steps):
-            engine.step()
+        for _ in range(repeats):
+            run()
         torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)

@@ -172,36 +172,16 @@ def _advance(
         tl.store(state_ptr + slot * (HV * DK * DV) + of_head, state)
         snapshot = tl.where(snapshot <= rows, snapshot, 0)
         _move_history(
-            qkv_ptr,
-            conv_ptr,
-            saved_conv_ptr,
-            slot,
-            entry,
-            chunk_row,
-            rows,
-            snapshot,
-            2 * KEYS + h * DV + e,
-            qkv_stride,
-            start > 0,
-            C,
-        )
+            qkv_ptr, conv_ptr, saved_conv_ptr, slot, entry, chunk_row, rows, snapshot, 2 * KEYS + h * DV + e,
+            qkv_stride, start > 0, C,
+        )  # fmt: skip
         if (part == 0) & (h == key_head * (HV // HK)):
             for keys in tl.static_range(2):
                 column = keys * KEYS + key_head * DK + d
                 _move_history(
-                    qkv_ptr,
-                    conv_ptr,
-                    saved_conv_ptr,
-                    slot,
-                    entry,
-                    chunk_row,
-                    rows,
-                    snapshot,
-                    column,
-                    qkv_stride,
-                    start > 0,
-                    C,
-                )
+                    qkv_ptr, conv_ptr, saved_conv_ptr, slot, entry, chunk_row, rows, snapshot, column,
+                    qkv_stride, start > 0, C,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # of a step, in no fixed steps
@@ -243,12 +223,14 @@ def _finish(
 
 @dataclass(frozen=True)
 class ChunkTiles:
-    """part: columns of the state of a program of `_advance`. solve, advance, finish: warps."""
+    """part: columns of the state of a program of `_advance`. solve, advance, finish: warps. stages: blocks that a
+    program of `_advance` has in shared memory or on the way there."""
 
     part: int
     solve: int
     advance: int
     finish: int
+    stages: int = 2
 
 
 def chunk_tiles(value_dim: int) -> ChunkTiles:
@@ -257,9 +239,15 @@ def chunk_tiles(value_dim: int) -> ChunkTiles:
 
 
 def delta_rule_chunks(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
+    rows: DeltaRows,
+    weights: DeltaWeights,
+    kept: LayerState,
+    tables: ChunkTables,
+    out: Tensor,
+    tiles: ChunkTiles | None = None,
 ) -> None:
-    """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Between its launches it keeps `scratch_bytes`."""
+    """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Between its launches it keeps `scratch_bytes`. tiles: None
+    for those of `chunk_tiles`."""
     heads, num_rows, num_chunks = kept.heads, out.shape[0], tables.slots.shape[0]
     assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
     assert weights.conv.is_contiguous() and kept.state.is_contiguous() and kept.conv.is_contiguous()
@@ -270,7 +258,7 @@ def delta_rule_chunks(
     decay = torch.empty((num_rows, heads.value_heads), dtype=torch.float32, device=device)
     blocks = max_blocks(num_rows, num_chunks)
     begin = torch.empty((blocks, *kept.state.shape[1:]), dtype=dtype, device=device)
-    tiles = chunk_tiles(heads.value_dim)
+    tiles = tiles or chunk_tiles(heads.value_dim)
     sizes = {"HK": heads.key_heads, "HV": heads.value_heads, "DK": heads.key_dim, "DV": heads.value_dim}
     sizes |= {"CHUNKS": num_chunks, "CHUNKS_PADDED": int(triton.next_power_of_2(num_chunks)), "BLOCK": BLOCK}
     of_chunks = (tables.qo_indptr, tables.starts, tables.snapshot_at)
@@ -287,7 +275,7 @@ def delta_rule_chunks(
     _advance[(heads.value_heads, heads.value_dim // tiles.part, num_chunks)](
         rows.qkv, x, w, u, decay, begin, kept.state, kept.conv, kept.saved_state, kept.saved_conv,
         tables.slots, *of_chunks, tables.snapshot_entry, rows.qkv.stride(0),
-        **sizes, PART=tiles.part, num_warps=tiles.advance, num_stages=2,
+        **sizes, PART=tiles.part, num_warps=tiles.advance, num_stages=tiles.stages,
     )  # fmt: skip
     _finish[(heads.value_heads, blocks)](
         rows.z, out, weights.norm, x, u, decay, begin, *of_chunks,

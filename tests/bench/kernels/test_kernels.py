@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.metadata import Mode
+from attention.ops.delta_rule.chunks import delta_rule_chunks
 from attention.ops.delta_rule.tables import DeltaHeads
 from attention.registry import build_backend
-from tests.bench.kernels import attention, delta_rule, latent_attention, linear, packed_experts
+from tests.bench.kernels import attention, delta_chunks, delta_rule, latent_attention, linear, packed_experts
 from workers.ops.experts.route import Routing
 from workers.ops.gemm.workspace import GEMMOptions
 
@@ -43,8 +45,8 @@ def _memory(gigabytes: int) -> Tensor:
 
 def _run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> dict:
     """What `bench` prints last."""
-    monkeypatch.setattr(bench, "Clock", StillClock)
-    monkeypatch.setattr(bench, "captured", lambda run: SimpleNamespace(replay=run))
+    monkeypatch.setattr(bench, "Clock", StillClock, raising=False)
+    monkeypatch.setattr(bench, "captured", lambda run: SimpleNamespace(replay=run), raising=False)
     monkeypatch.setattr(sys, "argv", ["bench", *options])
     bench.main()
     result: dict = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -123,6 +125,28 @@ def test_the_delta_rule_in_rounds_and_chunks(
     assert results[0]["us"] == pytest.approx(10 / 3, abs=0.01) and results[0]["gb_per_s"] == round(
         num_bytes / (10 / 3) / 1e3
     )
+
+
+class OffInTheSecondRun:
+    """`delta_rule_chunks`, whose second run is wrong in one row of one head's state."""
+
+    reference = staticmethod(delta_rule_chunks.reference)
+    runs = 0
+
+    def __call__(self, *operands: Any) -> None:
+        self.reference(*operands)
+        self.runs += 1
+        state = operands[2].state
+        state[2, 0, 6] += state.abs().max() / 4 if self.runs == 2 else 0
+
+
+def test_equal_runs_of_chunks_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(delta_chunks, "GROUPS", (DeltaHeads(1, 2, 16, 16),))
+    monkeypatch.setattr(delta_chunks, "QWEN", DeltaHeads(1, 2, 16, 32))
+    monkeypatch.setattr(delta_chunks, "delta_rule_chunks", OffInTheSecondRun())
+    results = _run(delta_chunks, monkeypatch, capsys, "--models", "--runs", "3")["results"]["equality"]
+    assert [row["different"] for row in results] == [1, 0, 0, 0]
+    assert results[0]["state"] > 0.1 > results[0]["out"] == results[1]["state"] == 0
 
 
 def test_experts_of_few_bits_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
