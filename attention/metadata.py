@@ -171,7 +171,7 @@ class PrefillBatch:
 
     @property
     def known(self) -> ChunkLists:
-        """`lists`, for whoever cannot do without; on a CPU they can be read."""
+        """`lists`; on a CPU they are read if there are none."""
         if self.lists is not None:
             return self.lists
         on_host = Capability.of(self.qo_indptr.device).shares_host_memory

@@ -133,7 +133,7 @@ def check_choices(choices: Iterable[Choice], here: bool = True) -> list[tuple[Ch
 
 
 def refusal(name: str, use: AttentionUse, here: bool = True) -> str | None:
-    """Why backend `name` cannot serve `use`, None if it can. here: see `check_choices`."""
+    """Return the reason why backend `name` cannot serve `use`; None if it can. here: see `check_choices`."""
     if name not in BACKENDS:
         return "there is no such backend"
     facts = BACKENDS[name]
@@ -144,8 +144,8 @@ def refusal(name: str, use: AttentionUse, here: bool = True) -> str | None:
 
 
 def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
-    """The same, regardless of what is installed. Of a GPU whose capability is not known, what every one would
-    refuse."""
+    """Return the reason of `refusal`, whatever is installed. For a GPU of unknown capability: a reason that all of them
+    have."""
     possible = use.device.possible()
     if len(possible) > 1:
         reasons = [limit(facts, dataclasses.replace(use, device=each)) for each in possible]

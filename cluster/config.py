@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine is watched.
+    """Limits by which an engine is watched and restarted.
 
     on_worker_loss: `resume`: running requests continue after a worker's death; `error`: they end.
     max_resumes: how often a request is resumed; once if each time its step hung or crashed.

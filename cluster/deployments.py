@@ -52,7 +52,7 @@ def application(plan: Plan, engine_class: type[Engine] = Engine) -> Application:
 
 
 def _replicas(replicas: int | ReplicasConfig) -> dict[str, Any]:
-    """As `serve.deployment` takes it."""
+    """Return the options of `serve.deployment` for this number of replicas."""
     if isinstance(replicas, int):
         return {"num_replicas": replicas}
     scaling = AutoscalingConfig(

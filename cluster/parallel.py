@@ -8,7 +8,7 @@ Strategy = Literal["auto", "STRICT_PACK", "PACK", "STRICT_SPREAD"]
 
 @dataclass(frozen=True)
 class ReplicasConfig:
-    """As many engines as the load wants (`cluster.replica.scaling`).
+    """A range of engines, by load (`cluster.replica.scaling`).
 
     min, max: engines.
     up_after_s, down_after_s: for which the load must want more, or fewer.
@@ -32,7 +32,7 @@ class ReplicasConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many engines, of how many workers, and where.
+    """Number of engines, their ranks, and their placement.
 
     tensor_parallel: ranks of one engine, each with one GPU or one CPU process.
     expert_parallel: each rank of a mixture of experts holds some experts whole, instead of a slice of each.

@@ -104,7 +104,7 @@ class Plan:
     num_ingresses: int
 
     def to_args(self) -> dict[str, Any]:
-        """As `args` of a Serve application, plain values that YAML can hold."""
+        """Return the `args` of a Serve application: plain values that YAML can hold."""
         args: dict[str, Any] = msgspec.to_builtins(self)
         return args
 

@@ -64,7 +64,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def of_engine(self, eos_token_ids: Sequence[int], index: int) -> plan.SamplingParams:
-        """As the engine takes them, for answer `index` to a prompt."""
+        """Return the engine's parameters for answer `index` to a prompt."""
         ends = () if self.ignore_eos else tuple(eos_token_ids)
         seed = random.getrandbits(64) if self.seed is None else (self.seed + index) % 2**64
         return plan.SamplingParams(

@@ -116,5 +116,5 @@ def _merges(words: list[bytes]) -> Iterator[tuple[str, str]]:
 
 
 def _printed(word: bytes) -> str:
-    """As a byte-level vocabulary has it."""
+    """Return a word as a byte-level vocabulary writes it."""
     return "".join(map(_CHARACTER.__getitem__, word))

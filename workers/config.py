@@ -176,14 +176,18 @@ class RoundShapes:
 
     @property
     def unrestricted(self) -> tuple[int, ...]:
-        """Those that steps of every kind are captured for: plain decoding and the default."""
+        """Indices of the shapes that are captured for every kind of step: non-speculative decoding and the default."""
         return (0, self.default) if self.default else (0,)
 
     def beside_chunks(self, num_requests: int, rare_sampling: bool = False) -> tuple[int, ...]:
-        """Those that rounds of `num_requests` run beside prompt chunks, ascending. Up to `FEW_REQUESTS` the default
-        alone: its rows are few among a chunk's and cost nothing that plain decoding would save. Beyond, plain decoding
-        and the widest shape that can accept all of its rows: a tree's others cost many requests more than they bring.
-        rare_sampling: for what only `unrestricted` shapes are captured for."""
+        """Return the indices of the shapes that rounds of `num_requests` run beside prompt chunks, ascending.
+
+        Up to `FEW_REQUESTS` requests: the default alone, whose rows are few among a chunk's. With more: non-speculative
+        decoding, and the widest shape that can accept all of its rows, because the other rows of a tree cost many
+        requests more than they bring.
+
+        rare_sampling: the step needs what only `unrestricted` shapes are captured for.
+        """
         if not self.adaptive or num_requests <= FEW_REQUESTS:
             return (self.default,)
         chains = [index for index, shape in enumerate(self.shapes) if shape.is_chain]

@@ -112,7 +112,7 @@ class EngineLayout:
 
 
 def table_bytes(bytes_per_slot: int, num_slots: int) -> int:
-    """Of the tables of so many slots, and the padding slot."""
+    """Return the bytes of the tables of `num_slots` slots and the padding slot."""
     return bytes_per_slot * (num_slots + 1)
 
 

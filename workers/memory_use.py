@@ -4,7 +4,7 @@ Imports no torch."""
 
 from dataclasses import dataclass
 
-# of a CPU's free memory, which others need too, and at most, what KV takes if nobody says how much
+# default KV memory on a CPU: share of free memory, which other processes need too, and its limit
 HOST_SHARE, HOST_LIMIT_BYTES = 0.1, 10**9
 
 

@@ -19,7 +19,7 @@ from attention.views import LayerKV
 MAX_CUDA_CORE_GROUP = 2  # from 3 query heads a KV head on, decoding goes through tensor cores
 SAMPLE_PAGES = 300  # of the request that FlashInfer plans too; long enough to be cut
 
-# What a wrapper's plan consists of, in its order: offsets of arrays where they are named as in `PlanArrays`.
+# The parts of a wrapper's plan, in its order: offsets of arrays where they are named as in `PlanArrays`.
 ROWS_PLAN = (
     "padded_batch_size",
     "max_total_num_rows",

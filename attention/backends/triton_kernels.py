@@ -1,5 +1,5 @@
-"""Which of our Triton kernels attend to a layer, by the kind of its view: K/V heads or latent rows. What the backend
-plans does not depend on it. Used by `attention.backends.triton_backend`."""
+"""Our Triton kernels by the kind of a layer's view: K/V heads or latent rows. The backend's plan does not depend on the
+kind. Used by `attention.backends.triton_backend`."""
 
 from dataclasses import dataclass
 

@@ -80,7 +80,8 @@ class TrtllmBackend(AttentionBackend):
         return buffer
 
     def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
-        """As large as what is read: four bytes a row up to 32 rows. Never freed: captured graphs hold its address."""
+        """Return the buffer of masks that the kernel reads: four bytes a row up to 32 rows. It is never freed, because
+        captured graphs hold its address."""
         if rows == 1 or kernel_on(device) == "trtllm-gen":
             return None  # reads none, or `DecodeBatch.mask` (over latent rows)
         return self._words(Mode.VERIFY, num_requests, rows, device)

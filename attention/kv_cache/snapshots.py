@@ -52,7 +52,7 @@ class Snapshots:
         return snapshot.cost * self._rates.rate(_group(snapshot), self._now - snapshot.since)
 
     def value_of_new(self, cost: int, kind: SnapshotKind) -> float:
-        """The same of a new one, the last in its text, that saves `cost` pages."""
+        """Return the value of a new snapshot, the last in its text, that saves `cost` pages."""
         return cost * self._rates.rate(Group(kind, True), 0)
 
     def lend(self, cost: int, kind: SnapshotKind) -> tuple[int | None, Node | None]:

@@ -1,4 +1,4 @@
-"""Which slots' states the rows of a pass read and write."""
+"""The slots whose states the rows of a pass read and write."""
 
 from dataclasses import dataclass
 

@@ -23,10 +23,12 @@ _CALL_TIMEOUT_S = 10.0  # a turn takes milliseconds
 
 
 class Coordinator:
-    """All methods may be called from any thread but the loop's own; callbacks come in that one and must return at once.
+    """Runs an engine's loop in a thread of its own.
 
-    on_worker_group_lost(reason): a rank died, failed or hangs; the worker group is detached already, and whoever
-    started it shall kill it and attach another.
+    All methods may be called from any thread but the loop's; callbacks come in that one and must return at once.
+
+    on_worker_group_lost(reason): a rank died, failed or hangs; the worker group is detached already, and its owner
+    shall kill it and attach another.
     on_death(reason): the loop itself raised; nothing works any more.
     """
 

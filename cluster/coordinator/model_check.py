@@ -1,5 +1,5 @@
-"""Whether the model still computes numbers. After a request ended because its logits were NaN or infinite, the engine
-asks the ranks for one token itself, until it gets one: so `/health` tells broken weights from one odd request."""
+"""Checks that the model still computes finite numbers. After a request ended with NaN or infinite logits, the engine
+requests one token from the ranks, until it gets one. So `/health` distinguishes broken weights from one odd request."""
 
 import logging
 import math

@@ -67,7 +67,7 @@ class TokenPublisher:
         stream.ingress.deltas.append(delta)
 
     def put_taken(self, stream: Stream) -> None:
-        """That a request is queued, for the next `flush`: its ingress looks for another engine if it hears nothing."""
+        """Report with the next `flush` that a request is queued. Without this its ingress would try another engine."""
         stream.ingress.deltas.append(TokenDelta(request_id=stream.request_id, tokens=()))
 
     def put_crashes(self, stream: Stream) -> None:

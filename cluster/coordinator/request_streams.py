@@ -199,7 +199,7 @@ class RequestStreams:
         return None
 
     def _answer_probe(self, ingress: IngressLink, probe: Probe) -> None:
-        """As a request would be answered that has nothing to generate."""
+        """Answer like a request that generates nothing."""
         fault = "the engine is draining" if self.is_draining else self._fault()
         if fault:
             kind = "leaving" if self.is_leaving else "not_ready"

@@ -79,7 +79,7 @@ class WorkerLinks:
         return step, now - sent_s
 
     def silent_rank(self, now: float) -> str:
-        """Which rank is idle and yet not heard of, or ""."""
+        """Return a sentence about an idle rank without heartbeats, or ""."""
         if self._unanswered:
             return ""
         for name, stamp in zip(self._names, self.last_heartbeat_s, strict=True):
@@ -88,7 +88,7 @@ class WorkerLinks:
         return ""
 
     def hung_step(self, now: float) -> str:
-        """Which step takes so long that no request would be answered now, or ""."""
+        """Return a sentence about a step that takes so long that new requests would hang, or ""."""
         oldest = self.oldest_plan(now)
         if oldest is None or oldest[1] < max(HUNG_S, HUNG_RATIO * self._longest_s):
             return ""

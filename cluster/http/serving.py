@@ -217,7 +217,7 @@ class GenerationResponse(Response):
         """Return the engine's deltas of one choice."""
         request, choice = self._request, self._request.choices[index]
         prompt, budget = request.prompts[choice.prompt], request.thinking_budget
-        # Where a stop string or the budget may end an answer, the last delta read may be any.
+        # A stop string or the budget may end an answer at any delta.
         running_stats = bool(request.stops) or budget is not None
 
         def generate(output: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:

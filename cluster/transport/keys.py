@@ -1,4 +1,4 @@
-"""Which ZeroMQ transport a process uses, and the application's keys, handed out through Ray."""
+"""The ZeroMQ transport of a process, and the application's keys, distributed through Ray."""
 
 import msgspec
 import ray

@@ -44,7 +44,7 @@ class Conversation:
         return body | ({"max_tokens": self.max_tokens} if self.max_tokens else {})
 
     def keep(self, prompt: str, answer: str) -> None:
-        """Both are part of what was said from now on."""
+        """Add a prompt and its answer to the conversation."""
         self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> str:

@@ -1,4 +1,4 @@
-"""Which configuration a command uses.
+"""Finds or makes the configuration of a command.
 
 files          Serve config files: the packaged ones, relative paths
 model          a configuration made from a model's name and options; model_options: these options

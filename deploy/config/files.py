@@ -1,8 +1,8 @@
-"""Serve config files: which one a command means, and where the paths in it start.
+"""Serve config files: finds the file that a command means, and makes its paths absolute.
 
-A relative path in a config file starts at the file's own folder. Serve gives an application its `args` and not where
-they stood, so `aerie serve` hands it a copy with absolute paths, and what `serve run FILE` hands over starts at the
-folder of the packaged files. Everything that starts an engine from a file comes through here.
+A relative path in a config file starts at the file's own folder. Serve gives an application its `args`, but not their
+folder, so `aerie serve` passes a copy with absolute paths. With `serve run FILE` paths start at the folder of the
+packaged files. All engine starts from files use this module.
 """
 
 import argparse
@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def starting_point(name: str) -> str:
-    """The text of a packaged configuration, comments and all, fit to be kept in any folder: what is packaged with it is
-    named by its absolute path, and what is to be downloaded stays relative. Raises ConfigError."""
+    """Return the text of a packaged configuration, with comments, that works in any folder: paths of packaged files are
+    absolute, paths of downloads stay relative. Raises ConfigError."""
     if name.removesuffix(".yaml") not in packaged_names():
         raise ConfigError(f"{name}: no packaged configuration; there are {', '.join(packaged_names())}")
     path = PACKAGED / f"{name.removesuffix('.yaml')}.yaml"
@@ -86,7 +86,7 @@ def starting_point(name: str) -> str:
 
 
 def path_sections(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Those sections of `args` whose `path` is a text, by name."""
+    """Return the sections of `args` whose `path` is a text, by name."""
     sections = {name: args.get(name) for name in PATH_SECTIONS}
     return {
         name: section

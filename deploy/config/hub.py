@@ -15,7 +15,7 @@ from cluster.config import ConfigError
 from deploy.config.files import path_sections
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # of a repository, what a checkpoint is made of here
-FOLDERS = "models"  # where packaged configurations keep what is to be downloaded; nobody's name on the hub
+FOLDERS = "models"  # folder of downloads of packaged configurations; no account on the hub has this name
 
 
 def is_hub_name(path: str, base: Path) -> bool:

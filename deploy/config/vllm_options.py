@@ -202,7 +202,7 @@ OPTIONS: Sequence[Option] = (
         "one parser for calls and reasoning",
     ),
     Option(("--quantization", "-q"), to_key(QUANTIZATION)),
-    # What Aerie does in any case, or what changes no answer.
+    # Options that Aerie always follows, or that change no answer.
     Option(("--enable-chunked-prefill",), nothing, 0),
     Option(("--enable-auto-tool-choice",), nothing, 0),
     Option(("--async-scheduling",), nothing, 0),

@@ -71,7 +71,7 @@ def rewritten(config: str, folder: Path, last: str | None, ports: Sequence[int])
     bound = [number for number, port in enumerate(ports) if f"bind 127.0.0.1:{port}\n" in (last or "")]
     own = ports[(bound[0] + 1) % len(ports) if bound else 0]
     config = _with_waiting(config, last or "", [port for port in ports if port != own])
-    # What tells of HAProxy itself is for this machine.
+    # HAProxy's own statistics are for this machine only.
     config = re.sub(r"(?m)^((?:frontend|listen) (?:prometheus|stats)\n\s*bind) \S*:(\d+)", r"\1 127.0.0.1:\2", config)
     return _with_frontend(_with_defaults(config, folder), own)
 

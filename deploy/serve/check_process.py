@@ -88,7 +88,7 @@ class CheckProcess:
 
     def close(self) -> None:
         """End the process, and with it the ranks that no actor has attached to."""
-        self._found.cancel()  # nobody is to hear that it was killed
+        self._found.cancel()  # its end is expected
         self._process.kill()
         self._process.wait()
         for reader in self._readers:

@@ -156,7 +156,7 @@ class Console:
                 self._write(line)
 
     def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a terminal that is gone, or a pipe that nobody reads, stops no server
+        with contextlib.suppress(OSError):  # a closed terminal or pipe stops no server
             self._rich.print(text, markup=False)
 
     def _write(self, text: str) -> None:

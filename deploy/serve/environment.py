@@ -21,7 +21,7 @@ FAULT_ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
 }
-# What Serve must find in the environment of every process it starts, `ray start` included. Measured on Ray 2.60 and two
+# Variables for every process that Serve starts, `ray start` included. Measured on Ray 2.60 and two
 # cores: 32 streams of 50 chunks/s cost 0.15 cores with these and 0.9 without.
 HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",

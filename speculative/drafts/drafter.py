@@ -44,8 +44,8 @@ class DraftRunner(ModelRunner[DraftModel]):
         chunks: PrefillBatch | None = None,
         attending: Attending | None = None,
     ) -> ForwardContext:
-        """As in `ModelRunner`. Only the last draft layer attends for `attending` alone; earlier layers compute every
-        row, because later layers' KV is computed from their output."""
+        """Build a context; see `ModelRunner`. Only the last draft layer attends for `attending` alone; earlier layers
+        compute every row, because later layers' KV is computed from their output."""
         if self.window is not None:
             decode, chunks = self._windowed(decode), self._windowed(chunks)
             if attending is not None:

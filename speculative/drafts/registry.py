@@ -16,7 +16,7 @@ from speculative.drafts.mtp_qwen import QwenMtp
 from workers.models.config import ModelConfig, read_config_json
 from workers.models.loading import fitted_quant
 
-# By name; of several, the one that recognises the checkpoint.
+# Key: name. If it has several methods, the one that recognises the checkpoint is used.
 METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
     "eagle": (Eagle,),
     "eagle3": (Eagle3,),

@@ -125,4 +125,4 @@ def _added_tokens(folder: Path) -> list[int]:
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         return [int(token["id"]) for token in content.get("added_tokens", [])]
     except (OSError, ValueError, TypeError, KeyError):
-        return []  # a target in tests has none; whoever serves text has been checked before
+        return []  # targets in tests have none; servers have checked it before

@@ -133,7 +133,7 @@ class DraftKind(ABC):
                 raise TrainingError(f"{name}={value}: is of EAGLE-3 heads; leave it out with --method {method}")
 
     def unrolling(self) -> Unrolling:
-        """How its drafts are trained."""
+        """Return the options by which its drafts are trained."""
         return Unrolling(self.arguments.ttt_length, self.arguments.ttt_decay)
 
     @abstractmethod

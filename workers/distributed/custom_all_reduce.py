@@ -42,7 +42,7 @@ class Limits:
     two_shot: int
 
 
-# By number of ranks, measured on H200s (NVLink 4, no multicast, torch 2.11, NCCL 2.28.9, in a CUDA graph, bfloat16,
+# Key: number of ranks. Measured on H200s (NVLink 4, no multicast, torch 2.11, NCCL 2.28.9, in a CUDA graph, bfloat16,
 # rows of 8192, with the residual add and RMSNorm that follow) by `python -m tests.bench all_reduce`. us for NCCL /
 # two-shot / one-shot, 2 ranks: 16 KB 8.1 / 8.4 / 5.0, 256 KB 10.0 / 9.2 / 5.7, 1 MB 15.5 / 11.9 / 10.2, 1.8 MB 28.3 /
 # 14.7 / 14.6, 16 MB 91.3 / 74.1 / -. 4 ranks: 16 KB 12.3 / 8.5 / 6.9, 128 KB 13.0 / 10.7 / 7.8, 256 KB 13.1 / 10.8 /
@@ -144,7 +144,7 @@ class CustomAllReduce:
         one_shot_all_reduce(x, self._inbox, self._inboxes, self._epochs, self._rank, out, norm)
 
     def _two_shot(self, x: Tensor) -> None:
-        """Both operators end with a barrier, after which no rank uses this rank's staging memory."""
+        """Add x in place. Both operators end with a barrier, after which no rank uses this rank's staging memory."""
         if x.data_ptr() == self._staging.data_ptr():
             torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", self._group_name)
             return

@@ -19,7 +19,7 @@ from workers.span import Span
 
 IN_PROJ = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z")
 GATES = ("in_proj_b", "in_proj_a")
-# Of the checkpoint: the layer, whose own tensors `DeltaCore` loads, and two modules of it.
+# Checkpoint names: the layer, whose own tensors `DeltaCore` loads, and two modules of it.
 _LAYER, _CONV, _NORM = "linear_attn", "linear_attn.conv1d", "linear_attn.norm"
 
 

@@ -10,7 +10,7 @@ from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
 from workers.ops.experts.router_gemm import router_gemm
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
 
-# Of the checkpoint, where the router holds both.
+# Checkpoint names; the router holds both.
 GATE, SHARED_GATE = "gate", "shared_expert_gate"
 
 

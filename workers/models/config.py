@@ -131,7 +131,7 @@ _OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "dtype"
 
 
 def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """What config.json says of the decoder of tokens: text_config, or all of it."""
+    """Return the part of config.json that describes the token decoder: text_config, or all of it."""
     text = section_of(config, "text_config", source)
     return {**text, **{key: config[key] for key in _OUTER if config.get(key) is not None}} if text else config
 

@@ -21,7 +21,7 @@ from workers.models.layer_kinds import FULL, SLIDING, windows_of
 from workers.models.llama import LlamaConfig, make_attention, text_weight_names
 from workers.ops.activation import ACTIVATIONS
 
-# What transformers takes where config.json says nothing.
+# transformers' defaults for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma2": {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192},
     "Gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072},

@@ -18,7 +18,7 @@ from workers.models.name_map import NameMap
 from workers.ops.experts.gated import GPT_OSS, GatedActivation
 from workers.ops.experts.route import Routing
 
-# What transformers takes where config.json says nothing.
+# transformers' defaults for fields that config.json leaves out.
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,

@@ -1,4 +1,4 @@
-"""Which layers of a model attend over a window, as config.json's `layer_types` and `sliding_window` say it."""
+"""The layers of a model that attend over a window, by `layer_types` and `sliding_window` of config.json."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which architectures can be a target, and which file knows them. Adding one: docs/add-a-model.md."""
+"""The architectures that can be a target, and the file of each. Adding one: docs/add-a-model.md."""
 
 from importlib import import_module
 from typing import Any, cast
@@ -9,7 +9,7 @@ from workers.models.family import ModelFamily
 
 Family = ModelFamily[Any]  # of its own configuration
 
-# By config.json's "architectures": the module in this folder that has its FAMILY, imported when it is asked for.
+# Key: config.json's "architectures". Value: the module in this folder with its FAMILY, imported on use.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "llama",

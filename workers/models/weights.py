@@ -194,7 +194,7 @@ def _is_unused_bias(name: str, tensor: Tensor, wanted: Container[str]) -> bool:
 def wanted_tensors(
     model: nn.Module, names: NameMap, elsewhere: Set[str]
 ) -> dict[str, tuple[WeightedModule, WeightKey]]:
-    """Which module takes which tensor, by its name in the checkpoint. elsewhere: see `load_weights`."""
+    """Return the module that takes each tensor, by checkpoint name. elsewhere: see `load_weights`."""
     wanted: dict[str, tuple[WeightedModule, WeightKey]] = {}
     for path, module in weighted_modules(model):
         for key in () if path in elsewhere else module.weight_keys():

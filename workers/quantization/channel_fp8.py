@@ -13,7 +13,7 @@ from workers.quantization.fp8_weight import Fp8Scheme
 from workers.quantization.quant_method import QuantMethod, list_of_names
 from workers.quantization.tensor_fp8 import CHANNEL, TENSOR, TOLD
 
-# What quantization_config may say of a group's tensors.
+# Values that quantization_config may have for a group's tensors.
 _WEIGHTS = {"num_bits": (8,), "type": ("float",), "strategy": ("channel", "tensor"), "symmetric": (True,)}
 _INPUTS = {"num_bits": (8,), "type": ("float",), "strategy": ("token", "tensor"), "symmetric": (True,)}
 _REMEDY = "only FP8 with scales of channels or tensors and rounded inputs is; use the checkpoint in bf16"

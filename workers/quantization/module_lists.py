@@ -1,4 +1,4 @@
-"""Which modules the entries of a quantization_config mean, and checked access to its fields."""
+"""Finds the modules that entries of a quantization_config name, and reads its fields with checks."""
 
 import re
 from collections.abc import Mapping

@@ -60,7 +60,7 @@ class StoredMatrix(nn.Module, ABC):
 
 
 class LinearLayout(ABC):
-    """How a checkpoint stores linear layers of few bits. A plain value; its text is for the log."""
+    """Stored form of linear layers of few bits, as a plain value; its text is for the log."""
 
     @property
     @abstractmethod
@@ -70,7 +70,7 @@ class LinearLayout(ABC):
     @property
     @abstractmethod
     def optional(self) -> tuple[str, ...]:
-        """Those of them that a checkpoint may lack."""
+        """Tensors that a checkpoint may lack."""
 
     @abstractmethod
     def stored(self, part: Part) -> StoredMatrix:

@@ -26,7 +26,7 @@ def read_compressed_tensors(quantization: Mapping[str, Any], source: str) -> Qua
     return next((method for method in found if method is not None), None) or read_channel_fp8(quantization, source)
 
 
-# By quantization_config.quant_method.
+# Key: quantization_config.quant_method.
 QUANT_METHODS: dict[str, QuantReader] = {
     "fp8": read_block_fp8,
     "compressed-tensors": read_compressed_tensors,

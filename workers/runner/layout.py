@@ -114,7 +114,7 @@ class EngineParts:
 
     @property
     def states(self) -> StatePool | None:
-        """Of the target's recurrent layers, if it has any."""
+        """States of the target's recurrent layers, if it has any."""
         return self.target.states
 
     def allocate(self, layout: EngineLayout) -> None:

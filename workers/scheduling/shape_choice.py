@@ -1,4 +1,4 @@
-"""Which tree shape a step verifies and drafts: the one with the most expected tokens per millisecond.
+"""Chooses the tree shape that a step verifies and drafts: the one with the most expected tokens per millisecond.
 
 The scheduler asks once a step and reports what rounds accepted; `StepTime` says how long steps take. The plan tells the
 ranks. Pure: steps are the clock, and equal calls give equal answers.
@@ -133,8 +133,8 @@ class ShapeChoice:
         return shape
 
     def _is_evaluation_due(self, load: Load, step_time: StepTime) -> bool:
-        """Evaluations come soon after each other at first and after a change, because first results change much; what
-        they take of the host's time is bounded by a share."""
+        """Whether to evaluate the shapes now. Evaluations are frequent at first and after a change, because first
+        results change much; their share of the host's time is bounded."""
         num_requests = len(load.slots)
         if self._rates is None or step_time is not self._step_time:
             return True
@@ -150,8 +150,8 @@ class ShapeChoice:
         return has_moved and self._step - self._evaluated >= CHANGING_EVERY_MS / round_ms
 
     def _evaluate(self, load: Load, step_time: StepTime) -> None:
-        """Estimate all shapes anew, and change the current one if that saves enough. The best is what loses least: so
-        it is beside prompt chunks too, because a chunk adds the same to rounds of any shape."""
+        """Estimate all shapes anew, and change the current one if that saves enough. The best shape is the one that
+        loses least, also beside prompt chunks, because a chunk adds the same time to rounds of any shape."""
         self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS) - EVALUATION_MS
         self._acceptance.age(self._num_plain)
         self._num_plain = 0
@@ -176,8 +176,8 @@ class ShapeChoice:
         self._until_evaluation = int(self._interval)
 
     def _has_lost_enough(self, rates: Rates, best: int) -> bool:
-        """Whether to change to the best shape: once rounds of the current one have lost as much as the change costs. A
-        difference that comes and goes with the noise of the estimates so causes no changes."""
+        """Whether to change to the best shape: once rounds of the current one have lost as much time as the change
+        costs. So noise in the estimates causes no changes."""
         round_ms = rates.ms[self._current]
         saved = (rates.loss(self._current) - rates.loss(best)) / round_ms
         num_steps = max(1, min(self._step - self._evaluated, _steps_between(round_ms)))
@@ -222,7 +222,7 @@ class ShapeChoice:
         allowed: Sequence[int],
         is_evaluated: bool,
     ) -> int:
-        """The shape of this step: `shape`, or that of a probe. The first round of a probe still verifies what the
+        """Return the shape of this step: `shape`, or a probe's. The first round of a probe still verifies what the
         former shape drafted, or nothing."""
         probes = self._probes
         if probes.current is not None:

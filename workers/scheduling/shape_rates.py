@@ -1,4 +1,4 @@
-"""What every tree shape is expected to bring at the current load: tokens, milliseconds, and how sure both are.
+"""Expected tokens and milliseconds of every tree shape at the current load, with their uncertainty.
 
 `workers.scheduling.shape_choice` evaluates it every few steps; pure.
 """
@@ -21,7 +21,7 @@ TIMED_ERROR = 0.12  # relative error of a shape's time above which it is uncerta
 
 
 class Acceptance(Protocol):
-    """What drafts are expected to bring: `Survival`, `MatchSurvival`."""
+    """Expected tokens of drafts: `Survival` or `MatchSurvival`."""
 
     def family(self, shape: int) -> int: ...
 
@@ -33,7 +33,7 @@ class Acceptance(Protocol):
 
 
 class Load(NamedTuple):
-    """What a step is going to run.
+    """The requests of a step that is planned.
 
     slots: [n] slots of the requests that run a round.
     users: [slots] number of the request that has each slot.
@@ -100,8 +100,8 @@ class Rates:
         return self.ms[shape] - self.tokens[shape] / self.best
 
     def certain_loss(self, shape: int) -> float:
-        """The same for probes: the time of an uncertain shape counts one standard error lower. If other processes slow
-        a probe down, it is not charged with their share."""
+        """`loss` for probes: the time of an uncertain shape counts one standard error lower, so that a probe is not
+        charged when other processes slow it down."""
         least_ms = self.ms[shape] * math.exp(-max(0.0, self.errors[shape] - TIMED_ERROR))
         return max(0.0, least_ms - self.tokens[shape] / self.best)
 
@@ -111,7 +111,7 @@ class Rates:
         return 0.0 if self.changes_are_free else abs(self.tokens[shape] - self.tokens[other]) / self.best
 
     def least_loss(self, shapes: Sequence[int]) -> int:
-        """The one of `shapes` that loses least."""
+        """Return the one of `shapes` that loses least."""
         return min(shapes, key=self.loss)
 
     def is_promising(self, shape: int) -> bool:

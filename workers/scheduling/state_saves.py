@@ -1,5 +1,6 @@
-"""Which states of running requests are saved, at which positions and in which rows. Owned by `SlotPages`, only where a
-model has recurrent layers; the scheduler's other parts ask it while they build a plan.
+"""Chooses which states of running requests are saved, at which positions and in which rows.
+
+Owned by `SlotPages`, if the model has recurrent layers; called by the scheduler's other parts while they build a plan.
 
 A prompt's state is saved
 - at the last page border before its end, where the same prompt resumes;
@@ -72,7 +73,7 @@ class StateSaves:
         self._this_plan: dict[int, tuple[int, int]] = {}  # by slot, position and row of the plan being built
 
     def reset(self) -> None:
-        """The ranks' memory is gone, and all requests have left their slots."""
+        """Forget all states: the ranks' memory is gone, and all requests have left their slots."""
         self._slots.clear()
         self._this_plan.clear()
         for numbers in (self.target, self.folded, self.saved, self._declined):
@@ -214,7 +215,7 @@ class StateSaves:
                 self._snapshots.give_back(row)
 
     def rows(self) -> list[int]:
-        """Those that requests have."""
+        """The rows that requests hold."""
         of_prompts = [row for each in self._slots.values() for row, _ in each.planned.values()]
         of_answers = [each.row for each in self._slots.values()] + self.former.tolist()
         return of_prompts + [row for row in of_answers if row >= 0]

@@ -1,4 +1,4 @@
-"""Which JSON schemas are enforced whole, and how they are written for the compiler.
+"""Rewrites JSON schemas for the compiler; refuses those that it would not enforce whole.
 
 xgrammar (0.2.8) drops keywords that it does not know, and some beside others, in silence or with a line on stderr.
 Nothing that it would drop passes here: a schema is rewritten so that all of it is enforced, or refused with the keyword

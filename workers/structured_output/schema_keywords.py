@@ -27,7 +27,7 @@ ANNOTATIONS = frozenset(
     }
 )
 DEFINITIONS = ("$defs", "definitions")
-# By type, the keywords that demand something of an instance of it, and that are enforced.
+# Enforced keywords that restrict instances, by type.
 OF_TYPE: dict[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
@@ -112,8 +112,10 @@ def check_string(schema: Schema, path: str) -> None:
 
 
 def check_patterns(names: Mapping[str, Any], patterns: Iterable[str], path: str) -> None:
-    """Raises where one name may be described twice, by `properties` and patterns: the compiler takes one of the two.
-    Patterns are only read as far as they say a prefix: searching with one that a stranger sends may take for ever."""
+    """Raise if one name may be described twice, by `properties` and patterns: the compiler takes one of the two.
+
+    Patterns are only read as far as they give a prefix, because searching with a client's pattern may take for ever.
+    """
     prefixes = [_PREFIX.fullmatch(pattern) for pattern in patterns]
     known = [found[1] for found in prefixes if found]
     if (len(prefixes) > 1 or names) and len(known) < len(prefixes):

@@ -116,8 +116,8 @@ def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.cons
 def score_latent_pairs(
     q, q_odd, q_rotated, q_rotated_odd, pairs, rotated, scale_log2, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """As `score_latent_tile` over FP8 rows, whose numbers are read as pairs (`attention.ops.fp8_triton.even`); q and
-    the values have even and odd dimensions apart."""
+    """`score_latent_tile` over FP8 rows, whose numbers are read as pairs (`attention.ops.fp8_triton.even`): q and the
+    values have even and odd dimensions apart."""
     dtype: tl.constexpr = q.dtype
     first, second = even(pairs, dtype, INTERPRETED), odd(pairs, dtype, INTERPRETED)
     turned, turned_odd = even(rotated, dtype, INTERPRETED), odd(rotated, dtype, INTERPRETED)
@@ -148,7 +148,7 @@ def accumulate_latent_pairs(
     UNIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """As `accumulate_latent`, with the values' even and odd dimensions apart."""
+    """`accumulate_latent`, with the values' even and odd dimensions apart."""
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - tl.expand_dims(origin, TOKENS))

@@ -24,8 +24,11 @@ def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.co
 def score_pairs(
     q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """As `score_tile` over FP8 pages, whose numbers are read as pairs (`attention.ops.fp8_triton.even`): q, q_odd
-    [M, D / 2] are even and odd dimensions. Return the scores, and the values' even and odd dimensions [N, D / 2]."""
+    """`score_tile` over FP8 pages, whose numbers are read as pairs (`attention.ops.fp8_triton.even`). Return the
+    scores, and the values' even and odd dimensions [N, D / 2].
+
+    q, q_odd: [M, D / 2], even and odd dimensions.
+    """
     offset = ((token * KV_HEADS + head) * (D // 2))[:, None] + d[None, :]
     k = tl.load(k_ptr + offset)
     v = tl.load(v_ptr + offset)
@@ -66,7 +69,7 @@ def accumulate(scores, v, scale_log2, top, total, acc, FIXED: tl.constexpr = Fal
 
 @triton.jit
 def accumulate_pairs(scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED: tl.constexpr, UNIT: tl.constexpr):
-    """As `accumulate`, with the values' even and odd dimensions apart."""
+    """`accumulate`, with the values' even and odd dimensions apart."""
     top, total, weights, shrink = weigh(scores, scale_log2, top, total, FIXED)
     weights = (weights * UNIT).to(v.dtype)
     acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")

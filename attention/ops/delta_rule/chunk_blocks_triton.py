@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Which rows a block of `chunks_triton` has. Blocks have up to BLOCK rows; one ends at a snapshot and at the end of a
-chunk. They follow from the chunks on the device."""
+"""The rows of each block of `chunks_triton`, computed from the chunks on the device. A block has up to BLOCK rows, and
+ends at a snapshot or at the end of its chunk."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def borders(chunk, inside, qo_ptr, starts_ptr, at_ptr):
-    """First row, rows, and rows before the snapshot (0 for none or all) of a chunk, or of several."""
+    """Return first row, rows, and rows before the snapshot (0 for none or all) of one or several chunks."""
     first = tl.load(qo_ptr + chunk, mask=inside, other=0)
     rows = tl.load(qo_ptr + chunk + 1, mask=inside, other=0) - first
     border = tl.load(at_ptr + chunk, mask=inside, other=-1) - tl.load(starts_ptr + chunk, mask=inside, other=0)
@@ -31,7 +31,7 @@ def block_rows(j, rows, border, BLOCK: tl.constexpr):
 
 @triton.jit
 def first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """[CHUNKS_PADDED], blocks of all chunks before each chunk, and its own."""
+    """Return [CHUNKS_PADDED] twice: the number of blocks of all chunks before each chunk, and of its own."""
     chunks = tl.arange(0, CHUNKS_PADDED)
     _, rows, border = borders(chunks, chunks < CHUNKS, qo_ptr, starts_ptr, at_ptr)
     own = num_blocks(border, BLOCK) + num_blocks(rows - border, BLOCK)
@@ -42,8 +42,8 @@ def first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED
 def locate(
     index, qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The chunk that block `index` belongs to, the first row of that chunk, the first row of the block within it, and
-    the number of rows of the block: 0 if there are fewer blocks."""
+    """Return the chunk of block `index`, its first row, the block's first row within it, and the block's number of
+    rows; 0 rows if there are fewer blocks."""
     before, own = first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
     mine = (before <= index) & (index < before + own)
     chunk = tl.sum(tl.where(mine, tl.arange(0, CHUNKS_PADDED), 0), 0)

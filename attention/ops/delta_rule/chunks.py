@@ -23,7 +23,7 @@ BLOCK = 64  # tokens between two states; a snapshot's position ends a block earl
 
 
 def max_blocks(num_rows: int, num_chunks: int) -> int:
-    """Blocks of any so many chunks of so many rows: each has at most two that are not full."""
+    """Return the largest number of blocks of `num_chunks` chunks: each has at most two that are not full."""
     return num_rows // BLOCK + 2 * num_chunks
 
 
@@ -82,8 +82,8 @@ def delta_rule_chunks(
 
 
 def stops(count: int, border: int) -> list[int]:
-    """Ends of the blocks of `count` rows: every BLOCK rows from the first on, and from `border` on if that is among
-    them; a border of 0 or less is none."""
+    """Return the ends of the blocks of `count` rows: every BLOCK rows, also from `border` on if it is among them. No
+    border: 0 or less."""
     if not 0 < border < count:
         return [*range(BLOCK, count, BLOCK), count]
     return [*range(BLOCK, border, BLOCK), border, *range(border + BLOCK, count, BLOCK), count]

@@ -1,4 +1,4 @@
-"""Accepted rows of all layers move to where the next round replays them."""
+"""Moves the accepted rows of all layers to the place that the next round replays."""
 
 import torch
 from torch import Tensor

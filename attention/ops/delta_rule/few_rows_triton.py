@@ -39,9 +39,12 @@ from attention.ops.pdl import pdl_wait
 
 @triton.jit
 def _convolved(column, own, newest, older, oldest, live, writes, weight_ptr, pending_ptr, C: tl.constexpr):
-    """Channels [n, d] of rows after the convolution, of the rows' type. column: [1, d] or [n, d]. own to oldest: [n],
-    where each row's own channels and those of its three nearest ancestors stand. writes: which rows' own channels go to
-    pending_ptr."""
+    """Return the convolved channels [n, d] of rows, in the rows' type.
+
+    column: [1, d] or [n, d].
+    own to oldest: [n], addresses of each row's own channels and those of its three nearest ancestors.
+    writes: rows whose own channels go to pending_ptr.
+    """
     live = live[:, None]
     raw = tl.load(own[:, None] + column, mask=live, other=0.0)
     before_1 = tl.load(newest[:, None] + column, mask=live, other=0.0)
@@ -129,7 +132,7 @@ def _delta_few_rows(
     tl.store(pending + C + h, b, mask=is_new & is_key)
     tl.store(pending + C + HV + h, a, mask=is_new & is_key)
 
-    # 3. What they are to one another.
+    # 3. Products of the rows with each other.
     g, beta = log_decay(a.to(tl.float32), a_log, dt_bias), sigmoid(b.to(tl.float32))
     columns = tl.trans(kq)
     products = dot(kq, columns)
@@ -187,8 +190,10 @@ FEW_PROGRAMS = 132  # one for each multiprocessor
 
 @dataclass(frozen=True)
 class FewRowTiles:
-    """part: columns of the state that a program works on at a time. early: it loads all of them before anything else.
-    registers: of a thread at most; None: the compiler's choice."""
+    """part: columns of the state that a program works on at a time.
+    early: a program loads all columns before anything else.
+    registers: limit per thread; None: the compiler's choice.
+    """
 
     part: int
     warps: int
@@ -197,9 +202,9 @@ class FewRowTiles:
 
 
 def few_row_tiles(value_dim: int, programs: int) -> FewRowTiles:
-    """Tiles. Programs that are alone on their multiprocessors do best with eight warps that hold the whole state; of
-    many, three of four warps run on one. Rounds of 4 rows of one layer of Qwen3.5-27B on an H100, batch 1 and 8: 13 and
-    49 us with eight warps, 22 and 42 with four."""
+    """Return the tiles. A program alone on its multiprocessor is fastest with eight warps that hold the whole state;
+    with many programs, three of four warps share one. H100, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1 and
+    8: 13 and 49 microseconds with eight warps, 22 and 42 with four."""
     if programs <= FEW_PROGRAMS:
         return FewRowTiles(value_dim, 8, True, None)
     return FewRowTiles(min(value_dim, 32), 4, False, 168)

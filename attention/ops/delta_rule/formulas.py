@@ -1,7 +1,7 @@
-"""The gated delta rule in torch: what the references of this folder share. Everything is computed in the state's type.
+"""The gated delta rule in torch, used by the references of this folder. All computation is in the state's type.
 
 Source: Gated Delta Networks, arXiv 2412.06464; its UT transform, arXiv 2406.06484 section 3.2; names and order of
-rounding as in transformers' Qwen3-Next.
+    rounding as in transformers' Qwen3-Next.
 """
 
 import torch

@@ -72,7 +72,7 @@ def place(token, conv_ptr, committed_ptr, rows_ptr, stride, C: tl.constexpr, R: 
 
 @triton.jit
 def keep_history(target_ptr, first, column, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
-    """Some channels of the three tokens from `first` on become a snapshot's history."""
+    """Copy channels of the three tokens from `first` on to a snapshot's history."""
     for i in tl.static_range(3):
         source = before(first + i, conv_ptr, committed_ptr, C, R)
         tl.store(target_ptr + i * C + column, tl.load(source + column))
@@ -87,8 +87,8 @@ def norm_factors(x):
 
 @triton.jit
 def settled(x):
-    """x, computed once and here. Without it the compiler (3.6) computes products' operands anew in the layout of each
-    product, where every warp has all of their rows: registers spill."""
+    """Return x, computed once and here. Without it the compiler (3.6) computes products' operands anew in the layout of
+    each product, where every warp has all of their rows, and registers spill."""
     if not INTERPRETED:
         if x.dtype == tl.bfloat16:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
@@ -134,7 +134,7 @@ def product_with_rows(k, q, y):
 
 @triton.jit
 def exact_product(x, y):
-    """x @ y of float32 y, as exact as `product_with_rows`."""
+    """Return x @ y of float32 y, as exact as `product_with_rows`."""
     if x.dtype == tl.bfloat16:
         part = y.to(tl.bfloat16)
         y -= part.to(tl.float32)
@@ -150,8 +150,8 @@ def exact_product(x, y):
 
 @triton.jit
 def inverse_of_unit_triangle(system, ROWS: tl.constexpr, USED: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + system)^-1 of a strictly lower triangle [ROWS, ROWS] whose rows from USED on are zeros: first of blocks of
-    two rows, then of two such blocks beside each other. As stable as substitution, in fewer steps. PRECISION: of its
+    """Return (I + system)^-1 of a strictly lower triangle [ROWS, ROWS] whose rows from USED on are zeros. It inverts
+    blocks of two rows, then joins pairs of blocks: as stable as substitution, in fewer steps. PRECISION: of its
     products."""
     r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
     inverse = tl.where(r == c, 1.0, tl.where(r // 2 == c // 2, -system, 0.0))

@@ -112,13 +112,13 @@ def _replay(
 
 
 def _ancestry(mask: Tensor) -> Tensor:
-    """[B, R, R] bool: row i sees row j."""
+    """Return [B, R, R] bool: row i sees row j."""
     return (mask.unsqueeze(-1) >> torch.arange(mask.shape[1], device=mask.device) & 1).bool()
 
 
 def nearest(ancestry: Tensor) -> Tensor:
-    """[B, R, 4] int64: each row's three nearest ancestors, the farthest first, and itself, among the three tokens
-    before the root and the rows after them."""
+    """Return [B, R, 4] int64: each row's three nearest ancestors, the farthest first, then itself, as indices into the
+    three tokens before the root and the rows after them."""
     width = ancestry.shape[-1]
     column = torch.arange(width, device=ancestry.device)
     rows = torch.where(ancestry, HISTORY + column, -1)

@@ -36,8 +36,11 @@ from attention.ops.pdl import pdl_wait
 def _convolved(
     column, own, oldest, older, newest, live, writes, weight_ptr, pending_ptr, C: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Channels [n, d] of the tile after the convolution, of the rows' type. own to newest: where each row's own
-    channels and those of its three nearest ancestors stand. writes: which rows' own channels go to pending_ptr."""
+    """Return the convolved channels [n, d] of the tile, in the rows' type.
+
+    own to newest: addresses of each row's own channels and those of its three nearest ancestors.
+    writes: rows whose own channels go to pending_ptr.
+    """
     raw = tl.load(own[:, None] + column[None, :], mask=live[:, None], other=0.0)
     tl.store(pending_ptr[:, None] + column[None, :], raw, mask=writes[:, None])
     taps = weight_ptr + column
@@ -89,7 +92,7 @@ def _delta_round(
     if PDL:
         tl.extra.cuda.gdc_wait()
 
-    # 2. The tile's rows, and what they are to one another.
+    # 2. The tile's rows, and their products with each other.
     conv_ptr_of_slot, committed_ptr = conv_ptr + slot * (3 * C), committed_ptr + slot * (PATH * R)
     rows_ptr = qkv_ptr + request * WIDTH * qkv_stride
     own = place(3 + r, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
@@ -165,9 +168,10 @@ def round_rows(width: int, path: int) -> int:
 
 
 def round_tiles(rows: int, value_dim: int, programs: int) -> tuple[int, int]:
-    """Columns of the state that a program works on at a time, and its warps. A few programs are alone on their
-    multiprocessors, where eight warps are quicker; of many, two of four warps each run on one. Rounds of 4 rows of one
-    layer of Qwen3.5-27B on an H200, batch 1, 8 and 32: 16, 53 and 203 us with eight warps, 24, 54 and 164 with four."""
+    """Return the columns of the state that a program works on at a time, and its warps. A few programs are alone on
+    their multiprocessors, where eight warps are faster; of many, two of four warps each share one. H200, rounds of 4
+    rows of one layer of Qwen3.5-27B, batch 1, 8 and 32: 16, 53 and 203 microseconds with eight warps, 24, 54 and 164
+    with four."""
     if rows > 32 or value_dim < 64:
         return min(value_dim, 32), 8 if value_dim >= 64 else 4
     return (64, 8) if programs <= FEW_PROGRAMS else (32, 4)

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `delta_rule_rounds` for one row a request, as plain decoding has: one launch a layer, which takes
-little more than a read and a write of the states. A program has one value head of one request. It holds the state in
-registers, replays the committed rows by the recurrence itself before it waits for the projections, and writes the state
-once. Programs write nothing that others read.
+"""The kernel of `delta_rule_rounds` for one row a request (non-speculative decoding): one launch a layer, which takes
+little more than a read and a write of the states.
+
+A program has one value head of one request. It holds the state in registers, replays the committed rows by the
+recurrence itself before it waits for the projections, and writes the state once. Programs write nothing that others
+read.
 """
 
 import triton
@@ -69,7 +71,8 @@ def _advanced(
     KEYS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The state [DK, DV] of a slot's head after its committed rows, which is written, as a snapshot may be. Waits."""
+    """Return the state [DK, DV] of a slot's head after its committed rows. Writes it, and a snapshot if one is due.
+    Waits."""
     d, f = tl.arange(0, DK), tl.arange(0, DV)
     place = (h * DK + d)[:, None] * DV + f[None, :]
     own_state_ptr = state_ptr + slot * (HV * DK * DV)

@@ -22,7 +22,7 @@ _FILES = {"/": "page.html"} | {
 }
 PAGE_ROUTES = frozenset(_FILES)
 _HEADERS = {
-    # Nothing from elsewhere, nothing inline, nothing sent elsewhere, in nobody's frame.
+    # Nothing from elsewhere, nothing inline, nothing sent elsewhere, no frame around it.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -1,4 +1,4 @@
-"""What of an answer is content, what is reasoning, what is a tool call: a parser for each form that models answer in.
+"""Splits answers into content, reasoning and tool calls: a parser for each form that models answer in.
 
 output_parser      what a parser is, and that of plain text: the seam
 table              which parser a name means

@@ -1,5 +1,4 @@
-"""Which form a model answers in, from its chat template: what a template writes for earlier turns the model writes for
-its own."""
+"""Finds a model's form of answers in its chat template: the model writes turns as the template does."""
 
 from cluster.http.config import OutputParserName
 
@@ -26,7 +25,7 @@ _OTHER_CALLS = ("<function=",)  # other forms between hermes' marks
 
 
 def detect_parser(template: str | None, has_response_template: bool) -> OutputParserName:
-    """The row of `cluster.http.parsers.table.PARSERS` for a model. template: the source of its chat template."""
+    """Return a model's row of `cluster.http.parsers.table.PARSERS`. template: source of its chat template."""
     if has_response_template:
         return "response_template"
     source = template or ""

@@ -1,8 +1,8 @@
-"""gpt-oss's answers: messages, each with a head that names its channel and perhaps the function it is for
-(openai/harmony, docs/format.md).
+"""gpt-oss's answers: messages, each with a head that names its channel and perhaps a function (openai/harmony,
+docs/format.md).
 
-Marks are known by their tokens, since an answer may write about them. Malformed answers lose no text: what is no head
-is content.
+Marks are recognised by their tokens, since an answer may write about them. Malformed answers lose no text: what is no
+head is content.
 """
 
 import re
@@ -129,7 +129,7 @@ class HarmonyParser:
             self._content.append(text)
 
     def _show_rest(self, head: str) -> None:
-        """What of a head is none is content."""
+        """Show the part of a head that is no head as content."""
         if (_HEAD_WITH_ROLE if self._has_role else _HEAD).fullmatch(head):
             return
         rest = _PARTS.sub("", head)
@@ -149,7 +149,7 @@ class TextMarks:
         self._held = ""
 
     def take(self, piece: Piece) -> Iterator[tuple[str, str | None]]:
-        """Text, and the mark after it; None: what follows is not known yet."""
+        """Return the next text, and the mark after it; None: not known yet."""
         text, self._held = self._held + piece.text, ""
         while True:
             before, mark, after = cut(text, MARKS)
@@ -174,7 +174,7 @@ class TokenMarks:
         self._held = ""
 
     def take(self, piece: Piece) -> Iterator[tuple[str, str | None]]:
-        """As `TextMarks`. Text may come after its tokens, where it might begin a stop string."""
+        """See `TextMarks.take`. Text may come after its tokens, where it might begin a stop string."""
         for token, offset in zip(piece.tokens, piece.offsets, strict=False):
             if token in self._mark_ids:
                 self._expected.append((offset, self._mark_ids[token]))

@@ -1,5 +1,5 @@
-"""Tool calls in JSON, read while they are written: name and arguments come out as soon as they are known, arguments as
-the model wrote them, character by character."""
+"""Tool calls in JSON, read while they are written. Name and arguments come out as soon as they are known; arguments as
+the model writes them, character by character."""
 
 import json
 import re
@@ -32,7 +32,7 @@ class JsonSpan:
         self._started = False
 
     def take(self, text: str) -> tuple[str, str | None]:
-        """What of `text` belongs to the value, and the rest once it is complete (None: it goes on)."""
+        """Return the part of `text` that belongs to the value, and the rest once it is complete (None: it goes on)."""
         at = 0
         if not self._started:
             at = len(text) - len(text.lstrip())
@@ -88,16 +88,17 @@ class CallObject:
 
     @property
     def raw(self) -> str:
-        """Everything read, for an object that turns out to be no call."""
+        """All text read, for an object that turns out to be no call."""
         return self._raw + self._text
 
     @property
     def named(self) -> bool:
-        """Whether a call has been told."""
+        """Whether a name has come out."""
         return self._named
 
     def take(self, text: str) -> tuple[list[CallPart], str | None]:
-        """Parts of the call, and the rest of the text once the object is complete. `failed` is set if it is no call."""
+        """Return parts of the call, and the rest of the text once the object is complete. Sets `failed` if it is no
+        call."""
         parts: list[CallPart] = []
         self._text += text
         while not self.failed:
@@ -143,7 +144,7 @@ class CallObject:
         return None
 
     def _value_part(self, part: str, complete: bool) -> list[CallPart]:
-        """What more of a value says."""
+        """Return the parts that more of a value adds."""
         parts = []
         if self._key in ARGUMENT_KEYS:
             self._has_arguments = True
@@ -178,7 +179,7 @@ class CallObject:
 
 
 class CallList:
-    """Call objects one after the other, in an array or with ";" between. num: at most so many; None: any number."""
+    """Call objects one after the other, in an array or with ";" between. num: the limit; None: any number."""
 
     def __init__(self, num: int | None = None) -> None:
         self._left = num
@@ -187,7 +188,7 @@ class CallList:
         self._in_array = False
 
     def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """Parts of calls, and the rest that belongs to none once they are over. end: no text follows."""
+        """Return parts of calls, and the rest that belongs to none once they are over. end: no text follows."""
         parts: list[CallPart] = []
         text, self._held = self._held + text, ""
         while True:

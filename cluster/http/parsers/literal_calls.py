@@ -110,7 +110,7 @@ class _Span:
 
 
 def python_call(text: str) -> list[CallPart] | None:
-    """The parts of one call in Python; None for what is none, such as one with arguments that have no name."""
+    """Return the parts of one call in Python; None if it is no call, such as one with positional arguments."""
     try:
         node = ast.parse(text.strip(), mode="eval").body
         if not isinstance(node, ast.Call) or node.args:
@@ -158,7 +158,7 @@ class GemmaBody:
 
 
 def gemma_call(text: str) -> list[CallPart] | None:
-    """The parts of one call as Gemma 4 writes it; None for what is none."""
+    """Return the parts of one call as Gemma 4 writes it; None if it is no call."""
     head = _GEMMA_HEAD.match(text)
     if head is None:
         return None
@@ -172,7 +172,7 @@ def gemma_call(text: str) -> list[CallPart] | None:
 
 
 def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """A value that begins at `at`, and where it ends. Raises ValueError."""
+    """Return the value that begins at `at`, and its end. Raises ValueError."""
     if not depth:
         raise ValueError("nested too deeply")
     at = _blank(text, at)
@@ -201,7 +201,7 @@ def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _gemma_key(text: str, at: int) -> tuple[str, int]:
-    """A name, in quotes or not, and where its value begins."""
+    """Return a name, in quotes or not, and the start of its value."""
     if text.startswith(GEMMA_QUOTE, at):
         name, at = _gemma_value(text, at, 1)
         at = _blank(text, at)

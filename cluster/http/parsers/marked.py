@@ -29,7 +29,7 @@ class CallDeltas:
         self._num = 0
 
     def of(self, parts: list[CallPart]) -> tuple[ToolCallDelta, ...]:
-        """The deltas of more parts."""
+        """Return the deltas of more parts."""
         deltas = []
         for name, arguments in parts:
             self._num += name is not None

@@ -33,7 +33,7 @@ def cut(text: str, marks: tuple[str, ...]) -> Cut:
 
 _THINK = ("<think>", "</think>")
 _TOOL_CALL = ("<tool_call>", "</tool_call>")
-# What opens and closes thinking, for parsers whose forms put it between two marks.
+# Opening and closing marks of reasoning.
 THINKING_MARKS: dict[OutputParserName, tuple[str, str]] = {
     "think": _THINK,
     "hermes": _THINK,
@@ -50,10 +50,9 @@ THINKING_MARKS: dict[OutputParserName, tuple[str, str]] = {
     "gemma4": ("<|channel>thought", "<channel|>"),
     "pythonic": _THINK,
 }
-# How calls begin of models that may call from within their thinking (Qwen3.5).
+# The beginning of calls, for models that may call from within their reasoning (Qwen3.5).
 CALLS_IN_THINKING: dict[OutputParserName, str] = {"qwen3_coder": "<tool_call>\n<function="}
-# The marks that a parser looks for. Where they are special tokens, the text that the parser gets has them anyway; None:
-# it gets all special tokens.
+# Marks that a parser looks for: they are in its text even if they are special tokens. None: all special tokens are.
 MARKS: dict[OutputParserName, tuple[str, ...] | None] = {
     "text": (),
     "think": _THINK,

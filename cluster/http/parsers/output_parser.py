@@ -1,8 +1,7 @@
-"""From an answer's text to its parts: what of it is content, what is reasoning, what is a tool call.
+"""Splits an answer's text into content, reasoning and tool calls.
 
-Every generation goes through a parser, one per choice, whole replies and streams alike. Which one: the configuration's
-`ingress.output_parser` for chats, "text" for completions, by the table in `cluster.http.parsers.table`. See
-docs/add-a-parser.md.
+Every choice has a parser, in whole replies and streams. Chats take the configuration's (`ingress.output_parser`, by
+`cluster.http.parsers.table`), completions `text`. See docs/add-a-parser.md.
 """
 
 from collections.abc import Sequence
@@ -33,12 +32,12 @@ class OutputParser(Protocol):
     """State of one choice while it is parsed."""
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """What the next piece adds. Text may be held back until it is clear what it is; with the last piece, whose
-        `finish` is set, all of it comes out, and the delta's `finish` is set too."""
+        """Return what the next piece adds. Text may be held back until its kind is clear. With the last piece, whose
+        `finish` is set, all of it comes out, and the delta's `finish` is set, too."""
 
 
 class TextParser:
-    """Everything is content."""
+    """Takes all text for content."""
 
     def push(self, piece: Piece) -> ReplyDelta:
         """See `OutputParser`."""
@@ -46,7 +45,7 @@ class TextParser:
 
 
 class HeldReasoning:
-    """Puts the reasoning of one choice's deltas together, until it is over: SGLang's `stream_reasoning: false`."""
+    """Joins the reasoning of one choice's deltas until it is over: SGLang's `stream_reasoning: false`."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -60,7 +59,7 @@ class HeldReasoning:
 
 
 def joined_deltas(deltas: Sequence[ReplyDelta]) -> tuple[ReplyDelta, list[ToolCall]]:
-    """All deltas of a reply as one, and its tool calls, whole."""
+    """Return all deltas of a reply as one, and its whole tool calls."""
     calls: dict[int, ToolCall] = {}
     for part in (part for delta in deltas for part in delta.tool_calls):
         call = calls.get(part.index)

@@ -1,4 +1,4 @@
-"""Thinking that stands in front of an answer, between two marks."""
+"""Reasoning in front of an answer, between two marks."""
 
 from cluster.http.parsers.marks import cut
 
@@ -6,13 +6,13 @@ CALL_END = "</tool_call>"
 
 
 class ReasoningReader:
-    """What of an answer is thinking.
+    """Separates reasoning from content.
 
     opens, closes: the marks.
-    prompt: the prompt's text; where it ends in the opening mark, the answer begins inside.
-    call: what a tool call begins with, of models that may call from within their thinking and leave out the closing
-        mark (vllm-project/vllm#35687). Thinking may also have drafts of calls, so that a call is held until the answer
-        ends with it; it is thinking if anything follows.
+    prompt: the prompt's text; if it ends in the opening mark, the answer begins with reasoning.
+    call: beginning of a tool call, for models that may call from within their reasoning and leave out the closing mark
+        (vllm-project/vllm#35687). Reasoning may also have drafts of calls. So a call is held until the answer ends with
+        it; it is reasoning if anything follows.
     """
 
     def __init__(self, opens: str, closes: str, prompt: str, call: str = "") -> None:
@@ -34,12 +34,12 @@ class ReasoningReader:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the answer is thinking."""
+        """Whether the text is in the reasoning now."""
         return self._inside
 
     @property
     def is_possible(self) -> bool:
-        """Whether it thinks, or may still begin to."""
+        """Whether the text is reasoning, or may still begin with it."""
         return not self._ended
 
     def take(self, text: str, end: bool) -> tuple[str, str]:
@@ -89,8 +89,8 @@ class ReasoningReader:
         return (draft.rstrip() if rest.startswith(self._closes) else draft) + more, content
 
     def _draft_end(self, closed: int) -> int:
-        """Where the thinking goes on or ends after calls that are drafts; -1 as long as they may be the answer's.
-        closed: where the closing mark stands, -1 if it does not."""
+        """Return the place where reasoning goes on or ends after drafts of calls; -1 while they may be the answer's
+        calls. closed: place of the closing mark; -1: there is none."""
         marks = (self._closes, *self._marks[1:])
         at = self._call.find(CALL_END)
         while at >= 0 and (closed < 0 or at < closed):

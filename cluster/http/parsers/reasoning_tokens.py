@@ -7,9 +7,9 @@ from cluster.http.parsers.output_parser import ReplyDelta
 
 
 class ReasoningTokens:
-    """Counts tokens whose text came as reasoning, the marks around it not included, however the answer was cut.
+    """Counts the tokens whose text came as reasoning, without the marks around it.
 
-    A parser holds text back and strips white space; so the reasoning is looked for in the text of the tokens.
+    A parser holds text back and strips white space, so the reasoning is looked for in the text of the tokens.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class ReasoningTokens:
 
     @property
     def num(self) -> int:
-        """So far."""
+        """Reasoning tokens so far."""
         if not self._num_bytes:
             return 0
         end = self._start + self._num_bytes

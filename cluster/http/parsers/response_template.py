@@ -1,5 +1,5 @@
-"""Answers of checkpoints that bring a response template (tokenizer_config.json), read by transformers, whose module for
-it imports no torch."""
+"""Answers of checkpoints with a response template (tokenizer_config.json), read by transformers, whose module for it
+imports no torch."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Which parser a name means. See docs/add-a-parser.md."""
+"""The parsers by name. Adding one: docs/add-a-parser.md."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,7 +36,11 @@ def _marked(
     calls: Callable[[Sequence[Mapping[str, Any]]], CallReader] | None,
     ids: Callable[[str], CallIds] = lambda prompt: random_id,
 ) -> _Maker:
-    """calls: makes the reader of calls, of the tools as the chat template gets them. ids: of calls, by the prompt."""
+    """Return a maker of parsers by marks.
+
+    calls: makes the reader of calls from the tools as the chat template gets them.
+    ids: ids of calls, by the prompt.
+    """
 
     def make(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
         marks = THINKING_MARKS[request.output_parser]
@@ -49,7 +53,7 @@ def _marked(
 
 
 def _kimi_ids(prompt: str) -> CallIds:
-    """The ids that the chat template shows the model as the calls' names: numbered through the conversation."""
+    """Return ids as the chat template shows them as the calls' names: numbered through the conversation."""
     num_before = prompt.count("<|tool_call_begin|>")
     return lambda name, number: f"functions.{name}:{num_before + number}"
 
@@ -67,7 +71,6 @@ def _response_template(request: EdgeRequest, prompt: str, tokenizer: ChatTokeniz
     return ResponseTemplateParser(tokenizer.response_template, prompt, tools, request.parallel_calls)
 
 
-# What a request may need of its model's form is in the request and the tokenizer.
 PARSERS: dict[OutputParserName, _Maker] = {
     "text": lambda request, prompt, tokenizer: TextParser(),
     "think": _marked(None),

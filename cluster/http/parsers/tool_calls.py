@@ -19,14 +19,14 @@ class CallReader(Protocol):
     """Finds the calls of one answer."""
 
     def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
-        """(content, parts of calls) that more text adds; text may be held back unless it is the end."""
+        """Return (content, parts of calls) that more text adds. Text may be held back unless it is the end."""
 
 
 class CallBody(Protocol):
     """Reads the calls after a mark, until they end."""
 
     def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """Parts of calls, and the rest that belongs to none once they are over. end: no text follows."""
+        """Return parts of calls, and the rest that belongs to none once they are over. end: no text follows."""
 
 
 class NamedCall:
@@ -86,7 +86,7 @@ class MistralBody:
 
 
 class MarkedCalls:
-    """Calls that begin with a mark. marks: what makes the body after each; None: the mark is only left out."""
+    """Calls after a mark. marks: makers of the body after each mark; None: the mark is only left out."""
 
     def __init__(self, marks: Mapping[str, Callable[[], CallBody] | None]) -> None:
         self._marks = marks
@@ -127,7 +127,7 @@ class MarkedCalls:
         return "".join(content), parts
 
     def _show(self, text: str, content: list[str]) -> None:
-        """White space around calls is theirs."""
+        """Add content, without white space around calls."""
         if text and not (self._has_calls and not text.strip()):
             content.append(text)
 

@@ -45,12 +45,12 @@ class XmlForm:
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """What ends the parameters of a call."""
+        """Tags that end the parameters of a call."""
         return tuple(filter(None, (self.function_end, self.call_end)))
 
     @cached_property
     def unclosed(self) -> re.Pattern[str] | None:
-        """What may end a value that its own tag does not close."""
+        """Tags that end a value whose own closing tag is missing."""
         if not self.function_end:
             return None
         return re.compile(rf"{re.escape(self.function_end)}\s*(?P<call_end>{re.escape(self.call_end)})?")
@@ -84,8 +84,9 @@ _NAME_BEGINS = re.compile(r"\s*[\w.-]*[ \t]*")
 class XmlCalls:
     """A `cluster.http.parsers.tool_calls.CallBody`: the functions of one `<tool_call>`.
 
-    types: of the arguments of each tool, by the tool's name.
-    opened: the text begins after `<function=`, as some models leave `<tool_call>` out. Only names of tools count then.
+    types: argument types of each tool, by its name.
+    opened: the text begins after `<function=`, because some models leave `<tool_call>` out. Only names of tools count
+        then.
     """
 
     def __init__(self, types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: bool = False) -> None:
@@ -121,7 +122,7 @@ class XmlCalls:
             self._call = _Call(self._types.get(name, ArgumentTypes.unknown()), self._form)
 
     def _rest(self, text: str) -> str:
-        """What belongs to no call; without the mark that opened this body, which its owner shows."""
+        """Return the text that belongs to no call, without the mark that opened this body, which its owner shows."""
         return text.removeprefix(self._form.opens) if self._only_tools and not self._has_calls else text
 
 
@@ -197,10 +198,10 @@ class _Value:
 
 
 def _cut_value(text: str, end: bool, form: XmlForm) -> tuple[str, str, str | None]:
-    """(value, what may begin its end, what follows its end or None).
+    """Return (value, text that may begin its end, text after its end or None).
 
-    A value ends at its closing tag. Where a model leaves that out, it ends where the call does, which is less sure:
-    text may have `</function>` in it.
+    A value ends at its closing tag. If a model leaves that out, it ends where the call does, which is less sure: text
+    may have `</function>` in it.
     """
     at = text.find("<")
     while at >= 0:
@@ -224,7 +225,7 @@ def _cut_value(text: str, end: bool, form: XmlForm) -> tuple[str, str, str | Non
 
 
 def _with_break(value: str, tail: str, form: XmlForm) -> tuple[str, str, None]:
-    """A line break in front of `tail` may be the one before the end."""
+    """Return `tail` with a line break in front of it, which may be the one before the end."""
     kept = value.removesuffix("\n") if form.has_breaks else value
     return kept, value[len(kept) :] + tail, None
 
@@ -237,7 +238,7 @@ def _may_begin_function(text: str, form: XmlForm) -> bool:
 
 
 def _escaped(text: str) -> str:
-    """As inside of a JSON string."""
+    """Return the text as it stands inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -246,6 +247,6 @@ def _parts(arguments: str) -> list[CallPart]:
 
 
 def types_of_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, ArgumentTypes]:
-    """By the name of each function. tools: as the chat template gets them."""
+    """Return the argument types of each function, by its name. tools: as the chat template gets them."""
     functions = (tool.get("function", tool) for tool in tools)
     return {function["name"]: ArgumentTypes.of_schema(function.get("parameters")) for function in functions}

@@ -10,7 +10,7 @@ from cluster.http.schema.native_request import DEFAULT_NEW_TOKENS, NativeRequest
 from cluster.http.schema.request import CompletionRequest
 
 _FIELDS = frozenset(NativeSampling.model_fields)
-# Those that have other names there; all others have the same.
+# SGLang's names that differ from ours.
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 
 

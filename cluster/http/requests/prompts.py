@@ -78,7 +78,7 @@ def _cut_after(content: str, chat: ChatText) -> ChatText:
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:
-    """As chat templates expect a tool."""
+    """Return a tool in the form that chat templates expect."""
     function = tool.function
     parameters = NO_PARAMETERS if function.parameters is None else function.parameters
     return {

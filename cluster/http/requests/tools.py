@@ -1,4 +1,4 @@
-"""Which tools a chat may call, and must; and what of a request goes to the chat template by name. Raises ApiError."""
+"""The tools that a chat may or must call, and the request's variables for the chat template. Raises ApiError."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from cluster.http.text.harmony_prompt import RESPONSE_FORMAT, is_harmony
 from cluster.http.text.typescript import comment
 from workers.scheduling.plan import Grammar
 
-# What templates call the switch between thinking and not thinking: Qwen3, DeepSeek V3.1.
+# Templates' names of the switch for reasoning: Qwen3, DeepSeek V3.1.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 

@@ -149,6 +149,6 @@ class MessagesRequest(CountTokensRequest):
     speculative: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     request_id: RequestId | None = None
-    # Nothing here depends on them.
+    # Without effect.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

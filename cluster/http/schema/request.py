@@ -33,7 +33,7 @@ Strings = Annotated[Any, WithJsonSchema({"anyOf": [_STRINGS, {"type": "null"}]})
 TokenIds = Annotated[Any, WithJsonSchema(_TOKENS)]
 _NO_TOOLS = "use tools and tool_choice, which came in its place"
 _NO_LORA = "LoRA adapters are not implemented"
-# Of transformers, llama.cpp and others: they would change the answer.
+# Parameters of transformers, llama.cpp and others that would change the answer.
 OTHER_SAMPLERS = (
     "typical_p",
     "top_a",

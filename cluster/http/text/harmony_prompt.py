@@ -20,7 +20,7 @@ IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
 KNOWLEDGE_CUTOFF = "2024-06"
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 RESPONSE_FORMAT = "response_format"  # the variable with the form of the answer: a title, a line break and a schema
-# What tells the published template, and those made from it, from others with harmony's marks.
+# Distinguishes the published template, and those made from it, from others with harmony's marks.
 _PUBLISHED = ("<|channel|>", "<|message|>", "# Valid channels:", "namespace functions")
 _PREFIX = "functions."
 

@@ -36,7 +36,7 @@ class Kept:
     at_end: bool = True
 
     def of(self, tokens: list[int]) -> list[int]:
-        """Those of `tokens`."""
+        """Return the kept part of `tokens`."""
         return tokens[-self.num_tokens :] if self.at_end else tokens[: self.num_tokens]
 
     def part(self, count: Count, text: str) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""A sandbox for chat templates with a limit of time and of size: a template is code of whoever made the checkpoint, and
-what it does follows from what requests bring.
+"""A sandbox for chat templates with limits of time and size. A template is code from a checkpoint, and requests decide
+what it does.
 
-Checked where a template can spend time: at every turn of a loop, every call, and every text that it joins or repeats.
+Limits are checked at every turn of a loop, every call, and every text that is joined or repeated.
 """
 
 import contextlib
@@ -68,12 +68,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=self)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """As the sandbox does, in time."""
+        """Call `function` as the sandbox does, within the time limit."""
         _check_time()
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """As Python does, up to `MAX_CHARS`."""
+        """Compute as Python does, up to `MAX_CHARS`."""
         if operator == "*":
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, str | list | tuple) and isinstance(times, int):

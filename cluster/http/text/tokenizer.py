@@ -137,7 +137,7 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> ChatText:
-        """As `render`; what takes long is done in a thread, beside which the event loop goes on."""
+        """`render`, with long work in a thread beside the event loop."""
         num_chars = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
         if len(messages) < MANY_MESSAGES and num_chars < LONG_TEXT * MANY_MESSAGES:
             with contextlib.suppress(SlowTemplateError):
@@ -166,7 +166,7 @@ class ChatTokenizer:
             return await asyncio.to_thread(self._encode_long, chat, add_special_tokens, max_tokens, kept)
 
     async def decode_long(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """As `decode`, beside the event loop."""
+        """`decode`, beside the event loop."""
         if len(tokens) < LONG_TEXT:
             return self.decode(tokens, skip_special_tokens)
         async with self._long_encodes:
@@ -196,7 +196,7 @@ class ChatTokenizer:
         return PrefixDetokenizer(self._tokenizer, hidden, before[-TOKENS_BEFORE:])
 
     def added_ids(self, texts: Sequence[str]) -> dict[int, str]:
-        """Those of `texts` that are added tokens, by their ids."""
+        """Return the added tokens among `texts`, by their ids."""
         ids = ((self._tokenizer.token_to_id(text), text) for text in texts)
         return {token: text for token, text in ids if token in self._added}
 
@@ -241,8 +241,8 @@ class ChatTokenizer:
     def _encode(self, chat: ChatText, add_special_tokens: bool) -> list[int]:
         if chat.marks:
             return self._controls.encode(chat, add_special_tokens)
-        # Of tokenizers 0.23's ways, `encode` holds the interpreter's lock throughout (2 MB of text: 4.3 s on a 2.1 GHz
-        # Xeon); this one releases it, leaves out the offsets that nobody reads, and takes 0.6 s.
+        # tokenizers 0.23: `encode` holds the interpreter's lock throughout (2 MB of text: 4.3 s on a 2.1 GHz
+        # Xeon); this one releases it, leaves out the unused offsets, and takes 0.6 s.
         encodings = self._tokenizer.encode_batch_fast([chat.text], add_special_tokens=add_special_tokens)
         ids: list[int] = encodings[0].ids
         return ids

@@ -109,7 +109,7 @@ def is_known(architecture: str) -> bool:
 
 
 def read_config(config: dict[str, Any], source: str) -> AdapterConfig:
-    """Raises ValueError that says why, where the model would be computed wrongly."""
+    """Read config.json. Raises ValueError with the reason for a model that would be computed wrongly."""
     try:
         return _read(json.dumps(config, sort_keys=True), source)
     except UnservableError as error:
@@ -154,7 +154,7 @@ def _read(text: str, source: str) -> AdapterConfig:
 
 
 def decoder_part(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The part of a config.json that describes the decoder of tokens; of a model of text alone, all of it."""
+    """Return the part of config.json that describes the token decoder; for a text-only model, all of it."""
     inner = config.get("text_config")
     if isinstance(inner, dict) and "model_type" in inner:
         return {"tie_word_embeddings": config.get("tie_word_embeddings", True)} | inner
@@ -162,7 +162,7 @@ def decoder_part(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def transformers_config(raw: Mapping[str, Any], source: str) -> PreTrainedConfig:
-    """Raises ValueError, or UnservableError for kinds that transformers does not have."""
+    """Return transformers' configuration. Raises ValueError, or UnservableError for kinds that transformers lacks."""
     kind = str(raw.get("model_type") or "")
     if "auto_map" in raw and kind not in CONFIG_MAPPING:
         raise UnservableError("needs code that the checkpoint brings along, which Aerie does not run")
@@ -190,7 +190,7 @@ def _check_layers(config: PreTrainedConfig, calls: tuple[AttentionCall, ...]) ->
 
 
 def _max_position(config: PreTrainedConfig, source: str) -> int:
-    """Where angles depend on the length of the text, up to where they do not."""
+    """Return the longest text that is served. If angles depend on the length, it ends where they change."""
     rope = getattr(config, "rope_parameters", None) or {}
     sections = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
@@ -204,13 +204,13 @@ def _max_position(config: PreTrainedConfig, source: str) -> int:
 
 
 def style_of(plan: Mapping[str, str], path: str) -> str | None:
-    """How ranks share the module `path`; None: each has it whole."""
+    """Return how ranks shard the module `path`; None: each has it whole."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", path)
     return plan.get(path) or plan.get(generic)
 
 
 def _cut_sizes(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, int]]:
-    """The outputs and inputs that ranks share, but for the vocabulary, each once."""
+    """Return the sizes of outputs and inputs that ranks shard, without the vocabulary, each once."""
     sizes: dict[str, int] = {}
     for path, module in model.named_modules():
         style = style_of(plan, path)

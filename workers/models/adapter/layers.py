@@ -1,4 +1,4 @@
-"""Our layers in the places of those that a model of transformers is made of."""
+"""Aerie's layers, which replace those of a transformers model."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class Embedding(VocabEmbedding):
 
 @dataclass(frozen=True)
 class _Given:
-    """A choice of experts that the model has made, in the place of `RouterLogits`."""
+    """The model's own choice of experts, passed on in place of `RouterLogits`."""
 
     chosen: Tensor
     weight: Tensor
@@ -88,7 +88,7 @@ class _Given:
 
 
 class GivenExperts(Experts):
-    """Experts whose router is the model's."""
+    """Experts behind the model's own router."""
 
     def __init__(self, experts: nn.Module, group: TPGroup) -> None:
         stacked: Tensor = experts.down_proj  # type: ignore[assignment]
@@ -118,8 +118,8 @@ def is_silu(module: nn.Module) -> bool:
 
 
 class Leaf(WeightedModule):
-    """What a module of transformers becomes that has tensors of its own and none of our layers: each rank loads them
-    whole. Its `forward` is its own."""
+    """A transformers module with tensors of its own and none of Aerie's layers. Each rank loads them whole; its
+    `forward` is unchanged."""
 
     def weight_keys(self) -> Iterable[WeightKey]:
         return [WeightKey(name) for name, _ in own_tensors(self)]
@@ -139,7 +139,7 @@ class Leaf(WeightedModule):
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The tensors of a module that a checkpoint has, without its submodules'."""
+    """Return the checkpoint's tensors of a module, without its submodules'."""
     lasting = (
         pair for pair in module.named_buffers(recurse=False) if pair[0] not in module._non_persistent_buffers_set
     )
@@ -165,7 +165,7 @@ class PagedAttention:
         out = self._passing.attend(self._layer, *heads, self._rule, sinks)[..., : call.value_dim]
         if not whole or self._q.size == self._q.total:
             return out.unsqueeze(0)
-        # the model goes on with all heads; those of other ranks are read by nobody
+        # the model goes on with all heads; those of other ranks are unused
         full = out.new_zeros(1, out.shape[0], self._q.total, call.value_dim)
         full[:, :, self._q.first : self._q.end] = out
         return full
@@ -191,7 +191,7 @@ def _padded(values: Tensor, size: int) -> Tensor:
 
 
 class Passing:
-    """The context of the pass that is under way, and what stands for angles where the model turns its heads itself."""
+    """The context of the running pass, and a placeholder for angles where the model rotates its heads itself."""
 
     def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:
         self.context: ForwardContext | None = None

@@ -124,7 +124,7 @@ class _Head(nn.Module):
 
 
 class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
-    """What a decoder returns, with None for whatever else a model may pass on."""
+    """A decoder's output, with None for fields that the caller does not use."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -134,7 +134,7 @@ class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
 class _Given(nn.Module):
     @property
     def decoder(self) -> nn.Module:
-        """Where the decoder is a part of a part (OPT)."""
+        """The decoder, where it is nested in a submodule (OPT)."""
         return self
 
     def forward(self, *ids: Any, inputs_embeds: Tensor, **others: Any) -> BaseModelOutputWithPast:

@@ -1,4 +1,4 @@
-"""What checkpoints call the tensors of a model of transformers: as its modules, but for what transformers renames."""
+"""Checkpoint names of a transformers model's tensors: its module paths, after transformers' renamings."""
 
 import re
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from workers.models.name_map import NameMap
 
-OURS = "theirs."  # what stands before the path of a module of transformers in ours
+OURS = "theirs."  # prefix of a transformers module path in ours
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def conversions(model: PreTrainedModel) -> list[Any]:
-    """How transformers makes the model's tensors of a checkpoint's."""
+    """Return transformers' conversions from the checkpoint's tensors to the model's."""
     return list(get_model_conversion_mapping(model))
 
 
 def renamings(found: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """(pattern of a name in the checkpoint, what transformers puts in its place), to be tried in order."""
+    """Return (pattern of a checkpoint name, replacement), in the order in which they are tried."""
     return tuple(
         (source, target)
         for each in found
@@ -32,7 +32,7 @@ def renamings(found: Sequence[Any]) -> tuple[tuple[str, str], ...]:
 
 
 def expert_names(found: Sequence[Any]) -> tuple[str, ...] | None:
-    """What the checkpoint calls gate_proj, up_proj and down_proj of one expert; None if it has no matrix for each."""
+    """Return the checkpoint's names of gate_proj, up_proj and down_proj of one expert; None if experts are stacked."""
     sources = {}
     for each in found:
         if isinstance(each, WeightConverter):

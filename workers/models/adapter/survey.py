@@ -1,4 +1,4 @@
-"""What a model of `transformers` asks of attention, found by running it without memory."""
+"""Finds the attention calls of a transformers model by running it on the meta device."""
 
 import inspect
 import sys
@@ -21,8 +21,7 @@ _HARMLESS = {"dropout", "position_ids", "is_causal", "cache_position", "use_cach
 
 
 class UnservableError(ValueError):
-    """The model has something that would be computed wrongly. The text continues a sentence that begins with the
-    model's name."""
+    """The model would be computed wrongly. The text continues a sentence that begins with the model's name."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class AttentionCall:
 def attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers' models: passes on to the module's `paged`, which whoever made the model
-    has set.
+    """Attention function for transformers' models: calls the module's `paged`, which the model's maker has set.
 
     q, k, v: [1, heads, rows, head_dim], rotated.
     returns: [1, rows, heads, value_dim], None.
@@ -65,7 +63,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)  # no function for masks: mo
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model without memory. Raises UnservableError where its attention cannot be replaced."""
+    """Build the model on the meta device. Raises UnservableError where its attention cannot be replaced."""
     # experts as products of gathered weights, since a loop over those that are hit would wait for the device
     options = {"experts_implementation": "batched_mm"} if hasattr(config, "_experts_implementation") else {}
     try:
@@ -83,7 +81,8 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
-    """The calls of attention of one pass, in order. model: without memory, not used again. Raises UnservableError."""
+    """Return the attention calls of one pass, in order. model: on the meta device, not used again. Raises
+    UnservableError."""
     calls: list[AttentionCall] = []
     for path, module in model.named_modules():
         module.paged = _Recorder(path, module, calls)
@@ -95,7 +94,7 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
             decoder(model)(input_ids=ids, position_ids=ids, use_cache=False)
     except UnservableError:
         raise
-    except Exception as error:  # whatever code that we have never seen may raise
+    except Exception as error:  # a model's own code may raise anything
         reason = str(error).strip().splitlines()
         raise UnservableError(f"does not run as a decoder of tokens: {reason[0] if reason else error!r}") from error
     if not calls:
@@ -107,7 +106,7 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:
-    """The part before the vocabulary head. Raises UnservableError if there is none."""
+    """Return the part before the vocabulary head. Raises UnservableError if there is none."""
     inner = getattr(model, model.base_model_prefix, None)
     if not isinstance(inner, nn.Module):
         raise UnservableError(f"is a {type(model).__name__}, which has no part before its vocabulary head")
@@ -118,15 +117,15 @@ def decoder(model: PreTrainedModel) -> nn.Module:
 
 @dataclass(frozen=True)
 class _SlidingMask:
-    """What a model passes on as the mask of a layer with a window."""
+    """Stands for the mask of a layer with a window."""
 
     window: int
 
 
 @contextmanager
 def _marked_masks(model: nn.Module) -> Iterator[None]:
-    """Let the model's code make a `_SlidingMask` where it would make a mask with a window. Masks are what transformers'
-    own attention follows; not all models say the window to the attention function as well (Phi-MoE)."""
+    """Let the model's code make a `_SlidingMask` where it would make a mask with a window. Some models (Phi-MoE) tell
+    the window by the mask alone, not to the attention function."""
     name, modules = "create_sliding_window_causal_mask", {sys.modules[type(m).__module__] for m in model.modules()}
     theirs = {module: getattr(module, name) for module in modules if hasattr(module, name)}
 

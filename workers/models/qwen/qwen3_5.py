@@ -11,7 +11,7 @@ from workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM
 from workers.models.qwen.hybrid_names import layer_rules, packed_experts
 from workers.quantization.integers.format import split_outputs
 
-# Of the whole model, beside text_config.
+# Fields of the whole model, beside text_config.
 _OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
 
 

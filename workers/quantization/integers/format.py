@@ -79,13 +79,7 @@ def _present(axes: Sequence[tuple[Axis | None, Span]]) -> list[tuple[Axis, Span]
 
 @dataclass(frozen=True)
 class Codes:
-    """What the tensors of a part mean on this rank: weight = (code - zero) * scale.
-
-    codes: [rows, columns] uint8.
-    scales: [rows, groups], as stored.
-    zeros: [rows, groups] uint8.
-    groups: [columns] int64 group of each column.
-    """
+    """The meaning of a part's tensors on this rank: weight = (code - zero) * scale."""
 
     codes: Tensor
     scales: Tensor

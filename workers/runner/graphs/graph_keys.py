@@ -227,7 +227,7 @@ class GraphKeys:
         if batch.chunks is not None:
             shape = shape if batch.num_requests else self._shapes.default
         if batch.next_shape not in (0, shape):
-            return None  # a wider shape would write KV that nobody reserved
+            return None  # a wider shape would write KV that is not reserved
         if batch.chunks is None:
             return self.of_rounds(shape, batch.num_requests, needs)
         rows = batch.chunks.batch

@@ -1,7 +1,7 @@
-"""Running estimates of the acceptance of drafts that are copied from a request's own text, by length of the match.
+"""Estimates of the acceptance of copied drafts, by length of the match.
 
-As `survival`, with two differences. A plan knows the match of each request's step before the last; no match is a
-class, too. Plain rounds count as well, because ranks compare the emitted tokens with those they had proposed.
+Like `survival`, with two differences. A plan knows the match of each request's step before the last; no match is a
+class, too. Rounds without drafts count as well, because ranks compare the emitted tokens with those they had proposed.
 """
 
 import numpy as np
@@ -19,9 +19,9 @@ MAX_RATIO = 20.0  # of a request's odds to the engine's
 
 
 class MatchSurvival:
-    """Answers what `Survival` answers, for an engine with `RoundShapes.free_drafts`.
+    """`Survival` for an engine with `RoundShapes.free_drafts`.
 
-    Chances are conditional: of a draft whose predecessors were accepted. A request's own counts give the ratio of its
+    Each probability is that of a draft whose predecessors were accepted. A request's own counts give the ratio of its
     odds to the engine's, over all classes and depths together.
     """
 
@@ -42,17 +42,17 @@ class MatchSurvival:
         return 0
 
     def depth(self, shape: int) -> int:
-        """Drafts that a round of a shape can accept."""
+        """Return the number of drafts that a round of a shape can accept."""
         return int(self._depth[shape])
 
     def classes(self, slots: Ints, users: Ints) -> Ints:
-        """[n] class of the newest match known of each request, for the step that is planned now."""
+        """Return [n]: the class of each request's newest known match, for the step that is planned now."""
         self._take_over(slots, users)
         known: Ints = self._class[slots]
         return known
 
     def has_moved(self, slots: Ints) -> bool:
-        """Whether more than a quarter of these requests have another class than when they were last judged."""
+        """Whether more than a quarter of these requests have changed their class since their last evaluation."""
         return 4 * int(np.count_nonzero(self._class[slots] != self._judged[slots])) > len(slots)
 
     def observe(
@@ -83,7 +83,7 @@ class MatchSurvival:
         self._counts[slots] = self._counts[slots] * np.exp(-own[:, 1:2] / REQUEST_WINDOW) + own
 
     def age(self, num_rounds: int) -> None:
-        """Plain rounds teach as others do, so that nothing gets old."""
+        """Do nothing: rounds without drafts teach as others do."""
 
     def expected_tokens(self, slots: Ints, users: Ints, speculative: Bools) -> tuple[Floats, Floats]:
         """See `Survival.expected_tokens`."""
@@ -102,7 +102,7 @@ class MatchSurvival:
         return total[0], total[1]
 
     def _odds_ratios(self, slots: Ints) -> Floats:
-        """[n]: of the odds that a request's draft is accepted, to those of the engine's."""
+        """Return [n]: the odds that a request's draft is accepted, relative to the engine's."""
         hits, trials, expected = self._counts[slots].T
         usual = REQUEST_PRIOR * np.where(trials > 0, expected / np.maximum(trials, 1e-9), 0.5)
         hits, expected, trials = hits + usual, expected + usual, trials + REQUEST_PRIOR
@@ -110,7 +110,7 @@ class MatchSurvival:
         return np.clip(ratios, 1.0 / MAX_RATIO, MAX_RATIO)
 
     def _take_over(self, slots: Ints, users: Ints) -> None:
-        """Slots that have another request than before know nothing of it."""
+        """Forget the former requests of slots that have new ones."""
         changed = slots[self._users[slots] != users]
         if len(changed):
             self._counts[changed] = 0.0
@@ -118,7 +118,7 @@ class MatchSurvival:
         self._users[slots] = users
 
     def _estimate(self) -> Floats:
-        """[classes, depth]: of the engine as a whole."""
+        """Return [classes, depth]: the engine's estimates."""
         found = np.empty_like(self._hits)
         chance = np.array(FIRST_CHANCES)
         for depth in range(self._max_depth):

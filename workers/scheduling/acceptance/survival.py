@@ -1,6 +1,6 @@
-"""How likely drafted tokens are to be accepted, by request, depth and shape: running estimates of what rounds report.
+"""Estimates of the acceptance of drafted tokens, by request, depth and shape, from what rounds report.
 
-`workers.scheduling.shape_choice` reports rounds to it and asks it every few steps. Pure, arrays over slots; knows no
+`workers.scheduling.shape_choice` reports rounds to it and reads it every few steps. Pure, arrays over slots; knows no
 clock and no cost.
 """
 
@@ -31,18 +31,18 @@ EPSILON = 1e-9  # of a window: avoids 0 / 0
 
 
 class Survival:
-    """Of a path that is accepted as far as depth k - 1, the chance that its node at depth k is accepted too.
+    """The probability that a path's node at depth k is accepted, given that the path is accepted as far as depth k - 1.
 
-    A round whose path of at most m drafts was accepted as far as depth a says that depths 1 to a held and, if a < m,
-    that a + 1 did not; of deeper ones it says nothing. So each depth counts its own trials (Kaplan and Meier, 1958),
-    and a path accepted to its end is censored there. All counts decay.
+    A round whose path of at most m drafts was accepted as far as depth a reports that depths 1 to a were accepted and,
+    if a < m, that a + 1 was rejected. It reports nothing about deeper nodes. So each depth counts its own trials
+    (Kaplan and Meier, 1958), and a path accepted to its end is censored there. All counts decay.
 
-    Chains of all depths share one estimate; trees have one for each shape, which is that of the best path in such a
-    tree. What has hardly run follows what has: a depth the one above it, and a shape the others: where a chain's node
-    is accepted with chance q, a tree's is with 1 - (1 - q)^b, with b above 1 for wider trees.
+    Chains of all depths share one estimate. Each tree shape has its own, for the best path of the tree. Depths and
+    shapes with few rounds follow others: a depth follows the one above it; a tree follows a chain by 1 - (1 - q)^b,
+    where q is the chain's probability, and b is above 1 for wider trees.
 
-    A request has its own counts beside the number that the engine's estimate expected of it; by the ratio of the odds
-    the two differ, its chances in any shape differ from the engine's. Rounds of one shape thereby teach about another.
+    Each request counts its own accepted nodes, and those that the engine's estimate expected. The ratio of the two odds
+    scales its probabilities in every shape, so rounds of one shape teach about all.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -67,17 +67,21 @@ class Survival:
         self._reports: list[tuple[int, Ints, Ints, Ints, npt.NDArray[np.int32]]] = []  # not counted yet
 
     def family(self, shape: int) -> int:
-        """Shapes of one family share their estimates as deep as both go."""
+        """Family of a shape: shapes of one family share estimates as deep as both go."""
         return int(self._family[shape])
 
     def depth(self, shape: int) -> int:
-        """Drafts that a round of a shape can accept."""
+        """Return the number of drafts that a round of a shape can accept."""
         return int(self._depth[shape])
 
     def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
-        """What rounds that verified `shape` reported. slots, users: [n] and the requests that had them. drafted: [n]
-        the shapes whose trees they had. accepted: [n] drafts, -1 where there were none. The arrays are kept: reports
-        are counted together, by the next `expected_tokens`, because that takes as long for many as for one."""
+        """Report the rounds that verified `shape`. The arrays are kept: `expected_tokens` counts all reports together,
+        because that takes as long for many as for one.
+
+        slots, users: [n] slots, and the requests in them.
+        drafted: [n] shapes that drafted their trees.
+        accepted: [n] accepted drafts; -1: nothing was drafted.
+        """
         self._reports.append((shape, slots, users, drafted, accepted))
         if len(self._reports) == MAX_REPORTS:
             self._count_reports()
@@ -126,15 +130,18 @@ class Survival:
         self._last = family
 
     def age(self, num_rounds: int) -> None:
-        """So many rounds have run without drafts, so that what is known of drafts is older."""
+        """Count so many rounds without drafts: estimates get older by them."""
         kept = math.exp(-num_rounds / ENGINE_WINDOW / 8)
         self._hits *= kept
         self._trials *= kept
 
     def expected_tokens(self, slots: Ints, users: Ints, speculative: Bools) -> tuple[Floats, Floats]:
-        """[shapes], twice: tokens that one round of these requests emits, all together; those that do not speculate
-        count 1 each. First as expected, then the upper end of what is likely: of what hardly ran, more may be hoped
-        for. Refreshes the engine's estimates."""
+        """Return the expected tokens of one round of these requests, and their likely upper end: [shapes] each, summed
+        over requests.
+
+        A request that does not speculate counts 1. The upper end is far above the estimate for shapes that have hardly
+        run. Refreshes the engine's estimates.
+        """
         self._count_reports()
         self._chances = chances = self._estimate()
         total = np.full((2, len(self._depth)), float(len(slots)))
@@ -152,7 +159,7 @@ class Survival:
         return total[0], total[1]
 
     def _odds_ratios(self, slots: Ints) -> Floats:
-        """[depth, n]: of the odds that a request's node is accepted if its parent was, to the engine's."""
+        """Return [depth, n]: the odds that a request's node is accepted if its parent was, relative to the engine's."""
         usual = REQUEST_PRIOR * self._chances[self._last][:, None]
         hits, trials, expected = self._counts[:, :, slots]
         trials, hits, expected = trials + REQUEST_PRIOR, hits + usual, expected + usual
@@ -160,14 +167,14 @@ class Survival:
         return ratios
 
     def _take_over(self, slots: Ints, users: Ints) -> None:
-        """Slots that have another request than before know nothing of it."""
+        """Forget the former requests of slots that have new ones."""
         changed = self._users[slots] != users
         if changed.any():
             self._counts[:, :, slots[changed]] = 0.0
             self._users[slots] = users
 
     def _estimate(self) -> Floats:
-        """[families, depth]: of the engine as a whole."""
+        """Return [families, depth]: the engine's estimates."""
         reference, column = self._trials.argmax(0), self._column[:, 0]
         hits_of, trials_of = (of[reference, column].tolist() for of in (self._hits, self._trials))
         chances, chance = [], UNKNOWN
@@ -182,7 +189,7 @@ class Survival:
 
 
 def _kept_and_added(age: Floats) -> tuple[Floats, Floats]:
-    """What counts that decay keep, and what new ones add of themselves, each in the mean: they come one after the other
-    while the counts age by `age` windows."""
+    """Return the mean weight that old counts keep, and that new ones get, while the counts decay by `age` windows. New
+    counts arrive one after the other."""
     kept = np.exp(-age)
     return kept, (1.0 - kept + EPSILON) / (age + EPSILON)
