@@ -46,6 +46,7 @@ BENCHES = {
     "delta_rule": ("kernels.delta_rule", "recurrent layers of the gated delta rule: rounds and chunks (GPU)"),
     "delta_chunks": ("kernels.delta_chunks", "their prompt chunks by kernel and tiles; equal runs, and errors (GPU)"),
     "experts": ("kernels.experts", "routing and products of a layer of experts (GPU)"),
+    "packed": ("kernels.packed", "products of 1 to 64 rows with 4-bit weights, by tiles (GPU)"),
     "packed_experts": ("kernels.packed_experts", "experts with weights of 4 and 8 bits (GPU)"),
     "linear": ("kernels.linear", "linear layers, bf16 and FP8 (GPU)"),
     "all_reduce": ("kernels.all_reduce", "sums between GPUs by message size (2 or 4 GPUs)"),

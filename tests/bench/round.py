@@ -32,11 +32,13 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench import configured
+from tests.bench.kernels.block_plans import VARIANTS
 from tests.bench.kernels.gpu_time import copy_bytes_per_s, hardware
 from tests.bench.machine import commit
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.ops.packed.tiles import BLOCK_PLANS
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request, RequestOutput
@@ -259,12 +261,17 @@ def main() -> None:
     parser.add_argument(
         "--quantization", choices=("none", *QUANTIZATIONS), default="none", help="of the target; floors are bf16's"
     )
+    parser.add_argument(
+        "--packed-plan", choices=VARIANTS, help="tiles of products of 9 to 64 rows with 4-bit weights; else as served"
+    )
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
     parser.add_argument("--attention", default="auto", help="the attention backend of every phase of target and draft")
     parser.add_argument("--prompt-tokens", type=int, default=Setting.prompt_tokens)
     parser.add_argument("--output-tokens", type=int, default=Setting.output_tokens)
     parser.add_argument("--repeats", type=int, default=Setting.repeats, help="the best of how many runs is taken")
     arguments = parser.parse_args()
+    if arguments.packed_plan is not None:
+        BLOCK_PLANS.update(dict.fromkeys((16, 32, 64), VARIANTS[arguments.packed_plan]))
     setting = Setting(arguments.prompt_tokens, arguments.output_tokens, repeats=arguments.repeats)
     if arguments.tiny:
         setting = Setting(40, 24)
@@ -302,6 +309,7 @@ def main() -> None:
                 "commit": commit(),
                 "model": arguments.model,
                 "quantization": arguments.quantization,
+                "packed_plan": arguments.packed_plan,
                 "copy_tb_per_s": round(copy_rate / 1e12, 4),
                 "tensor_parallel": arguments.tensor_parallel,
                 "attention": arguments.attention,

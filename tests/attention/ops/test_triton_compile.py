@@ -59,7 +59,7 @@ def built(
             signature[name] = "*" + pointers.get(name, "i32")
         else:
             signature[name] = "fp32" if "scale" in name else "i32"
-        if name.endswith(("_ptr", "_stride")) and name not in constants:
+        if name.endswith(("_ptr", "_stride")) and name not in constants and name not in (descriptors or ()):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs, attributes)
@@ -70,13 +70,18 @@ def built(
 def compiled(kernel: Any, tmp_path: Path, *arguments: Any, **options: Any) -> tuple[int, int, str]:
     """Bytes of spills and of shared memory, and the PTX; arguments and options as of `built`."""
     made = built(kernel, *arguments, **options)
+    usage = dumped(made, tmp_path, "--dump-resource-usage")
+    stack, local = (re.search(rf"{what}:(\d+)", usage) for what in ("STACK", "LOCAL"))
+    assert stack is not None and local is not None
+    return int(stack[1]) + int(local[1]), made.metadata.shared, made.asm["ptx"]
+
+
+def dumped(made: Any, tmp_path: Path, what: str) -> str:
+    """What cuobjdump prints of a compiled kernel. what: its option."""
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(made.asm["cubin"])
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
-    stack, local = (re.search(rf"{what}:(\d+)", usage.stdout) for what in ("STACK", "LOCAL"))
-    assert stack is not None and local is not None
-    return int(stack[1]) + int(local[1]), made.metadata.shared, made.asm["ptx"]
+    return subprocess.run([cuobjdump, what, cubin], capture_output=True, text=True, check=True).stdout
 
 
 def decode_constants(

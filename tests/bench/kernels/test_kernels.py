@@ -16,9 +16,11 @@ from attention.metadata import Mode
 from attention.ops.delta_rule.chunks import delta_rule_chunks
 from attention.ops.delta_rule.tables import DeltaHeads
 from attention.registry import build_backend
-from tests.bench.kernels import attention, delta_chunks, delta_rule, latent_attention, linear, packed_experts
+from tests.bench.kernels import attention, delta_chunks, delta_rule, latent_attention, linear, packed, packed_experts
+from workers.ops.activation import silu_mul
 from workers.ops.experts.route import Routing
 from workers.ops.gemm.workspace import GEMMOptions
+from workers.ops.packed.weight import PackedWeight, dequantize
 
 COPY_RATE = 4e12
 
@@ -107,6 +109,37 @@ def test_linear_layers_of_each_weight(monkeypatch: pytest.MonkeyPatch, capsys: p
         (product.name, weights, rows) for product in products for weights in ("bf16", "fp8", "w4a16") for rows in (1, 3)
     ]
     assert all(row["us"] == round(10 / linear.MAX_WEIGHTS, 2) for row in results)
+
+
+def test_products_of_few_bits_in_every_tiling(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong results are marked, and gated products need pairs of blocks."""
+    shapes = linear.Product("8B o", 64, 256), linear.Product("8B gate and up", 128, 256, gated=True)
+    monkeypatch.setattr(packed, "SHAPES", {shape.name: shape for shape in shapes})
+
+    def reference(name: str, product: linear.Product, _: object, rows: int) -> packed.Multiply | None:
+        if name != packed.TODAY and product.gated and not packed.VARIANTS[name].paired:
+            return None
+
+        def multiply(x: Tensor, weight: PackedWeight) -> Tensor:
+            y = x.float() @ dequantize(weight, torch.float32).T
+            return (silu_mul(y) if product.gated else y) * (1.1 if name == "128 outputs, ordered rows" else 1.0)
+
+        return multiply
+
+    monkeypatch.setattr(packed, "multiply_of", reference)
+    before = torch.get_default_dtype()
+    try:
+        results = _run(packed, monkeypatch, capsys, "--rows", "1", "40")["results"]
+    finally:
+        torch.set_default_dtype(before)
+    found = {(row["shape"], row["variant"]) for row in results}
+    assert {name for shape, name in found if shape == "8B o"} == {packed.TODAY, *packed.VARIANTS}
+    unpaired = {name for name, variant in packed.VARIANTS.items() if not variant.paired}
+    assert {name for shape, name in found if shape == "8B gate and up"} == {packed.TODAY, *packed.VARIANTS} - unpaired
+    assert {row["variant"] for row in results if "WRONG" in row["error"]} == {"128 outputs, ordered rows"}
+    assert all(row["us"] == round(10 / 16, 2) for row in results)
 
 
 def test_the_delta_rule_in_rounds_and_chunks(

@@ -54,11 +54,12 @@ VARIANTS = {
     "mxfp4": ("mxfp4",),
     "nvfp4": ("nvfp4",),
     "w8a16": ("w8a16", "--group-size", "-1"),
+    "w8a8": ("w8a8",),
     "fp8": ("fp8",),
 }
 CALIBRATED = ("w4a16, groups of 32", "w4a16", "mxfp4")
 MAX_LENGTH = 512
-SMALL = ("w4a16, groups of 32", "mxfp4", "nvfp4", "w8a16", "fp8")  # whose groups fit the small DeepSeek
+SMALL = ("w4a16, groups of 32", "mxfp4", "nvfp4", "w8a16", "w8a8", "fp8")  # whose groups fit the small DeepSeek
 
 
 def acceptance(model: Model, folder: Path, test: Path, rows: int) -> float:
@@ -97,6 +98,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--only", nargs="+", choices=list(NAMES), default=list(NAMES))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT")
     arguments = parser.parse_args()
     found: list[tuple[object, ...]] = []
 
@@ -107,7 +109,9 @@ def main() -> int:
     for name in arguments.only:
         model = NAMES[name]
         add(name, "bfloat16", measured(model, model.folder, arguments))
-        for variant in VARIANTS if name == "embedded pair" else SMALL:
+        for variant in arguments.variants:
+            if name != "embedded pair" and variant not in SMALL:
+                continue
             for is_calibrated in (False, True) if variant in CALIBRATED else (False,):
                 texts = ["--calibrate", str(arguments.train), "--calibration-rows", "64"] if is_calibrated else []
                 with tempfile.TemporaryDirectory() as folder:

@@ -12,10 +12,11 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 import triton.language as tl  # noqa: E402
 
-from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+from tests.attention.ops.test_triton_compile import SHARED_PER_SM, built, compiled, dumped  # noqa: E402
 from workers.ops.packed.blocks_triton import _packed_blocks  # noqa: E402
 from workers.ops.packed.stream_triton import _packed_stream  # noqa: E402
 from workers.ops.packed.tiles import (  # noqa: E402
+    BlockPlan,
     BlockTiles,
     StreamTiles,
     block_tiles,
@@ -45,6 +46,12 @@ def stream(
 def blocks(tiles: BlockTiles, n: int, k: int, gated: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """Pointers and constants of a product in blocks, without bias."""
     constants = {"N": n // (1 + gated), "K": k, "CODE": "int4", "GROUP": 128, "GATED": gated, "SPAN": tiles.span(k)}
+    constants |= {
+        "WARPGROUPS": tiles.warpgroups,
+        "COUNT": tiles.chunks,
+        "DIRECT": tiles.direct,
+        "SUMS": tiles.scales_sums(k, 128),
+    }
     constants |= {"BLOCK_M": tiles.block_m, "PAIRED": tiles.paired, "STAGES": tiles.stages, "SPLITS": tiles.splits}
     constants |= {"TYPE": tl.bfloat16, "SCALE_TYPE": tl.bfloat16}
     constants |= dict.fromkeys(("zeros_ptr", "row_scale_ptr", "bias_ptr"))
@@ -79,6 +86,41 @@ def test_a_product_of_few_bits_hardly_spills_and_loads_16_bytes_at_a_time(
     assert loads and all(".v4.b32" in load for load in loads), set(loads)
 
 
+def product_loops(sass: str) -> list[int]:
+    """Return the instructions of each loop with products of warp groups and without stores: pipelines' bodies."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)
+    code = [(int(address, 16), text) for address, text in lines]
+    found = []
+    for end, text in code:
+        jump = re.search(r"\bBRA\S*\s+(?:!?U?P\w+,\s*)?(0x[0-9a-f]+)", text)
+        body = [t for at, t in code if jump is not None and int(jump[1], 16) <= at <= end]
+        if any("HGMMA" in t for t in body) and not any("STG" in t for t in body):
+            found.append(len(body))
+    return found
+
+
+@pytest.mark.parametrize(
+    "rows,paired,warpgroups,most",
+    [(16, False, 1, 440), (16, True, 1, 350), (32, True, 1, 400), (64, True, 1, 400), (64, False, 2, 470)],
+)
+def test_a_step_of_128_inputs_takes_few_instructions(
+    rows: int, paired: bool, warpgroups: int, most: int, tmp_path: Path
+) -> None:
+    """most: instructions of a warp group for 2 KB of codes, of which decoding takes 160. Issuing them limits the
+    product: steps of 64 inputs take 680, 2.8 TB/s at an instruction per scheduler and cycle of an H200."""
+    plan = BlockPlan(paired, 240, 5 - warpgroups, warpgroups, 32)
+    tiles = plan.tiles(rows, 4096, 14336, False)
+    assert tiles is not None and tiles.scales_sums(14336, 128)
+    descriptors = None if tiles.direct else {"x_ptr": (tiles.block_m, 128)}
+    made = built(_packed_blocks, *blocks(tiles, 4096, 14336, False), 4 * warpgroups, 3, descriptors)
+    assert "STACK:0" in (usage := dumped(made, tmp_path, "--dump-resource-usage")) and "LOCAL:0" in usage
+    assert made.metadata.shared < SHARED_PER_SM // 2
+    products = re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\}, ?(.)", made.asm["ptx"])
+    assert len(products) == 8 * (1 + paired) and set(products) == {"{"}, "operands from shared memory"
+    (instructions,) = product_loops(dumped(made, tmp_path, "-sass"))
+    assert 4 * instructions / (tiles.chunks * (1 + paired)) <= most
+
+
 @pytest.mark.parametrize(
     "rows,n,k,gated", [(64, 28672, 4096, True), (128, 28672, 4096, True), (128, 4096, 14336, False)]
 )
@@ -87,7 +129,7 @@ def test_blocks_of_outputs_multiply_codes_from_registers(
 ) -> None:
     tiles = (gated_block_tiles if gated else block_tiles)(rows, n, k)
     assert tiles is not None
-    descriptors = {"x_desc": (tiles.block_m, 64)}
+    descriptors = {"x_ptr": (tiles.block_m, 64)}
     spills, shared, ptx = compiled(_packed_blocks, tmp_path, *blocks(tiles, n, k, gated), 4, 3, descriptors=descriptors)
     assert spills == 0 and 2 * shared < SHARED_PER_SM
     products = re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\}, ?(.)", ptx)

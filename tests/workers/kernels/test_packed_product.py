@@ -9,12 +9,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from tests.bench.kernels.block_plans import VARIANTS  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.ops.activation import silu_mul  # noqa: E402
 from workers.ops.gemm.workspace import Workspace  # noqa: E402
+from workers.ops.packed import tiles  # noqa: E402
 from workers.ops.packed.dequantize_triton import dequantize_rows  # noqa: E402
 from workers.ops.packed.product_triton import TritonPackedProduct  # noqa: E402
-from workers.ops.packed.tiles import FIXED_ROWS, MAX_STREAM_ROWS, packed_workspace_size  # noqa: E402
+from workers.ops.packed.tiles import FIXED_ROWS, MAX_STREAM_ROWS, BlockPlan, packed_workspace_size  # noqa: E402
 from workers.ops.packed.weight import BITS, Code, PackedWeight, dequantize, pack  # noqa: E402
 
 pytestmark = MARKS
@@ -101,6 +103,26 @@ def test_products_of_known_models_are_those_of_float64(n: int, k: int) -> None:
             gated = silu_mul(expected[:rows].float()).double()
             # two roundings before the product, one after
             assert error(ours.multiply_gated(x[:rows]), gated) < 2 * bound, rows
+
+
+@pytest.mark.parametrize("plan", VARIANTS.values(), ids=lambda plan: f"{64 * plan.warpgroups * (1 + plan.paired)}")
+def test_every_plan_of_blocks_gives_the_product_of_float64(plan: BlockPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks beyond the last output, inputs that are no whole step, and scales of a group, of half a step, of a row."""
+    monkeypatch.setattr(tiles, "BLOCK_PLANS", dict.fromkeys((16, 32, 64), plan))
+    kinds: list[tuple[int, int, Code, int, bool]] = [
+        (200, 384, "int4", 128, True),
+        (128, 320, "e2m1", 32, False),
+        (130, 192, "int8", 0, True),
+    ]
+    for (n, k, code, group, zeros), rows in zip(kinds, (11, 33, 20) if INTERPRETED else (11, 64, 20), strict=True):
+        weight = weight_of(n, k, code, group, zeros, torch.bfloat16, DEVICE)
+        ours, exact = product_of(weight), dequantize(weight, torch.float32).double()
+        x = torch.randn(rows, k, device=DEVICE).half()
+        assert error(ours.multiply(x, None), x.double() @ exact.T) < DENSE_BOUND[torch.float16], (n, k)
+        if n % 128 == 0:
+            gated = silu_mul((x.double() @ exact.T).float()).double()
+            assert error(ours.multiply_gated(x), gated) < 2 * DENSE_BOUND[torch.float16]
+        assert int(ours.workspace.tickets.abs().sum()) == 0
 
 
 def test_gated_product_is_silu_mul_of_the_product() -> None:

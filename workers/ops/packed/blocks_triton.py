@@ -6,11 +6,10 @@ As in `stream_triton`, each lane loads the codes of its own part of a tensor cor
 wgmma's, 64 outputs of four warps, and rows come through tensor maps to shared memory, so that all warps share them.
 Weights are rounded to the rows' type with their scale, as dequantised ones are.
 
-The order of inputs in an operand is not that of a row (`workers.ops.packed.weight`): `order_rows` writes rows in the
-operand's order before.
+The order of inputs in an operand is not that of a row (`workers.ops.packed.weight`): `order_rows`
+writes rows in the operand's order before, or the kernel reads them so, 4 bytes at a time (`BlockTiles.direct`).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,11 +26,21 @@ from workers.ops.packed.weight import PackedWeight
 
 
 @triton.jit
+def _joined(operands):
+    """Join the first half of a tuple to the second: a dimension more, half as many."""
+    half: tl.constexpr = len(operands) // 2
+    joined = ()
+    for each in tl.static_range(half):
+        joined = joined + (tl.join(operands[each], operands[half + each]),)
+    return joined
+
+
+@triton.jit
 def _weights(
     codes_base,
     scales_base,
     zeros_base,
-    chunk,
+    first_chunk,
     t,
     K: tl.constexpr,
     CODE: tl.constexpr,
@@ -39,36 +48,64 @@ def _weights(
     HAS_ZEROS: tl.constexpr,
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
+    WARPGROUPS: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return 64 outputs by the 64 inputs of a chunk, in the order of operands."""
+    """Return 64 outputs per warp group by the inputs of COUNT chunks, in the order of operands.
+
+    SCALE_TYPE: of their scales; None: without them.
+    ROUNDED: steps may reach beyond the last chunk.
+    """
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
-    words = ()
-    for s in tl.static_range(PIECES):
-        words = words + (tl.load(codes_base + chunk * (512 * PIECES) + s * 128),)
-    halves = ()
-    for s in tl.static_range(2):
-        start = chunk * 64 + (0 if GROUP % 64 == 0 or GROUP == K else 32 * s)
-        if GROUP == 16:
-            start += t // 2 * 16
-        start = tl.minimum(start, K - 1)
-        scale = tl.load(scales_base + start // GROUP * 32)
-        zero = scale
-        if HAS_ZEROS:
-            zero = tl.load(zeros_base + start // GROUP * 32)
-        low, high = decode(words[s * (PIECES - 1)], zero, scale, 0, s, CODE, HAS_ZEROS, SCALE_TYPE, TYPE, INTERPRETED)
-        halves = halves + (tl.join(low, high),)
-    pairs = tl.join(halves[0], halves[1])
-    low = (pairs & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
-    high = (pairs >> 16).to(tl.int16).to(TYPE, bitcast=True)
-    # i g t u h r s p to i h g, s r u t p
-    numbers = tl.reshape(tl.join(low, high), [4, 8, 4, 2, 2, 2, 2, 2])
-    return tl.reshape(tl.permute(numbers, [0, 4, 1, 6, 5, 3, 2, 7]), [64, 64])
+    CHUNKS: tl.constexpr = (K + 63) // 64
+    operands = ()
+    for c in tl.static_range(COUNT):
+        # rows are zero beyond the last chunk
+        chunk = tl.minimum(first_chunk + c, CHUNKS - 1) if ROUNDED else first_chunk + c
+        words = ()
+        for s in tl.static_range(PIECES):
+            words = words + (tl.load(codes_base + chunk * (512 * PIECES) + s * 128),)
+        for s in tl.static_range(2):
+            start = chunk * 64 + (0 if GROUP % 64 == 0 or GROUP == K else 32 * s)
+            if GROUP == 16:
+                start += t // 2 * 16
+            start = tl.minimum(start, K - 1)
+            scale = words[s * (PIECES - 1)]
+            if SCALE_TYPE is not None:
+                scale = tl.load(scales_base + start // GROUP * 32)
+            zero = scale
+            if HAS_ZEROS:
+                zero = tl.load(zeros_base + start // GROUP * 32)
+            word = words[s * (PIECES - 1)]
+            operands = operands + decode(word, zero, scale, 0, s, CODE, HAS_ZEROS, SCALE_TYPE, TYPE, INTERPRETED)
+    operands = _joined(_joined(operands))
+    if COUNT >= 2:
+        operands = _joined(operands)
+    if COUNT >= 4:
+        operands = _joined(operands)
+    low = (operands[0] & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
+    high = (operands[0] >> 16).to(tl.int16).to(TYPE, bitcast=True)
+    # i g t u h c s r p to i h g, c s r u t p
+    numbers = tl.reshape(tl.join(low, high), [4 * WARPGROUPS, 8, 4, 2, 2, COUNT, 2, 2, 2])
+    return tl.reshape(tl.permute(numbers, [0, 4, 1, 5, 6, 7, 3, 2, 8]), [64 * WARPGROUPS, 64 * COUNT])
+
+
+@triton.jit
+def _add_product(acc, weights, inputs, scales, SUMS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return acc + weights inputs, or acc + scales * (weights inputs)."""
+    if INTERPRETED:
+        weights = weights.to(tl.float32)
+    if SUMS:
+        return acc + tl.dot(weights, inputs) * scales[:, None]
+    else:
+        return tl.dot(weights, inputs, acc)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _packed_blocks(
-    x_desc,
+    x_ptr,
     codes_ptr,
     scales_ptr,
     zeros_ptr,
@@ -78,11 +115,16 @@ def _packed_blocks(
     part_ptr,
     ticket_ptr,
     rows,
+    row_stride,
     N: tl.constexpr,
     K: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    WARPGROUPS: tl.constexpr,
+    COUNT: tl.constexpr,
+    SUMS: tl.constexpr,
+    DIRECT: tl.constexpr,
     SPLITS: tl.constexpr,
     SPAN: tl.constexpr,
     GATED: tl.constexpr,
@@ -93,39 +135,84 @@ def _packed_blocks(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    # N: outputs of W; gated: half of them. PAIRED: a program has 64 outputs and another 64.
+    # x_ptr: rows of `order_rows`, a tensor map; DIRECT: rows in their own order, a pointer
+    # N: outputs of W; gated: half of them. PAIRED: a program has blocks of outputs and as many others.
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     CHUNKS: tl.constexpr = (K + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
     HAS_ZEROS: tl.constexpr = zeros_ptr is not None
+    BLOCKS: tl.constexpr = (N + 63) // 64
+    OUTPUTS: tl.constexpr = 64 * WARPGROUPS
+    ROUNDED: tl.constexpr = CHUNKS % COUNT != 0
+    OPERAND_SCALE: tl.constexpr = None if SUMS else SCALE_TYPE
     row_block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = row_block * BLOCK_M
-    index = tl.arange(0, 512)
-    i, t, g = index // 128, index // 4 % 4, index // 16 % 8
-    block = tile * (2 if PAIRED and not GATED else 1)
+    index = tl.arange(0, 512 * WARPGROUPS)
+    i, t, g = index // 128 % 4, index // 4 % 4, index // 16 % 8
+    first_block = tile * WARPGROUPS * (2 if PAIRED and not GATED else 1)
+    # blocks beyond the last one repeat it, and are not stored
+    block = (
+        first_block + index // 512 if BLOCKS % WARPGROUPS == 0 else tl.minimum(first_block + index // 512, BLOCKS - 1)
+    )
     codes_base = codes_ptr + block * (CHUNKS * 512 * PIECES) + i * (128 * PIECES) + index % 128
     scale_words = block * (GROUPS * 32) + g * 4 + i
-    # from a block to the other; the last one of an odd number is its own other
-    other = N // 64 if GATED else tl.minimum(block + 1, (N + 63) // 64 - 1) - block
+    other = BLOCKS if GATED else tl.minimum(block + WARPGROUPS, BLOCKS - 1) - block
     scales_base = scales_ptr.to(tl.pointer_type(tl.int32)) + scale_words
     zeros_base = scales_base
     if HAS_ZEROS:
         zeros_base = zeros_ptr.to(tl.pointer_type(tl.int32)) + scale_words
+    if DIRECT:
+        # the column of a row at each place of operands: from r, u, t, p to t, r, u, p
+        place = tl.arange(0, 64 * COUNT)
+        ordered = place // 32 * 32 + place // 2 % 4 * 8 + place // 8 % 4 * 2 + place % 2
+        ordered = tl.max_contiguous(tl.multiple_of(ordered, [2]), [2])
+        x_rows = x_ptr + tl.minimum(first_row + tl.arange(0, BLOCK_M), rows - 1).to(tl.int64)[:, None] * row_stride
+    lane = tl.arange(0, OUTPUTS)
+    own = tl.minimum(first_block + lane // 64, BLOCKS - 1)
+    own_other = own + BLOCKS if GATED else tl.minimum(first_block + WARPGROUPS + lane // 64, BLOCKS - 1)
+    in_block = lane % 8 * 8 + lane // 16 % 4 * 2 + lane // 8 % 2
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([64, BLOCK_M], tl.float32)
+    acc = tl.zeros([OUTPUTS, BLOCK_M], tl.float32)
     if PAIRED:
-        acc_up = tl.zeros([64, BLOCK_M], tl.float32)
-    for chunk in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, CHUNKS), num_stages=STAGES):
-        inputs = tl.trans(x_desc.load([first_row, chunk * 64]))
+        acc_up = tl.zeros([OUTPUTS, BLOCK_M], tl.float32)
+    for chunk in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, CHUNKS), COUNT, num_stages=STAGES):
+        if DIRECT:
+            column = (chunk * 64 + ordered)[None, :]
+            if ROUNDED or K % 64 != 0:
+                inputs = tl.trans(tl.load(x_rows + column, mask=column < K, other=0.0))
+            else:
+                inputs = tl.trans(tl.load(x_rows + column))
+        else:
+            inputs = tl.trans(x_ptr.load([first_row, chunk * 64]))
         if INTERPRETED:
             inputs = inputs.to(tl.float32)
+        group = 0 if GROUP == K else tl.minimum(chunk * 64, K - 1) // GROUP
+        scales = own
+        if SUMS:
+            scales = tl.load(scales_ptr + (own * GROUPS + group) * 64 + in_block).to(tl.float32)
         weights = _weights(
-            codes_base, scales_base, zeros_base, chunk, t, K, CODE, GROUP, HAS_ZEROS, TYPE, SCALE_TYPE, INTERPRETED
+            codes_base,
+            scales_base,
+            zeros_base,
+            chunk,
+            t,
+            K,
+            CODE,
+            GROUP,
+            HAS_ZEROS,
+            TYPE,
+            OPERAND_SCALE,
+            WARPGROUPS,
+            COUNT,
+            ROUNDED,
+            INTERPRETED,
         )
-        acc = tl.dot(weights.to(tl.float32) if INTERPRETED else weights, inputs, acc)
+        acc = _add_product(acc, weights, inputs, scales, SUMS, INTERPRETED)
         if PAIRED:
+            if SUMS:
+                scales = tl.load(scales_ptr + (own_other * GROUPS + group) * 64 + in_block).to(tl.float32)
             weights = _weights(
                 codes_base + other * (CHUNKS * 512 * PIECES),
                 scales_base + other * (GROUPS * 32),
@@ -137,29 +224,32 @@ def _packed_blocks(
                 GROUP,
                 HAS_ZEROS,
                 TYPE,
-                SCALE_TYPE,
+                OPERAND_SCALE,
+                WARPGROUPS,
+                COUNT,
+                ROUNDED,
                 INTERPRETED,
             )
-            acc_up = tl.dot(weights.to(tl.float32) if INTERPRETED else weights, inputs, acc_up)
-    n, m = block * 64 + tl.arange(0, 64), first_row + tl.arange(0, BLOCK_M)
+            acc_up = _add_product(acc_up, weights, inputs, scales, SUMS, INTERPRETED)
+    n, m = first_block * 64 + tl.arange(0, OUTPUTS), first_row + tl.arange(0, BLOCK_M)
     if SPLITS > 1:
-        SIZE: tl.constexpr = (128 if PAIRED else 64) * BLOCK_M
+        SIZE: tl.constexpr = (2 if PAIRED else 1) * OUTPUTS * BLOCK_M
         ticket = tile * tl.num_programs(0) + row_block
         cells = part_ptr + ticket * (SPLITS * SIZE)
-        cells += tl.arange(0, 64)[:, None] + tl.arange(0, BLOCK_M)[None, :] * 64
+        cells += tl.arange(0, OUTPUTS)[:, None] + tl.arange(0, BLOCK_M)[None, :] * OUTPUTS
         there = (m < rows)[None, :]
         tl.store(cells + split * SIZE, acc, mask=there)
         if PAIRED:
-            tl.store(cells + split * SIZE + 64 * BLOCK_M, acc_up, mask=there)
+            tl.store(cells + split * SIZE + OUTPUTS * BLOCK_M, acc_up, mask=there)
         if not comes_last(ticket_ptr + ticket, SPLITS):
             return
-        acc = sum_of_splits(cells, there, SIZE, SPLITS)
+        acc = _sum_of_splits(cells, there, SIZE, SPLITS)
         if PAIRED:
-            acc_up = sum_of_splits(cells + 64 * BLOCK_M, there, SIZE, SPLITS)
+            acc_up = _sum_of_splits(cells + OUTPUTS * BLOCK_M, there, SIZE, SPLITS)
     if GATED:
         if row_scale_ptr is not None:
-            acc *= tl.load(row_scale_ptr + n)[:, None]
-            acc_up *= tl.load(row_scale_ptr + N + n)[:, None]
+            acc *= tl.load(row_scale_ptr + n, mask=n < N, other=0.0)[:, None]
+            acc_up *= tl.load(row_scale_ptr + N + n, mask=n < N, other=0.0)[:, None]
         # rounded as the plain product and `silu_mul` round
         acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         acc = (acc / (1.0 + tl.exp(-acc))).to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -168,7 +258,19 @@ def _packed_blocks(
     else:
         _store(acc, out_ptr, row_scale_ptr, bias_ptr, n, m, rows, N)
         if PAIRED:
-            _store(acc_up, out_ptr, row_scale_ptr, bias_ptr, n + 64, m, rows, N)
+            _store(acc_up, out_ptr, row_scale_ptr, bias_ptr, n + OUTPUTS, m, rows, N)
+
+
+@triton.jit
+def _sum_of_splits(cells, there, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """As `sum_of_splits`; many parts one after another, because all at once need registers, which cost programs."""
+    if SPLITS <= 4:
+        acc = sum_of_splits(cells, there, SIZE, SPLITS)
+    else:
+        acc = sum_of_splits(cells, there, SIZE, 2)
+        for split in range(2, SPLITS, 2):
+            acc += sum_of_splits(cells + split * SIZE, there, SIZE, 2)
+    return acc
 
 
 @triton.jit
@@ -179,36 +281,6 @@ def _store(acc, out_ptr, row_scale_ptr, bias_ptr, n, m, rows, N: tl.constexpr):
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     out = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])
-
-
-@triton.jit
-def _order_rows(
-    x_ptr, out_ptr, row_stride, K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """A word of two inputs at r, u, t of a half from t, r, u."""
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = word // 16 * 16 + word % 4 * 4 + word // 4 % 4
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    pairs = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + row * row_stride + place, mask=2 * place < K, other=0)
-    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + row * (COLUMNS // 2) + word, pairs, mask=2 * word < COLUMNS)
-
-
-def order_rows(x: Tensor) -> Tensor:
-    """Return rows in the order of operands, padded with zeros to whole chunks: [rows, K'].
-
-    x: [rows, K] of 16 bits, last stride 1, rows at multiples of 16 bytes, K a multiple of 8.
-    """
-    rows, k = x.shape
-    columns = triton.cdiv(k, 64) * 64
-    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    block = 1024
-    _order_rows[(rows, triton.cdiv(columns // 2, block))](
-        x, out, x.stride(0) // 2, K=k, COLUMNS=columns, BLOCK=block, num_warps=4, **pdl_wait(x.device)
-    )
-    return out
 
 
 def packed_blocks(
@@ -222,21 +294,23 @@ def packed_blocks(
 ) -> Tensor:
     """Write x W^T + b to `out`; gated: silu(x G^T) * (x U^T), where W is G above U.
 
-    x: rows of `order_rows`.
+    x: rows of `order_rows`; if `tiles.direct`, rows in their own order, last stride 1, aligned to 16 bytes.
     weight, out: as for `workers.ops.packed.stream_triton.packed_stream`.
     tiles: from `block_tiles` for these rows; paired if gated.
 
     Reference: `workers.ops.packed.product.packed_product`.
     """
     (rows, n), k = out.shape, weight.in_features
-    assert x.shape == (rows, triton.cdiv(k, 64) * 64) and x.is_contiguous() and out.is_contiguous()
+    columns = k if tiles.direct else triton.cdiv(k, 64) * 64
+    assert x.shape == (rows, columns) and (x.stride(1) == 1 if tiles.direct else x.is_contiguous())
+    assert out.is_contiguous() and k % 8 == 0
     assert weight.out_features == n * (1 + gated) and not (gated and (n % 64 or bias is not None or not tiles.paired))
     if rows == 0:
         return out
-    outputs = 128 if tiles.paired and not gated else 64
+    outputs = 64 * tiles.warpgroups * (2 if tiles.paired and not gated else 1)
     grid = (triton.cdiv(rows, tiles.block_m), triton.cdiv(n, outputs), tiles.splits)
     _packed_blocks[grid](
-        TensorDescriptor.from_tensor(x, [tiles.block_m, 64]),
+        x if tiles.direct else TensorDescriptor.from_tensor(x, [tiles.block_m, 64 * tiles.chunks]),
         weight.codes,
         weight.scales,
         weight.zeros,
@@ -246,11 +320,16 @@ def packed_blocks(
         workspace.part,
         workspace.tickets,
         rows,
+        x.stride(0),
         N=n,
         K=k,
         CODE=weight.code,
         GROUP=weight.group,
         BLOCK_M=tiles.block_m,
+        WARPGROUPS=tiles.warpgroups,
+        COUNT=tiles.chunks,
+        SUMS=tiles.scales_sums(k, weight.group),
+        DIRECT=tiles.direct,
         SPLITS=tiles.splits,
         SPAN=tiles.span(k),
         GATED=gated,
@@ -259,7 +338,7 @@ def packed_blocks(
         SCALE_TYPE=TL_TYPES[weight.scales.dtype],
         STAGES=tiles.stages,
         INTERPRETED=INTERPRETED,
-        num_warps=4,
+        num_warps=4 * tiles.warpgroups,
         **pdl_wait(x.device),
     )
     return out

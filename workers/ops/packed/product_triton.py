@@ -7,18 +7,18 @@ from torch import Tensor
 
 from workers.ops.activation import silu_mul
 from workers.ops.gemm.workspace import Workspace
-from workers.ops.packed.blocks_triton import order_rows, packed_blocks
+from workers.ops.packed.blocks_triton import packed_blocks
 from workers.ops.packed.dequantize_triton import dequantize_rows
+from workers.ops.packed.order_rows_triton import order_rows
 from workers.ops.packed.product import PackedProduct
 from workers.ops.packed.stream_triton import packed_stream
 from workers.ops.packed.tiles import (
     FIXED_ROWS,
-    block_tiles,
+    BlockTiles,
+    StreamTiles,
     fixed_tiles,
-    gated_block_tiles,
-    gated_tiles,
     outputs_at_once,
-    stream_tiles,
+    product_tiles,
 )
 
 
@@ -37,26 +37,27 @@ class TritonPackedProduct(PackedProduct):
             out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
         if self.deterministic:
             return self._in_passes(x, bias, out)
-        tiles = stream_tiles(rows, n, k)
-        if tiles is not None:
-            return packed_stream(_aligned(x), self.weight, bias, self.workspace, tiles, out)
-        blocks = block_tiles(rows, n, k)
-        if blocks is None:
-            return self._dequantized(x, bias, out)
-        return packed_blocks(order_rows(_aligned(x)), self.weight, bias, self.workspace, blocks, out)
+        tiles = product_tiles(rows, n, k, gated=False)
+        return self._dequantized(x, bias, out) if tiles is None else self._in_tiles(x, bias, out, tiles, False)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         rows, n, k = x.shape[0], self.weight.out_features, self.weight.in_features
         if self.deterministic:
             return silu_mul(self.multiply(x, None))
-        tiles, blocks = gated_tiles(rows, n, k), gated_block_tiles(rows, n, k)
-        if tiles is None and blocks is None:
+        tiles = product_tiles(rows, n, k, gated=True)
+        if tiles is None:
             return silu_mul(self.multiply(x, None))
         out = torch.empty((rows, n // 2), dtype=x.dtype, device=x.device)
-        if tiles is not None:
-            return packed_stream(_aligned(x), self.weight, None, self.workspace, tiles, out, gated=True)
-        assert blocks is not None
-        return packed_blocks(order_rows(_aligned(x)), self.weight, None, self.workspace, blocks, out, gated=True)
+        return self._in_tiles(x, None, out, tiles, True)
+
+    def _in_tiles(
+        self, x: Tensor, bias: Tensor | None, out: Tensor, tiles: StreamTiles | BlockTiles, gated: bool
+    ) -> Tensor:
+        x = _aligned(x)
+        if isinstance(tiles, StreamTiles):
+            return packed_stream(x, self.weight, bias, self.workspace, tiles, out, gated)
+        ordered = x if tiles.direct else order_rows(x)
+        return packed_blocks(ordered, self.weight, bias, self.workspace, tiles, out, gated)
 
     def _in_passes(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """Any number of rows, FIXED_ROWS per launch and always with the same tiles."""

@@ -42,27 +42,67 @@ class StreamTiles:
 
 @dataclass(frozen=True)
 class BlockTiles:
-    """Tiles of `workers.ops.packed.blocks_triton`: 64 outputs by `block_m` rows.
+    """Tiles of `workers.ops.packed.blocks_triton`: 64 outputs for each warp group by `block_m` rows.
 
-    paired: 128 outputs; for a gated product 64 gate and 64 up projections.
+    paired: twice as many outputs; for a gated product gate and up projections.
     splits: programs that share a sum (split K).
     stages: of the pipeline.
+    chunks: of 64 inputs, multiplied at once: 1, 2 or 4.
+    warpgroups: of 4 warps, which share the rows in shared memory: 1 or 2.
+    scaled_sums: multiply the sum of `chunks` by its scales in float32; else weights are rounded with their scale.
+    direct: read rows in their own order, 4 bytes at a time; else `order_rows` orders them before.
     """
 
     block_m: int
     paired: bool
     splits: int
     stages: int
+    chunks: int = 1
+    warpgroups: int = 1
+    scaled_sums: bool = False
+    direct: bool = False
 
     def span(self, k: int) -> int:
         """Chunks per program."""
-        return cdiv(cdiv(k, _TILE), self.splits)
+        return cdiv(cdiv(k, _TILE * self.chunks), self.splits) * self.chunks
+
+    def scales_sums(self, k: int, group: int) -> bool:
+        """Return whether sums are multiplied: inputs that are multiplied at once must share their scale."""
+        return self.scaled_sums and (group == k or group % (_TILE * self.chunks) == 0)
 
     def part_cells(self, rows: int, n: int) -> int:
         """Floats of partial sums."""
-        outputs = _TILE * (1 + self.paired)
+        outputs = _TILE * self.warpgroups * (1 + self.paired)
         return cdiv(n, outputs) * cdiv(rows, self.block_m) * self.splits * outputs * self.block_m
 
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """A rule for the `BlockTiles` of up to 64 rows: steps of 128 inputs, whose sums are multiplied by their scales.
+
+    paired, stages, warpgroups: as in `BlockTiles`.
+    programs: to have at least, by splitting sums.
+    max_direct_rows: `order_rows` orders more rows.
+    """
+
+    paired: bool
+    programs: int
+    stages: int = 4
+    warpgroups: int = 1
+    max_direct_rows: int = 32
+
+    def tiles(self, rows: int, n: int, k: int, gated: bool) -> BlockTiles | None:
+        """Return tiles for a weight [n, k]; None for a gated product that does not fit."""
+        if gated and (not self.paired or n % (2 * _TILE)):
+            return None
+        outputs = _TILE * self.warpgroups * (1 + self.paired)
+        splits = _splits(cdiv(n, outputs), cdiv(k, 4 * _TILE), self.programs)
+        block_m, direct = max(16, next_power_of_2(rows)), rows <= self.max_direct_rows
+        return BlockTiles(block_m, self.paired, splits, self.stages, 2, self.warpgroups, True, direct)
+
+
+# Replaces the rules below for numbers of rows that round up to 16, 32 or 64 (`tests.bench packed` measures plans).
+BLOCK_PLANS: dict[int, BlockPlan] = {}
 
 # By tiles of 8 rows: warps that share a sum, chunks that a warp loads at once, and programs to have at least; set by
 # sweeps on an H200 and an H100 (`tests.bench linear` measures the choice).
@@ -92,6 +132,17 @@ def gated_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
 
 def _row_tiles(rows: int) -> int:
     return max(1, next_power_of_2(rows) // 8)
+
+
+def product_tiles(rows: int, n: int, k: int, gated: bool) -> StreamTiles | BlockTiles | None:
+    """Return tiles for a weight [n, k]; None if it is dequantised, or a gated product does not fit."""
+    plan = BLOCK_PLANS.get(max(8, next_power_of_2(rows)))
+    tiles = None if plan is None else plan.tiles(rows, n, k, gated)
+    if tiles is not None:
+        return tiles
+    if gated:
+        return gated_tiles(rows, n, k) or gated_block_tiles(rows, n, k)
+    return stream_tiles(rows, n, k) or block_tiles(rows, n, k)
 
 
 def fixed_tiles(n: int, k: int) -> StreamTiles:
@@ -134,15 +185,14 @@ def packed_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return cells and tickets for weights of these shapes [N, K]."""
     cells = num_tickets = 0
     for n, k in shapes:
-        cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2))
+        cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2), fixed_tiles(n, k).part_cells(n))
         num_tickets = max(num_tickets, cdiv(n, _TILE))
-        for rows in (8, 16, 32, FIXED_ROWS):
-            for tiles in (stream_tiles(rows, n, k), gated_tiles(rows, n, k), fixed_tiles(n, k)):
-                if tiles is not None:
+        for rows in (8, 16, *range(32, 129, 32), *range(256, MAX_BLOCK_ROWS + 1, 128)):
+            for gated in (False, True):
+                tiles = product_tiles(rows, n, k, gated)
+                if isinstance(tiles, StreamTiles):
                     cells = max(cells, tiles.part_cells(n))
-        for rows in (*range(32, 129, 32), *range(256, MAX_BLOCK_ROWS + 1, 128)):
-            for blocks in (block_tiles(rows, n, k), gated_block_tiles(rows, n, k)):
-                if blocks is not None and blocks.splits > 1:
-                    cells = max(cells, blocks.part_cells(rows, n))
-                    num_tickets = max(num_tickets, cdiv(n, _TILE) * cdiv(rows, blocks.block_m))
+                elif tiles is not None and tiles.splits > 1:
+                    cells = max(cells, tiles.part_cells(rows, n))
+                    num_tickets = max(num_tickets, cdiv(n, _TILE) * cdiv(rows, tiles.block_m))
     return cells, num_tickets
