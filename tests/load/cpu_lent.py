@@ -1,7 +1,11 @@
 """The time for which other programs had the cores that a server or its client waited for. Linux alone.
 
 On a machine of few cores a gap between two tokens may be the machine's: Linux counts how long a thread was ready to run
-and did not (`/proc/PID/schedstat`). What the client waited is not the server's: clients have machines of their own.
+and did not (`/proc/PID/schedstat`).
+
+What the client waited is not the server's: clients have machines of their own. It reads its own count with each token
+(`OwnWait`), since Linux was seen to keep it from a core for 1.3 and 2.3 s, and a sampler beside it as long.
+
 Where a rank waited, the core was with another program, with the server's own processes beside its ranks, whose doing it
 is, or with a rank. The wait is divided between the first two as the processor time that they used meanwhile. Whatever
 cannot be told to be another program's, such as a process of less than a second, is the server's.
@@ -32,7 +36,6 @@ _STOLEN = 7  # by other machines of the same host
 class Sample:
     """Milliseconds so far. at_s: of the monotonic clock.
 
-    client_waited_ms: for a core.
     waited_ms: by rank, for a core.
     needed_ms: of a core, by rank and client.
     foreign_ms: of a core, by other program; -1: what the host took from this machine.
@@ -40,7 +43,6 @@ class Sample:
     """
 
     at_s: float
-    client_waited_ms: float
     waited_ms: dict[int, float]
     needed_ms: dict[int, float]
     foreign_ms: dict[int, float]
@@ -48,7 +50,8 @@ class Sample:
 
 
 def lent_ms(samples: Sequence[Sample], start_s: float, end_s: float) -> float:
-    """Of the time between. Samples are rarer than gaps: what was waited around the gap counts as in it least of all."""
+    """What ranks waited for other programs between two times. Samples are rarer than gaps: what was waited around the
+    gap counts as in it least of all."""
     first = bisect.bisect_right(samples, start_s, key=_at_s) - 1
     last = bisect.bisect_left(samples, end_s, key=_at_s)
     if first < 0 or last == len(samples):
@@ -59,8 +62,7 @@ def lent_ms(samples: Sequence[Sample], start_s: float, end_s: float) -> float:
     foreign = _grown(before.foreign_ms, after.foreign_ms)
     ours = after.busy_ms - before.busy_ms - foreign - _grown(before.needed_ms, after.needed_ms)
     share = foreign / (foreign + max(0.0, ours)) if foreign > 0 else 0.0
-    client = after.client_waited_ms - before.client_waited_ms
-    return max(0.0, client - around, share * (waited - around))
+    return max(0.0, share * (waited - around))
 
 
 def _at_s(sample: Sample) -> float:
@@ -73,8 +75,21 @@ def _grown(before: dict[int, float], after: dict[int, float]) -> float:
     return sum(ms - before[pid] for pid, ms in after.items() if pid in before)
 
 
+class OwnWait:
+    """The time for which the thread that makes it was ready to run and did not; 0 where Linux does not say."""
+
+    def __init__(self) -> None:
+        self._file = -1
+        with contextlib.suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def ms(self) -> float:
+        """Since the thread began, in milliseconds."""
+        return int(os.pread(self._file, 64, 0).split()[1]) / 1e6 if self._file >= 0 else 0.0
+
+
 class CpuLent:
-    """Samples a server's processes, all below `server`, and the first thread of its client."""
+    """Samples a server's processes, all below `server`, and the processor time of its client."""
 
     def __init__(self, server: int, client: int) -> None:
         self._server = psutil.Process(server)
@@ -96,11 +111,21 @@ class CpuLent:
         """Milliseconds lent between two times."""
         return lent_ms(self._samples, start_s, end_s)
 
-    def without_lent(self, stamps: Sequence[Sequence[float]]) -> list[list[float]]:
-        """The gaps between each answer's stamps in milliseconds, without what was lent in them."""
+    def without_lent(
+        self, stamps: Sequence[Sequence[float]], client_waited_ms: Sequence[Sequence[float]]
+    ) -> list[list[float]]:
+        """The gaps between each answer's stamps in milliseconds, without what was lent in them.
+
+        client_waited_ms: at each stamp, `OwnWait.ms` of the client.
+        """
         return [
-            [1000 * (end_s - start_s) - self(start_s, end_s) for start_s, end_s in itertools.pairwise(each)]
-            for each in stamps
+            [
+                1000 * (end_s - start_s) - max(self(start_s, end_s), after_ms - before_ms)
+                for (start_s, end_s), (before_ms, after_ms) in zip(
+                    itertools.pairwise(times), itertools.pairwise(waits), strict=True
+                )
+            ]
+            for times, waits in zip(stamps, client_waited_ms, strict=True)
         ]
 
     def _run(self) -> None:
@@ -110,11 +135,10 @@ class CpuLent:
             if now_s - looked_s > _LOOK_PERIOD_S:
                 looked_s = now_s
                 ranks, foreign = self._look()
-            client_ms = sum(ms for _, ms in _waited(self._client))
             waited_ms, needed_ms = dict(_waited(*ranks)), dict(_used(self._client, *ranks))
             busy_ms, stolen_ms = _machine()
             foreign_ms = dict(_used(*foreign)) | {-1: stolen_ms}
-            self._samples.append(Sample(now_s, client_ms, waited_ms, needed_ms, foreign_ms, busy_ms))
+            self._samples.append(Sample(now_s, waited_ms, needed_ms, foreign_ms, busy_ms))
 
     def _look(self) -> tuple[list[int], list[int]]:
         """The ranks, and the processes that are not the server's and have run since the last look."""

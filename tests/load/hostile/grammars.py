@@ -110,7 +110,7 @@ class Attack:
                 await asyncio.gather(*(self._hostile_until(end_s) for _ in range(NUM_STREAMS)))
                 plain = await ended(process)
         report.alone_ms, report.gaps_ms = alone.gaps_ms(), plain.gaps_ms()
-        report.own_ms = report.gaps_ms if sampled is None else sampled.without_lent(plain.stamps)
+        report.own_ms = report.gaps_ms if sampled is None else sampled.without_lent(plain.stamps, plain.waited_ms)
         report.faults += alone.faults + plain.faults
         if (after := await self._restarts()) != before:
             report.faults.append(f"workers were restarted {after - before} times")

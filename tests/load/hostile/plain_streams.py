@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator
 import httpx
 import msgspec
 
+from tests.load.cpu_lent import OwnWait
 from tests.support import ROOT
 
 PLAIN_TOKENS = 400
@@ -30,10 +31,11 @@ _LINE_BYTES = 1 << 26  # of what the process says
 
 
 class Plain(msgspec.Struct):
-    """stamps: of the events of each answer, by the monotonic clock. texts: by prompt, of its first answer. faults: what
-    must not be."""
+    """stamps: of the events of each answer, by the monotonic clock. waited_ms: at each stamp, how long this client has
+    waited for a core so far. texts: by prompt, of its first answer. faults: what must not be."""
 
     stamps: list[list[float]] = []
+    waited_ms: list[list[float]] = []
     texts: dict[str, str] = {}
     faults: list[str] = []
 
@@ -47,6 +49,7 @@ class _Streams:
         self._client = client
         self._model = model
         self._texts: dict[str, str] = {}
+        self._own_wait = OwnWait()
 
     async def once(self) -> Plain:
         """All prompts at once."""
@@ -67,7 +70,7 @@ class _Streams:
 
     async def _answer(self, prompt: str, found: Plain) -> None:
         body = {"prompt": prompt, "max_tokens": PLAIN_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-        stamps, text = list[float](), ""
+        stamps, waited_ms, text = list[float](), list[float](), ""
         try:
             async with self._client.stream("POST", "/v1/completions", json={"model": self._model} | body) as answer:
                 if answer.status_code != 200:
@@ -76,6 +79,7 @@ class _Streams:
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         stamps.append(time.monotonic())
+                        waited_ms.append(self._own_wait.ms())
                         event = msgspec.json.decode(line[6:])
                         if "error" in event:
                             found.faults.append(f"a plain stream ended with {event['error']}")
@@ -88,6 +92,7 @@ class _Streams:
             found.faults.append(f"the plain text after {prompt!r} changed")
         if len(stamps) >= MIN_EVENTS:
             found.stamps.append(stamps)
+            found.waited_ms.append(waited_ms)
 
 
 async def _run(url: str, model: str) -> None:
