@@ -64,10 +64,13 @@ def three_before(above, column):
 
 
 @triton.jit
-def place(token, conv_ptr, committed_ptr, rows_ptr, stride, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr):
-    """Return the addresses of the tokens' channels: three before the tile, PATH committed ones, and the new rows."""
+def place(
+    token, conv_ptr, committed_ptr, rows_ptr, stride, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr, skipped=0
+):
+    """Return the addresses of the tokens' channels: three before the tile, PATH committed ones, and the new rows.
+    skipped: committed tokens before the tile."""
     new = rows_ptr + (token - 3 - PATH) * stride
-    return tl.where(token < 3 + PATH, before(token, conv_ptr, committed_ptr, C, R), new)
+    return tl.where(token < 3 + PATH, before(token + skipped, conv_ptr, committed_ptr, C, R), new)
 
 
 @triton.jit

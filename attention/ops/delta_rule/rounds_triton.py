@@ -1,10 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `delta_rule_rounds`: one launch a layer. A program has one value head of one request, whose state it
-reads once and writes once. Programs write nothing that others read.
+"""The kernel of `delta_rule_rounds`: one launch a layer, or two for wide rounds. A program has one value head of one
+request, whose state it reads once and writes once. Programs write nothing that others of their launch read.
 
 A program's tile has the slot's committed rows, then its new rows. A committed row sees those before it; a new row sees
 all of them, its ancestors and itself. One UT transform over the tile gives the outputs of the new rows and what the
 committed rows add to the state. Its products are as exact as float32 has them, so the state is that of the recurrence.
+
+Where committed and new rows together exceed `max_tile_rows`, one launch replays the committed rows and a second one
+computes the new rows from the written state: a tile of all would take more shared memory than a multiprocessor has.
 """
 
 import triton
@@ -62,9 +65,12 @@ def _delta_round(
     qkv_stride, z_stride, b_stride, a_stride, out_stride, scale_eps,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, R: tl.constexpr, SIGMOID: tl.constexpr,
-    PDL: tl.constexpr,
+    REPLAYS: tl.constexpr, ANSWERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """REPLAYS: the tile has the committed rows. ANSWERS: it has the new rows."""
     KEYS: tl.constexpr = HK * DK
+    FIRST: tl.constexpr = PATH if REPLAYS else 0  # of the new rows in the tile
+    USED: tl.constexpr = FIRST + (WIDTH if ANSWERS else 0)
     C: tl.constexpr = 2 * KEYS + HV * DV
     h, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if PDL:
@@ -78,15 +84,17 @@ def _delta_round(
 
     # 1. Who sees whom.
     r, c = tl.arange(0, ROWS), tl.arange(0, ROWS)[None, :]
-    is_new = (r >= PATH) & (r < PATH + WIDTH)
-    live = is_new | (r < count)
-    mask = tl.load(mask_ptr + request * mask_stride + r - PATH, mask=is_new, other=0)
-    among_new = (c >= PATH) & (((mask[:, None] >> tl.maximum(c - PATH, 0)) & 1) == 1)
-    sees = live[:, None] & ((c <= r[:, None]) & (c < count) | among_new)
+    replayed = count if REPLAYS else 0
+    skipped = count - replayed
+    is_new = (r >= FIRST) & (r < USED)
+    live = is_new | (r < replayed)
+    mask = tl.load(mask_ptr + request * mask_stride + r - FIRST, mask=is_new, other=0)
+    among_new = (c >= FIRST) & (((mask[:, None] >> tl.maximum(c - FIRST, 0)) & 1) == 1)
+    sees = live[:, None] & ((c <= r[:, None]) & (c < replayed) | among_new)
     above = sees & (c < r[:, None])
     newest, older, oldest = three_before(above, c)
     passed = tl.load(at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
-    due = (passed >= 0) & (passed <= count)
+    due = REPLAYS & (passed >= 0) & (passed <= count)
     entry = tl.load(entry_ptr + slot)
     a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_bias_ptr + h).to(tl.float32)
     if PDL:
@@ -95,12 +103,12 @@ def _delta_round(
     # 2. The tile's rows, and their products with each other.
     conv_ptr_of_slot, committed_ptr = conv_ptr + slot * (3 * C), committed_ptr + slot * (PATH * R)
     rows_ptr = qkv_ptr + request * WIDTH * qkv_stride
-    own = place(3 + r, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
-    newest = place(newest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
-    older = place(older, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
-    oldest = place(oldest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
-    row = request * WIDTH + r - PATH
-    pending = pending_ptr + slot * (PENDING * R) + (r - PATH) * R
+    own = place(3 + r, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, FIRST, skipped)
+    newest = place(newest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, FIRST, skipped)
+    older = place(older, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, FIRST, skipped)
+    oldest = place(oldest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, FIRST, skipped)
+    row = request * WIDTH + r - FIRST
+    pending = pending_ptr + slot * (PENDING * R) + (r - FIRST) * R
     committed_gate = committed_ptr + r * R + C + h
     b = tl.load(tl.where(is_new, b_ptr + row * b_stride + h, committed_gate), mask=live, other=0.0)
     a = tl.load(tl.where(is_new, a_ptr + row * a_stride + h, committed_gate + HV), mask=live, other=0.0)
@@ -118,10 +126,10 @@ def _delta_round(
     keys = tl.trans(k)
     system = tl.where(above, dot(k, keys) * between * (beta * k_scale)[:, None], 0.0)
     scores = dot(q, keys) * between
-    inverse = inverse_of_unit_triangle(system, ROWS, PATH + WIDTH, PRECISION)
+    inverse = inverse_of_unit_triangle(system, ROWS, USED, PRECISION)
     of_state = tl.exp(decay)[:, None]
-    all_decay = tl.sum(tl.where(r < count, g, 0.0), 0)
-    adds = tl.where(r < count, tl.exp(all_decay - decay) * k_scale, 0.0)[:, None]
+    all_decay = tl.sum(tl.where(r < replayed, g, 0.0), 0)
+    adds = tl.where(r < replayed, tl.exp(all_decay - decay) * k_scale, 0.0)[:, None]
 
     # 3. The state, some of its columns at a time.
     PARTS: tl.constexpr = DV // PART
@@ -141,7 +149,7 @@ def _delta_round(
             kept = tl.exp(until) * state + exact_product(keys, some * added)
             tl.store(saved_state_ptr + entry * (HV * DK * DV) + of_part + part * PART, kept)
             keep_history(saved_conv_ptr + entry * (3 * C), passed, v_column, conv_ptr_of_slot, committed_ptr, C, R)
-        if count > 0:
+        if replayed > 0:
             state = tl.exp(all_decay) * state + exact_product(keys, adds * added)
             tl.store(own_state_ptr + of_part + part * PART, state)
     if due & (h == key_head * (HV // HK)):
@@ -150,21 +158,36 @@ def _delta_round(
             keep_history(saved_conv_ptr + entry * (3 * C), passed, column, conv_ptr_of_slot, committed_ptr, C, R)
 
     # 4. The gated norm.
-    o = tl.reshape(o, (ROWS, DV)) * norm_factors(q)[:, None] * DK**-0.5
-    f = h * DV + tl.arange(0, DV)
-    z = tl.load(z_ptr + row[:, None] * z_stride + f[None, :], mask=is_new[:, None], other=0.0)
-    norm = tl.load(norm_ptr + tl.arange(0, DV)).to(tl.float32)
-    o *= tl.rsqrt(tl.sum(o * o, 1) / DV + scale_eps)[:, None] * norm[None, :] * gate(z.to(tl.float32), SIGMOID)
-    at = out_ptr + row[:, None] * out_stride + f[None, :]
-    tl.store(at, o.to(out_ptr.dtype.element_ty), mask=is_new[:, None])
+    if ANSWERS:
+        o = tl.reshape(o, (ROWS, DV)) * norm_factors(q)[:, None] * DK**-0.5
+        f = h * DV + tl.arange(0, DV)
+        z = tl.load(z_ptr + row[:, None] * z_stride + f[None, :], mask=is_new[:, None], other=0.0)
+        norm = tl.load(norm_ptr + tl.arange(0, DV)).to(tl.float32)
+        o *= tl.rsqrt(tl.sum(o * o, 1) / DV + scale_eps)[:, None] * norm[None, :] * gate(z.to(tl.float32), SIGMOID)
+        at = out_ptr + row[:, None] * out_stride + f[None, :]
+        tl.store(at, o.to(out_ptr.dtype.element_ty), mask=is_new[:, None])
 
 
 FEW_PROGRAMS = 512  # about four for each multiprocessor
 
 
+def max_tile_rows(itemsize: int) -> int:
+    """Rows of a tile with committed and new rows of `itemsize` bytes a number, at most. At keys and values of 128 a
+    tile of 64 takes 80 KB of shared memory with bfloat16 and 256 KB with float32, of 227 KB that there are; with new
+    rows alone 192 KB (`tests.attention.ops.test_delta_compile`)."""
+    return 64 if itemsize < 4 else 32
+
+
 def round_rows(width: int, path: int) -> int:
-    """Rows of a program's tile."""
+    """Rows of a program's tile that has `width` new and `path` committed rows."""
     return max(16, int(triton.next_power_of_2(path + width)))
+
+
+def round_launches(width: int, path: int, itemsize: int) -> tuple[tuple[int, bool, bool], ...]:
+    """Each launch of a round: its tile's rows, and whether the tile has the committed and the new rows."""
+    if (rows := round_rows(width, path)) <= max_tile_rows(itemsize):
+        return ((rows, True, True),)
+    return (round_rows(0, path), True, False), (round_rows(width, 0), False, True)
 
 
 def round_tiles(rows: int, value_dim: int, programs: int) -> tuple[int, int]:
@@ -187,16 +210,16 @@ def delta_rule_rounds(
     assert weights.conv.is_contiguous() and width <= kept.pending.shape[1]
     assert all(each.is_contiguous() for each in (kept.state, kept.conv, kept.pending, kept.committed))
     path = kept.committed.shape[1]
-    tile = round_rows(width, path)
-    part, warps = round_tiles(tile, heads.value_dim, heads.value_heads * batch)
-    _delta_round[(heads.value_heads, batch)](
-        rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
-        kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
-        tables.slots, tables.prefix_len, tables.mask, tables.snapshot_at, tables.snapshot_entry, tables.mask.stride(0),
-        rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0), out.stride(0), weights.eps,
-        WIDTH=width, ROWS=tile, PENDING=kept.pending.shape[1], PATH=path, HK=heads.key_heads,
-        HV=heads.value_heads, DK=heads.key_dim, DV=heads.value_dim, PART=part,
-        R=heads.row_size, SIGMOID=weights.sigmoid, num_warps=warps,
-        num_stages=1,
-        **pdl_wait(out.device),
-    )  # fmt: skip
+    for tile, replays, answers in round_launches(width, path, rows.qkv.element_size()):
+        part, warps = round_tiles(tile, heads.value_dim, heads.value_heads * batch)
+        _delta_round[(heads.value_heads, batch)](
+            rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
+            kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
+            tables.slots, tables.prefix_len, tables.mask, tables.snapshot_at, tables.snapshot_entry,
+            tables.mask.stride(0),
+            rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0), out.stride(0), weights.eps,
+            WIDTH=width, ROWS=tile, PENDING=kept.pending.shape[1], PATH=path, HK=heads.key_heads,
+            HV=heads.value_heads, DK=heads.key_dim, DV=heads.value_dim, PART=part, R=heads.row_size,
+            SIGMOID=weights.sigmoid, REPLAYS=replays, ANSWERS=answers, num_warps=warps, num_stages=1,
+            **pdl_wait(out.device),
+        )  # fmt: skip

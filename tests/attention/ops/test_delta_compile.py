@@ -16,8 +16,9 @@ from attention.ops.delta_rule import (  # noqa: E402
     rounds_triton,
     step_triton,
 )
-from attention.ops.delta_rule.tables import FEW_ROWS, DeltaHeads  # noqa: E402
-from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+from attention.ops.delta_rule.tables import FEW_ROWS, MAX_ROWS, DeltaHeads  # noqa: E402
+from tests.attention.ops.test_triton_compile import SHARED_PER_SM, built, compiled, shared_bytes  # noqa: E402
+from tests.ops.delta_rule_cases import PATH, QWEN, SMALL  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HEADS = DeltaHeads(16, 48, 128, 128)
@@ -31,19 +32,21 @@ POINTERS = (
 )
 
 
-def round_constants(width: int, path: int, programs: int = 48) -> dict[str, Any]:
+def round_constants(width: int, path: int, programs: int = 48, heads: DeltaHeads = HEADS) -> dict[str, Any]:
     tile = rounds_triton.round_rows(width, path)
-    sizes = {"HK": HEADS.key_heads, "HV": HEADS.value_heads, "DK": HEADS.key_dim, "DV": HEADS.value_dim}
-    sizes |= {"WIDTH": width, "ROWS": tile, "PENDING": width, "PATH": path, "R": HEADS.row_size}
+    sizes = {"HK": heads.key_heads, "HV": heads.value_heads, "DK": heads.key_dim, "DV": heads.value_dim}
+    sizes |= {"WIDTH": width, "ROWS": tile, "PENDING": width, "PATH": path, "R": heads.row_size}
     return sizes | {
-        "PART": rounds_triton.round_tiles(tile, HEADS.value_dim, programs)[0],
+        "PART": rounds_triton.round_tiles(tile, heads.value_dim, programs)[0],
         "SIGMOID": False,
+        "REPLAYS": True,
+        "ANSWERS": True,
         "PDL": True,
     }
 
 
 DELTA_ROUND = (rounds_triton._delta_round, POINTERS, round_constants(4, 4))
-_OF_TILES = ("WIDTH", "ROWS", "PART")
+_OF_TILES = ("WIDTH", "ROWS", "PART", "REPLAYS", "ANSWERS")
 DELTA_STEP = (
     step_triton._delta_step,
     POINTERS,
@@ -54,7 +57,8 @@ DELTA_STEP = (
 def few_row_constants(programs: int) -> dict[str, Any]:
     """For 4 rows after at most 4."""
     tiles = few_rows_triton.few_row_tiles(HEADS.value_dim, programs)
-    return round_constants(4, 4) | {"ROWS": FEW_ROWS, "PART": tiles.part, "EARLY": tiles.early}
+    constants = round_constants(4, 4) | {"ROWS": FEW_ROWS, "PART": tiles.part, "EARLY": tiles.early}
+    return {name: value for name, value in constants.items() if name not in ("REPLAYS", "ANSWERS")}
 
 
 DELTA_FEW_ROWS = (few_rows_triton._delta_few_rows, POINTERS, few_row_constants(48))  # reads the most early
@@ -85,6 +89,52 @@ def test_rounds_fit_hopper(width: int, path: int, programs: int, tmp_path: Path)
     assert spills <= (8 if programs < 512 else 40)
     assert 2 * shared <= SHARED_PER_SM
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # the state's
+
+
+Launch = tuple[int, bool, bool]
+
+
+def widest(path: int, itemsize: int) -> dict[Launch, int]:
+    """The kinds of launch of rounds of 1 to MAX_ROWS rows, and the widest round of each. Equal launches differ in
+    numbers alone, not in the shapes of their tiles."""
+    return {
+        launch: width
+        for width in range(1, MAX_ROWS + 1)
+        for launch in rounds_triton.round_launches(width, min(path, width), itemsize)
+    }
+
+
+def shared_of(launch: Launch, width: int, path: int, heads: DeltaHeads, itemsize: int) -> int:
+    rows, replays, answers = launch
+    part, warps = rounds_triton.round_tiles(rows, heads.value_dim, heads.value_heads)
+    own = {"ROWS": rows, "PART": part, "REPLAYS": replays, "ANSWERS": answers}
+    pointers = POINTERS if itemsize == 2 else {name: "fp32" if of == "bf16" else of for name, of in POINTERS.items()}
+    constants = round_constants(width, min(path, width), heads=heads) | own
+    return shared_bytes(rounds_triton._delta_round, pointers, constants, warps, 1)
+
+
+def test_the_widest_round_has_its_shared_memory() -> None:
+    """A tile of its 126 rows takes 288 KB."""
+    first, second = rounds_triton.round_launches(MAX_ROWS, MAX_ROWS, 2)
+    assert first == (64, True, False) and second == (64, False, True)
+    for launch in (first, second):
+        assert shared_of(launch, MAX_ROWS, MAX_ROWS, QWEN, 2) <= SHARED_PER_SM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("itemsize", [2, 4], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("heads", [QWEN, SMALL], ids=["128x128", "16x16"])
+@pytest.mark.parametrize("path", [PATH, MAX_ROWS])
+def test_rounds_of_every_width_have_their_shared_memory(path: int, heads: DeltaHeads, itemsize: int) -> None:
+    for launch, width in widest(path, itemsize).items():
+        assert shared_of(launch, width, path, heads, itemsize) <= SHARED_PER_SM, (launch, width)
+
+
+@pytest.mark.slow
+def test_shared_memory_is_what_the_compiler_says() -> None:
+    constants = round_constants(4, 4)
+    arguments = rounds_triton._delta_round, POINTERS, constants, 8, 1
+    assert shared_bytes(*arguments) == built(*arguments).metadata.shared
 
 
 def test_steps_fit_hopper(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.ops.delta_rule import chunks_triton  # noqa: E402
+from attention.ops.delta_rule import chunks_triton, rounds_triton  # noqa: E402
 from attention.ops.delta_rule.chunks import delta_rule_chunks, scratch_bytes  # noqa: E402
 from attention.ops.delta_rule.rounds import delta_rule_rounds  # noqa: E402
 from attention.ops.delta_rule.tables import DeltaHeads, DeltaRows, RoundTables  # noqa: E402
@@ -30,9 +30,12 @@ def _kernels() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("most_rows", [64, 8], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("seed", range(1 if INTERPRETED else 20))
-def test_lives_of_slots_are_the_recurrence(seed: int) -> None:
-    """In float32, within 2e-4 of the largest number: the last norm enlarges small outputs' rounding by up to 100."""
+def test_lives_of_slots_are_the_recurrence(seed: int, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, within 2e-4 of the largest number: the last norm enlarges small outputs' rounding by up to 100.
+    most_rows: of a tile with committed and new rows; with more, rounds take two launches."""
+    monkeypatch.setattr(rounds_triton, "max_tile_rows", lambda itemsize: most_rows)
     rng = random.Random(seed)
     lives = DeltaLives(HEADS, torch.float32, rng, 2e-4, DEVICE)
     lives.run_chunks([(0, 70), (1, 2)], 3)

@@ -33,20 +33,13 @@ SHARED_PER_SM = 227 * 1024
 DTYPES = {"bf16": 2, "fp32": 4}
 
 
-def built(
+def _source(
     kernel: Any,
     pointers: dict[str, str],
     constants: dict[str, Any],
-    warps: int,
-    stages: int,
     descriptors: dict[str, tuple[int, int]] | None = None,
     mapped: str = "bf16",
-    **options: Any,
 ) -> Any:
-    """What the compiler makes. descriptors: blocks of tensor maps, over `mapped`. options: of the compiler, beside
-    warps and stages. Pointers not named are to int32; other arguments are int32 that 16 divides, or float32 for a
-    scale."""
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature, attributes = {}, {}
@@ -62,9 +55,54 @@ def built(
         if name.endswith(("_ptr", "_stride")) and name not in constants and name not in (descriptors or ()):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs, attributes)
+    return ASTSource(kernel, signature, constexprs, attributes)
+
+
+def built(
+    kernel: Any,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    descriptors: dict[str, tuple[int, int]] | None = None,
+    mapped: str = "bf16",
+    **options: Any,
+) -> Any:
+    """What the compiler makes. descriptors: blocks of tensor maps, over `mapped`. options: of the compiler, beside
+    warps and stages. Pointers not named are to int32; other arguments are int32 that 16 divides, or float32 for a
+    scale."""
+    from triton.backends.compiler import GPUTarget
+
+    source = _source(kernel, pointers, constants, descriptors, mapped)
     options |= {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def shared_bytes(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int, stages: int) -> int:
+    """Shared memory of a program, as `built(...).metadata.shared`, in a tenth of the time: no LLVM, no assembler."""
+    from triton._C.libtriton import ir, nvidia, passes
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptx_version_from_options
+    from triton.compiler import make_backend
+
+    source, target = _source(kernel, pointers, constants), GPUTarget("cuda", 90, 32)
+    backend, context = make_backend(target), ir.context()
+    options = backend.parse_options({"num_warps": warps, "num_stages": stages, **source.parse_options()})
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    makes: dict[str, Any] = {}
+    backend.add_stages(makes, options, source.language)
+    functions = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(target, options, *functions, context)
+    for stage in ("ttir", "ttgir"):
+        module = makes[stage](module, {})
+    manager = ir.pass_manager(context)
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, get_ptx_version_from_options(options, 90))
+    manager.run(module, "shared_bytes")
+    return int(module.get_int_attr("ttg.shared"))
 
 
 def compiled(kernel: Any, tmp_path: Path, *arguments: Any, **options: Any) -> tuple[int, int, str]:
