@@ -10,7 +10,7 @@ BACKEND_NAMES = ("torch", "triton", "flashinfer", "trtllm")  # the rows of `atte
 ROUNDS_ONLY = frozenset({"trtllm"})  # backends that do not attend to prompt chunks
 FP8_E4M3 = "fp8_e4m3"
 KV_DTYPES = ("auto", "model", FP8_E4M3)
-MIN_WINDOW = 64  # of a draft: more than a round has columns, all of which a window then holds
+MIN_WINDOW = 64  # shortest window of a draft: holds all columns of a round
 
 
 @dataclass(frozen=True)

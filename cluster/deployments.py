@@ -20,7 +20,7 @@ INGRESS_MAX_ONGOING = 100_000
 HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 4.0
 
-LOAD_PERIOD_S = 2.0  # of what replicas say of their load, and twice as long a mean of it counts
+LOAD_PERIOD_S = 2.0  # between replicas' reports of load; Serve averages over twice this time
 
 
 def application(plan: Plan, engine_class: type[Engine] = Engine) -> Application:

@@ -21,7 +21,7 @@ from attention.ops.flashinfer_latent_plan_triton import LatentGrid, LatentPlanAr
 from attention.scores import ScoreRule
 from attention.views import LatentKV
 
-SAMPLE_TOKENS = 3000  # of the request that FlashInfer plans too; long enough to be cut
+SAMPLE_TOKENS = 3000  # tokens of the request that FlashInfer plans, too; long enough to be split
 # Partial results are rounded to the type of the rows, and each plan cuts elsewhere.
 TOLERANCE = 2.0**-6
 

@@ -17,7 +17,7 @@ from attention.ops.flashinfer_plan_triton import TILE_ARRAYS, Grid, PlanArrays, 
 from attention.views import LayerKV
 
 MAX_CUDA_CORE_GROUP = 2  # from 3 query heads a KV head on, decoding goes through tensor cores
-SAMPLE_PAGES = 300  # of the request that FlashInfer plans too; long enough to be cut
+SAMPLE_PAGES = 300  # pages of the request that FlashInfer plans, too; long enough to be split
 
 # The parts of a wrapper's plan, in its order: offsets of arrays where they are named as in `PlanArrays`.
 ROWS_PLAN = (

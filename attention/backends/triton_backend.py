@@ -31,13 +31,13 @@ from attention.scores import ScoreRule
 from attention.to_device import to_device
 from attention.views import LatentKV, LayerKV
 
-CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
+CPU_MULTIPROCESSORS = 8  # in Triton's interpreter: enough to split short contexts
 
 MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, see tests/bench/EXPERIMENTS.md
 LATENT_MERGED_AT_ONCE = 16  # of 512 values: one request of up to 1,024 tokens is merged in one step
 
 FIXED_SPAN = 1024  # tokens of an item where contexts are short enough
-MAX_PIECE_ROWS = 32  # of a prompt chunk
+MAX_PIECE_ROWS = 32  # rows of a prompt chunk per piece
 MAX_PIECE_PARTIALS = 256  # partial results that the pieces of one launch have room for
 
 

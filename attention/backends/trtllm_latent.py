@@ -26,9 +26,9 @@ from attention.scores import ScoreRule
 from attention.views import LatentKV
 
 WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
-STATS_BYTES = 8 * 256  # of a row and head: maximum and sum, of each of 256 rows that the library allows a request
+STATS_BYTES = 8 * 256  # maximum and sum for each of 256 rows, the library's limit per request; per row and head
 STATS_GUARD_BYTES = 1 << 20
-COUNTER_BYTES = 4  # of a row and head, or of a multiprocessor if those are more
+COUNTER_BYTES = 4  # per row and head, or per multiprocessor if there are more of those
 COUNTER_ALIGNMENT = 8  # counters
 XQA_TABLE_TOKENS = 128  # XQA takes page tables of a multiple of so many tokens
 

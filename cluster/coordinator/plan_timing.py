@@ -16,7 +16,7 @@ LEAD_S = (
 )
 FIRST_MARGIN_S = 0.0025
 MIN_MARGIN_S = 0.0005
-_MAX_CORRECTION_S = 0.001  # by one result, which may be late for reasons that say nothing about plans
+_MAX_CORRECTION_S = 0.001  # per result, which may be late for other reasons than the plan
 _RELAXING = 0.02  # share of what was spare that the margin gives back; a quarter of a second until it is found
 
 

@@ -10,8 +10,8 @@ from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.plan import StepPlan, StepResult
 
-IDLE_HEARTBEAT_LIMIT_S = 10.0  # of a rank that has no plan; its loop sends one every half second
-HUNG_S = 4.0  # of a step, if that is more than HUNG_RATIO of the longest one
+IDLE_HEARTBEAT_LIMIT_S = 10.0  # without a heartbeat of an idle rank, whose loop sends one every half second
+HUNG_S = 4.0  # shortest step that counts as hung, if that is more than HUNG_RATIO of the longest one
 HUNG_RATIO = 3.0
 SILENT_S = 3.0  # then no request would get through to it now
 PUNCTUAL_S = 2.0  # between two checks: after a longer pause of our own, messages of that time may still be unread

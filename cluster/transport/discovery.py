@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-NAMESPACE = "aerie"  # of the coordinators' names, apart from Serve's own
+NAMESPACE = "aerie"  # Ray namespace of the coordinators' names, apart from Serve's own
 
 
 def coordinator_prefix(application: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from cluster.config import ConfigError
 from deploy.config.files import path_sections
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # of a repository, what a checkpoint is made of here
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # files of a repository that Aerie reads
 FOLDERS = "models"  # folder of downloads of packaged configurations; no account on the hub has this name
 
 

@@ -20,7 +20,7 @@ from deploy.haproxy.config import AMPLE, MAX_CONNECTIONS, has_routes, num_stream
 _FILES_EACH = 2  # per connection: to the client and to the ingress
 _FILES_BESIDE = 64  # open files of HAProxy (2.8) for other things, and four more for each of its threads
 _THREADS = 4  # Serve's default
-NUM_PORTS = 4  # for `write_script`
+NUM_PORTS = 4  # ports for `write_script`
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
 ENDING = "aerie-ending"  # beside the script; once it is there nothing is waited for
 _ROOT = Path(__file__).resolve().parents[2]

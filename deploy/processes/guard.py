@@ -21,10 +21,10 @@ from cluster.transport.folders import OWNER, give_to, is_living
 from deploy.processes.server_record import Record, begin, clear, clear_abandoned, note, read
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_REPEAT_S = 1.0  # what comes sooner after the first signal is the same one, sent to a group and by its members
+_REPEAT_S = 1.0  # signals within this time after the first are the same one, sent to a group and by its members
 _STOP_S = 10.0  # for the server to end at once, after a second signal
 _SWEEP_S = 5.0
-_SHOW_CURSOR = b"\x1b[?25h\r\x1b[2K"  # what a live line that is killed leaves on a terminal goes
+_SHOW_CURSOR = b"\x1b[?25h\r\x1b[2K"  # removes a killed live line from the terminal
 _KEEPER_PERIOD_S = 0.2
 FAULT = 1  # exit code of a server that ended by a fault: Ray's logs stay until the next start or `aerie stop`
 

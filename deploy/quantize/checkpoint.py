@@ -32,7 +32,7 @@ from workers.models.loading import fill_target, read_target_config
 from workers.runner.device_memory import HostMemory
 
 ResultT = TypeVar("ResultT")
-_MOMENTS_BYTES = 1 << 32  # of second moments that are held at once; the texts are read again for more
+_MOMENTS_BYTES = 1 << 32  # second moments held at once; for more, the texts are read again
 _META = torch.device("meta")
 
 

@@ -26,7 +26,7 @@ from workers.quantization.quant_method import Unquantized
 
 _META = torch.device("meta")
 HEAD = "lm_head"
-_GATES = ("*.in_proj_a", "*.in_proj_b", "*.in_proj_ba")  # of recurrent layers: small, and sensitive to rounding
+_GATES = ("*.in_proj_a", "*.in_proj_b", "*.in_proj_ba")  # recurrent layers' gates: small, sensitive to rounding
 
 
 @dataclass(frozen=True)

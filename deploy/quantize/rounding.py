@@ -18,7 +18,7 @@ _SEARCHED = 1 << 19  # weights whose errors are computed at once: 2 MB, near a c
 _PACKED = 1 << 21  # weights that are packed at once, and
 _COMPENSATED = 1 << 24  # compensated at once: of a larger matrix, some rows after the others
 _OF_MATRIX = ("weight_shape", "weight_global_scale")  # tensors that do not count rows
-_DAMPING = 0.01  # of the mean second moment, added to all: the paper's choice
+_DAMPING = 0.01  # share of the mean second moment, added to all: the paper's choice
 _BLOCK = 128  # columns whose errors are carried to the later ones at once
 
 

@@ -10,7 +10,7 @@ from speculative.ops.suffix_match import MatchLimits
 from speculative.tree.nodes import NO_TOKEN, Tree
 
 _BLOCK = 1024  # positions that a program compares at once
-_MAX_PROGRAMS = 32  # of a request: 128k tokens take four blocks each
+_MAX_PROGRAMS = 32  # programs per request: 128k tokens take four blocks each
 
 
 @triton.jit

@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-MAX_SIZE = 2**31 - 1  # of one dimension: kernels index with int32
+MAX_SIZE = 2**31 - 1  # limit of one dimension: kernels index with int32
 MAX_LAYERS = 1000  # about eight times those of the deepest published model
-MAX_EXPERTS = 4096  # of one layer; published models have up to 512
+MAX_EXPERTS = 4096  # limit per layer; published models have up to 512
 MAX_POSITIONS = 10**8  # ten times the longest published context
 
 _REMEDY = "correct it, or download the checkpoint again"

@@ -11,7 +11,7 @@ from workers.models.name_map import NameMap
 from workers.models.weights import CheckpointTensor, wanted_tensors, weighted_modules
 
 _NAMED_IN_ERRORS = 4
-_FP8_NAN = 0x7F  # of float8_e4m3fn, which has no infinity; with the sign bit 0xFF
+_FP8_NAN = 0x7F  # NaN of float8_e4m3fn, which has no infinity; with the sign bit 0xFF
 
 
 def check_finite(

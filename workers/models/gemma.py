@@ -29,7 +29,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _DEFAULTS["Gemma2"] |= {"vocab_size": 256000, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _DEFAULTS["Gemma3"] |= {"vocab_size": 262208, "rope_theta": 1000000.0}
 _COMMON = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True}
-_PATTERN = {"Gemma2": 2, "Gemma3": 6}  # of so many layers the last attends to all
+_PATTERN = {"Gemma2": 2, "Gemma3": 6}  # layers per layer with full attention, which is the last of them
 
 
 @dataclass(frozen=True, kw_only=True)

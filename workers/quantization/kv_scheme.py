@@ -12,7 +12,7 @@ from attention.fp8 import FP8
 
 # Required values of quantization_config.kv_cache_scheme (compressed-tensors; ModelOpt's has fewer keys).
 _SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-_ALGORITHMS = {"FP8": FP8_E4M3}  # of ModelOpt's kv_cache_quant_algo
+_ALGORITHMS = {"FP8": FP8_E4M3}  # ModelOpt's kv_cache_quant_algo
 _MODELOPT_FILE = "hf_quant_config.json"
 
 

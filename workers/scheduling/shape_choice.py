@@ -20,17 +20,17 @@ from workers.scheduling.step_time import StepTime
 __all__ = ["Load", "Reason", "ShapeChoice"]
 
 EVALUATE_EVERY = 8  # steps; estimates hardly move in fewer
-EVALUATE_EVERY_MS = 64.0  # of rounds, if they are faster
-EVALUATION_MS = 0.3  # of the host, for one evaluation
-EVALUATING_SHARE = 1 / 64  # of the time: what evaluations may take,
-EVALUATIONS_AHEAD_MS = 12 * EVALUATION_MS  # and so much in advance
-EVALUATE_LATER = 1.5  # by what steps between evaluations grow until then, from a change of the shape on
-CHANGING_EVERY_MS = 16.0  # the same while another shape seems better, a probe runs or the batch has changed
-LEARN_EVERY_MS = 1.0  # of rounds: of faster ones some tell enough, and each takes 2 us of the host
-FIRST_RECORDS = 32  # steps that are all learnt from, before it
+EVALUATE_EVERY_MS = 64.0  # milliseconds of rounds between evaluations, if steps are faster
+EVALUATION_MS = 0.3  # host time of one evaluation
+EVALUATING_SHARE = 1 / 64  # share of the time for evaluations
+EVALUATIONS_AHEAD_MS = 12 * EVALUATION_MS  # evaluation time that may be spent in advance
+EVALUATE_LATER = 1.5  # growth of the steps between evaluations after a change of shape, up to the limits above
+CHANGING_EVERY_MS = 16.0  # instead, while another shape seems better, a probe runs or the batch has changed
+LEARN_EVERY_MS = 1.0  # milliseconds of rounds between records: each takes 2 microseconds of the host
+FIRST_RECORDS = 32  # first steps, which are all recorded
 CHANGE_ABOVE = 1 / 128  # share of the time that a better shape must save
-PROMPTS_WEIGHT = 1 / 32  # of a step in the estimate of how soon prompt chunks come again
-FIRST_RETURN = 1 / 8  # chance of a step to have prompt chunks, before any step
+PROMPTS_WEIGHT = 1 / 32  # weight of a step in the estimated chance that prompt chunks come again
+FIRST_RETURN = 1 / 8  # that chance before any step
 
 
 class Reason(StrEnum):

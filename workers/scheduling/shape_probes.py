@@ -14,13 +14,13 @@ from workers.scheduling.shape_rates import Acceptance, Rates, shapes_told_by
 from workers.scheduling.step_time import Step, StepTime
 
 FIRST_RESULTS = 3  # steps until the first results of a shape have been read
-PROBING_SHARE = 1 / 150  # of the time: what probes of promising shapes may cost
-OLD_SHARE = 1 / 250  # of the time: what probes of shapes without recent results may cost
+PROBING_SHARE = 1 / 150  # share of the time for probes of promising shapes
+OLD_SHARE = 1 / 250  # share of the time for probes of shapes without recent results
 FIRST_ROUNDS = 3  # rounds whose time probes may cost in advance
 PROBE_AGE = 128  # steps without results after which a shape is probed again
-MAX_PROBE_STEPS = 16  # of a probe whose shape stays promising
+MAX_PROBE_STEPS = 16  # longest probe of a shape that stays promising
 TIMED_STEPS = 2  # steps that tell how long a shape takes
-FREE_PROBES = 3  # of this kind that are not charged, of each shape at each batch size
+FREE_PROBES = 3  # timing probes that are not charged, per shape and batch size
 
 
 @dataclass

@@ -28,8 +28,8 @@ from workers.scheduling.plan import pack_i32
 
 Int64s = npt.NDArray[np.int64]
 PROMPT_INTERVALS = 8  # between states on the way through a long prompt
-FORK_INTERVALS = 1  # that a fork must save, since a prompt's chunk is cut there
-ANSWER_SHARE = 0.5  # of the rows, which answers may have while they are written
+FORK_INTERVALS = 1  # intervals that a saved fork must spare, because it cuts a prompt's chunk
+ANSWER_SHARE = 0.5  # largest share of the rows for running answers
 
 
 @dataclass

@@ -18,9 +18,9 @@ from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 
 # standard deviations of the logarithm of a step's time over its table's, before any step has run
 PACE_ERROR = 0.7  # common to all steps: the machine is busier or cooler than at the start
-SHAPE_ERROR = 0.4  # of one shape's rounds, against the pace; a loaded start measured 24 to 75 ms for the same rounds
-BATCH_ERROR = 0.4  # of one shape at one batch size, against the shape; tables interpolate between a few batch sizes
-CHUNK_ERROR = 0.3  # of steps with a number of prompt tokens, against the pace
+SHAPE_ERROR = 0.4  # one shape's rounds, relative to the pace; a loaded start measured 24 to 75 ms for the same rounds
+BATCH_ERROR = 0.4  # one shape at one batch size, relative to the shape; tables interpolate between a few sizes
+CHUNK_ERROR = 0.3  # steps with one number of prompt tokens, relative to the pace
 # variances that they gain per second of steps, so that what no longer runs becomes uncertain again
 PACE_DRIFT = 0.0003  # a sudden change of load is noticed by `SURPRISE`
 SHAPE_DRIFT = 0.0001
@@ -35,12 +35,12 @@ DOUBT = 0.25  # share of such a step's difference that stays in doubt
 SURPRISE = 1.2  # running mean of differences, in standard deviations, above which the pace has changed: 3 of its own
 SURPRISE_WEIGHT = 0.25
 MAX_SURPRISE = 2.0  # standard deviations of one step: a single slow step is no change of pace
-CHANGED_PACE_ERROR = 0.3  # of the pace then, so that a change of load is followed within some ten steps
+CHANGED_PACE_ERROR = 0.3  # error of the pace then, so that it follows a change of load within some ten steps
 SETTLING_STEPS = 8  # until it is known
-CHANGED_PART_ERROR = 0.15  # of what does not run meanwhile
-MAX_DRIFT_S = 1.0  # that one step counts at most
-MAX_LOG = 7.0  # of a time over its table's: a step that took a thousand times as long was no step
-LEARN_EVERY_MS = 4.0  # of steps of a known kind: learning takes 50 us of the host, where rounds may take 400
+CHANGED_PART_ERROR = 0.15  # error of times that are not measured meanwhile
+MAX_DRIFT_S = 1.0  # limit of the time that one step counts
+MAX_LOG = 7.0  # limit of log(time / table): a step a thousand times as long measures something else
+LEARN_EVERY_MS = 4.0  # between known kinds of steps: learning takes 50 microseconds of the host, rounds may take 400
 
 
 _OURS_LESS_THEIRS = np.array((1.0, 1.0, 1.0, -1.0, -1.0, -1.0))  # the parts of two steps without prompt tokens

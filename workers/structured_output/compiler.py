@@ -17,7 +17,7 @@ from workers.scheduling.plan import Grammar
 from workers.structured_output.faults import InvalidGrammarError, VocabularyError
 from workers.structured_output.mask_process.token_texts import TokenTexts
 
-CACHE_BYTES = 256 << 20  # for compiled grammars; a large schema takes 10 MB with 128,256 tokens
+CACHE_BYTES = 256 << 20  # cache of compiled grammars; a large schema takes 10 MB with 128,256 tokens
 # Spaces between the parts of JSON. Without a bound some models write spaces until max_tokens.
 MAX_WHITESPACE = 32
 

@@ -27,7 +27,7 @@ from workers.structured_output.mask_table import HELD, MaskTable
 
 MAX_GUIDED_NODES = 256  # per step: each takes about 20 us on the host, while the target model runs
 MIN_GUIDED_NODES = 4  # per tree
-MAX_CRASHES = 2  # of the mask process while it fills masks of one request
+MAX_CRASHES = 2  # crashes of the mask process while it fills masks of one request
 
 
 @dataclass

@@ -38,7 +38,7 @@ from attention.ops.pdl import pdl_wait
 from attention.scores import ScoreRule
 from attention.views import LatentKV
 
-FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)  # of fixed plans
+FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)  # tiles of plans with a fixed split
 TOKENS_FIRST_ROWS = (
     32  # of a tile, up to which the products are turned round (`attention.ops.attend.latent_tile_triton`)
 )

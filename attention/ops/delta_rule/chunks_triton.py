@@ -31,7 +31,7 @@ from attention.ops.delta_rule.formulas_triton import (
 )
 from attention.ops.delta_rule.tables import ChunkTables, DeltaRows, DeltaWeights, LayerState
 
-CHANNELS = 128  # of a program of `_convolve`
+CHANNELS = 128  # channels per program of `_convolve`
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.ops.delta_rule.tables import DeltaHeads, DeltaWeights
 
-NORM_EPS = 1e-6  # of the l2 norms of q and k
+NORM_EPS = 1e-6  # epsilon of the l2 norms of q and k
 
 
 def convolved(taps: Tensor, weights: DeltaWeights, full: torch.dtype) -> Tensor:

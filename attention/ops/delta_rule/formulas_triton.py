@@ -6,9 +6,9 @@ import triton.language as tl
 
 from attention.ops import interpreter_triton
 
-PRECISION = tl.constexpr("tf32x3")  # of products of float32: about its own
+PRECISION = tl.constexpr("tf32x3")  # products of float32, about as exact as float32 itself
 INTERPRETED = tl.constexpr(interpreter_triton.INTERPRETED)
-NORM_EPS = tl.constexpr(1e-6)  # of the l2 norms of q and k
+NORM_EPS = tl.constexpr(1e-6)  # epsilon of the l2 norms of q and k
 
 
 @triton.jit

@@ -165,7 +165,7 @@ def _delta_step(
         tl.store(pending + k_column, k_raw)
 
 
-WARPS = 4  # of a program
+WARPS = 4  # warps per program
 
 
 def delta_rule_rounds(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TAPS = 4  # of the convolution
+TAPS = 4  # taps of the convolution
 HISTORY = TAPS - 1  # tokens before its own that a token's convolution reads
-MAX_ROWS = 63  # of a request in a round: bits of a mask
+MAX_ROWS = 63  # rows of a request in a round: bits of a mask
 _ROW_ALIGNMENT = 16  # elements, so that rows begin at addresses that vector loads take
 
 
@@ -123,7 +123,7 @@ class DeltaState:
 
 KERNEL_DIMS = (16, 32, 64, 128)  # dk and dv
 KERNEL_LIMITS = "dk and dv powers of 2 from 16 to 128; rows not float64"
-FEW_ROWS = 16  # of a tile of committed keys, new keys and queries: what tensor cores take at once
+FEW_ROWS = 16  # rows of a tile (committed keys, new keys, queries): one tensor-core operand
 
 
 def fits_kernels(kept: LayerState) -> bool:

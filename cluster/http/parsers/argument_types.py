@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from workers.structured_output.schema_keywords import OF_TYPE, UNIONS, is_of
 
-_SCALARS = {"True": "true", "False": "false", "None": "null"}  # what some chat templates write for them
+_SCALARS = {"True": "true", "False": "false", "None": "null"}  # Python's names, which some chat templates write
 _MAX_REFERENCES = 16  # a schema may refer to itself
 
 

@@ -19,7 +19,7 @@ from cluster.transport.messages import EngineStats
 logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
-NEWS_WAIT_S = 2.0  # what an ingress knows of engines and of a probe is a second old at most
+NEWS_WAIT_S = 2.0  # longest wait for fresh states of engines, which are a second old at most
 NEWS_POLL_S = 0.1
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -21,9 +21,9 @@ Refusals = dict[str, tuple[str, tuple[Any, ...]]]
 MAX_PARAMETERS = 128
 MAX_MESSAGES = 4096
 MAX_MESSAGE_FIELDS = 32
-MAX_PARTS = 4096  # of one message, item or turn
+MAX_PARTS = 4096  # parts of one message, item or turn
 MAX_PARTS_IN_ALL = 16384
-MAX_OBJECT_FIELDS = 1024  # of an object that is a parameter; logit_bias is the largest
+MAX_OBJECT_FIELDS = 1024  # fields of an object parameter; logit_bias is the largest
 _CONVERSATIONS = ("messages", "input")  # parameters that are lists of messages or items
 
 

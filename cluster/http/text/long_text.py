@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 PIECE_CHARS = 2**16
 _SEARCH_CHARS = 256  # in front of a piece's end, for a space to cut at: most tokens begin with one
-SLACK_TOKENS = 1024  # that a part has beyond those wanted of it, so that the cut at its beginning changes none of them
+SLACK_TOKENS = 1024  # additional tokens of a part, so that the cut at its beginning changes none of those wanted
 
 Count = Callable[[str], int]
 

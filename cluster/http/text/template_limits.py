@@ -15,7 +15,7 @@ import jinja2.nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARS = 2**25  # of a rendered chat, and of any text on the way: four times the largest body
+MAX_CHARS = 2**25  # characters of a rendered chat, and of any text on the way: four times the largest body
 
 
 class TemplateLimitError(Exception):

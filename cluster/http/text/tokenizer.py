@@ -27,8 +27,8 @@ from cluster.linux import give_memory_back
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
 MAX_LONG_ENCODES = 2
 MANY_MESSAGES = 32  # are rendered in a thread; fewer take a millisecond
-QUICK_RENDER_S = 0.05  # for a template that is rendered in the event loop; then it is begun again in a thread
-TOKENS_BEFORE = 5  # of the prompt, seen by a PrefixDetokenizer
+QUICK_RENDER_S = 0.05  # time for a template in the event loop; then it starts again in a thread
+TOKENS_BEFORE = 5  # tokens of the prompt that a PrefixDetokenizer sees
 ChatPrompt = ChatTemplate | HarmonyPrompt
 
 

@@ -24,7 +24,7 @@ from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture
 from workers.quantization.quant_method import Unquantized
 from workers.quantization.table import read_quant_method
 
-KV_PROJECTIONS = ("k_proj", "v_proj")  # of whose outputs several ranks may have the same
+KV_PROJECTIONS = ("k_proj", "v_proj")  # projections of which several ranks may have the same outputs
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 

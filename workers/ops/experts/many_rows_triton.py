@@ -43,7 +43,7 @@ from workers.ops.gemm.tiles import MULTIPROCESSORS, SHARED_BYTES
 _MAX_PARTIAL_BYTES = 1 << 28  # bound on scratch for the results per row and expert
 _MAX_HELD = 4  # steps of a down projection for which a program keeps its rows in registers
 _MIN_BLOCKS, _MAX_BLOCKS = 8, 28  # blocks of columns of such a program, for short blocks of rows
-_START_COST = 2.5  # of such a program, in blocks
+_START_COST = 2.5  # cost of starting such a program, in blocks
 _MAX_RESIDENT = 5  # such programs per multiprocessor, limited by registers
 _SUM_COLUMNS = 1024
 

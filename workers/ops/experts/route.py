@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NO_EXPERT = -1  # for padding rows, and for experts of other ranks
+NO_EXPERT = -1  # padding rows, and experts of other ranks
 MAX_LISTED = 16  # rows up to which the used experts are listed
 _ALIGNMENT = 16  # numbers: kernels are compiled for steps that are multiples of it
 SCORINGS = ("softmax", "sigmoid")

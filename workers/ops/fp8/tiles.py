@@ -9,11 +9,11 @@ from workers.ops.blocks import cdiv, next_power_of_2
 from workers.ops.fp8.rows import GROUP
 from workers.ops.gemm.tiles import MAX_SPLITS, MULTIPROCESSORS, SHARED_BYTES
 
-MAX_ROWS = 128  # of `workers.ops.fp8.gemm_triton`
+MAX_ROWS = 128  # limit of `workers.ops.fp8.gemm_triton`
 MIN_WIDE_ROWS = 65  # from here on `workers.ops.fp8.gemm_wide_triton` is faster, for scales of groups
 SCALE_ROWS = 64  # rows of W that share a scale; the checkpoint's blocks of 128 become two
 MAX_ROUNDING_ROWS = 8  # rows that a product's programs may quantise themselves
-MAX_AHEAD_ROWS = 8  # of `workers.ops.fp8.gemm_ahead_triton`
+MAX_AHEAD_ROWS = 8  # limit of `workers.ops.fp8.gemm_ahead_triton`
 _ROUNDED = 8192  # numbers that a program quantises at once: 64 per thread
 
 

@@ -8,7 +8,7 @@ from workers.ops.blocks import cdiv, next_power_of_2
 MAX_ROWS = 128  # the library is faster beyond, see tests/bench/RESULTS.md
 MAX_GATED_ROWS = 256  # gated products save a kernel, so the limit is higher
 FIXED_ROWS = 64  # per launch of `fixed_rows`
-MULTIPROCESSORS = 132  # of an H200
+MULTIPROCESSORS = 132  # an H200's
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
 

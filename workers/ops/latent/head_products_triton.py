@@ -17,7 +17,7 @@ from workers.ops.rotary import Angles
 
 FEW_ROWS = 16  # up to here tiles are narrower and more numerous
 BATCH_ROWS = 512  # up to here (verified batches) tiles have 64 rows, for more programs
-MAX_BYTES_AHEAD = 128 << 10  # of a weight read before the wait, in registers and then in shared memory
+MAX_BYTES_AHEAD = 128 << 10  # bytes of a weight read before the wait, in registers, then in shared memory
 FIXED_ROWS = 64  # tiles of this number of rows are used for any number, if results must not depend on it
 
 

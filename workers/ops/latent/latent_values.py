@@ -7,7 +7,7 @@ from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.latent.head_products import head_products
 
 MAX_ROWS = 16
-_MAX_BYTES = 128 << 10  # of a head's matrix, which one copy loads to shared memory
+_MAX_BYTES = 128 << 10  # largest matrix of a head: one copy loads it to shared memory
 
 
 def fits_values(rows: int, weight: Tensor) -> bool:

@@ -11,7 +11,7 @@ Element 128 w + 4 l + r of a tensor is register r of lane l of warp w = WARPS_N 
 import triton
 import triton.language as tl
 
-_BATCH_BYTES = 32 << 10  # of shared memory; static, so at most 48 kB
+_BATCH_BYTES = 32 << 10  # shared memory; static, so at most 48 kB
 
 
 @triton.jit

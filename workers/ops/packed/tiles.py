@@ -9,7 +9,7 @@ from workers.ops.gemm.tiles import MULTIPROCESSORS
 MAX_STREAM_ROWS = 32
 MAX_BLOCK_ROWS = 512  # dequantising and the library are faster beyond
 FIXED_ROWS = 32  # per launch of deterministic products
-_MAX_CELLS = 16 << 20  # of 16 bits: outputs that are dequantised at once stay in L2
+_MAX_CELLS = 16 << 20  # outputs of 16 bits that are dequantised at once: they stay in L2
 _TILE = 64  # outputs, and inputs of a chunk
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 
-MAX_K = 16  # of the kernel, which finds them one by one
+MAX_K = 16  # the kernel finds them one by one
 
 
 @operation(

@@ -7,7 +7,7 @@ from workers.layers.linear_method import Part
 from workers.quantization.integers.format import IntFormat
 from workers.quantization.packed_linear import StoredMatrix
 
-_DEVIATION = {4: 4.61, 8: 73.9}  # of codes that are chosen evenly
+_DEVIATION = {4: 4.61, 8: 73.9}  # standard deviation of uniformly distributed codes, by bits
 
 
 class StoredInt(StoredMatrix):

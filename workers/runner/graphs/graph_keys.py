@@ -31,7 +31,7 @@ _FEW_TOKENS = 512  # up to here mixed batches are captured for every power of tw
 GREEDY = SamplingNeeds(random=False)
 RANDOM = SamplingNeeds(random=True)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
-BETWEEN_NEEDS = (RANDOM, CHUNK_NEEDS)  # of shapes between plain decoding and the default
+BETWEEN_NEEDS = (RANDOM, CHUNK_NEEDS)  # needs of shapes between non-speculative decoding and the default
 MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
 
 

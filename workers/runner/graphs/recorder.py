@@ -11,7 +11,7 @@ import torch
 from attention.backend import NewUnderCaptureError
 from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new
 
-MAX_DRY_RUNS = 8  # of one step: each but the last found a missing workspace
+MAX_DRY_RUNS = 8  # dry runs of one step: each but the last found a missing workspace
 
 T = TypeVar("T")
 

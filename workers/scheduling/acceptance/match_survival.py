@@ -11,11 +11,11 @@ from workers.config import RoundShapes
 from workers.scheduling.acceptance.survival import EDGE, ENGINE_WINDOW, OPTIMISM, Bools, Floats, Ints
 
 CLASS_STARTS = (1, 3, 6, 12)  # lengths of matches, in tokens, at which a class begins; class 0: no match
-FIRST_CHANCES = (0.05, 0.3, 0.5, 0.65, 0.8)  # of a class's first draft, before any round
-PRIOR = 4.0  # rounds that an estimate weighs that, or that of the draft before, with
+FIRST_CHANCES = (0.05, 0.3, 0.5, 0.65, 0.8)  # probability of a class's first draft before any round
+PRIOR = 4.0  # weight of that, or of the draft before, in an estimate, in rounds
 REQUEST_WINDOW = 64.0  # drafts after which a request's own estimate has forgotten all but 1 / e
-REQUEST_PRIOR = 8.0  # drafts that it weighs the engine's with
-MAX_RATIO = 20.0  # of a request's odds to the engine's
+REQUEST_PRIOR = 8.0  # weight of the engine's estimate in a request's own, in drafts
+MAX_RATIO = 20.0  # limit of a request's odds relative to the engine's
 
 
 class MatchSurvival:

@@ -18,16 +18,16 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 ENGINE_WINDOW = 2048.0  # rounds after which the engine's estimate has forgotten all but 1 / e
-REQUEST_WINDOW = 64.0  # the same of one request's own
-REQUEST_PRIOR = 24.0  # rounds that a request's own estimate weighs the engine's with
+REQUEST_WINDOW = 64.0  # rounds after which a request's own estimate has forgotten all but 1 / e
+REQUEST_PRIOR = 24.0  # weight of the engine's estimate in a request's own, in rounds
 SHAPE_PRIOR = 4.0  # minimum weight, in rounds, of the estimate of another shape or of the depth above
 OTHERS_PRIOR = 32.0  # maximum additional weight, one for each round of the other shape
 OTHERS_COUNT = 512.0  # rounds of another shape that make as sure as one of its own
-UNKNOWN = 0.7  # of the first depth before any round
-OPTIMISM = 1.5  # standard errors that hoped tokens are above the estimate
-MAX_REPORTS = 256  # of steps, that are counted together
+UNKNOWN = 0.7  # probability of the first depth before any round
+OPTIMISM = 1.5  # standard errors from the estimate to its upper end
+MAX_REPORTS = 256  # steps whose reports are counted together
 EDGE = 1e-3  # estimates stay that far from 0 and 1
-EPSILON = 1e-9  # of a window: avoids 0 / 0
+EPSILON = 1e-9  # in windows: avoids 0 / 0
 
 
 class Survival:

@@ -10,7 +10,7 @@ from workers.scheduling.sequence import Sequence
 
 LOOK_AHEAD = 16  # waiting requests whose grammars are compiled
 MAX_KNOWN = 1024  # grammars remembered; forgotten ones are announced again
-LATE_LIMIT_S = 60.0  # for one mask; the ranks' processes give up sooner, by processor time
+LATE_LIMIT_S = 60.0  # longest wait for one mask; the ranks' processes give up sooner, by CPU time
 
 
 class GrammarQueue:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FEW_TOKENS = 6  # at most so many allowed tokens get an edge each
 MAX_ENDINGS = 6  # tokens remembered because a forced text followed them
-_MAX_SPACED_BYTES = 48  # of a forced text with optional whitespace; the rest follows once these are accepted
+_MAX_SPACED_BYTES = 48  # forced text with optional whitespace; the rest follows once these are accepted
 _WHITESPACE = b" \t\n\r"
 _MAX_LEVEL = 2  # consecutive unforced places and forced texts that are followed
 

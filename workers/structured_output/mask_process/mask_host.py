@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ABANDONED_SHARE = 0.1  # of the time limits, for the mask of a request that has ended
+ABANDONED_SHARE = 0.1  # share of the time limits for the mask of a request that has ended
 MAX_BACKGROUND = 4  # late masks computed at the same time
 _WATCH_S = 0.1
 

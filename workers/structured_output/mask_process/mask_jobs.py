@@ -12,7 +12,7 @@ from workers.scheduling.plan import Failure
 from workers.structured_output.mask_messages import Order
 from workers.structured_output.mask_process.request_grammar import RequestGrammar
 
-LATE_NICENESS = 19  # of threads that fill late masks
+LATE_NICENESS = 19  # niceness of threads that fill late masks
 MASK_LIMIT_S = 1.0  # CPU time for one mask
 SLOW_S = 0.01  # CPU time of the last mask above which steps do not wait for a request
 MASK_WALL_LIMIT_S = 10.0  # wall time for one mask, on a busy machine

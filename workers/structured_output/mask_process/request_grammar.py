@@ -65,7 +65,7 @@ class Tree:
         return nodes
 
 
-ROOT = Tree([0], [[]])  # of a request without drafts; its token is not used
+ROOT = Tree([0], [[]])  # tree of a request without drafts; its token is not used
 
 
 @dataclass

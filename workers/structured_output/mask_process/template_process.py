@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MEMORY_BYTES = 4 << 30  # memory limit of a forked process; torch takes 0.4 GB, and 1.5 GB of addresses
-START_TIMEOUT_S = 120.0  # for importing torch on a busy machine
+START_TIMEOUT_S = 120.0  # importing torch on a busy machine
 LOWEST_PRIORITY = 19  # niceness
 _PARENT_CHECK_S = 1.0
 _PR_SET_PDEATHSIG = 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TOKEN_LIMIT_S = 0.2  # CPU time for one token of an answer; the rank's process allows five times as much
 WALK_LIMIT_S = 2.0  # CPU time for all sample answers
-MIN_TOKENS = 100  # that sample answers must reach within this time
+MIN_TOKENS = 100  # tokens that sample answers must reach within this time
 WALK_TOKENS = 96  # per sample answer
 _REPEATED = (b"a", b" ", b"0", b"\n")
 
