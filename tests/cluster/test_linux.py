@@ -1,0 +1,27 @@
+"""Settings of a process that keep Linux from stopping it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+LOOK = """
+import resource
+from cluster.linux import raise_open_files
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+limit = min(hard, {limit})
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit))
+assert raise_open_files() == limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+with open("/proc/self/status") as status:
+    places = next(int(line.split()[1]) for line in status if line.startswith("FDSize"))
+assert places >= min(limit, 1 << 16), (places, limit)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("limit", [300, 4096, 1 << 20])
+def test_the_table_of_open_files_has_room_for_all_from_the_start(limit: int) -> None:
+    """Where it grows later, the process waits for an RCU grace period, with all its streams."""
+    subprocess.run([sys.executable, "-c", LOOK.format(limit=limit)], cwd=ROOT, check=True)
