@@ -183,6 +183,13 @@ def test_two_ranks_agree_and_give_the_same_tokens(hybrid: Pair, plain: list[list
     assert [r.output for r in requests] == plain
 
 
+def test_costs_are_measured_where_no_state_can_be_saved(hybrid: Pair) -> None:
+    """A request that replays a row has that row in its text: else a state before its first token is to be saved."""
+    spec = hybrid.spec(hybrid.chain(), CacheConfig(16, 100, prefix_cache=False), measure_costs=True)
+    with local_engine(spec) as engine:
+        assert engine.scheduler.step_time is not None
+
+
 def test_a_head_may_read_layers_of_either_kind(hybrid: Pair, plain: list[list[int]]) -> None:
     requests = run(hybrid, SpeculativeConfig(str(hybrid.eagle3), "eagle3", 3, 4, 12))
     assert [r.output for r in requests] == plain

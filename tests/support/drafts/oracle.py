@@ -155,6 +155,8 @@ class WatchedRank:
         self._worker.submit(plan)
         finals = [chunk.slot for chunk in plan.chunks if chunk.next_token < 0]
         emitted = self._worker._pending[-1].emitted
+        if emitted is None:  # a step that only captures a graph
+            return
         emitted.wait()
         rows = emitted.rows.tolist()
         drafting = plan.drafting or bytes(len(rows))

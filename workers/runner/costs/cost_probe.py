@@ -119,7 +119,8 @@ class CostProbe:
         slots.page_table.zero_()
         slots.seq_len.zero_()
         slots.bonus.zero_()
-        if self.states is not None:
+        if self.states is not None:  # the row that a slot replays is one of its tokens
+            context = max(context, 1)
             self.states.pretend(num_requests)
         if num_requests:
             assert num_requests * -(-context // self.page_size) <= num_pages, "pages that the pool does not have"
