@@ -1,29 +1,34 @@
-"""The models of `tests.bench` that are given by a config.json and drafted for by a module of their own."""
+"""The models of `tests.bench` that are given by a config.json."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from speculative.drafts.trimmed_head import AUTO_ROWS, write_token_map
-from tests.bench import deepseek_rank, hybrid_models
+from tests.bench import deepseek_rank, hybrid_models, published_models
 
-CONFIGS: dict[str, dict[str, Any]] = {**deepseek_rank.CONFIGS, **hybrid_models.CONFIGS}
+CONFIGS: dict[str, dict[str, Any]] = {**deepseek_rank.CONFIGS, **hybrid_models.CONFIGS, **published_models.CONFIGS}
 
 
 def write_config(folder: Path, name: str) -> None:
-    """config.json of the target under `folder`, which has its draft in it; the weights are dummies. Hybrids get a token
-    map as `aerie token-map` makes it, for a draft head of its size."""
+    """config.json of the target under `folder`; the weights are dummies. A hybrid gets a token map as `aerie token-map`
+    makes it, for a draft head of its size; a model without a module to draft with gets the block draft it has here."""
     (folder / "target").mkdir(parents=True)
     (folder / "target" / "config.json").write_text(json.dumps(CONFIGS[name]))
     if name in hybrid_models.CONFIGS:
         write_token_map(folder / "target", CONFIGS[name]["vocab_size"], range(AUTO_ROWS))
+    published_models.write_draft(folder, name)
 
 
 def floor_bytes(
-    name: str, requests: int, width: int, tokens: float, passes: int, draft_rows: int, ranks: int = 1
+    folder: Path, name: str, requests: int, width: int, tokens: float, passes: int, draft_rows: int, ranks: int = 1
 ) -> float:
-    """Bytes that a round of `requests` with `width` rows each must move: see the model's module."""
+    """Bytes that a round of `requests` with `width` rows each must move: see the model's module. folder: that
+    `write_config` wrote to."""
     rows = requests * width
+    if name in published_models.CONFIGS:
+        contexts = [tokens / requests] * requests
+        return published_models.floor_bytes(folder / "target", name, rows, contexts, width > 1) / ranks
     if name in hybrid_models.CONFIGS:
         return hybrid_models.floor_bytes(name, rows, tokens, passes, draft_rows, ranks, requests)
     return deepseek_rank.floor_bytes(name, rows, tokens, passes, draft_rows, ranks)

@@ -10,7 +10,8 @@ profiler counts in steady rounds (graph launches, copies to the host, idle share
 must read over the rate at which this GPU copies its own memory, measured first. Markdown tables, then one JSON line.
 Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU. `--model dsv3-rank`: one rank's share of
 DeepSeek-V3 at eight ranks, which its own module drafts for, and dsv3-layers, for `--tensor-parallel 2`
-(`tests.bench.deepseek_rank`); `--model qwen3.5-27b`, qwen3.5-35b-a3b: hybrids (`tests.bench.hybrid_models`).
+(`tests.bench.deepseek_rank`); `--model qwen3.5-27b`, qwen3.5-35b-a3b: hybrids (`tests.bench.hybrid_models`);
+gpt-oss-20b, gemma-3-27b, qwen3-8b with a DFlash draft and others: `tests.bench.published_models`.
 """
 
 import argparse
@@ -22,14 +23,15 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from attention.config import CacheConfig, DraftAttention, TargetAttention
 from deploy.bench.table import table
 from speculative.build import EngineSpec
-from speculative.config import SpeculativeConfig
+from speculative.config import Method, SpeculativeConfig
+from speculative.drafts.blocks.config import algorithm
 from speculative.local import local_engine
 from tests.bench import configured
 from tests.bench.kernels.block_plans import VARIANTS
@@ -50,7 +52,8 @@ MODELS = {
     "llama-3-70b": Dimensions(8192, 64, 8, 128, 28672, 128256, 32000, 80),
     "tiny": Dimensions(64, 4, 2, 16, 96, 256, 64, 8),
 }
-SHAPES = {"plain": None, "chain": (3, 1, 4), "tree": (5, 4, 8)}
+# block-N: of drafts that draft a block of N rows in one pass
+SHAPES = {"plain": None, "chain": (3, 1, 4), "tree": (5, 4, 8), "block-8": (7, 1, 8), "block-16": (15, 1, 16)}
 PROFILED_ROUNDS = 10
 PIPELINE = 4  # a request's first results, which come while steps with prompts are still under way
 
@@ -63,14 +66,17 @@ class Setting:
     repeats: int = 2
 
 
-def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_parallel: int, copy_rate: float) -> float:
+def floor_ms(
+    folder: Path, name: str, shape: str, batch: int, setting: Setting, tensor_parallel: int, copy_rate: float
+) -> float:
     """Milliseconds that copying the bytes takes which a round must read on each GPU, at `copy_rate` bytes/s: weights
-    once per pass, and the KV of half-grown answers. Embeddings and activations are left out."""
+    once per pass, and the KV of half-grown answers. Embeddings and activations are left out. folder: that
+    `write_checkpoints` wrote to."""
     tokens = batch * (setting.prompt_tokens + setting.output_tokens / 2)
     tree = SHAPES[shape]
     if name in configured.CONFIGS:
         steps, top_k, width = tree or (0, 1, 1)
-        read = configured.floor_bytes(name, batch, width, tokens, steps, batch * top_k, tensor_parallel)
+        read = configured.floor_bytes(folder, name, batch, width, tokens, steps, batch * top_k, tensor_parallel)
         return read / copy_rate * 1e3
     size = MODELS[name]
     attention = size.hidden * (size.heads + 2 * size.kv_heads) * size.head_dim
@@ -131,6 +137,14 @@ def page_size_of(target: Path) -> int:
     return 64 if "kv_lora_rank" in json.loads((target / "config.json").read_text()) else CacheConfig().page_size
 
 
+def method_of(head: Path) -> Method:
+    """Of the draft in that folder; without one the target's own module drafts."""
+    if not head.exists():
+        return "mtp"
+    raw = json.loads((head / "config.json").read_text())
+    return cast(Method, algorithm(raw) or "eagle3")
+
+
 def engine_spec(
     folder: Path,
     shape: str,
@@ -161,7 +175,8 @@ def engine_spec(
     return EngineSpec(
         worker,
         SpeculativeConfig(
-            *((str(head), "eagle3") if head.exists() else ("", "mtp")),
+            str(head) if head.exists() else "",
+            method_of(head),
             num_steps,
             top_k,
             width,
@@ -237,7 +252,7 @@ def add_engine_options(
 ) -> None:
     """Which engines are measured; shapes and batches: unless others are given. others: models beside `MODELS`."""
     parser.add_argument("--model", choices=sorted((*MODELS, *others)), default="llama-3.1-8b")
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=shapes)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=shapes)
     parser.add_argument("--batches", nargs="+", type=int, default=batches)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens: a trial on any machine")
 
@@ -256,7 +271,7 @@ def print_tables(results: dict[str, dict[str, dict[str, float]]], batches: list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128], configured.CONFIGS)
+    add_engine_options(parser, ["plain", "chain", "tree"], [1, 8, 32, 64, 128], configured.CONFIGS)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument(
         "--quantization", choices=("none", *QUANTIZATIONS), default="none", help="of the target; floors are bf16's"
@@ -268,11 +283,12 @@ def main() -> None:
     parser.add_argument("--attention", default="auto", help="the attention backend of every phase of target and draft")
     parser.add_argument("--prompt-tokens", type=int, default=Setting.prompt_tokens)
     parser.add_argument("--output-tokens", type=int, default=Setting.output_tokens)
+    parser.add_argument("--acceptance", type=float, default=Setting.acceptance_length, help="tokens of a round, mean")
     parser.add_argument("--repeats", type=int, default=Setting.repeats, help="the best of how many runs is taken")
     arguments = parser.parse_args()
     if arguments.packed_plan is not None:
         BLOCK_PLANS.update(dict.fromkeys((16, 32, 64), VARIANTS[arguments.packed_plan]))
-    setting = Setting(arguments.prompt_tokens, arguments.output_tokens, repeats=arguments.repeats)
+    setting = Setting(arguments.prompt_tokens, arguments.output_tokens, arguments.acceptance, arguments.repeats)
     if arguments.tiny:
         setting = Setting(40, 24)
     results: dict[str, dict[str, dict[str, float]]] = {}
@@ -295,7 +311,9 @@ def main() -> None:
                     arguments.attention,
                 )
                 results.setdefault(shape, {})[str(batch)] = measure(spec, batch, setting) | {
-                    "floor_ms": floor_ms(model, shape, batch, setting, arguments.tensor_parallel, copy_rate)
+                    "floor_ms": floor_ms(
+                        Path(folder), model, shape, batch, setting, arguments.tensor_parallel, copy_rate
+                    )
                 }
                 print(shape, batch, {k: round(v, 3) for k, v in results[shape][str(batch)].items()}, flush=True)
                 if torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -33,9 +34,8 @@ def of_shape(pair: Pair, shape: str) -> SpeculativeConfig | None:
     return {"plain": None, "chain": pair.chain(), "tree": pair.tree()}[shape]
 
 
-def on_gpu(spec: EngineSpec, graphs: bool = True) -> EngineSpec:
-    """In float32."""
-    model = dataclasses.replace(spec.worker.model, device="cuda", dtype="float32")
+def on_gpu(spec: EngineSpec, graphs: bool = True, dtype: Literal["float32", "bfloat16"] = "float32") -> EngineSpec:
+    model = dataclasses.replace(spec.worker.model, device="cuda", dtype=dtype)
     worker = dataclasses.replace(spec.worker, model=model, cuda_graphs=graphs, debug=False)
     return dataclasses.replace(spec, worker=worker)
 

@@ -1,0 +1,86 @@
+"""Published models for `tests.bench.round`: config.json as `docs/models.md` lists them, a floor by bytes, and a block
+draft for one of them. Weights are dummies: routers choose by the tokens alone, and spread."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.deploy.config.test_published_models import PUBLISHED
+from workers.config import ModelSource
+from workers.distributed.tp_group import SOLO
+from workers.layers.experts import Experts
+from workers.models.llama import LlamaConfig
+from workers.models.loading import allocate, read_target_config
+from workers.models.registry import family_of_config
+from workers.models.weight_bytes import META, weight_bytes
+from workers.ops.gemm.workspace import GEMMOptions
+
+# Name of the benchmark's model -> of the published configuration.
+NAMES = {
+    "gpt-oss-20b": "gpt-oss-20b",
+    "gpt-oss-120b": "gpt-oss-120b",
+    "gemma-3-27b": "gemma-3-27b-it",
+    "glm-4.5-air": "GLM-4.5-Air",
+    "qwen3-8b": "Qwen3-8B",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: json.loads((PUBLISHED / f"{file}.json").read_text()) for name, file in NAMES.items()
+}
+# z-lab's Qwen3-8B-DFlash-b16: five of the target's layers.
+_DRAFTS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        **CONFIGS["qwen3-8b"],
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 5,
+        "num_target_layers": 36,
+        "layer_types": ["full_attention"] * 5,
+        "block_size": 16,
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    }
+}
+
+
+def write_draft(folder: Path, name: str) -> None:
+    """config.json of the model's block draft, if it has one here, in folder/draft."""
+    if name in _DRAFTS:
+        (folder / "draft").mkdir()
+        (folder / "draft" / "config.json").write_text(json.dumps(_DRAFTS[name]))
+
+
+def floor_bytes(target: Path, name: str, rows: int, contexts: Sequence[float], is_drafted: bool) -> float:
+    """Bytes that a round must read on one GPU: weights once, of experts those that uniform routing gives to a row, of
+    KV what windows say, and a block draft's weights. Embeddings and activations are left out.
+
+    target: folder of the target's config.json.
+    rows: of the target's pass.
+    contexts: tokens of each request.
+    """
+    source = ModelSource(path=str(target), load_format="dummy")
+    config = read_target_config(source, 1)
+    assert isinstance(config, LlamaConfig)
+    family = family_of_config(config, name)
+    names = family.weight_names(config)
+    model = allocate(lambda: family.model(config, SOLO, 4096, META, ()), names, config.quant, torch.bfloat16, META)
+    options = GEMMOptions(fp8=True, packed=True)
+    experts = sum(m.method.num_bytes(options) for m in model.modules() if isinstance(m, Experts))
+    # A tied embedding is the vocabulary head and is read; another is not.
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * 2
+    raw = CONFIGS[name].get("text_config", CONFIGS[name])
+    total = weight_bytes(model, True) - embedding
+    if experts:
+        count = raw.get("num_local_experts") or raw["n_routed_experts"]
+        total -= round(experts * (1 - raw["num_experts_per_tok"] / count) ** rows)
+    windows = getattr(config, "windows", ()) or [None] * raw["num_hidden_layers"]
+    seen = sum(min(tokens, window or tokens) for window in windows for tokens in contexts)
+    total += round(2 * 2 * raw["num_key_value_heads"] * raw["head_dim"] * seen)
+    if is_drafted:
+        draft = _DRAFTS[name]
+        hidden, mlp = draft["hidden_size"], draft["intermediate_size"]
+        heads = draft["head_dim"] * (2 * draft["num_attention_heads"] + 2 * draft["num_key_value_heads"])
+        layers = draft["num_hidden_layers"] * hidden * (heads + 3 * mlp)
+        captured = len(draft["dflash_config"]["target_layer_ids"])
+        total += 2 * (layers + captured * hidden * hidden + draft["vocab_size"] * hidden)
+    return float(total)
