@@ -120,9 +120,9 @@ def triton_head_dim_refusal(head_dim: int) -> str | None:
 
 
 def flashinfer_refusal(use: AttentionUse) -> str | None:
-    reason = _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use) or _fp8_refusal(use)
+    reason = _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use)
     if reason is None and use.value_dim is not None:
-        return _flashinfer_latent_refusal(use)
+        return _fp8_refusal(use) or _flashinfer_latent_refusal(use)
     if reason is None and len({rule.scale for rule in use.scores}) > 1:
         return "layers with different scales: a pass is planned once, for one scale"
     if reason is None and use.head_dim not in FLASHINFER_HEAD_DIMS:

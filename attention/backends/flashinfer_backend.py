@@ -1,5 +1,6 @@
-"""Attention by FlashInfer's paged wrappers (checked with 0.6.17): fa3 for prompt chunks on Hopper, fa2 for the rest;
-rounds over latent rows are in `attention.backends.flashinfer_latent`.
+"""Attention by FlashInfer's paged wrappers (checked with 0.6.17): fa3 for prompt chunks on Hopper, fa2 for the rest and
+for KV in FP8, which fa3 takes with FP8 queries only. fa2 reads FP8 as numbers of the queries' type, sums in float32.
+Rounds over latent rows are in `attention.backends.flashinfer_latent`.
 
 Its wrappers cut the work on the host, from lengths there. Those of prompt chunks come with the plan, so nothing is
 copied. Those of a round are on the device, so a round's work is cut there, by a kernel of ours in FlashInfer's own way
@@ -23,6 +24,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.backends.flashinfer_latent import LatentRounds, PreparedLatentRound
 from attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
+from attention.fp8 import FP8
 from attention.metadata import DecodeBatch, PrefillBatch
 from attention.ops.flashinfer_plan_triton import mask_bytes
 from attention.scores import ScoreRule
@@ -69,7 +71,7 @@ class FlashInferBackend(AttentionBackend):
     name = "flashinfer"
 
     def __init__(self) -> None:
-        self._turns: dict[torch.device, deque[_Turn]] = {}
+        self._turns: dict[tuple[torch.device, str], deque[_Turn]] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
         self._kernels: dict[tuple[torch.device, Heads, int, bool], Kernel] = {}
         self._rounds: dict[tuple[Any, ...], RoundPlan] = {}
@@ -81,14 +83,15 @@ class FlashInferBackend(AttentionBackend):
             return _PreparedRound(self, batch)
         return _PreparedPrefill(self, Extent.of(batch))
 
-    def turn(self, device: torch.device, group: int) -> _Turn:
+    def turn(self, device: torch.device, heads: Heads) -> _Turn:
         """The wrapper of prompt chunks whose last plan is the older one."""
-        turns = self._turns.setdefault(device, deque())
+        kernel = prefill_kernel(device, heads.kv_dtype)
+        turns = self._turns.setdefault((device, kernel), deque())
         if len(turns) < 2:
             from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-            workspace = self._workspace(device, group)
-            wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=prefill_kernel(device))
+            workspace = self._workspace(device, heads.group)
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel)
             turns.append(_Turn(wrapper, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         else:
             turns.rotate(-1)
@@ -157,7 +160,7 @@ class _Prepared(Prepared):
         self.plan(q, kv, rule)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # its kernels read the plan before they wait: see `attention.ops.pdl`
-        self._run(q, (kv.k, kv.v), out=out, enable_pdl=False)
+        self._run(q, (kv.k, kv.v), out=out, enable_pdl=False, **scales_of(kv))
         return out
 
     @abstractmethod
@@ -178,7 +181,7 @@ class _PreparedPrefill(_Prepared):
 
     def _plan(self, heads: Heads) -> Callable[..., object]:
         device = self.extent.page_table.device
-        turn = self.backend.turn(device, heads.group)
+        turn = self.backend.turn(device, heads)
         qo_indptr = _pinned([0, *accumulate(self.extent.q_lens)], device)
         turn.wrapper.plan(qo_indptr, *paged(self.extent, heads.page_size), *heads.shape, causal=True, **heads.options)
         turn.copied.record()
@@ -203,9 +206,16 @@ class _PreparedRound(_Prepared):
         return run
 
 
-def prefill_kernel(device: torch.device) -> str:
+def scales_of(kv: LayerKV) -> dict[str, float]:
+    """Arguments of `run`. k_scale goes into the factor on q . k; v_scale multiplies the output in a kernel of its own.
+    Scales of 1 are left out."""
+    scales = {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
+    return {name: scale for name, scale in scales.items() if scale != 1.0}
+
+
+def prefill_kernel(device: torch.device, kv_dtype: torch.dtype) -> str:
     """ "fa3" for prompt chunks on Hopper; rounds have masks, which it does not take, and fill few rows of its tiles."""
-    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 and kv_dtype != FP8 else "fa2"
 
 
 def paged(extent: Extent, page_size: int) -> tuple[Tensor, Tensor, Tensor]:

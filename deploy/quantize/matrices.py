@@ -20,7 +20,7 @@ from workers.models.config import ModelConfig
 from workers.models.loading import allocate, read_target_config
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of_config
-from workers.models.weights import checkpoint_files, opened
+from workers.models.weights import checkpoint_files, num_checkpoint_bytes, opened
 from workers.quantization.module_lists import matches
 from workers.quantization.quant_method import Unquantized
 
@@ -85,7 +85,7 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in checkpoint_files(self.folder))
+        return num_checkpoint_bytes(self.folder)
 
     @property
     def num_weights(self) -> int:

@@ -1,6 +1,7 @@
 """From a checkpoint folder to a target on this rank: configuration, checks and weights."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,15 @@ from workers.models.finite import check_finite
 from workers.models.name_map import NameMap
 from workers.models.registry import family_for, family_of_config
 from workers.models.weight_formats import weight_formats
-from workers.models.weights import Advance, checkpoint_tensors, counted, fill_dummy, load_weights, modules_with_weight
+from workers.models.weights import (
+    Advance,
+    checkpoint_tensors,
+    counted,
+    fill_dummy,
+    load_weights,
+    modules_with_weight,
+    num_checkpoint_bytes,
+)
 from workers.quantization.kv_scheme import read_kv_scheme
 from workers.quantization.quant_method import QuantMethod
 
@@ -78,7 +87,11 @@ def load_target(
     fallback = config.quant.fallback(device)
     if fallback is not None and group.rank == 0:
         logger.warning("%s: %s", name, fallback)
+    began_s = time.monotonic()
     model = fill_target(source, config, group, device, max_position, capture, advance)
+    if source.load_format != "dummy" and group.rank == 0:
+        seconds, size = time.monotonic() - began_s, num_checkpoint_bytes(source.path) / 1e9
+        logger.info("%s: %.2f GB read in %.1f s (%.2f GB/s)", name, size, seconds, size / max(seconds, 1e-6))
     formats = weight_formats(model)
     if formats and group.rank == 0:
         logger.info("%s: layers by format: %s", name, formats)

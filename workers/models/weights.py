@@ -60,7 +60,7 @@ def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Itera
 
 def counted(tensors: Iterable[CheckpointTensor], folder: str | Path, advance: Advance) -> Iterator[CheckpointTensor]:
     """The tensors; `advance` hears after each how many bytes have been taken, and how many the files have."""
-    total, taken = sum(path.stat().st_size for path in checkpoint_files(folder)), 0
+    total, taken = num_checkpoint_bytes(folder), 0
     for each in tensors:
         yield each
         taken += each.tensor.nbytes
@@ -107,6 +107,11 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
     if not files:
         raise ValueError(f"path={folder}: has no *.safetensors; convert the checkpoint, or set load_format: dummy")
     return files
+
+
+def num_checkpoint_bytes(folder: str | Path) -> int:
+    """The size of a checkpoint's files. Raises ValueError as `checkpoint_files`."""
+    return sum(path.stat().st_size for path in checkpoint_files(folder))
 
 
 def modules_with_weight(folder: str | Path) -> frozenset[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.layers.experts import ExpertsMethod, ExpertsShape
+from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.quantization.fp8_experts import Fp8Experts
 from workers.quantization.fp8_linear import Fp8Linear
@@ -34,6 +34,6 @@ class Fp8Quant(QuantMethod):
         return Fp8Linear(shape, self.scheme)
 
     def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
-        if any(self.ignores(name) for name in names):
-            return super().experts_method(names, shape)
+        if all_or_none(names, self.ignores):
+            return UnquantizedExperts(shape)
         return Fp8Experts(shape, self.scheme)

@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 from attention.backends.flashinfer_backend import Extent, paged
+from attention.fp8 import FP8
 from attention.metadata import Mode
-from attention.registry import build_backend
+from attention.registry import BACKENDS, build_backend, limit
 from attention.scores import ScoreRule
-from tests.support.kernels.attention_cases import Shape, num_pages, prefill_batch, random_pool, random_rows
+from tests.support.kernels.attention_cases import (
+    WORKS,
+    Shape,
+    num_pages,
+    prefill_batch,
+    random_pool,
+    random_rows,
+    use_of,
+)
 
 CPU = torch.device("cpu")
 SHAPE = Shape()
@@ -29,6 +38,7 @@ class RecordingWrapper:
         assert layout == "NHD" and workspace.dtype == torch.uint8
         self.settings = settings
         self.plans: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.scales: list[dict[str, float]] = []
         RecordingWrapper.made.append(self)
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
@@ -36,8 +46,9 @@ class RecordingWrapper:
             assert tensor.dtype == torch.int32
         self.plans.append((args, kwargs))
 
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, enable_pdl: bool) -> Tensor:
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, enable_pdl: bool, **scales: float) -> Tensor:
         assert not enable_pdl, "its kernels read the plan before they wait"
+        self.scales.append(scales)
         return out
 
 
@@ -84,6 +95,28 @@ def test_plans_take_turns_on_two_wrappers() -> None:
     for _ in range(5):
         backend.prepare(batch).forward(random_rows(batch.num_rows, SHAPE, CPU), kv, ScoreRule(1.0))
     assert [len(wrapper.plans) for wrapper in RecordingWrapper.made] == [3, 2]
+
+
+def test_kv_in_fp8_goes_to_fa2_with_the_scales_of_each_layer() -> None:
+    """Layers share a plan, whatever their scales; a scale of 1 costs no kernel."""
+    shape, batch = Shape(kv_dtype=FP8), prefill_batch(SHAPE, CPU)
+    kv = random_pool(shape, num_pages(16, 16), CPU).layer(0)
+    prepared = build_backend("flashinfer", Mode.PREFILL).prepare(batch)
+    for k_scale, v_scale in ((0.5, 3.0), (1.0, 0.25), (1.0, 1.0)):
+        layer = dataclasses.replace(kv, k_scale=k_scale, v_scale=v_scale)
+        prepared.forward(random_rows(batch.num_rows, shape, CPU), layer, ScoreRule(0.125))
+    (wrapper,) = RecordingWrapper.made
+    assert wrapper.settings == {"backend": "fa2"}
+    ((_, options),) = wrapper.plans
+    assert options["kv_data_type"] == FP8 and options["q_data_type"] == shape.dtype and options["sm_scale"] == 0.125
+    assert wrapper.scales == [{"k_scale": 0.5, "v_scale": 3.0}, {"v_scale": 0.25}, {}]
+
+
+def test_fp8_is_refused_over_latent_rows_only() -> None:
+    verify = next(work for work in WORKS if work.mode is Mode.VERIFY)
+    for shape, said in ((Shape(kv_dtype=FP8), None), (Shape(576, 128, 64, latent=512, kv_dtype=FP8), "fp8_e4m3")):
+        reason = limit(BACKENDS["flashinfer"], use_of(verify, shape))
+        assert reason is None if said is None else reason is not None and said in reason
 
 
 def test_page_lists_of_pages_of_one() -> None:

@@ -13,10 +13,14 @@ from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
 from tests.workers.models.test_targets import by_transformers, by_us
 from workers.distributed.tp_group import TPGroup
+from workers.layers.experts import ExpertsShape, UnquantizedExperts
+from workers.layers.linear_method import LinearShape
 from workers.quantization import fp8_quant
+from workers.quantization.block_fp8 import BlockFp8
 from workers.quantization.fp8_weight import FP8
 from workers.quantization.table import read_quant_method
 from workers.quantization.tensor_fp8 import TOLD
+from workers.span import Span
 
 
 def group(weights: str, inputs: str, dynamic: bool) -> dict[str, Any]:
@@ -117,3 +121,16 @@ def test_several_scales_of_a_matrix_do_not_fit(tmp_path: Path) -> None:
     save_file(tensors, str(folder / "model.safetensors"))
     with pytest.raises(ValueError, match=r"up_proj.weight_scale .*has shape \(2,\), not one scale of the whole matrix"):
         load(folder)
+
+
+def test_experts_in_16_bits_beside_layers_in_fp8() -> None:
+    """As `aerie quantize` leaves a draft module's own; some of an expert's matrices alone are refused."""
+    names = [f"model.layers.3.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")]
+    stacked = [("gate", Span.whole(64)), ("up", Span.whole(64))]
+    gate_up = LinearShape.stacked(stacked, Span.whole(128))
+    down = LinearShape.stacked([("down", Span.whole(128))], Span.whole(64))
+    shape = ExpertsShape(Span.whole(2), gate_up, down)
+    quant = BlockFp8((128, 128), ("model.layers.3.mlp.experts",))
+    assert isinstance(quant.experts_method(names, shape), UnquantizedExperts)
+    with pytest.raises(ValueError, match="only"):
+        BlockFp8((128, 128), (names[0],)).experts_method(names, shape)

@@ -37,14 +37,14 @@ class TritonPackedProduct(PackedProduct):
             out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
         if self.deterministic:
             return self._in_passes(x, bias, out)
-        tiles = product_tiles(rows, n, k, gated=False)
+        tiles = product_tiles(rows, n, k, False, self.weight.code, self.weight.group)
         return self._dequantized(x, bias, out) if tiles is None else self._in_tiles(x, bias, out, tiles, False)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         rows, n, k = x.shape[0], self.weight.out_features, self.weight.in_features
         if self.deterministic:
             return silu_mul(self.multiply(x, None))
-        tiles = product_tiles(rows, n, k, gated=True)
+        tiles = product_tiles(rows, n, k, True, self.weight.code, self.weight.group)
         if tiles is None:
             return silu_mul(self.multiply(x, None))
         out = torch.empty((rows, n // 2), dtype=x.dtype, device=x.device)

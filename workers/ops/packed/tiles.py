@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from workers.ops.blocks import cdiv, next_power_of_2
 from workers.ops.gemm.tiles import MULTIPROCESSORS
@@ -101,8 +102,21 @@ class BlockPlan:
         return BlockTiles(block_m, self.paired, splits, self.stages, 2, self.warpgroups, True, direct)
 
 
-# Replaces the rules below for numbers of rows that round up to 16, 32 or 64 (`tests.bench packed` measures plans).
-BLOCK_PLANS: dict[int, BlockPlan] = {}
+# By the power of two that rows round up to, and the form of the product: measured with int4 in groups of 128 on an H200
+# (`tests.bench packed`, microseconds before and after at 12, 24 and 48 rows of a layer of Llama-3.1-8B: 86 to 67, 98 to
+# 86, 223 to 117). Others take the rules below.
+_PLANS: dict[tuple[int, str], BlockPlan] = {
+    (16, "gated"): BlockPlan(True, 480),
+    (32, "gated"): BlockPlan(True, 240, max_direct_rows=0),
+    (32, "more outputs"): BlockPlan(True, 240),
+    (32, "more inputs"): BlockPlan(False, 480),
+    (64, "gated"): BlockPlan(True, 240, max_direct_rows=0),
+    (64, "more outputs"): BlockPlan(False, 240),
+    (64, "as many"): BlockPlan(False, 240),
+    (64, "more inputs"): BlockPlan(False, 240),
+}
+_MEASURED_GROUP = 128  # scales of a step of 128 inputs; smaller groups were not measured
+BLOCK_PLANS: dict[int, BlockPlan] = {}  # by rows as above, in place of any other rule: for benchmarks
 
 # By tiles of 8 rows: warps that share a sum, chunks that a warp loads at once, and programs to have at least; set by
 # sweeps on an H200 and an H100 (`tests.bench linear` measures the choice).
@@ -134,9 +148,17 @@ def _row_tiles(rows: int) -> int:
     return max(1, next_power_of_2(rows) // 8)
 
 
-def product_tiles(rows: int, n: int, k: int, gated: bool) -> StreamTiles | BlockTiles | None:
-    """Return tiles for a weight [n, k]; None if it is dequantised, or a gated product does not fit."""
-    plan = BLOCK_PLANS.get(max(8, next_power_of_2(rows)))
+def product_tiles(
+    rows: int, n: int, k: int, gated: bool, code: str = "int4", group: int = _MEASURED_GROUP
+) -> StreamTiles | BlockTiles | None:
+    """Return tiles for a weight [n, k]; None if it is dequantised, or a gated product does not fit.
+
+    code, group: as of `workers.ops.packed.weight.PackedWeight`.
+    """
+    bucket = max(8, next_power_of_2(rows))
+    form = "gated" if gated else "more outputs" if n > k else "more inputs" if k > n else "as many"
+    is_measured = code == "int4" and (group == k or group % _MEASURED_GROUP == 0)
+    plan = BLOCK_PLANS.get(bucket, _PLANS.get((bucket, form)) if is_measured else None)
     tiles = None if plan is None else plan.tiles(rows, n, k, gated)
     if tiles is not None:
         return tiles
@@ -188,8 +210,8 @@ def packed_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
         cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2), fixed_tiles(n, k).part_cells(n))
         num_tickets = max(num_tickets, cdiv(n, _TILE))
         for rows in (8, 16, *range(32, 129, 32), *range(256, MAX_BLOCK_ROWS + 1, 128)):
-            for gated in (False, True):
-                tiles = product_tiles(rows, n, k, gated)
+            for gated, group in product((False, True), (_MEASURED_GROUP, 1)):
+                tiles = product_tiles(rows, n, k, gated, "int4", group)
                 if isinstance(tiles, StreamTiles):
                     cells = max(cells, tiles.part_cells(n))
                 elif tiles is not None and tiles.splits > 1:
