@@ -48,6 +48,7 @@ SAMPLINGS = (
     SamplingParams(24, 0.8, top_k=8, frequency_penalty=0.3, seed=1 << 63),
 )
 CONCURRENCY = 5
+DRAFTS = ("tree", "none", "chain and branch", "fixed tree", "tree and branch", "chain")
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +97,14 @@ class Setting:
     tensor_parallel: int = 1
 
     def spec(self, pair: Pair) -> EngineSpec:
-        drafts = {"none": None, "chain": pair.chain(adaptive=False), "tree": pair.tree()}
-        drafts["fixed tree"] = replace(pair.tree(), adaptive=False)
+        eagle = {"chain": pair.chain(adaptive=False), "tree": pair.tree()}
+        eagle["fixed tree"] = replace(eagle["tree"], adaptive=False)
+        for name in ("chain", "tree"):  # and a branch that copies the text
+            eagle[f"{name} and branch"] = replace(eagle[name], suffix_tokens=6, match_min=1)
         num_pages = max(4, (120 if self.few_pages else 900) // self.page_size)
         cache = CacheConfig(self.page_size, num_pages, state_snapshots=12, state_interval=max(16, self.page_size))
         scheduler = SchedulerConfig(CONCURRENCY, self.chunk)
-        return pair.spec(drafts[self.draft], cache, scheduler, tensor_parallel=self.tensor_parallel)
+        return pair.spec(eagle.get(self.draft), cache, scheduler, tensor_parallel=self.tensor_parallel)
 
 
 @dataclass
@@ -114,6 +117,7 @@ class Seen:
     aborted: int = 0
     resumed: int = 0
     states: int = 0
+    copied: int = 0
 
 
 def check_run(served: Served, setting: Setting, rng: Random, seen: Seen, count: int = 10) -> None:
@@ -138,6 +142,7 @@ def check_run(served: Served, setting: Setting, rng: Random, seen: Seen, count: 
             if setting.tensor_parallel == 1 and steps % 16 == 12:
                 seen.states += check_states(engine, served.theirs)
         scheduler.queues.check_integrity()
+        seen.copied += scheduler.stats.accepted_by_branch.get("suffix", 0)
     finished = [(request, expected) for request, expected in submitted if request.request_id not in aborted]
     for request, expected in finished:
         assert request.output == expected, f"{setting}: {request}"
@@ -152,7 +157,7 @@ def settings(seed: int, count: int, tensor_parallel: int = 1) -> Iterator[tuple[
     """All kinds of drafts and sizes of pages in turn, from pages of one token to whole prompts in one."""
     rng, pages = Random(seed), (4, 1, 16, 64, 2, 8, 32)
     for i in range(count):
-        draft = ("tree", "none", "chain", "fixed tree")[(seed + i) % 4]
+        draft = DRAFTS[(seed + i) % len(DRAFTS)]
         setting = Setting(draft, pages[(seed + i) % 7], rng.choice((3, 7, 16, 64)), i % 2 == 0, tensor_parallel)
         yield setting, Random(rng.random())
 
