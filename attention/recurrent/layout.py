@@ -41,9 +41,7 @@ class StateGroup:
 
 def chunk_bytes(groups: Iterable[StateGroup], num_tokens: int) -> int:
     """Bytes that a layer's kernels on GPUs keep of a prompt chunk until the layer ends, the most of any layer."""
-    return max(
-        (scratch_bytes(each.layout.heads, each.layout.dtype.itemsize, num_tokens, 1) for each in groups), default=0
-    )
+    return max((scratch_bytes(each.layout.heads, each.layout.dtype, num_tokens, 1) for each in groups), default=0)
 
 
 def saved_dtype(cache: CacheConfig) -> torch.dtype:

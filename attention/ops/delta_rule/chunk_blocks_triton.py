@@ -30,21 +30,21 @@ def block_rows(j, rows, border, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
+def first_blocks(qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
     """Return [CHUNKS_PADDED] twice: the number of blocks of all chunks before each chunk, and of its own."""
     chunks = tl.arange(0, CHUNKS_PADDED)
-    _, rows, border = borders(chunks, chunks < CHUNKS, qo_ptr, starts_ptr, at_ptr)
+    _, rows, border = borders(chunks, chunks < num_chunks, qo_ptr, starts_ptr, at_ptr)
     own = num_blocks(border, BLOCK) + num_blocks(rows - border, BLOCK)
     return tl.cumsum(own, 0) - own, own
 
 
 @triton.jit
 def locate(
-    index, qo_ptr, starts_ptr, at_ptr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    index, qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the chunk of block `index`, its first row, the block's first row within it, and the block's number of
     rows; 0 rows if there are fewer blocks."""
-    before, own = first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    before, own = first_blocks(qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK)
     mine = (before <= index) & (index < before + own)
     chunk = tl.sum(tl.where(mine, tl.arange(0, CHUNKS_PADDED), 0), 0)
     j = index - tl.sum(tl.where(mine, before, 0), 0)

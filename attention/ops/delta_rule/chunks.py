@@ -27,12 +27,21 @@ def max_blocks(num_rows: int, num_chunks: int) -> int:
     return num_rows // BLOCK + 2 * num_chunks
 
 
-def scratch_bytes(heads: DeltaHeads, itemsize: int, num_rows: int, num_chunks: int) -> int:
-    """Return the bytes of scratch between the kernels, for rows of `itemsize` bytes per number: q, k and v, two rows
-    and the decay of each value head, and the initial state of each block."""
+def scratch_dtype(heads: DeltaHeads, dtype: torch.dtype) -> torch.dtype:
+    """Type of what passes between the kernels, and of their products' operands, for rows of `dtype`. bfloat16 only for
+    keys and values of 128: with smaller ones, which no published model has, the compiled kernels (3.6) give other
+    numbers than the interpreted ones, on an H200 by more than the largest output (`python -m tests.bench
+    delta_chunks`). With operands of float32 both are right."""
+    return dtype if heads.key_dim == heads.value_dim == 128 else torch.float32
+
+
+def scratch_bytes(heads: DeltaHeads, dtype: torch.dtype, num_rows: int, num_chunks: int) -> int:
+    """Return the bytes of scratch between the kernels, for rows of `dtype`: q, k and v, two rows and the decay of each
+    value head, and the initial state of each block."""
     values = heads.value_heads * (heads.key_dim + heads.value_dim)
     states = max_blocks(num_rows, num_chunks) * heads.value_heads * heads.key_dim * heads.value_dim
-    return itemsize * (num_rows * (heads.channels + values) + states) + 4 * num_rows * heads.value_heads
+    numbers = num_rows * (heads.channels + values) + states
+    return scratch_dtype(heads, dtype).itemsize * numbers + 4 * num_rows * heads.value_heads
 
 
 def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) -> bool:

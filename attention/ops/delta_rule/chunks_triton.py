@@ -6,7 +6,7 @@ solve      gates, and each block's triangular system: its rows w and u
 advance    the states, block by block: what each block begins with, and what its rows add
 finish     outputs and their gated norm
 
-Operands of products are of the rows' type, sums and states are float32. Which rows a block has follows from the chunks
+Operands of products are of `scratch_dtype`, sums and states are float32. Which rows a block has follows from the chunks
 on the device: grids are as large as any chunks of so many rows ask for.
 """
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.ops.delta_rule.chunk_blocks_triton import block_rows, borders, first_blocks, locate
-from attention.ops.delta_rule.chunks import BLOCK, max_blocks
+from attention.ops.delta_rule.chunks import BLOCK, max_blocks, scratch_dtype
 from attention.ops.delta_rule.formulas_triton import (
     PRECISION,
     dot,
@@ -34,16 +34,18 @@ from attention.ops.delta_rule.tables import ChunkTables, DeltaRows, DeltaWeights
 CHANNELS = 128  # channels per program of `_convolve`
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _convolve(
     qkv_ptr, weight_ptr, conv_ptr, x_ptr,
     slots_ptr, qo_ptr, starts_ptr, at_ptr,
-    qkv_stride,
+    num_chunks, qkv_stride,
     C: tl.constexpr, CHANNELS: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program has some channels of a block. The slot's history counts where its chunk does not start the prompt."""
-    chunk, chunk_row, first, count = locate(tl.program_id(1), qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    chunk, chunk_row, first, count = locate(
+        tl.program_id(1), qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK
+    )
     if count > 0:
         has_history = tl.load(starts_ptr + chunk) > 0
         history_ptr = conv_ptr + tl.load(slots_ptr + chunk) * (3 * C)
@@ -58,23 +60,26 @@ def _convolve(
             weight = tl.load(weight_ptr + tap * C + column, mask=inside, other=0.0).to(tl.float32)
             x += raw.to(tl.float32) * weight[None, :]
         place = x_ptr + (chunk_row + first + i).to(tl.int64)[:, None] * C + column[None, :]
-        tl.store(place, silu(x).to(x_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        y = silu(x).to(qkv_ptr.dtype.element_ty).to(x_ptr.dtype.element_ty)
+        tl.store(place, y, mask=live[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _solve(
     x_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, w_ptr, u_ptr, decay_ptr,
     qo_ptr, starts_ptr, at_ptr,
-    b_stride, a_stride,
+    num_chunks, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program has a block and a value head."""
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     SOLVE: tl.constexpr = PRECISION if x_ptr.dtype.element_ty == tl.float32 else "tf32"
     h = tl.program_id(0)
-    chunk, chunk_row, first, count = locate(tl.program_id(1), qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    chunk, chunk_row, first, count = locate(
+        tl.program_id(1), qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK
+    )
     if count > 0:
         i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), tl.arange(0, DV)
         live, row = i < count, (chunk_row + first + i).to(tl.int64)
@@ -128,13 +133,13 @@ def _move_history(
     tl.store(history_ptr + 2 * C + column, third)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _advance(
     qkv_ptr, x_ptr, w_ptr, u_ptr, decay_ptr, begin_ptr, state_ptr, conv_ptr, saved_state_ptr, saved_conv_ptr,
     slots_ptr, qo_ptr, starts_ptr, at_ptr, entry_ptr,
-    qkv_stride,
+    num_chunks, qkv_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program has some columns of a value head's state, for a chunk."""
     KEYS: tl.constexpr = HK * DK
@@ -143,7 +148,7 @@ def _advance(
     chunk_row, rows, border = borders(chunk, True, qo_ptr, starts_ptr, at_ptr)
     if rows > 0:
         key_head = h // (HV // HK)
-        before, own = first_blocks(qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+        before, own = first_blocks(qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK)
         mine = tl.arange(0, CHUNKS_PADDED) == chunk
         block, blocks = tl.sum(tl.where(mine, before, 0), 0), tl.sum(tl.where(mine, own, 0), 0)
         slot, entry = tl.load(slots_ptr + chunk), tl.load(entry_ptr + chunk)
@@ -184,24 +189,24 @@ def _advance(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # of a step, in no fixed steps
+@triton.jit(do_not_specialize=["num_chunks", "num_rows"])  # of a step, in no fixed steps
 def _finish(
     z_ptr, out_ptr, norm_ptr, x_ptr, u_ptr, decay_ptr, begin_ptr,
     qo_ptr, starts_ptr, at_ptr,
-    num_rows, z_stride, out_stride, scale_eps,
+    num_chunks, num_rows, z_stride, out_stride, scale_eps,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIGMOID: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program has a block and a value head, and zeros for padding rows."""
     h, index = tl.program_id(0), tl.program_id(1)
     key_head = h // (HV // HK)
     i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), tl.arange(0, DV)
     padding = index * BLOCK + i
-    is_padding = (padding >= tl.load(qo_ptr + CHUNKS)) & (padding < num_rows)
+    is_padding = (padding >= tl.load(qo_ptr + num_chunks)) & (padding < num_rows)
     zeros = tl.zeros((BLOCK, DV), out_ptr.dtype.element_ty)
     column = h * DV + e[None, :]
     tl.store(out_ptr + padding.to(tl.int64)[:, None] * out_stride + column, zeros, mask=is_padding[:, None])
-    chunk, chunk_row, first, count = locate(index, qo_ptr, starts_ptr, at_ptr, CHUNKS, CHUNKS_PADDED, BLOCK)
+    chunk, chunk_row, first, count = locate(index, qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK)
     if count > 0:
         live, row = i < count, (chunk_row + first + i).to(tl.int64)
         at = x_ptr + row[:, None] * (2 * HK * DK + HV * DV) + (key_head * DK + d)[None, :]
@@ -234,8 +239,15 @@ class ChunkTiles:
 
 
 def chunk_tiles(value_dim: int) -> ChunkTiles:
-    """Tiles and warps."""
-    return ChunkTiles(min(value_dim, 32), 8 if value_dim >= 64 else 4, 4, 8 if value_dim >= 64 else 4)
+    """Tiles and warps. `python -m tests.bench delta_chunks` measures others: with eight warps in `_solve` and `_finish`
+    8,192 tokens of a layer of Qwen3.6-27B took 1,551 us on an H200, with four 1,096."""
+    return ChunkTiles(min(value_dim, 32), 4, 4, 4)
+
+
+def padded_chunks(num_chunks: int) -> int:
+    """Chunks that the kernels look through: a power of two. It has few values, because each compiles the kernels, and
+    a start runs the first (its prompts) and the one of as many chunks as there are slots (its largest step)."""
+    return 8 if num_chunks <= 8 else max(64, int(triton.next_power_of_2(num_chunks)))
 
 
 def delta_rule_chunks(
@@ -251,7 +263,7 @@ def delta_rule_chunks(
     heads, num_rows, num_chunks = kept.heads, out.shape[0], tables.slots.shape[0]
     assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
     assert weights.conv.is_contiguous() and kept.state.is_contiguous() and kept.conv.is_contiguous()
-    dtype, device = rows.qkv.dtype, out.device
+    dtype, device = scratch_dtype(heads, rows.qkv.dtype), out.device
     x = torch.empty((num_rows, heads.channels), dtype=dtype, device=device)
     w = torch.empty((num_rows, heads.value_heads, heads.key_dim), dtype=dtype, device=device)
     u = torch.empty((num_rows, heads.value_heads, heads.value_dim), dtype=dtype, device=device)
@@ -260,25 +272,25 @@ def delta_rule_chunks(
     begin = torch.empty((blocks, *kept.state.shape[1:]), dtype=dtype, device=device)
     tiles = tiles or chunk_tiles(heads.value_dim)
     sizes = {"HK": heads.key_heads, "HV": heads.value_heads, "DK": heads.key_dim, "DV": heads.value_dim}
-    sizes |= {"CHUNKS": num_chunks, "CHUNKS_PADDED": int(triton.next_power_of_2(num_chunks)), "BLOCK": BLOCK}
+    sizes |= {"CHUNKS_PADDED": padded_chunks(num_chunks), "BLOCK": BLOCK}
     of_chunks = (tables.qo_indptr, tables.starts, tables.snapshot_at)
-    of_blocks = {name: sizes[name] for name in ("CHUNKS", "CHUNKS_PADDED", "BLOCK")}
+    of_blocks = {name: sizes[name] for name in ("CHUNKS_PADDED", "BLOCK")}
     _convolve[(triton.cdiv(heads.channels, CHANNELS), blocks)](
-        rows.qkv, weights.conv, kept.conv, x, tables.slots, *of_chunks, rows.qkv.stride(0),
+        rows.qkv, weights.conv, kept.conv, x, tables.slots, *of_chunks, num_chunks, rows.qkv.stride(0),
         C=heads.channels, CHANNELS=CHANNELS, **of_blocks, num_warps=4, num_stages=1,
     )  # fmt: skip
     _solve[(heads.value_heads, blocks)](
         x, rows.b, rows.a, weights.a_log, weights.dt_bias, w, u, decay, *of_chunks,
-        rows.b.stride(0), rows.a.stride(0),
+        num_chunks, rows.b.stride(0), rows.a.stride(0),
         **sizes, num_warps=tiles.solve, num_stages=1,
     )  # fmt: skip
     _advance[(heads.value_heads, heads.value_dim // tiles.part, num_chunks)](
         rows.qkv, x, w, u, decay, begin, kept.state, kept.conv, kept.saved_state, kept.saved_conv,
-        tables.slots, *of_chunks, tables.snapshot_entry, rows.qkv.stride(0),
+        tables.slots, *of_chunks, tables.snapshot_entry, num_chunks, rows.qkv.stride(0),
         **sizes, PART=tiles.part, num_warps=tiles.advance, num_stages=tiles.stages,
     )  # fmt: skip
     _finish[(heads.value_heads, blocks)](
         rows.z, out, weights.norm, x, u, decay, begin, *of_chunks,
-        num_rows, rows.z.stride(0), out.stride(0), weights.eps,
+        num_chunks, num_rows, rows.z.stride(0), out.stride(0), weights.eps,
         **sizes, SIGMOID=weights.sigmoid, num_warps=tiles.finish, num_stages=1,
     )  # fmt: skip

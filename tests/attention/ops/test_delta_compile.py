@@ -153,7 +153,7 @@ def test_the_commit_fits_hopper(tmp_path: Path) -> None:
 
 def test_chunks_fit_hopper(tmp_path: Path) -> None:
     """The products of the solve and of the states are those of whole warp groups."""
-    blocks = {"CHUNKS": 4, "CHUNKS_PADDED": 4, "BLOCK": chunks_triton.BLOCK}
+    blocks = {"CHUNKS_PADDED": chunks_triton.padded_chunks(1), "BLOCK": chunks_triton.BLOCK}
     sizes = {"HK": HEADS.key_heads, "HV": HEADS.value_heads, "DK": HEADS.key_dim, "DV": HEADS.value_dim} | blocks
     tiles = chunks_triton.chunk_tiles(HEADS.value_dim)
     channels = {"C": HEADS.channels, "CHANNELS": chunks_triton.CHANNELS} | blocks

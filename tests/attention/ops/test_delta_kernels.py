@@ -69,14 +69,38 @@ def test_a_request_is_the_same_beside_others() -> None:
         assert torch.equal(alone[2].state[slot], together[2].state[slot])
 
 
-def test_chunks_keep_what_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [SMALL, DeltaHeads(1, 1, 128, 128)], ids=["16x16", "128x128"])
+def test_chunks_keep_what_plans_count(heads: DeltaHeads, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = RAGGED[0]
-    arguments, made = chunk_arguments(SMALL, chunks, 3, torch.bfloat16)(DEVICE), []
+    arguments, made = chunk_arguments(heads, chunks, 3, torch.bfloat16)(DEVICE), []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **options: made.append(empty(*args, **options)) or made[-1])
     chunks_triton.delta_rule_chunks(*arguments)
-    expected = scratch_bytes(SMALL, 2, arguments[-1].shape[0], len(chunks))
+    expected = scratch_bytes(heads, torch.bfloat16, arguments[-1].shape[0], len(chunks))
     assert sum(each.nbytes for each in made) == expected
+
+
+class Recorded:
+    """A kernel that is not launched. seen: what each of its launches would be compiled for."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[tuple[str, Any], ...]] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **constants: self.seen.add(tuple(sorted(constants.items())))
+
+
+def test_a_start_compiles_chunks_for_any_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt, as a start runs it, compiles what up to eight take; more take one other kernel up to 64."""
+    kernels = {name: Recorded() for name in ("_convolve", "_solve", "_advance", "_finish")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(chunks_triton, name, kernel)
+    rows, weights, kept, tables, out = chunk_arguments(SMALL, ((0, 3, 0),), 0, torch.bfloat16)(DEVICE)
+    for counts, variants in ((range(1, 9), 1), (range(9, 65), 2)):
+        for count in counts:
+            chunks = replace(tables, slots=torch.zeros(count, dtype=torch.int64, device=DEVICE))
+            chunks_triton.delta_rule_chunks(rows, weights, kept, chunks, out)
+        assert [len(kernel.seen) for kernel in kernels.values()] == [variants] * 4
 
 
 def test_a_chunk_is_the_same_beside_others() -> None:
