@@ -169,6 +169,12 @@ class RoundShapes:
         return max(*(s.width for s in self.shapes), self.max_new_tokens + max(s.draft_tokens for s in self.shapes))
 
     @property
+    def max_ahead_tokens(self) -> int:
+        """Maximum KV positions from the committed length that the host knows on that two rounds in flight and a third
+        may write."""
+        return 2 * self.max_new_tokens + self.max_kv_tokens
+
+    @property
     def max_kv_tokens_at_end(self) -> int:
         """Maximum KV positions that a round may write after a request's last token: drafts beyond it are never
         committed."""

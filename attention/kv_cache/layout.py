@@ -84,10 +84,15 @@ class KVLayout(ABC, Generic[View]):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that store their KV alike. layers: their numbers in the model."""
+    """Layers that store their KV alike.
+
+    layers: their numbers in the model.
+    keeps_window: whether they keep their KV in window pages (`attention.kv_cache.window_pages`).
+    """
 
     layers: tuple[int, ...]
     layout: KVLayout[Any]
+    keeps_window: bool = False
 
     @property
     def bytes_per_token(self) -> int:

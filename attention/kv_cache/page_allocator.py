@@ -6,6 +6,8 @@ A page is free, held (by requests; counted), cached (by the prefix cache; a flag
 
 from collections.abc import Iterable, Sequence
 
+from attention.kv_cache.window_pages import WindowPages
+
 DUMMY_PAGE = 0  # receives the writes of padding rows; never allocated
 
 
@@ -16,10 +18,12 @@ class PageAllocator:
     plans in order: the new owner's first write is in a later plan than the old owner's last one.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, windows: WindowPages | None = None) -> None:
+        """windows: window pages attached to these pages, freed with them; None for a model without windows."""
         if num_pages < 1:
             raise ValueError(f"num_pages={num_pages}: must be at least 1; give the KV cache more memory")
         self.num_pages = num_pages
+        self.windows = windows
         self.reset()
 
     def reset(self) -> None:
@@ -28,6 +32,8 @@ class PageAllocator:
         self._holders = [0] * (self.num_pages + 1)
         self._cached = bytearray(self.num_pages + 1)
         self._num_held = 0
+        if self.windows is not None:
+            self.windows.reset()
 
     @property
     def num_free(self) -> int:
@@ -48,6 +54,12 @@ class PageAllocator:
     def num_available(self) -> int:
         """Pages that could be allocated after evictions."""
         return self.num_pages - self._num_held
+
+    @property
+    def usage(self) -> float:
+        """Share of pages, or of window pages if it is larger, that requests hold, 0 to 1."""
+        held = self._num_held / self.num_pages
+        return held if self.windows is None else max(held, self.windows.usage)
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` free pages, each held once. The caller has checked `num_free`."""
@@ -74,7 +86,7 @@ class PageAllocator:
 
     def release(self, pages: Iterable[int]) -> None:
         """Remove one holder from each of `pages`. Pages without holders that are not cached become free."""
-        holders, cached, free = self._holders, self._cached, self._free
+        holders, cached, free, windows = self._holders, self._cached, self._free, self.windows
         for page in pages:
             count = holders[page] - 1
             assert count >= 0, f"release of page {page}, which nobody holds"
@@ -83,6 +95,8 @@ class PageAllocator:
                 self._num_held -= 1
                 if not cached[page]:
                     free.append(page)
+                    if windows is not None:
+                        windows.freed(page)
 
     def cache(self, pages: Iterable[int]) -> None:
         """Mark `pages`, which are held, as cached."""
@@ -97,6 +111,8 @@ class PageAllocator:
             self._cached[page] = 0
             if self._holders[page] == 0:
                 self._free.append(page)
+                if self.windows is not None:
+                    self.windows.freed(page)
 
     def num_unheld_at_end(self, pages: Sequence[int], limit: int) -> int:
         """Count pages without holders from the end of `pages`, up to the first held one and at most `limit`."""
@@ -106,6 +122,11 @@ class PageAllocator:
                 break
             count += 1
         return count
+
+    def is_free(self) -> list[bool]:
+        """Whether each page, by number, is free; page 0 is not."""
+        free = set(self._free)
+        return [page in free for page in range(self.num_pages + 1)]
 
     def check_integrity(self, held: Iterable[Sequence[int]], cached: Iterable[int]) -> None:
         """Assert that the counts match the holders' page lists (`held`) and the cache's pages."""

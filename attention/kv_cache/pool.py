@@ -13,9 +13,10 @@ from attention.fp8 import KVScales
 from attention.kv_cache.layout import KVLayout, LayerGroup
 
 
-def bytes_per_page(groups: Iterable[LayerGroup], page_size: int) -> int:
-    """Bytes of one page of `page_size` tokens in all layers of `groups`, on this rank."""
-    return page_size * sum(group.bytes_per_token for group in groups)
+def bytes_per_page(groups: Iterable[LayerGroup], page_size: int, of_windows: bool = False) -> int:
+    """Bytes of one page of `page_size` tokens in all layers of `groups`, on this rank. of_windows: of a window page;
+    else of a page of the other layers."""
+    return page_size * sum(group.bytes_per_token for group in groups if group.keeps_window == of_windows)
 
 
 class KVPool:
@@ -23,6 +24,10 @@ class KVPool:
 
     A page belongs to the requests and the prefix cache that hold references to it
     (`attention.kv_cache.page_allocator`); this class only moves numbers.
+
+    window_layers: layers whose KV is in window pages.
+    window_of: [num_pages + 1] int32, the window page attached to each page, 0 for none; None without such layers. It
+        keeps its address, since captured graphs read it.
     """
 
     def __init__(
@@ -42,20 +47,26 @@ class KVPool:
         self.page_size = page_size
         self.device = device
         self.tensors: tuple[tuple[Tensor, ...], ...] = ()
+        self.window_layers = frozenset(layer for group in self.groups if group.keeps_window for layer in group.layers)
+        self.window_of: Tensor | None = None
         self._layers: dict[int, tuple[KVLayout[Any], Any]] = {}
         self.allocate(num_pages)
 
-    def allocate(self, num_pages: int) -> None:
-        """Allocate `num_pages` empty pages, replacing the present ones. Call it before anything holds addresses."""
+    def allocate(self, num_pages: int, num_window_pages: int = 1) -> None:
+        """Allocate `num_pages` empty pages and `num_window_pages` empty window pages, replacing the present ones. Call
+        it before anything holds addresses."""
         self.num_pages = num_pages
-        self.tensors, self._layers = (), {}  # freed before the new ones are allocated
+        self.tensors, self._layers, self.window_of = (), {}, None  # freed before the new ones are allocated
+        if self.window_layers:
+            self.window_of = torch.zeros(num_pages + 1, dtype=torch.int32, device=self.device)
         # Zeros, not empty: a masked NaN in a never-written position would still poison a weighted sum.
         self.tensors = tuple(
             tuple(
-                self._zeros((len(group.layers), num_pages + 1, self.page_size, *part.shape), part.dtype)
+                self._zeros((len(group.layers), count + 1, self.page_size, *part.shape), part.dtype)
                 for part in group.layout.per_token
             )
             for group in self.groups
+            for count in (num_window_pages if group.keeps_window else num_pages,)
         )
         self._layers = {
             layer: (
@@ -93,11 +104,22 @@ class KVPool:
         layout, view = self._layers[layer]
         return layout.store(view, q, rows, cos, sin, index, slot_mapping)
 
-    def clear(self, pages: Tensor) -> None:
-        """Zero pages [n] int64 in all layers."""
-        for tensors in self.tensors:
-            for tensor in tensors:
+    def clear(self, pages: Tensor, of_windows: bool = False) -> None:
+        """Zero pages [n] int64 in all layers that have them. of_windows: they are window pages."""
+        for group, tensors in zip(self.groups, self.tensors, strict=True):
+            for tensor in tensors if group.keeps_window == of_windows else ():
                 tensor.view(torch.uint8).index_fill_(1, pages, 0)  # torch cannot fill FP8
+
+    def attach(self, pages: Tensor, window_pages: Tensor) -> None:
+        """Attach window pages [n] int32 to pages [n] int64, each once."""
+        assert self.window_of is not None, "a pool without window pages"
+        self.window_of[pages] = window_pages
+
+    def window_table(self, page_table: Tensor) -> Tensor:
+        """Return the page table of layers with a window, [n, max_pages] int32: the window pages attached to the pages
+        of `page_table` [n, max_pages] int32. One launch."""
+        assert self.window_of is not None, "a pool without window pages"
+        return self.window_of.index_select(0, page_table.flatten()).view(page_table.shape)
 
     def move_path(self, page_table: Tensor, length: Tensor, path: Tensor) -> None:
         """Copy in all layers, in place, positions length[b] + path[b, j] to length[b] + j.
@@ -106,5 +128,6 @@ class KVPool:
         length: [B] int32.
         path: [B, D] int64, for example the accepted nodes of a tree; trailing zeros leave unused copies.
         """
+        window_table = self.window_table(page_table) if self.window_layers else page_table
         for group, tensors in zip(self.groups, self.tensors, strict=True):
-            group.layout.move_path(tensors, page_table, length, path)
+            group.layout.move_path(tensors, window_table if group.keeps_window else page_table, length, path)

@@ -22,12 +22,14 @@ class Match:
         snapshot among them.
     row: row of that snapshot; -1 for none.
     is_fork: whether another text continues after the pages.
+    num_recomputed: cached tokens that are computed again, for want of states or window pages.
     """
 
     pages: list[int]
     num_saved: int
     row: int = -1
     is_fork: bool = False
+    num_recomputed: int = 0
 
 
 class PrefixCache:
@@ -43,6 +45,9 @@ class PrefixCache:
     snapshots: states of recurrent layers at ends of pages; None for a model without such layers. A request resumes at
     the deepest one among its pages, and computes the tokens after it again. So pages after a path's last snapshot save
     no computation, and they are evicted first. A snapshot goes with its page, or alone (`Snapshots`).
+
+    In a model with windows (`PageAllocator.windows`), a prompt resumes where the window pages before it are present. It
+    gets pages up to there, and computes later ones again in pages of its own.
     """
 
     def __init__(
@@ -129,22 +134,27 @@ class PrefixCache:
 
     def _look_up(self, tokens: Tokens, salt: bytes, resumes: bool = False) -> Match:
         node, kept, pages = self._walk(tokens, (len(tokens) - 1) // self.page_size, salt)
-        snapshots = self.snapshots
+        snapshots, windows, size = self.snapshots, self._allocator.windows, self.page_size
+        if windows is not None:
+            assert snapshots is None, "a model with windows and recurrent layers"
+            count = windows.num_resumable(pages)
+            return Match(pages[:count], count * size, num_recomputed=(len(pages) - count) * size)
         if snapshots is None:
-            return Match(pages, len(pages) * self.page_size)
+            return Match(pages, len(pages) * size)
         is_fork = kept < len(node.pages) or bool(node.children)
         snapshot = node.deepest(len(pages))
         if snapshot is None:
-            return Match(pages, 0, -1, is_fork)
+            return Match(pages, 0, -1, is_fork, len(pages) * size)
         if resumes:
             snapshots.use(snapshot)
-        return Match(pages, snapshot.end * self.page_size, snapshot.row, is_fork)
+        saved = snapshot.end * size
+        return Match(pages, saved, snapshot.row, is_fork, len(pages) * size - saved)
 
     def record_query(self, num_tokens: int, match: Match) -> None:
         """Count one admitted prompt of `num_tokens`."""
         self.num_queried_tokens += num_tokens
         self.num_hit_tokens += match.num_saved
-        self.num_recomputed_tokens += len(match.pages) * self.page_size - match.num_saved
+        self.num_recomputed_tokens += match.num_recomputed
 
     def lend_row(self, num_tokens: int, kind: SnapshotKind) -> int | None:
         """Return a row for a state of a running request; a cheaper snapshot may lose its row. None without

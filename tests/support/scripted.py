@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from attention.kv_cache.window_pages import WindowSizes
 from workers.config import RoundShape, RoundShapes
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import (
@@ -54,12 +55,36 @@ def scripted_output(prompt_len: int, sampling: SamplingParams) -> list[int]:
 
 class KvModel:
     """What the pool would hold: for each position a number that stands for all tokens up to it (`lookahead` 1: and for
-    the next one, as an EAGLE draft's KV does)."""
+    the next one, as an EAGLE draft's KV does).
 
-    def __init__(self, num_pages: int, page_size: int, lookahead: int) -> None:
+    window_of: window page of each page, as the ranks know it; None in a model without windows.
+    in_windows: what window pages hold, by position in them.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, lookahead: int, window: WindowSizes | None = None) -> None:
         self.page_size = page_size
         self.lookahead = lookahead
+        self.window = window
         self.content = np.full(((num_pages + 1) * page_size, 2), _JUNK, np.int64)
+        self.window_of = None if window is None else np.zeros(num_pages + 1, np.int64)
+        self.in_windows = np.full(((0 if window is None else window.num_pages + 1) * page_size,), _JUNK, np.int64)
+
+    def attach(self, updates: bytes) -> None:
+        """Apply `StepPlan.window_updates`."""
+        pairs = unpack_i32(updates).reshape(-1, 2)
+        if self.window_of is None:
+            assert not len(pairs)
+            return
+        assert len(set(pairs[:, 0].tolist())) == len(pairs), "a page changes twice in a plan"
+        assert self.window is not None and (pairs[:, 1] <= self.window.num_pages).all()
+        self.window_of[pairs[:, 0]] = pairs[:, 1]
+
+    def window_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where layers with a window have the positions that lie at `rows`; fails if a window page is missing."""
+        assert self.window_of is not None
+        where = self.window_of[rows // self.page_size]
+        assert (where > 0).all(), "a position in a window has no window page"
+        return where * self.page_size + rows % self.page_size
 
     def rows(self, table: Sequence[int], start: int, end: int) -> npt.NDArray[np.int64]:
         """Where positions start .. end - 1 lie; fails if a page is missing."""
@@ -77,6 +102,10 @@ class KvModel:
         rows = self.rows(table, start, end)
         self.content[rows, 0] = wanted[start:end, 0]
         self.content[rows, 1] = wanted[start:end, 1]
+        if self.window is not None:
+            where = self.window_rows(rows)
+            assert len(set(where.tolist())) == len(where), "two positions of a request share a window page"
+            self.in_windows[where] = wanted[start:end, 0]
 
     def spoil(self, table: Sequence[int], start: int, end: int) -> None:
         """Positions that a round may write but does not commit: each where the table has it, whoever was promised the
@@ -85,11 +114,27 @@ class KvModel:
             index = position // self.page_size
             page = table[index] if index < len(table) else 0
             self.content[page * self.page_size + position % self.page_size] = _JUNK
+            if self.window_of is not None:
+                self.in_windows[self.window_of[page] * self.page_size + position % self.page_size] = _JUNK
+
+    def reserved(self, table: Sequence[int], start: int, end: int) -> None:
+        """Positions start .. end - 1, which a round may write, have pages of all kinds."""
+        rows = self.rows(table, start, end)
+        if self.window is not None:
+            self.window_rows(rows)
 
     def check(self, table: Sequence[int], tokens: list[int], end: int) -> None:
         """Positions 0 .. end - 1 hold what `tokens` make; `tokens` must reach one further with lookahead."""
-        found = self.content[self.rows(table, 0, end)]
-        assert (found == self._wanted(tokens)[:end]).all(), "a KV position holds another request's content"
+        rows, wanted = self.rows(table, 0, end), self._wanted(tokens)
+        assert (self.content[rows] == wanted[:end]).all(), "a KV position holds another request's content"
+        if self.window is not None:  # what the row at position `end` sees
+            first = max(0, end - self.window.window + 1)
+            found = self.in_windows[self.window_rows(rows[first:])]
+            assert (found == wanted[first:end, 0]).all(), "a position in a window holds another request's content"
+            assert self.window_of is not None  # rows may load positions before their window, too, if they are masked
+            attached = self.window_of[rows[:first] // self.page_size]
+            found = self.in_windows[attached * self.page_size + rows[:first] % self.page_size]
+            assert ((found == wanted[:first, 0]) | (attached == 0)).all(), "a page has another page's window page"
 
     def _wanted(self, tokens: list[int]) -> npt.NDArray[np.int64]:
         values = np.asarray(tokens, np.int64) + 1
@@ -199,7 +244,8 @@ class ScriptedExecutor:
 
     def take(self) -> StepResult:
         done_s, result = self._pending.popleft()
-        time.sleep(max(0.0, done_s - time.monotonic()) if self.delay_s else 0)
+        if self.delay_s:
+            time.sleep(max(0.0, done_s - time.monotonic()))
         return result
 
     def submit(self, plan: StepPlan) -> None:
@@ -261,6 +307,8 @@ class ScriptedExecutor:
             assert 0 <= index < self._table_width, f"index {index} outside a table of {self._table_width} pages"
             table += [0] * (index + 1 - len(table))
             table[index] = page
+        if self.kv is not None:
+            self.kv.attach(plan.window_updates)
         for init in plan.inits:
             slot = self.slots[init.slot]
             sampling = init.sampling
@@ -309,7 +357,7 @@ class ScriptedExecutor:
         if shape:
             assert end <= max_kv_len, "max_kv_len is too low for a draft"
         if self.kv is not None:
-            self.kv.rows(slot.table, slot.seq_len, end)  # reserved
+            self.kv.reserved(slot.table, slot.seq_len, end)
             self.kv.spoil(slot.table, slot.seq_len, end)
 
     def _round(self, slot: _Slot, shape: RoundShape, max_kv_len: int) -> tuple[list[int], int, int]:
@@ -317,7 +365,7 @@ class ScriptedExecutor:
         assert end <= max_kv_len, "max_kv_len is too low for a round"
         if self.kv is not None:
             self.kv.check(slot.table, slot.tokens, start)
-            self.kv.rows(slot.table, start, end)  # reserved
+            self.kv.reserved(slot.table, start, end)
             self.kv.spoil(slot.table, start, end)
         if slot.finished:
             return [], FINISH_NONE, -1

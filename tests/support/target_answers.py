@@ -19,7 +19,7 @@ FEW_PAGES = 40  # of 4 tokens: the longest request takes 27, all of them 54 and 
 
 def check_trees_on_ranks(target: Path, head: Path, tensor_parallel: int = 2) -> None:
     """Compare trees of an EAGLE-3 head on several ranks, where requests must give way to each other."""
-    tree = _drafted(target, head, TREE)
+    tree = drafted(target, head, TREE)
     found = requests_of(target, tensor_parallel, tree, FEW_PAGES)
     assert [request.output for request in found] == by_transformers(target)
     assert sum(request.num_preemptions for request in found) > 0
@@ -28,13 +28,13 @@ def check_trees_on_ranks(target: Path, head: Path, tensor_parallel: int = 2) -> 
 def check_chains_and_cached_prefixes(target: Path, head: Path) -> None:
     """Compare chains of an EAGLE-3 head; and plain decoding of prompts that are asked twice."""
     expected = by_transformers(target)
-    assert by_us(target, speculative=_drafted(target, head, CHAIN)) == expected
+    assert by_us(target, speculative=drafted(target, head, CHAIN)) == expected
     twice = requests_of(target, repeats=2)
     assert [request.output for request in twice] == expected * 2
     assert all(request.cached_tokens for request in twice[len(expected) + 1 :])  # the first prompt fills no page
 
 
-def _drafted(target: Path, head: Path, shape: tuple[int, int, int]) -> SpeculativeConfig:
+def drafted(target: Path, head: Path, shape: tuple[int, int, int]) -> SpeculativeConfig:
     """A random head that also reads the output of the last layer."""
     ids = [0, 2, read_target_config(ModelSource(path=str(target)), 1).num_layers]
     make_eagle3(head, target, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})

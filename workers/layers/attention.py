@@ -71,7 +71,7 @@ class Attention(AttentionLayer):
 
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
         q, k, v, _ = self._heads(x)
-        context.keep(self.layer, q, (k, v), angles)
+        context.of_layer(self.layer).keep(self.layer, q, (k, v), angles)
 
     def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], before RoPE, and the gate, as q."""

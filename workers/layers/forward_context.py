@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from attention.recurrent.batch import StateBatch
 from attention.scores import ScoreRule
 from workers.ops.experts.route import TokenSlots
 from workers.ops.rotary import Angles
+
+BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class ForwardContext:
     states: of recurrent layers, whose rows all go through them; None for models without.
     live_mapping: [rows] int64, `slot_mapping` of rows that are not padding though they write to page 0
         (`PrefillBatch.kept_from`); None where there are none.
+    windowed: the context of layers whose KV is in window pages, which have another page table; None without such
+        layers.
     """
 
     pool: KVPool
@@ -65,6 +70,11 @@ class ForwardContext:
     expanded: ExpandedChunks | None = None
     states: StateBatch | None = None
     live_mapping: Tensor | None = None
+    windowed: "ForwardContext | None" = None
+
+    def of_layer(self, layer: int) -> "ForwardContext":
+        """The context whose pages hold the layer's KV."""
+        return self.windowed if self.windowed is not None and layer in self.pool.window_layers else self
 
     def attending_rows(self, x: Tensor) -> Tensor:
         """Select the rows of x [rows, ...] that attend: [n, ...]."""
@@ -103,8 +113,9 @@ class ForwardContext:
             heads.
         rule, sinks: as in `attention.backend.Prepared.forward`.
         """
-        self.plan(layer, q, rule)
-        return self.attend_to_kept(layer, self.keep(layer, q, rows, angles), rule, sinks)
+        context = self.of_layer(layer)
+        context.plan(layer, q, rule)
+        return context.attend_to_kept(layer, context.keep(layer, q, rows, angles), rule, sinks)
 
     def keep(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles) -> Tensor:
         """Rotate and store as `attend` does. Return rotated q."""
@@ -146,6 +157,30 @@ def make_context(
         None if equal to the columns.
     attending: None: all rows attend.
     """
+    context = _context(pool, backends, decode, decode_positions, chunks, attending)
+    if not pool.window_layers:
+        return context
+    assert attending is None, "only drafts choose rows here, and their layers keep no windows"
+    decode = None if decode is None else through_windows(decode, pool)
+    chunks = None if chunks is None else through_windows(chunks, pool)
+    windowed = _context(pool, backends, decode, decode_positions, chunks, None)
+    return replace(context, windowed=replace(windowed, live_mapping=context.slot_mapping))
+
+
+def through_windows(batch: BatchT, pool: KVPool) -> BatchT:
+    """Return the batch with a page table of the window pages attached to its pages."""
+    return replace(batch, page_table=pool.window_table(batch.page_table))
+
+
+def _context(
+    pool: KVPool,
+    backends: Mapping[Mode, AttentionBackend],
+    decode: DecodeBatch | None,
+    decode_positions: Tensor | None,
+    chunks: PrefillBatch | None,
+    attending: Attending | None,
+) -> ForwardContext:
+    """Return the context of layers whose pages are in the batches' tables."""
     positions, slots, live = [], [], None
     if decode is not None:
         own_positions, own_slots = map_rows(decode, pool.page_size)

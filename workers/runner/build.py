@@ -176,7 +176,7 @@ def load_parts(
     with must_fit(f"the tables of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
         slots = slot_table(layout, engine.target.vocab_size, device)
         masks = MaskTable(layout.scheduler.num_slots, layout.mask_width, engine.target.vocab_size, device)
-    groups = engine.target.kv_groups(group.size, engine.kv_dtype), engine.speculation.kv_groups(engine.dtype)
+    groups = engine.target_groups(group.size), engine.speculation.kv_groups(engine.dtype)
     scales: tuple[dict[int, KVScales], ...] = (kv_scales(model), {})
     if engine.kv_dtype == FP8 and group.rank == 0:
         warn_of_missing(model, f"model {worker.model.path}")

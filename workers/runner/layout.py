@@ -9,6 +9,7 @@ import torch
 
 from attention.capability import Capability
 from attention.fp8 import FP8
+from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool, bytes_per_page
@@ -90,6 +91,10 @@ class EnginePlan:
     speculation: Speculation
     layout: EngineLayout
 
+    def target_groups(self, tensor_parallel: int) -> tuple[LayerGroup, ...]:
+        """Return the groups of the target's KV on a rank; layers that keep only a window have groups of their own."""
+        return split_windows(self.target, self.target.kv_groups(tensor_parallel, self.kv_dtype), self.layout.window)
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -120,7 +125,7 @@ class EngineParts:
     def allocate(self, layout: EngineLayout) -> None:
         """Allocate the layout's KV pages and snapshots, replacing the present ones."""
         for pool in self.pools:
-            pool.allocate(layout.num_pages)
+            pool.allocate(layout.num_pages, layout.known_window_pages)
         if self.states is not None:
             self.states.allocate(layout.num_snapshots)
 
@@ -163,9 +168,11 @@ def plan_engine(
     device = device or Capability(resolve_device(worker.model.device, 0).type)
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
     kept = kv_dtype(worker.cache.dtype, target.kv_scheme, dtype)
-    of_target = target.kv_groups(worker.tensor_parallel, kept)
     recurrent = target.state_groups(worker.tensor_parallel, dtype)
     max_model_len = worker.model.max_model_len or target.max_position
+    of_target = target.kv_groups(worker.tensor_parallel, kept)
+    window = None if recurrent else longest_window(target, of_target, max_model_len)
+    of_target = split_windows(target, of_target, window)
     shapes = replace(speculation.shapes, eager=not device.captures_graphs or not worker.cuda_graphs)
     max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)  # two rounds in flight past it
     scheduler, cache = worker.scheduler.resolved(device.type), worker.cache
@@ -179,6 +186,8 @@ def plan_engine(
         max_position=max_position,
         lookahead=speculation.lookahead,
         bytes_per_page=bytes_per_page([*of_target, *speculation.kv_groups(dtype)], cache.page_size),
+        window=window,
+        bytes_per_window_page=bytes_per_page(of_target, cache.page_size, of_windows=True),
         kv_in_fp8=kept == FP8,
         keeps_latent_rows=keeps_latent_rows(of_target),
         served_by=target.served_by,
@@ -193,10 +202,36 @@ def plan_engine(
     tables = table_bytes(per_slot, least_slots)
     kv_bytes = kv_bytes_asked(cache, layout.bytes_per_page, tables, layout.bytes_per_snapshot)
     saved = 0 if kv_bytes is None else layout.with_snapshots(kv_bytes).saved_bytes
-    pages = pages_asked(cache, layout.bytes_per_page, tables + saved)
-    known = None if scheduler.max_running == "auto" and cache.num_pages is None else pages
-    layout = replace(layout, bytes_per_slot=per_slot, bytes_per_state=per_state, known_pages=known)
+    layout = replace(layout, bytes_per_slot=per_slot, bytes_per_state=per_state)
+    pages = pages_asked(layout.with_slots(least_slots), tables + saved)
+    if pages is not None and (scheduler.max_running != "auto" or cache.num_pages is not None):
+        layout = layout.with_pages(*pages)
     return EnginePlan(target, dtype, kept, speculation, layout)
+
+
+def longest_window(target: ModelConfig, groups: Sequence[LayerGroup], max_model_len: int) -> int | None:
+    """Return the tokens that layers with a window keep: the longest of their windows, without those that hide nothing.
+    None if no layer has one."""
+    layers = (layer for group in groups if group.layout.kind == HeadsLayout.kind for layer in group.layers)
+    windows = (target.score_rule(layer).window for layer in layers)
+    return max((window for window in windows if window is not None and window < max_model_len), default=None)
+
+
+def split_windows(target: ModelConfig, groups: Sequence[LayerGroup], window: int | None) -> tuple[LayerGroup, ...]:
+    """Return the groups with layers whose window is at most `window` apart from the others."""
+    if window is None:
+        return tuple(groups)
+    split = []
+    for group in groups:
+        windows = {layer: target.score_rule(layer).window for layer in group.layers}
+        keeping = tuple(layer for layer, own in windows.items() if own is not None and own <= window)
+        others = tuple(layer for layer in group.layers if layer not in keeping)
+        if group.layout.kind != HeadsLayout.kind or not keeping:
+            split.append(group)
+            continue
+        split += [LayerGroup(others, group.layout)] if others else []
+        split.append(LayerGroup(keeping, group.layout, keeps_window=True))
+    return tuple(split)
 
 
 def slot_table(layout: EngineLayout, vocab_size: int, device: torch.device) -> SlotTable:

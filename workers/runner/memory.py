@@ -15,14 +15,13 @@ import torch
 from attention.capability import Capability
 from workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
 from workers.distributed.tp_group import TPGroup
-from workers.engine_layout import EngineLayout, kv_bytes_asked, pages_asked
+from workers.engine_layout import TYPICAL_TOKENS, EngineLayout, PageCounts, kv_bytes_asked, pages_asked
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, DeviceMemoryError, MemoryUse
 from workers.runner.device_memory import DeviceMemory
 from workers.runner.graphs.warm_up import largest_steps, run
 from workers.runner.worker import Worker
 from workers.scheduling.plan import GraphCount
 
-TYPICAL_TOKENS = 2048  # KV tokens of a typical request, for `max_running: auto`
 GRAPH_BYTES = 8 * 10**6  # per captured round beside its tensors; measured: 0.1 GB for 22 on an H200
 GRAPH_SHARE = 0.05  # share of the memory free at the start for graphs that are captured only if they fit
 _FREED_WITHIN_S = 10.0
@@ -95,6 +94,8 @@ class RankMemory:
         tokens = min(TYPICAL_TOKENS, layout.max_model_len)
         kv_bytes -= layout.with_snapshots(kv_bytes).saved_bytes
         each = layout.bytes_per_page * tokens // cache.page_size + layout.bytes_per_slot
+        if layout.window is not None:
+            each += layout.bytes_per_window_page * layout.window_pages(min(tokens, layout.window))
         return layout.with_slots(self._least(slots_for(kv_bytes, each, self.device.type), group))
 
     def settle_pages(self, layout: EngineLayout, group: TPGroup, peaks: StepPeaks, num_graphs: int) -> EngineLayout:
@@ -113,21 +114,22 @@ class RankMemory:
             kv_bytes = self._for_kv(activations + graphs)
         layout = layout.with_snapshots(self._least(kv_bytes, group))
         saved = layout.saved_bytes
-        fitting = self._least((self._room(activations + graphs) - saved) // layout.bytes_per_page - 1, group)
-        asked = pages_asked(cache, layout.bytes_per_page, layout.slot_bytes + saved)
+        room = self._least(self._room(activations + graphs) - saved, group)
+        asked = pages_asked(layout, layout.slot_bytes + saved)
         if asked is None:
-            pages = self._least((self._for_kv(activations + graphs) - saved) // layout.bytes_per_page - 1, group)
-            if pages < 2:
-                words = self._left_words(fitting, layout, activations, graphs)
+            counts = layout.pages_in(self._least(self._for_kv(activations + graphs) - saved, group))
+            if counts.pages < 2 or (layout.window is not None and counts.windows < 2):
+                words = self._left_words(room, layout, activations, graphs)
                 raise ValueError(f"cache.memory_gb=auto: of KV pages {words}")
-            return layout.with_pages(pages)
-        if asked > fitting:
+            return layout.with_pages(*counts)
+        if layout.kv_bytes(asked) > room:
             name = f"num_pages={cache.num_pages}" if cache.num_pages is not None else f"memory_gb={cache.memory_gb}"
+            used = layout.kv_bytes(asked) - layout.kv_bytes(PageCounts(0))
             raise ValueError(
-                f"cache.{name}: {asked} pages take {asked * layout.bytes_per_page / 1e9:.3f} GB, and "
-                f"{self._left_words(fitting, layout, activations, graphs)}"
+                f"cache.{name}: {asked.pages} pages take {used / 1e9:.3f} GB, and "
+                f"{self._left_words(room, layout, activations, graphs)}"
             )
-        return layout.with_pages(asked)
+        return layout.with_pages(*asked)
 
     def kv_allocated(self) -> None:
         """All pages are allocated; later allocations are graphs."""
@@ -139,7 +141,7 @@ class RankMemory:
         free = self._memory.free()
         after_kv = max(0, self.used() - self._in_use)
         for_graphs = max(after_kv, self._for_graphs) if graphs.num_waiting else after_kv
-        kv = (layout.num_pages + 1) * layout.bytes_per_page + layout.saved_bytes
+        kv = layout.kv_bytes(layout.page_counts) + layout.saved_bytes
         beside = self._in_use - self._weights - layout.slot_bytes - kv
         return MemoryUse(
             total=self._memory.total(),
@@ -169,10 +171,11 @@ class RankMemory:
         mine = torch.tensor([value], dtype=torch.int64, device=self.device)
         return int(group.all_gather(mine).min())
 
-    def _left_words(self, pages: int, layout: EngineLayout, activations: int, graphs: int) -> str:
-        cache, room_gb = self._worker.cache, max(0, pages + 1) * layout.bytes_per_page / 1e9
+    def _left_words(self, room: int, layout: EngineLayout, activations: int, graphs: int) -> str:
+        counts = layout.pages_in(room)
+        cache, room_gb = self._worker.cache, max(0, layout.kv_bytes(counts)) / 1e9
         return (
-            f"{max(0, pages)} ({room_gb:.3f} GB, with the tables of scheduler.max_running "
+            f"{max(0, counts.pages)} ({room_gb:.3f} GB, with the tables of scheduler.max_running "
             f"{room_gb + layout.slot_bytes / 1e9:.3f}) fit into cache.memory_share={cache.memory_share:g} of the "
             f"{self._free_at_start / 1e9:.2f} GB that were free at the start, beside {self.used() / 1e9:.2f} in use, "
             f"{activations / 1e9:.2f} for the largest step and {graphs / 1e9:.2f} for graphs"

@@ -12,7 +12,7 @@ from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.recurrent.batch import StateBatch
 from attention.recurrent.pool import StatePool
-from workers.layers.forward_context import Attending, ForwardContext, make_context
+from workers.layers.forward_context import Attending, ForwardContext, make_context, through_windows
 from workers.models.decoder import DecoderOutput, TargetModel
 
 ModelT = TypeVar("ModelT")
@@ -66,8 +66,12 @@ class TargetRunner(ModelRunner[TargetModel]):
         if self.states is not None and self.states.has(self.model.config.num_layers - 1):  # all rows change its state
             output = self._run(ids, context)
             return replace(output, hidden=output.hidden.index_select(0, rows))
-        prepared = self.backends[Mode.PREFILL].prepare(chunks.last_rows())
-        return self._run(ids, replace(context, last=replace(context, attending=rows, chunks=prepared, expanded=None)))
+        of_last, ends_of_chunks = context.of_layer(self.model.config.num_layers - 1), chunks.last_rows()
+        if of_last is not context:
+            ends_of_chunks = through_windows(ends_of_chunks, self.pool)
+        prepared = self.backends[Mode.PREFILL].prepare(ends_of_chunks)
+        last = replace(of_last, attending=rows, chunks=prepared, expanded=None, windowed=None)
+        return self._run(ids, replace(context, last=last))
 
     def _run(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         output: DecoderOutput = self.model(ids, context)

@@ -70,12 +70,10 @@ class PlanBatches:
             **(chunk_columns(plan, self._states is not None) if plan.chunks else {}),
             **(_state_columns(plan) if self._states is not None else {}),
         }
-        if plan.cleared_pages:
-            columns["cleared pages"] = unpack_i32(plan.cleared_pages).astype(np.int64)
+        columns |= _page_columns(plan)
         sent = upload(columns, table.device)
-        if plan.cleared_pages:
-            for pool in self._pools:
-                pool.clear(sent["cleared pages"])
+        for pool in self._pools:
+            _enter_pages(pool, sent)
         table.enter(plan, sent)
         if self._states is not None:
             _enter_states(self._states, sent)
@@ -109,6 +107,29 @@ class PlanBatches:
             inits.append(init)
         plan = msgspec.structs.replace(plan, inits=tuple(inits))
         return plan, self._slots.columns(plan)
+
+
+def _page_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
+    """Return what `_enter_pages` needs: pages to zero, and window pages attached to pages."""
+    columns: dict[str, npt.NDArray[Any]] = {}
+    if plan.cleared_pages:
+        columns["cleared pages"] = unpack_i32(plan.cleared_pages).astype(np.int64)
+    if plan.cleared_window_pages:
+        columns["cleared window pages"] = unpack_i32(plan.cleared_window_pages).astype(np.int64)
+    if plan.window_updates:
+        pages, window_pages = unpack_i32(plan.window_updates).reshape(-1, 2).T.copy()
+        columns |= {"windowed pages": pages.astype(np.int64), "window pages": window_pages}
+    return columns
+
+
+def _enter_pages(pool: KVPool, columns: Mapping[str, Tensor]) -> None:
+    """Update a pool before the plan's pass."""
+    if "cleared pages" in columns:
+        pool.clear(columns["cleared pages"])
+    if "cleared window pages" in columns:
+        pool.clear(columns["cleared window pages"], of_windows=True)
+    if "window pages" in columns and pool.window_layers:
+        pool.attach(columns["windowed pages"], columns["window pages"])
 
 
 def _state_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:

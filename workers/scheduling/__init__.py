@@ -10,6 +10,7 @@ In the order of one step:
    rounds           which requests decode, with which tree shape, on which pages
    prefill          which prompt chunks run, and which requests get a slot
    shared_prefixes  prompts that wait for the pages of one that is being computed
+   slot_lengths     how far each slot's request has come, as the host knows it
    slot_pages       slots, their page tables, and the pages that steps in flight may write
    state_saves      when states of recurrent layers are saved, and where
    capture_pacing   when another CUDA graph is captured while the engine serves

@@ -164,8 +164,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         backends
     page_updates: int32 triples (slot, index in its table, page), at most one per entry of a table. A page that was
         taken back is replaced by page 0, the dummy page. From `SlotPages`. -> `SlotTable`
-    cleared_pages: int32, pages to zero first. They may hold NaN, and attention multiplies masked values by zero. From
-        `SlotPages`. -> `KVPool`
+    cleared_pages, cleared_window_pages: int32, pages to zero first. They may hold NaN, and attention multiplies masked
+        values by zero. From `SlotPages`. -> `KVPool`
     inits: requests that enter slots. From `PlanBuilder`. -> `SlotTable`, `SlotGrammars`
     chunks: of prompts. From `PrefillPlanner`. -> `PlanBatches`, and `PlanTiming` whether there are any
     grammars: grammars of waiting requests, to compile ahead. From `GrammarQueue`. -> `SlotGrammars`
@@ -175,6 +175,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     saved_states: int32 triples (slot, position, row), at most one per slot. The state of recurrent layers after exactly
         `position` tokens is written to that row, by the slot's chunk in this plan, or else by its first round that
         begins at or after the position. From `StateSaves`. -> `PlanBatches`
+    window_updates: int32 pairs (page, window page): layers with a window use this window page for the page from now on;
+        0, the dummy page, for none. From `WindowPages`. -> `KVPool`
     capture: instead of a step, all ranks capture the same graph. Sent while nothing is in flight; its result has no
         entries. From `CapturePacing`. -> `GraphedDecoding`
     """
@@ -195,6 +197,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     mask_wait_ms: float = 1000.0
     cleared_pages: bytes = b""
     saved_states: bytes = b""
+    window_updates: bytes = b""
+    cleared_window_pages: bytes = b""
 
 
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):

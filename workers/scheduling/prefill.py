@@ -178,8 +178,7 @@ class PrefillPlanner:
             missing = slot_pages.fit_slot(sequence.slot, end + (draft_tokens if end == total else 0))
             if missing == 0:
                 return count
-            room = (len(slot_pages.pages[sequence.slot]) + slot_pages.allocator.num_available) * slot_pages.page_size
-            fitting = min(count, room - start, total - 1 - start)
+            fitting = min(count, slot_pages.room(sequence.slot) - start, total - 1 - start)
             if fitting > 0:
                 count = fitting
                 continue
@@ -201,6 +200,8 @@ class PrefillPlanner:
         if len(sequence.tokens) != len(sequence.prompt) + len(request.output):
             sequence.tokens = sequence.known_tokens()
         total = len(sequence.tokens)
+        if self._queues.active and not slot_pages.windows_fit(total, self._max_kv_tokens):
+            return False
         held_before = allocator.num_held
         match = Match([], 0) if cache is None else cache.match(sequence.tokens, request.sampling.cache_salt)
         need = slot_pages.pages_for(total + self._max_kv_tokens) - len(match.pages)

@@ -13,6 +13,7 @@ from attention.config import CacheConfig
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
 from attention.kv_cache.snapshots import Snapshots
+from attention.kv_cache.window_pages import WindowPages, WindowSizes
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.engine_layout import EngineLayout
 from workers.scheduling.capture_pacing import CapturePacing
@@ -27,7 +28,8 @@ from workers.scheduling.request import FinishReason, Request, RequestOutput, Unf
 from workers.scheduling.rounds import RoundPlanner
 from workers.scheduling.sequence import InFlightStep, PlanBuilder
 from workers.scheduling.shape_choice import ShapeChoice
-from workers.scheduling.slot_pages import SlotPages, Slots
+from workers.scheduling.slot_lengths import Slots
+from workers.scheduling.slot_pages import SlotPages
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_results import StepResults
 from workers.scheduling.step_time import Prediction, Step, StepTime
@@ -56,12 +58,13 @@ class Scheduler:
         choose_shape: Callable[[RoundShapes], int] | None = None,
         graph_capture: GraphCapture = GraphCapture(),  # noqa: B008 - frozen
         num_snapshots: int | None = None,
+        window: WindowSizes | None = None,
     ) -> None:
         """num_pages: pages of each rank's pool, without page 0.
         lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`).
         choose_shape: replaces `ShapeChoice`; called once per step for the index of the shape.
-        graph_capture: limits captures while requests run.
         num_snapshots: saved states that each rank's state pool has room for; None without recurrent layers.
+        window: of the layers that keep only a window; None without such layers.
         """
         self._config = config
         self.cache = cache
@@ -70,12 +73,13 @@ class Scheduler:
         self.num_slots = config.num_slots  # maximum number of running requests
         self.num_draft_tokens = shapes.num_draft_tokens  # per speculative round; 0 without a draft
         self.shape_choice = ShapeChoice(shapes, config.num_slots)
-        self.allocator = PageAllocator(num_pages)
+        windows = None if window is None else WindowPages(window, num_pages, cache.page_size, cache.prefix_cache)
+        self.allocator = PageAllocator(num_pages, windows)
         snapshots = Snapshots(range(num_snapshots)) if num_snapshots is not None else None
         of_pages = (self.allocator, cache.page_size, lookahead, snapshots)
         self.prefix_cache = PrefixCache(*of_pages) if cache.prefix_cache else None
-        interval = cache.state_interval
-        self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.num_slots, cache.page_size, interval)
+        of_slots = (config.num_slots, cache.page_size, cache.state_interval, shapes.max_ahead_tokens)
+        self.slot_pages = SlotPages(self.allocator, self.prefix_cache, *of_slots)
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self._grammars = GrammarQueue()
         self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars, shapes.keeps_tokens)
@@ -102,17 +106,15 @@ class Scheduler:
             layout.lookahead,
             graph_capture=layout.graph_capture,
             num_snapshots=layout.num_snapshots if layout.bytes_per_snapshot else None,
+            window=layout.window_sizes,
         )
 
     def use_costs(self, costs: CostTable) -> None:
         """Use the step costs of the current ranks. Called for every worker group."""
         self.step_time = self._results.step_time = StepTime(costs, self._config.num_slots)
         self.captures.row_ms = self.step_time.row_ms()
-        self._use_budget(LatencyBudget.of(self._config, self.step_time))
+        self._prefill.budget = self.admission.budget = LatencyBudget.of(self._config, self.step_time)
         self.queues.set_deadlines(self._prefill.deadline_s)
-
-    def _use_budget(self, budget: LatencyBudget) -> None:
-        self._prefill.budget = self.admission.budget = budget
 
     @property
     def num_running(self) -> int:
@@ -147,12 +149,11 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Share of pages that requests hold, 0 to 1."""
-        return self.allocator.num_held / self.allocator.num_pages
+        """Share of pages, or of window pages if it is larger, that requests hold, 0 to 1."""
+        return self.allocator.usage
 
     def submit(self, request: Request, resumed: bool = False) -> None:
-        """Queue a request. A request with output (a resumed stream) continues after it. resumed: accept it even if the
-        queue is full.
+        """Queue a request, which continues after its output, if any. resumed: accept it even if the queue is full.
 
         Raises QueueFullError, RequestTooLargeError, or ValueError for an invalid request.
         """
@@ -181,8 +182,7 @@ class Scheduler:
         return 0 if self.prefix_cache is None else self.prefix_cache.clear()
 
     def blamed(self) -> list[Request]:
-        """Return the requests to suspect if the ranks hang or crash now: those on probation, else all in running
-        steps."""
+        """Return the requests to suspect if the ranks fail now: those on probation, else all in running steps."""
         if not self._in_flight:
             return []
         return [sequence.request for sequence in self.queues.on_probation or self.queues.active.values()]
@@ -208,6 +208,7 @@ class Scheduler:
         if self.captures.is_due(is_idle=not self.num_running and not self.num_waiting):
             return None if self._in_flight else self._plan_capture()
         slot_pages = self.slot_pages
+        slot_pages.slide()
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
         slots = slot_pages.round_slots()
         kv_tokens = self.rounds.kv_tokens(slots)
@@ -221,6 +222,7 @@ class Scheduler:
             rounds = self.rounds.load(slots, shape)
         if len(slots) == 0 and not builder.chunks:
             return None
+        of_windows = slot_pages.take_window_changes()
         saved_states = slot_pages.save_states(slots, self._shapes.max_new_tokens)
         in_flight = self._launch(builder, shape, slots, budget.planned(rounds))
         drafting = slot_pages.speculative[in_flight.slots]
@@ -244,6 +246,8 @@ class Scheduler:
             mask_wait_ms=self._prefill.mask_wait_ms(in_flight.expected),
             cleared_pages=slot_pages.take_cleared(),
             saved_states=saved_states,
+            window_updates=of_windows[0],
+            cleared_window_pages=of_windows[1],
         )
         self._next_step += 1
         return plan
@@ -285,13 +289,12 @@ class Scheduler:
         self._grammars.compiled(unpack_i32(result.grammars_ready).tolist())
         outputs = self._results.apply(in_flight_step, result, self._next_step - 1)
         if self._prefill.budget is not None and result.step % UPDATE_EVERY == UPDATE_EVERY - 1:
-            self._use_budget(self._prefill.budget.updated())
+            self._prefill.budget = self.admission.budget = self._prefill.budget.updated()
         return outputs
 
     def _plan_capture(self) -> StepPlan:
         """Return a plan to capture a graph: with nothing in flight, and nothing planned before its result."""
-        none = np.empty(0, np.int64)
-        self._in_flight.append(InFlightStep(self._next_step, [], none, none, 0, 0, none, "", []))
+        self._in_flight.append(InFlightStep.without_requests(self._next_step))
         self.captures.in_flight = True
         self._next_step += 1
         return StepPlan(self.epoch, self._next_step - 1, b"", 0, 0, capture=True)

@@ -137,6 +137,12 @@ class InFlightStep:
             self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))
             self.users = np.concatenate((round_users, np.array([sequence.number for sequence in rest], np.int64)))
 
+    @staticmethod
+    def without_requests(step: int) -> "InFlightStep":
+        """A step that captures a graph."""
+        none = np.empty(0, np.int64)
+        return InFlightStep(step, [], none, none, 0, 0, none, "", [])
+
 
 class PlanBuilder:
     """Plan number `step` under construction.

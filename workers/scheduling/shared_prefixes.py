@@ -53,6 +53,7 @@ class SharedPrefixes:
         if cache is None or sequence.request.wants_prompt_logprobs:
             return False
         size, saves = cache.page_size, self._slot_pages.saves
+        may_lack = saves is not None or self._slot_pages.windows is not None  # cached pages may not be enough to resume
         salt = sequence.request.sampling.cache_salt
         cached = cache.num_cached(sequence.tokens, salt) // size
         for other in self._others(sequence, cached, builder):
@@ -67,7 +68,7 @@ class SharedPrefixes:
                 return True
             if now > cached:
                 self._slot_pages.share(other.slot, other.tokens, now)
-                cached = now if saves is None else cache.num_cached(sequence.tokens, salt) // size
+                cached = cache.num_cached(sequence.tokens, salt) // size if may_lack else now
         return False
 
     def _others(self, sequence: Sequence, page: int, builder: PlanBuilder) -> list[Sequence]:

@@ -1,8 +1,4 @@
-"""Slots, their page tables, and the pages that steps in flight may write. Owned by the scheduler; no policy.
-
-The host's lengths are one step old: plan n + 1 is made before result n is read. So each slot has its committed length,
-as known, and bounds on what rounds in flight add.
-"""
+"""Slots, their page tables, and the pages that steps in flight may write. Owned by the scheduler; no policy."""
 
 import heapq
 
@@ -11,31 +7,20 @@ import numpy.typing as npt
 
 from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
 from attention.kv_cache.prefix_cache import Match, PrefixCache
+from attention.kv_cache.slot_windows import SlotWindows
 from attention.kv_cache.spoilt_pages import SpoiltPages
-from workers.config import RoundShape
 from workers.scheduling.plan import pack_i32
+from workers.scheduling.slot_lengths import Int64s, SlotLengths, Slots
 from workers.scheduling.state_saves import StateSaves
 
-Int64s = npt.NDArray[np.int64]
-Slots = npt.NDArray[np.int64]
 
+class SlotPages(SlotLengths):
+    """Lengths and a page list per slot.
 
-class SlotPages:
-    """Arrays by slot, and a page list per slot.
-
-    committed: KV tokens known on the host, without the newest token.
-    num_tokens: known prompt and output tokens.
-    max_len: prompt_len + max_tokens.
-    max_pending: maximum tokens that rounds in flight may commit.
-    min_pending: minimum tokens that entries in flight emit (one each, unless the request ends before).
-    num_pages: length of the page list.
-    decoding: whether it runs rounds.
-    speculative: whether it uses drafts.
-    rare_sampling, cache_salt: see `SamplingParams`.
-    drafted: index of the shape that the last plan drafted; 0: none.
-    user: number of the slot's request; results for another number are stale.
-    num_changes: increases when a slot is taken, starts to decode, or is freed.
+    pages: by slot.
+    cache_salt: by slot, see `SamplingParams`.
     saves: saved states of recurrent layers; None without such layers, or without a prefix cache.
+    windows: windows of the slots; None in a model without layers that attend over one.
 
     Pages may be freed early: ranks execute plans in order, and a page gets a new owner only in a later plan. Steps in
     flight write to it before that. Cached pages lie below the committed length, where no step writes again.
@@ -48,29 +33,22 @@ class SlotPages:
         num_slots: int,
         page_size: int,
         state_interval: int = 0,
+        round_tokens: int = 1,
     ) -> None:
-        """state_interval: of `StateSaves`; read where the cache has snapshots."""
+        """state_interval: of `StateSaves`; read where the cache has snapshots.
+        round_tokens: of `SlotWindows`; read where the allocator has window pages.
+        """
+        super().__init__(num_slots)
         has_states = cache is not None and cache.snapshots is not None
         self.saves = StateSaves(cache, num_slots, state_interval) if cache is not None and has_states else None
+        of_windows = allocator.windows
+        self.windows = SlotWindows(of_windows, num_slots, page_size, round_tokens) if of_windows is not None else None
         self.allocator = allocator
         self.cache = cache
         self.page_size = page_size
         self._shift = page_size.bit_length() - 1
         assert 1 << self._shift == page_size, f"page_size={page_size}"
-        self.committed = np.zeros(num_slots, np.int64)
-        self.num_tokens = np.zeros(num_slots, np.int64)
-        self.max_len = np.zeros(num_slots, np.int64)
-        self.max_pending = np.zeros(num_slots, np.int64)
-        self.min_pending = np.zeros(num_slots, np.int64)
-        self.num_pages = np.zeros(num_slots, np.int64)
-        self.decoding = np.zeros(num_slots, np.bool_)
-        self.speculative = np.zeros(num_slots, np.bool_)
-        self.rare_sampling = np.zeros(num_slots, np.bool_)
         self.cache_salt = [b""] * num_slots
-        self.drafted = np.zeros(num_slots, np.int64)
-        self.user = np.full(num_slots, -1, np.int64)
-        self.last_token_s = np.zeros(num_slots, np.float64)
-        self.num_changes = 0
         self.pages: list[list[int]] = [[] for _ in range(num_slots)]
         self._free_slots = list(range(num_slots))  # heap: the lowest slot first
         self._updates: dict[tuple[int, int], int] = {}  # (slot, index in its table) -> page
@@ -87,6 +65,8 @@ class SlotPages:
             self.cache.reset()
         if self.saves is not None:
             self.saves.reset()
+        if self.windows is not None:
+            self.windows.reset()
 
     @property
     def num_free_slots(self) -> int:
@@ -107,27 +87,14 @@ class SlotPages:
         self.num_pages[slot] = len(match.pages)
         if self.saves is not None:
             self.saves.enter(slot, match, num_tokens)
+        if self.windows is not None:
+            self.windows.enter(slot, match.pages, match.num_saved, num_tokens)
         return slot
 
-    def start_decoding(self, slot: int) -> None:
-        """The slot runs rounds from the next plan on; its first token is in flight."""
-        self.num_changes += 1
-        self.decoding[slot] = True
-        self.min_pending[slot] += 1
-
-    def round_slots(self) -> Slots:
-        """Slots that run a round, ascending: decoding, and not certain to end with a step in flight."""
-        return np.flatnonzero(self.decoding & (self.num_tokens + self.min_pending < self.max_len))
-
-    def round_ends(self, slots: Slots, shape: RoundShape) -> Int64s:
-        """For each slot, the end of the positions that its next round may write: it verifies `shape` and, if the
-        request speculates, drafts it again."""
-        last = self.max_len[slots] - 1  # no request commits more
-        start = np.minimum(self.committed[slots] + self.max_pending[slots], last)
-        committed = np.minimum(start + shape.max_new_tokens, last)
-        drafted_ends = np.where(self.speculative[slots], committed + shape.draft_tokens, 0)
-        ends: Int64s = np.maximum(start + shape.width, drafted_ends)
-        return ends
+    def slide(self) -> None:
+        """Release what the slots' windows have passed, before a plan takes pages."""
+        if self.windows is not None:
+            self.windows.slide(self.pages, self.committed, self.num_tokens)
 
     def fit_rounds(self, slots: Slots, ends: Int64s) -> int:
         """Give each slot pages for positions below its `ends` and take back later ones, evicting cached pages if
@@ -141,6 +108,8 @@ class SlotPages:
         for i in np.flatnonzero(change < 0).tolist():
             slot, surplus = int(slots[i]), -int(change[i])
             table = self.pages[slot]
+            if self.windows is not None:
+                self.windows.shrink(table[-surplus:])
             self.allocator.release(table[-surplus:])
             del table[-surplus:]
             self.num_pages[slot] -= surplus
@@ -174,6 +143,22 @@ class SlotPages:
         needed = (self.num_tokens[slots] + (more_tokens + self.page_size - 1)) >> self._shift
         return int((needed - self.num_pages[slots]).sum())
 
+    def windows_fit(self, num_tokens: int, more_tokens: int) -> bool:
+        """Whether a new request of `num_tokens` has room for its window beside those of the others, each after
+        `more_tokens` beyond its own."""
+        if self.windows is None:
+            return True
+        wanted = (self.num_tokens + (more_tokens + self.page_size - 1)) >> self._shift
+        room = self.windows.room(self.user >= 0, self.num_pages, wanted)
+        return min(self.pages_for(num_tokens + more_tokens), self.windows.max_per_slot) <= room
+
+    def room(self, slot: int) -> int:
+        """Positions for which the slot has pages, or could get them."""
+        available = self.allocator.num_available
+        if self.windows is not None:
+            available = min(available, self.windows.pages.num_available)
+        return (len(self.pages[slot]) + available) * self.page_size
+
     def fit_slot(self, slot: int, num_positions: int) -> int:
         """Give one slot pages for `num_positions` positions. Return the number of missing pages; 0 on success."""
         need = self.pages_for(num_positions) - len(self.pages[slot])
@@ -184,11 +169,6 @@ class SlotPages:
             self._extend(slot, self._allocate(need))
             self.num_pages[slot] += need
         return missing
-
-    def plan_round(self, slots: Slots, max_new_tokens: int) -> None:
-        """A round of `slots` is in flight from now on."""
-        self.max_pending[slots] += max_new_tokens
-        self.min_pending[slots] += 1
 
     def share(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int | None = None) -> None:
         """Insert a slot's committed pages into the prefix cache, while the slot goes on.
@@ -204,6 +184,8 @@ class SlotPages:
         kept = self.cache.insert(tokens, table[:num_pages], self.cache_salt[slot])
         for index, page in enumerate(kept):
             if table[index] != page:
+                if self.windows is not None:
+                    self.windows.replace(slot, index, table[index], page)
                 self.allocator.acquire((page,))
                 self.allocator.release((table[index],))
                 table[index] = page
@@ -215,8 +197,12 @@ class SlotPages:
         """Free the slot and its pages. Pages that are full below `num_committed` go to the prefix cache, and so do the
         states at their ends. has_ended: on the ranks, too, where steps in flight commit nothing more of it."""
         table = self.pages[slot]
+        if self.windows is not None:
+            self.windows.leave(slot, table)
         if self.cache is not None:
             kept = self.cache.insert(tokens, table[: num_committed >> self._shift], self.cache_salt[slot])
+            if self.windows is not None:
+                self.windows.give(table, kept)
             if self.saves is not None:
                 next_start, in_flight = int(self.committed[slot]), int(self.min_pending[slot])
                 max_start = next_start if has_ended or in_flight <= 1 else next_start + int(self.max_pending[slot])
@@ -233,8 +219,12 @@ class SlotPages:
 
         slot: the request's slot; -1 if it has none.
         """
+        num_free = self.windows.pages.num_free if self.windows is not None else 0
         cached = self.cache.forget(tokens, salt) if self.cache is not None else []
-        self.spoilt.add(cached + (self.pages[slot] if slot >= 0 else []))
+        pages = cached + (self.pages[slot] if slot >= 0 else [])
+        self.spoilt.add(pages)
+        if self.windows is not None:
+            self.windows.spoil(pages, num_free)
 
     def save_states(self, slots: Slots, margin: int) -> bytes:
         """The states that the plan saves, as `StepPlan.saved_states`, which has rounds of `slots` that are not counted
@@ -255,9 +245,17 @@ class SlotPages:
         self._updates.clear()
         return packed
 
+    def take_window_changes(self) -> tuple[bytes, bytes]:
+        """Return `StepPlan.window_updates` and `StepPlan.cleared_window_pages` since the last plan."""
+        if self.windows is None:
+            return b"", b""
+        return pack_i32(self.windows.pages.take_updates()), pack_i32(self.windows.spoilt.take())
+
     def check_integrity(self) -> None:
         """Assert that slots, pages and the prefix cache are consistent."""
         self.allocator.check_integrity(self.pages, [] if self.cache is None else self.cache.pages())
+        if self.windows is not None:
+            self.windows.pages.check_integrity(self.windows.held(self.pages), self.allocator.is_free())
         assert [len(pages) for pages in self.pages] == self.num_pages.tolist(), "page counts differ from the page lists"
         assert sorted(self._free_slots) == np.flatnonzero(self.user < 0).tolist(), "free slots differ"
         assert (self.max_pending >= 0).all() and (self.min_pending >= 0).all(), "more results than plans"
@@ -268,6 +266,8 @@ class SlotPages:
         """Evict until `need` pages are free. Return the number of missing pages; evict nothing if it would not
         suffice."""
         missing = need - self.allocator.num_available
+        if self.windows is not None:
+            missing = max(missing, need - self.windows.pages.num_available)
         if missing > 0:
             return missing
         short = need - self.allocator.num_free
@@ -280,6 +280,8 @@ class SlotPages:
     def _allocate(self, count: int) -> list[int]:
         pages = self.allocator.allocate(count)
         self.spoilt.allocated(pages)
+        if self.windows is not None:
+            self.windows.take(pages)
         return pages
 
     def _extend(self, slot: int, pages: list[int]) -> None:
@@ -290,10 +292,6 @@ class SlotPages:
             self._updates[slot, index] = page
 
     def _clear(self, slot: int) -> None:
-        self.num_changes += 1
-        lengths = (self.committed, self.num_tokens, self.max_len, self.max_pending, self.min_pending, self.num_pages)
-        for values in (*lengths, self.decoding, self.speculative, self.rare_sampling, self.drafted):
-            values[slot] = 0
-        self.user[slot] = -1
+        self.clear_lengths(slot)
         self.pages[slot] = []
         heapq.heappush(self._free_slots, slot)

@@ -22,9 +22,10 @@ from attention.rotation import rotate
 from attention.scores import ScoreRule
 from attention.views import LayerKV
 from tests.support.kernels.attention_cases import WORKS, Shape, use_of
+from workers.config import RoundShapes, SchedulerConfig
+from workers.engine_layout import EngineLayout, pages_asked
 from workers.layers.forward_context import ForwardContext, make_context
 from workers.ops.rotary import Angles
-from workers.runner.layout import pages_asked
 
 CPU = torch.device("cpu")
 PAGE = 4
@@ -96,7 +97,8 @@ def test_a_pool_takes_what_its_layouts_say() -> None:
     each = PAGE * (3 * 128 + 128 + 2 * 48)
     assert bytes_per_page(groups, PAGE) == each
     assert sum(tensor.nbytes for tensors in pool.tensors for tensor in tensors) == (6 + 1) * each
-    assert pages_asked(CacheConfig(PAGE, None, 10.5 * each / 1e9), each, 0) == 9  # and page 0
+    layout = EngineLayout(RoundShapes(), SchedulerConfig(1), CacheConfig(PAGE, None, 10.5 * each / 1e9), 9, 9, 0, each)
+    assert pages_asked(layout, 0) == (9, 0)  # and page 0
     assert isinstance(pool.layer(5), LayerKV) and isinstance(pool.layer(4), ScaledView)
     assert pool.layer(1).rows.shape == (7, PAGE, 32)
 

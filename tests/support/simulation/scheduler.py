@@ -5,6 +5,7 @@ from collections import deque
 from typing import Literal
 
 from attention.config import CacheConfig
+from attention.kv_cache.window_pages import WindowSizes
 from tests.support.scripted import KvModel, ScriptedExecutor, StateModel, scripted_output
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from workers.scheduling.cost_table import CostTable
@@ -44,8 +45,9 @@ class Simulation:
         itl_target_ms: float | Literal["auto"] = "auto",
         num_snapshots: int | None = None,
         state_interval: int = 0,
+        window: WindowSizes | None = None,
     ) -> None:
-        """num_snapshots: of a model with recurrent layers."""
+        """num_snapshots: of a model with recurrent layers. window: of a model whose layers keep only a window."""
         self.shapes = RoundShapes((PLAIN, TREE), default=1) if speculative else RoundShapes()
         self.clock = Clock()
         self.page_size, self.lookahead, self.num_pages = page_size, lookahead, num_pages
@@ -61,7 +63,9 @@ class Simulation:
             self.shapes,
             lookahead,
             num_snapshots=num_snapshots,
+            window=window,
         )
+        self.window = window
         self.has_states = num_snapshots is not None
         if costs is not None:
             self.scheduler.use_costs(costs)
@@ -74,7 +78,7 @@ class Simulation:
 
     def new_worker_group(self, epoch: int) -> None:
         """A fresh rank with empty memory."""
-        kv = KvModel(self.num_pages, self.page_size, self.lookahead)
+        kv = KvModel(self.num_pages, self.page_size, self.lookahead, self.window)
         states = StateModel(self.max_running) if self.has_states else None
         self.executor = ScriptedExecutor(self.shapes, self.max_running, self.width, kv, self.prompts, states=states)
         self.backlog: deque[StepPlan] = deque()  # the rank takes two at most
@@ -157,6 +161,7 @@ class Simulation:
         if self.scheduler.prefix_cache is not None:
             self.scheduler.prefix_cache.evict(allocator.num_pages)
         assert allocator.num_free == allocator.num_pages
+        assert allocator.windows is None or allocator.windows.num_free == allocator.windows.num_window_pages
 
     def check_output(self, request: Request) -> None:
         """A finished request emitted exactly its script."""

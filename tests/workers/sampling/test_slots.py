@@ -1,5 +1,7 @@
 """Committing tokens to slots: stops, limits, finished and padding slots."""
 
+from typing import Any
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -11,7 +13,8 @@ from attention.kv_cache.pool import bytes_per_page
 from tests.support.kernels import strict_device
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.slots import apply_plan, enter
-from workers.engine_layout import pages_asked
+from workers.config import RoundShapes, SchedulerConfig
+from workers.engine_layout import EngineLayout, PageCounts, pages_asked
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
 from workers.slots import upload
 from workers.slots.slot_table import SlotTable
@@ -161,10 +164,16 @@ def test_tables_count_against_the_memory_plan() -> None:
     assert large > small > 4 * 1000 * (4 + 1 + 4)
     groups = [LayerGroup((0, 1), HeadsLayout(2, 16, torch.float32))]
     per_page = bytes_per_page(groups, 16)
-    cache = CacheConfig(memory_gb=(50.5 * per_page + small) / 1e9)
-    assert pages_asked(cache, per_page, small) == 49
-    assert pages_asked(cache, per_page, small + 10 * per_page) == 39
-    assert pages_asked(CacheConfig(num_pages=5), per_page, 10**12) == 5
-    assert pages_asked(CacheConfig(), per_page, 10**12) is None
+
+    def asked(slot_bytes: int, **cache: Any) -> PageCounts | None:
+        return pages_asked(
+            EngineLayout(RoundShapes(), SchedulerConfig(3), CacheConfig(**cache), 9, 9, 0, per_page), slot_bytes
+        )
+
+    memory_gb = (50.5 * per_page + small) / 1e9
+    assert asked(small, memory_gb=memory_gb) == (49, 0)
+    assert asked(small + 10 * per_page, memory_gb=memory_gb) == (39, 0)
+    assert asked(10**12, num_pages=5) == (5, 0)
+    assert asked(10**12) is None
     with pytest.raises(ValueError, match="tables for scheduler.max_running; give at least .*, or auto"):
-        pages_asked(cache, per_page, 10**12)
+        asked(10**12, memory_gb=memory_gb)

@@ -203,8 +203,8 @@ class Passing:
         self, layer: int, q: Tensor, rows: tuple[Tensor, Tensor], rule: ScoreRule, sinks: Tensor | None
     ) -> Tensor:
         """See `ForwardContext.attend`. The turn by an angle of 0 changes no bit."""
-        context = self.context
-        assert context is not None, "attention is called in a pass"
+        assert self.context is not None, "attention is called in a pass"
+        context = self.context.of_layer(layer)
         cos, sin = self._still[q.shape[-1]]
         context.plan(layer, q, rule)
         kept = context.pool.store(layer, q, rows, cos, sin, torch.zeros_like(context.positions), context.slot_mapping)

@@ -1,0 +1,121 @@
+"""The window of each slot: the pages whose window pages it holds. Used by `workers.scheduling.slot_pages` in models
+whose layers attend over a window. Of a slot it knows only its number and its pages.
+
+A slot holds the window page of each page of its table from the first one that its next row may see. The host's lengths
+are one step old, so that page is found from the known committed length, which no later row lies before. Plans run in
+order: a window page that the plan under construction takes from one page and attaches to another is not read by earlier
+steps of its new owner, and not by later steps of its former one.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from attention.kv_cache.spoilt_pages import SpoiltPages
+from attention.kv_cache.window_pages import WindowPages
+
+Int64s = npt.NDArray[np.int64]
+
+
+class SlotWindows:
+    """Arrays by slot.
+
+    first: index in the slot's table of the first page in its window.
+    """
+
+    def __init__(self, windows: WindowPages, num_slots: int, page_size: int, round_tokens: int) -> None:
+        """round_tokens: positions after the known committed length that rounds in flight and the next one may write."""
+        self.pages = windows
+        self._shift = page_size.bit_length() - 1
+        self.first = np.zeros(num_slots, np.int64)
+        self._entered = np.zeros(num_slots, np.int64)  # known tokens at admission
+        self.max_per_slot = pages_per_request(windows.window, page_size, round_tokens)
+        self.spoilt = SpoiltPages()
+
+    def reset(self) -> None:
+        """Forget all windows; the allocator has freed the pages."""
+        self.first[:] = 0
+        self.spoilt.reset()
+
+    def enter(self, slot: int, pages: Sequence[int], num_saved: int, num_tokens: int) -> None:
+        """A request with `num_tokens` known tokens enters a slot, and resumes after `num_saved` of them, on `pages`."""
+        self.first[slot] = max(num_saved - self.pages.window + 1, 0) >> self._shift
+        self._entered[slot] = num_tokens
+        self.pages.acquire(pages[self.first[slot] :])
+
+    def slide(self, tables: Sequence[Sequence[int]], committed: Int64s, num_tokens: Int64s) -> None:
+        """Release the window pages that the slots' windows have passed. Called before a plan takes pages.
+
+        Before a prompt's first token is known, its KV may be NaN: its window pages are zeroed before their next owner.
+        The last window of a prompt is likely to be used again, by a prompt that begins with this one.
+        """
+        first = np.maximum(committed - (self.pages.window - 1), 0) >> self._shift
+        for slot in np.flatnonzero(first > self.first).tolist():
+            begin, end = int(self.first[slot]), int(first[slot])
+            table, last = (
+                tables[slot],
+                (int(self._entered[slot]) - 1) >> self._shift,
+            )  # pages that a same prompt matches
+            before = min(max(begin, last - self.pages.num_seen), end)
+            inside = min(max(before, last), end)
+            if num_tokens[slot] == self._entered[slot]:
+                self.spoilt.pages.update(self.pages.of[page] for page in table[begin:end])
+            self.pages.release(table[begin:before], passed=True)
+            self.pages.release(table[before:inside])
+            self.pages.release(table[inside:end], passed=True)
+            self.first[slot] = end
+
+    def take(self, pages: Sequence[int]) -> None:
+        """Attach window pages to newly allocated pages at the ends of tables."""
+        self.spoilt.allocated(self.pages.allocate(pages))
+
+    def shrink(self, pages: Sequence[int]) -> None:
+        """`pages` are taken from the end of a table, before they are released."""
+        self.pages.release(pages)
+
+    def replace(self, slot: int, index: int, own: int, cached: int) -> None:
+        """The slot uses page `cached` of the prefix cache in place of its own, with the same tokens."""
+        windows = self.pages
+        if windows.of[own] and not windows.of[cached]:
+            windows.move(own, cached)
+        elif index >= self.first[slot]:
+            windows.acquire((cached,))
+            windows.release((own,))
+
+    def give(self, table: Sequence[int], cached: Sequence[int]) -> None:
+        """Attach window pages of a request that has left to the pages of the prefix cache with the same tokens, where
+        those have none. table: its pages, not released yet."""
+        for own, page in zip(table, cached, strict=False):
+            if own != page and self.pages.of[own] and not self.pages.of[page]:
+                self.pages.move(own, page)
+
+    def leave(self, slot: int, table: Sequence[int]) -> None:
+        """The slot's request leaves, before its pages are released."""
+        self.pages.release(table[self.first[slot] :])
+        self.first[slot] = 0
+
+    def spoil(self, pages: Sequence[int], num_free: int) -> None:
+        """`pages` may hold NaN, and so may their window pages, of which some have been freed. num_free: free window
+        pages before that."""
+        attached = [self.pages.of[page] for page in pages]
+        self.spoilt.add([page for page in attached if page] + self.pages.last_freed(num_free))
+
+    def room(self, in_use: npt.NDArray[np.bool_], num_pages: Int64s, wanted: Int64s) -> int:
+        """Window pages for more requests, beside those that running ones hold and will need.
+
+        in_use: [slots].
+        num_pages, wanted: [slots], pages of the table now, and those that it needs soon.
+        """
+        needed = np.minimum(wanted, self.max_per_slot) - (num_pages - self.first)
+        return self.pages.num_available - int(np.maximum(needed, 0)[in_use].sum())
+
+    def held(self, tables: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+        """The pages in each slot's window."""
+        return (table[first:] for table, first in zip(tables, self.first.tolist(), strict=True))
+
+
+def pages_per_request(window: int, page_size: int, round_tokens: int) -> int:
+    """Return the window pages of a request that decodes: its window, which may begin within a page, the positions that
+    rounds in flight may write (`round_tokens`), and one more."""
+    return -(-(window - 1 + round_tokens) // page_size) + 2

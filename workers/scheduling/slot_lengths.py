@@ -1,0 +1,79 @@
+"""How far each slot's request has come, on the host: arrays by slot. The base of `workers.scheduling.slot_pages`.
+
+The host's lengths are one step old: plan n + 1 is made before result n is read. So each slot has its committed length,
+as known, and bounds on what rounds in flight add.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.config import RoundShape
+
+Int64s = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int64]
+
+
+class SlotLengths:
+    """Arrays by slot.
+
+    committed: KV tokens known on the host, without the newest token.
+    num_tokens: known prompt and output tokens.
+    max_len: prompt_len + max_tokens.
+    max_pending: maximum tokens that rounds in flight may commit.
+    min_pending: minimum tokens that entries in flight emit (one each, unless the request ends before).
+    num_pages: length of the page list.
+    decoding: whether it runs rounds.
+    speculative: whether it uses drafts.
+    rare_sampling: see `SamplingParams`.
+    drafted: index of the shape that the last plan drafted; 0: none.
+    user: number of the slot's request; results for another number are stale.
+    num_changes: increases when a slot is taken, starts to decode, or is freed.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.committed = np.zeros(num_slots, np.int64)
+        self.num_tokens = np.zeros(num_slots, np.int64)
+        self.max_len = np.zeros(num_slots, np.int64)
+        self.max_pending = np.zeros(num_slots, np.int64)
+        self.min_pending = np.zeros(num_slots, np.int64)
+        self.num_pages = np.zeros(num_slots, np.int64)
+        self.decoding = np.zeros(num_slots, np.bool_)
+        self.speculative = np.zeros(num_slots, np.bool_)
+        self.rare_sampling = np.zeros(num_slots, np.bool_)
+        self.drafted = np.zeros(num_slots, np.int64)
+        self.user = np.full(num_slots, -1, np.int64)
+        self.last_token_s = np.zeros(num_slots, np.float64)
+        self.num_changes = 0
+
+    def start_decoding(self, slot: int) -> None:
+        """The slot runs rounds from the next plan on; its first token is in flight."""
+        self.num_changes += 1
+        self.decoding[slot] = True
+        self.min_pending[slot] += 1
+
+    def round_slots(self) -> Slots:
+        """Slots that run a round, ascending: decoding, and not certain to end with a step in flight."""
+        return np.flatnonzero(self.decoding & (self.num_tokens + self.min_pending < self.max_len))
+
+    def round_ends(self, slots: Slots, shape: RoundShape) -> Int64s:
+        """For each slot, the end of the positions that its next round may write: it verifies `shape` and, if the
+        request speculates, drafts it again."""
+        last = self.max_len[slots] - 1  # no request commits more
+        start = np.minimum(self.committed[slots] + self.max_pending[slots], last)
+        committed = np.minimum(start + shape.max_new_tokens, last)
+        drafted_ends = np.where(self.speculative[slots], committed + shape.draft_tokens, 0)
+        ends: Int64s = np.maximum(start + shape.width, drafted_ends)
+        return ends
+
+    def plan_round(self, slots: Slots, max_new_tokens: int) -> None:
+        """A round of `slots` is in flight from now on."""
+        self.max_pending[slots] += max_new_tokens
+        self.min_pending[slots] += 1
+
+    def clear_lengths(self, slot: int) -> None:
+        """The slot has no request any more."""
+        self.num_changes += 1
+        lengths = (self.committed, self.num_tokens, self.max_len, self.max_pending, self.min_pending, self.num_pages)
+        for values in (*lengths, self.decoding, self.speculative, self.rare_sampling, self.drafted):
+            values[slot] = 0
+        self.user[slot] = -1
