@@ -14,6 +14,8 @@ from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 if TYPE_CHECKING:
     from speculative.build import WeightBytes
 
+_LONG_TOKENS = 16384  # of the request that the plan of a model with windows describes
+
 
 def plan_lines(
     config: AerieConfig,
@@ -54,6 +56,7 @@ def rank_lines(places: Sequence[RankPlace], layout: EngineLayout) -> list[str]:
         *_table([["rank", "node", "pid", "device"], *rows]),
         *([] if layout.memory is None else [memory_line(layout.memory)]),
         f"{layout.num_pages} KV pages of {page_size} tokens = {layout.num_pages * page_size} tokens, "
+        f"{_window_pages(layout)}"
         f"{layout.scheduler.num_slots} requests at once; rounds: {_shapes(layout)}",
     ]
 
@@ -155,6 +158,8 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
         + (", recurrent states" if layout.bytes_per_state else "")
         + (f", {4 * layout.max_position / 1e6:.2f} MB of tokens for drafts" if layout.shapes.keeps_tokens else ""),
     ]
+    if layout.window is not None:
+        lines.append(_windows_line(layout, layout.window))
     if layout.bytes_per_state:
         asked = cache.state_snapshots
         number = (
@@ -173,6 +178,29 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
     return lines
 
 
+def _windows_line(layout: EngineLayout, window: int) -> str:
+    """Bytes of a token in layers that keep all tokens, and of a request in those that keep a window; and what a long
+    request keeps, which is what each of its steps reads."""
+    size, length = layout.cache.page_size, min(_LONG_TOKENS, layout.max_model_len)
+    per_token, in_windows = layout.bytes_per_page // size, layout.bytes_per_window_page // size
+    kept, whole = length * per_token + min(length, window) * in_windows, length * (per_token + in_windows)
+    of_request = _window_bytes(layout, window)
+    return (
+        f"windows     a token takes {per_token / 1e3:.4g} kB in layers that keep all tokens, {in_windows / 1e3:.4g} kB "
+        f"in layers with windows of {window}: up to {of_request / 1e6:.4g} MB a request; one of {length} tokens reads "
+        f"{kept / 1e6:.4g} MB a step (without windows {whole / 1e6:.4g})"
+    )
+
+
+def _window_bytes(layout: EngineLayout, window: int) -> int:
+    """Maximum bytes of a request that decodes in layers that keep a window."""
+    return layout.window_pages(window) * layout.bytes_per_window_page
+
+
+def _window_pages(layout: EngineLayout) -> str:
+    return "" if layout.window is None else f"{layout.known_window_pages} of them with window pages at a time, "
+
+
 def _weights_line(weights: "WeightBytes", layout: EngineLayout) -> str:
     """FP8 is dequantised before Hopper, which takes twice as much."""
     draft = f" and {weights.draft / 1e9:.2f} GB of the draft" if weights.draft else ""
@@ -181,6 +209,7 @@ def _weights_line(weights: "WeightBytes", layout: EngineLayout) -> str:
     return (
         f"weights     {weights.target / 1e9:.2f} GB of the target{draft} on each GPU (FP8 as it is, from compute "
         f"capability 9.0 on); KV takes {layout.bytes_per_page // layout.cache.page_size} bytes per token of each"
+        + ("" if layout.window is None else f", and {_window_bytes(layout, layout.window) / 1e6:.4g} MB per request")
     )
 
 

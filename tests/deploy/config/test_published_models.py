@@ -50,5 +50,8 @@ def test_the_plan_says_what_the_page_says(name: str, tmp_path: Path, capsys: pyt
     assert ("served by" in printed.out) == (served == "adapter") and served in ("own", "adapter")
     found = re.search(r"^weights +([\d.]+) GB of the target(?: and ([\d.]+) GB of the draft)?", printed.out, re.M)
     assert found is not None and weights == " + ".join(part for part in found.groups() if part)
-    assert f"KV takes {kv} bytes per token" in printed.out
+    per_token, _, per_request = kv.partition(" + ")
+    assert f"KV takes {per_token} bytes per token of each" in printed.out
+    assert (f", and {per_request} per request\n" in printed.out) == bool(per_request)
+    assert ("windows     a token takes" in printed.out) == bool(per_request)
     assert f"requests of up to {limit} tokens" in printed.out
