@@ -40,6 +40,7 @@ BENCHES = {
     ),
     "fewer_bits": ("quality.fewer_bits", "loss and acceptance of the small models quantised by `aerie quantize` (CPU)"),
     "copied_drafts": ("quality.copied_drafts", "accepted tokens a round of drafts copied from the text (CPU)"),
+    "draft_methods": ("quality.draft_methods", "every kind of draft of the embedded pair, by kind of text (CPU)"),
     "attention": ("kernels.attention", "attention over K/V heads, by backend, mode and shape (GPU)"),
     "latent_attention": ("kernels.latent_attention", "attention over latent rows (GPU)"),
     "fp8_kv": ("kernels.fp8_kv", "attention over FP8 pages against bfloat16 (GPU)"),
