@@ -34,7 +34,7 @@ def test_wheel_holds_every_module_configuration_and_file_of_the_embedded_pair(wh
     wanted = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     wanted |= set((ROOT / "deploy").glob("*.yaml"))
     wanted |= {path for path in (ROOT / "cluster" / "http" / "page").iterdir() if path.is_file()}
-    for model in ("target", "draft"):
+    for model in ("target", "draft", "dspark"):
         wanted |= {path for path in (MODELS / model).iterdir() if path.is_file()}
     names = {str(path.relative_to(ROOT)) for path in wanted if "__pycache__" not in path.parts}
     assert len(names) > 130 and "deploy/models/target/model.safetensors" in names

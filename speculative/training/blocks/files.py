@@ -137,6 +137,20 @@ def build_block_head(target: PreTrainedModel, method: DFlash, objective: Objecti
     return head.to(target.device)
 
 
+def load_block_head(folder: Path, kind: str, target: PreTrainedModel) -> tuple[BlockHead, DraftVocabulary]:
+    """A saved head and the tokens that it may propose. Raises `TrainingError` for one that the engine refuses."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    head = build_block_head(target, read_block_config(kind, config, target, folder), Objective(), 0)
+    head.load_state_dict({name: each.float() for name, each in load_file(folder / "model.safetensors").items()})
+    return head, whole_vocabulary(target)
+
+
+def whole_vocabulary(target: PreTrainedModel) -> DraftVocabulary:
+    """All of the target's tokens, on its device."""
+    size = target.config.vocab_size
+    return DraftVocabulary.of(torch.arange(size), size).to(target.device)
+
+
 class BlockKind(DraftKind):
     """A new DFlash, DSpark or DFlash2 head with the target's vocabulary."""
 
@@ -160,7 +174,9 @@ class BlockKind(DraftKind):
         return Unrolling(self.method.form.max_depth, decay, self.arguments.anchors)
 
     def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
-        return build_block_head(self.target, self.method, self.objective, self.arguments.seed), self._vocabulary()
+        return build_block_head(self.target, self.method, self.objective, self.arguments.seed), whole_vocabulary(
+            self.target
+        )
 
     def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,12 +186,4 @@ class BlockKind(DraftKind):
         make_readable(folder)
 
     def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        method = read_block_config(self.kind, config, self.target, folder)
-        head = build_block_head(self.target, method, self.objective, 0)
-        head.load_state_dict({name: each.float() for name, each in load_file(folder / "model.safetensors").items()})
-        return head, self._vocabulary()
-
-    def _vocabulary(self) -> DraftVocabulary:
-        size = self.target.config.vocab_size
-        return DraftVocabulary.of(torch.arange(size), size).to(self.target.device)
+        return load_block_head(folder, self.kind, self.target)
