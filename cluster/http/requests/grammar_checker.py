@@ -26,7 +26,7 @@ from workers.structured_output.mask_process.trial import WALK_LIMIT_S, Trial, Tr
 MAX_CACHED = 1024  # results
 MAX_WAITING = 256  # waiting grammars; more are refused
 QUICK_S = 0.5  # a longer trial frees its place for the next one, and continues at low priority
-MAX_SLOW = 8  # trials that continue at low priority; more are refused
+MAX_SLOW = 8  # trials that continue at low priority; more are refused, and more than there are cores
 WALK_WALL_S = 8.0  # wall time for `WALK_LIMIT_S` of CPU time
 STARVED_SHARE = 0.5  # a trial that got less than this share of its CPU time is not called too slow
 PARAM = "response_format"
@@ -56,6 +56,8 @@ class ProcessChecker:
         self._work = Work(str(folder), 0)
         self._timeout_s = timeout_s
         self._quick = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
+        # Of eight on two busy cores hardly one got the time that it may take (26 of 29 ended without a result).
+        self._max_slow = min(MAX_SLOW, max(2, os.cpu_count() or 1))
         self._num_slow = 0
         self._trials: dict[Grammar, asyncio.Task[TrialResult]] = {}
         self._known: collections.OrderedDict[Grammar, TrialResult] = collections.OrderedDict()
@@ -114,7 +116,7 @@ class ProcessChecker:
                 done, _ = await asyncio.wait([trying], timeout=QUICK_S)
                 if not done:
                     await place.aclose()  # the next one may begin
-                    if self._num_slow >= MAX_SLOW:
+                    if self._num_slow >= self._max_slow:
                         raise overloaded(
                             f"the grammar takes longer than {QUICK_S:g} s to try, and {self._num_slow} such are being "
                             "tried; retry later",

@@ -108,6 +108,21 @@ async def test_a_slow_trial_runs_where_nothing_else_wants_to(
     assert seen == [os.SCHED_IDLE]
 
 
+async def test_no_more_slow_trials_go_on_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    busy = ProcessChecker(embedded_spec(None).worker.model.path, timeout_s=10.0)
+    monkeypatch.setattr(grammar_checker, "QUICK_S", 0.0)
+    give_way = lambda process: os.kill(process._pid, signal.SIGSTOP)  # noqa: E731
+    monkeypatch.setattr(template_process.ForkedProcess, "give_way", give_way)
+    trials = [asyncio.create_task(busy.check(Grammar("regex", f"[a-z]{{{n}}}", (0,)))) for n in range(3)]
+    await asyncio.wait(trials, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
+    [refused] = [trial for trial in trials if trial.done()]
+    with pytest.raises(ApiError, match="and 2 such are being tried; retry later"):
+        await refused
+    busy.close()
+    await asyncio.gather(*trials, return_exceptions=True)
+
+
 async def test_one_trial_serves_all_that_ask_for_the_same(
     checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
