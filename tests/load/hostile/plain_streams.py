@@ -70,6 +70,7 @@ class _Streams:
 
     async def _answer(self, prompt: str, found: Plain) -> None:
         body = {"prompt": prompt, "max_tokens": PLAIN_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+        body["return_token_ids"] = True  # an event for tokens that end no character, too
         stamps, waited_ms, text = list[float](), list[float](), ""
         try:
             async with self._client.stream("POST", "/v1/completions", json={"model": self._model} | body) as answer:
