@@ -49,6 +49,7 @@ class AttentionUse:
     window: maximum tokens that a row sees, in every layer (`speculative.window`); None for all.
     kv_dtype: of the cache; None: `dtype`, of the queries.
     scores: each rule that a layer has, once.
+    head_dims: of each group of layers, where their K/V heads differ in size or number; empty if all are alike.
     """
 
     mode: Mode
@@ -64,6 +65,7 @@ class AttentionUse:
     window: int | None = None
     kv_dtype: torch.dtype | None = None
     scores: tuple[ScoreRule, ...] = ()
+    head_dims: tuple[int, ...] = ()
 
     @property
     def is_fp8(self) -> bool:
@@ -97,7 +99,8 @@ def triton_refusal(use: AttentionUse) -> str | None:
     if reason is not None:
         return reason
     if use.value_dim is None:
-        return triton_head_dim_refusal(use.head_dim)
+        reasons = map(triton_head_dim_refusal, use.head_dims or (use.head_dim,))
+        return next((reason for reason in reasons if reason is not None), None)
     refused = score_refusal(use.scores, frozenset({"window"}), " over latent rows")
     return refused or triton_latent_refusal(use.value_dim, use.head_dim - use.value_dim)
 
@@ -120,7 +123,7 @@ def triton_head_dim_refusal(head_dim: int) -> str | None:
 
 
 def flashinfer_refusal(use: AttentionUse) -> str | None:
-    reason = _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use)
+    reason = _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use) or _mixed_refusal(use)
     if reason is None and use.value_dim is not None:
         return _fp8_refusal(use) or _flashinfer_latent_refusal(use)
     if reason is None and len({rule.scale for rule in use.scores}) > 1:
@@ -143,7 +146,7 @@ def _flashinfer_latent_refusal(use: AttentionUse) -> str | None:
 
 
 def trtllm_refusal(use: AttentionUse) -> str | None:
-    reason = _gpu_refusal(use, (9, 0)) or _dtype_refusal(use) or _fp8_refusal(use)
+    reason = _gpu_refusal(use, (9, 0)) or _dtype_refusal(use) or _fp8_refusal(use) or _mixed_refusal(use)
     if reason is not None:
         return reason
     if use.value_dim is not None:
@@ -214,6 +217,10 @@ def _dtype_refusal(use: AttentionUse) -> str | None:
 
 def _fp8_refusal(use: AttentionUse) -> str | None:
     return "cache.dtype=fp8_e4m3: it reads KV of the model's dtype" if use.is_fp8 else None
+
+
+def _mixed_refusal(use: AttentionUse) -> str | None:
+    return "layers with different K/V heads: a pass is planned once, for heads of one size" if use.head_dims else None
 
 
 def _name(dtype: torch.dtype) -> str:

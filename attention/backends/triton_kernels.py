@@ -16,6 +16,7 @@ from attention.scores import ScoreRule
 from attention.views import LatentKV, LayerKV
 
 FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not there cost no reads
+WIDE_FIXED_TILES = DecodeTiles(64, 32, 8, 2, 1, 0)  # the same of heads of more than 256 numbers
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class LayerShape:
 
     @property
     def fixed_tiles(self) -> DecodeTiles:
-        return FIXED_TILES if self.rotated is None else FIXED_LATENT_TILES
+        if self.rotated is not None:
+            return FIXED_LATENT_TILES
+        return FIXED_TILES if self.dim <= 256 else WIDE_FIXED_TILES
 
     @property
     def prefill_tiles(self) -> PrefillTiles:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention.fp8 import FP8, KVScales
 from attention.kv_cache.layout import KVLayout, PerToken
-from attention.ops.rope_store import rope_store
+from attention.ops.rope_store import rope, rope_store
 from attention.views import LayerKV
 
 
@@ -46,3 +46,6 @@ class HeadsLayout(KVLayout[LayerKV]):
         """rows: k and v [rows, kv_heads, head_dim], before RoPE."""
         k, v = rows
         return rope_store(q, k, v, cos, sin, index, view, slot_mapping)
+
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
+        return rope(q, cos, sin, index)

@@ -77,6 +77,10 @@ class KVLayout(ABC, Generic[View]):
             values.
         """
 
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
+        """Return q rotated, on a GPU in place; arguments as in `store`. Of layouts whose layers may share KV."""
+        raise NotImplementedError(f"layers over {self.kind} do not share KV")
+
     def move_path(self, tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
         """`KVPool.move_path` for the tensors of all layers of a group."""
         move_path(tensors, page_table, length, path)

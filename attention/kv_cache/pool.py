@@ -104,6 +104,10 @@ class KVPool:
         layout, view = self._layers[layer]
         return layout.store(view, q, rows, cos, sin, index, slot_mapping)
 
+    def rotate(self, layer: int, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
+        """Return q rotated as `store` does, for a layer whose KV is stored before: see `KVLayout.rotate`."""
+        return self._layers[layer][0].rotate(q, cos, sin, index)
+
     def clear(self, pages: Tensor, of_windows: bool = False) -> None:
         """Zero pages [n] int64 in all layers that have them. of_windows: they are window pages."""
         for group, tensors in zip(self.groups, self.tensors, strict=True):

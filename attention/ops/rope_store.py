@@ -1,4 +1,4 @@
-"""Applies RoPE (arXiv 2104.09864, half-split layout) to q and k, and writes k and v to their pages."""
+"""Applies RoPE (arXiv 2104.09864, half-split layout) to q and k, and writes k and v to their pages; or to q alone."""
 
 from torch import Tensor
 
@@ -39,3 +39,27 @@ def rope_store(
     write_rows(kv.k, slot_mapping, rotate(k, cos, sin), kv.k_scale)
     write_rows(kv.v, slot_mapping, v, kv.v_scale)
     return rotate(q, cos, sin)
+
+
+def _has_rotary_tiles(q: Tensor, cos: Tensor, *_: object) -> bool:
+    return cos.shape[1] & (cos.shape[1] - 1) == 0
+
+
+@operation(
+    Implementation(
+        "triton",
+        "attention.ops.rope_store_triton:rope",
+        on_gpu,
+        _has_rotary_tiles,
+        "rotated dimensions a power of two",
+    )
+)
+def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
+    """Return q rotated, as `rope_store` does, for a layer that attends to the KV of an earlier one.
+
+    q         [rows, q_heads, head_dim], last stride 1; may be rotated in place: use the result
+    cos, sin  [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim
+    index     [rows] int64, each row's line of cos and sin
+    ->        as q
+    """
+    return rotate(q, cos[index], sin[index])

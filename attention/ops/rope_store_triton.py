@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `rope_store`: one launch instead of about ten, between the qkv product and attention."""
+"""The kernel of `rope_store` and `rope`: one launch instead of about ten, between the qkv product and attention."""
 
 import torch
 import triton
@@ -36,6 +36,7 @@ def _rope_store(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     ROTATED: tl.constexpr,
+    STORES: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -53,18 +54,21 @@ def _rope_store(
     y = tl.load(q + ROTATED // 2, mask=g < GROUP, other=0.0).to(tl.float32)
     tl.store(q, (x * cos - y * sin).to(q_ptr.dtype.element_ty), mask=g < GROUP)
     tl.store(q + ROTATED // 2, (y * cos + x * sin).to(q_ptr.dtype.element_ty), mask=g < GROUP)
-    k = k_ptr + row * k_row_stride + head * k_head_stride + half
-    x, y = tl.load(k).to(tl.float32), tl.load(k + ROTATED // 2).to(tl.float32)
-    target = (tl.load(slot_ptr + row) * KV_HEADS + head) * D
-    first = (x * cos - y * sin).to(k_ptr.dtype.element_ty)
-    second = (y * cos + x * sin).to(k_ptr.dtype.element_ty)
-    tl.store(k_pool_ptr + target + half, as_stored(first, k_pool_ptr, k_inverse_scale, INTERPRETED))
-    tl.store(k_pool_ptr + target + ROTATED // 2 + half, as_stored(second, k_pool_ptr, k_inverse_scale, INTERPRETED))
-    if ROTATED < D:
-        as_is = tl.load(k_ptr + row * k_row_stride + head * k_head_stride + d, mask=d >= ROTATED, other=0.0)
-        tl.store(k_pool_ptr + target + d, as_stored(as_is, k_pool_ptr, k_inverse_scale, INTERPRETED), mask=d >= ROTATED)
-    v = tl.load(v_ptr + row * v_row_stride + head * v_head_stride + d)
-    tl.store(v_pool_ptr + target + d, as_stored(v, v_pool_ptr, v_inverse_scale, INTERPRETED))
+    if STORES:
+        k = k_ptr + row * k_row_stride + head * k_head_stride + half
+        x, y = tl.load(k).to(tl.float32), tl.load(k + ROTATED // 2).to(tl.float32)
+        target = (tl.load(slot_ptr + row) * KV_HEADS + head) * D
+        first = (x * cos - y * sin).to(k_ptr.dtype.element_ty)
+        second = (y * cos + x * sin).to(k_ptr.dtype.element_ty)
+        tl.store(k_pool_ptr + target + half, as_stored(first, k_pool_ptr, k_inverse_scale, INTERPRETED))
+        tl.store(k_pool_ptr + target + ROTATED // 2 + half, as_stored(second, k_pool_ptr, k_inverse_scale, INTERPRETED))
+        if ROTATED < D:
+            as_is = tl.load(k_ptr + row * k_row_stride + head * k_head_stride + d, mask=d >= ROTATED, other=0.0)
+            tl.store(
+                k_pool_ptr + target + d, as_stored(as_is, k_pool_ptr, k_inverse_scale, INTERPRETED), mask=d >= ROTATED
+            )
+        v = tl.load(v_ptr + row * v_row_stride + head * v_head_stride + d)
+        tl.store(v_pool_ptr + target + d, as_stored(v, v_pool_ptr, v_inverse_scale, INTERPRETED))
 
 
 def rope_store(
@@ -99,6 +103,42 @@ def rope_store(
         KV_HEADS=num_kv_heads,
         D=head_dim,
         ROTATED=2 * cos.shape[-1],
+        STORES=True,
+        INTERPRETED=INTERPRETED,
+        num_warps=1,
+        **pdl_wait(q.device),
+    )
+    return q
+
+
+def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
+    """`attention.ops.rope_store.rope`; in place."""
+    rows, num_heads, head_dim = q.shape
+    assert q.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous() and index.is_contiguous()
+    assert cos.dtype == sin.dtype == torch.float32 and 2 * cos.shape[-1] <= head_dim
+    nothing = (None,) * 2
+    _rope_store[(rows, num_heads)](
+        q,
+        *nothing,
+        cos,
+        sin,
+        index,
+        *nothing,
+        None,
+        1.0,
+        1.0,
+        q.stride(0),
+        q.stride(1),
+        0,
+        0,
+        0,
+        0,
+        GROUP=1,
+        GROUP_PADDED=1,
+        KV_HEADS=num_heads,
+        D=head_dim,
+        ROTATED=2 * cos.shape[-1],
+        STORES=False,
         INTERPRETED=INTERPRETED,
         num_warps=1,
         **pdl_wait(q.device),

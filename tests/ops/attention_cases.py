@@ -11,7 +11,7 @@ from torch import Tensor
 from attention.fp8 import FP8
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.ops.move_path import move_path
-from attention.ops.rope_store import rope_store
+from attention.ops.rope_store import rope, rope_store
 from attention.ops.slot_mapping import map_decode_rows, map_prefill_rows
 from attention.views import LayerKV
 from tests.ops.case import Case
@@ -111,6 +111,17 @@ def _rope(
     return arguments
 
 
+def _queries(heads: int, head_dim: int, rotated: int, dtype: torch.dtype) -> Arguments:
+    """A part of a product."""
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        q = _numbers(5, heads + 2, head_dim, dtype=dtype).to(device)[:, :heads]
+        angles = _numbers(40, rotated // 2).to(device) * 6
+        return q, angles.cos(), angles.sin(), torch.tensor([39, 4, 4, 0, 17], device=device)
+
+    return arguments
+
+
 CASES = (
     *(
         Case(map_decode_rows, f"{rows}-of-{suffix}-pages-of-{page}", _decode(rows, suffix, page), exact=True)
@@ -159,6 +170,19 @@ CASES = (
             (7, 64, 64, torch.bfloat16),
             (6, 256, 64, torch.bfloat16),
             (2, 16, 4, torch.float32),
+        )
+    ),
+    *(
+        Case(
+            rope,
+            f"heads-{heads}-head_dim-{head_dim}-{rotated}-{dtype}",
+            _queries(heads, head_dim, rotated, dtype),
+            written=(0,),
+        )
+        for heads, head_dim, rotated, dtype in (
+            (3, 16, 16, torch.float32),
+            (8, 512, 512, torch.bfloat16),
+            (5, 64, 16, torch.bfloat16),
         )
     ),
     *(

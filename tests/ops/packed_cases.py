@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from tests.ops.case import Case
+from workers.ops.experts.gated import GELU_TANH, SWIGLU
 from workers.ops.experts.route import RouterLogits, Routing
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
 from workers.ops.packed.expert_tiles import packed_expert_tiles, partial_sizes
@@ -23,7 +24,8 @@ def arguments(rows: int, device: torch.device) -> tuple[Any, ...]:
         scales = (0.5 + torch.rand(EXPERTS, n, k // 32, generator=generator)) * k**-0.5 / 3.5
         return pack(codes.to(device), scales.to(device, torch.bfloat16), None, None, 32, "int4")
 
-    weights = PackedExpertWeights(matrix(2 * WIDTH, SIZE), matrix(SIZE, WIDTH))
+    activation = GELU_TANH if rows == 3 else SWIGLU
+    weights = PackedExpertWeights(matrix(2 * WIDTH, SIZE), matrix(SIZE, WIDTH), activation=activation)
     x = torch.randn(rows, SIZE, generator=generator).to(device, torch.bfloat16)
     logits = torch.randn(rows, EXPERTS, generator=generator).to(device)
     sizes = weights.sizes(SLOTS)

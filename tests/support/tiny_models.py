@@ -52,6 +52,25 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "Gemma4": {
+        "num_hidden_layers": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2,
+        "sliding_window": 12,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 30.0,
+    },
+    "Gemma4Unified": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 12,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+    },
     "GptOss": {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
@@ -81,7 +100,7 @@ def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any
     import transformers
 
     architecture = overrides.pop("architecture", "Llama")
-    text = "Text" if architecture.startswith(("Qwen3_5", "Gemma3")) else ""
+    text = "Text" if architecture.startswith(("Qwen3_5", "Gemma3", "Gemma4")) else ""
     config_class = getattr(transformers, f"{architecture}{text}Config")
     model_class = getattr(transformers, f"{architecture}ForCausalLM")
     settings: dict[str, Any] = {
@@ -104,8 +123,10 @@ def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any
     for name, buffer in model.named_buffers():
         if "e_score_correction_bias" in name:
             torch.nn.init.uniform_(buffer, -0.2, 0.2)
+        if "layer_scalar" in name:
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
+        if "norm" in name or "bias" in name or name.endswith("scale"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         if "embed_tokens" in name:
             parameter.data /= calm

@@ -8,8 +8,8 @@ from workers.layers.attention_sinks import AttentionSinks
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.kv_scales import KVScaleWeights
-from workers.layers.linear import QKVParallelLinear, RowParallelLinear
-from workers.layers.norm import RMSNorm
+from workers.layers.linear import QKV, QKVParallelLinear, RowParallelLinear
+from workers.layers.norm import RMSNorm, UnweightedRMSNorm
 from workers.ops.activation import sigmoid_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.rotary import Angles
@@ -24,6 +24,9 @@ class Attention(AttentionLayer):
     norm_eps: epsilon of the q and k norms per head (Qwen3); None without them.
     norm: class of these norms.
     gated: multiply each head's output by the sigmoid of a gate of its size (Qwen3-Next).
+    value_norm: norm values per head, without a weight; needs norm_eps (Gemma 4).
+    keys_as_values: there is no v_proj: values are keys before their norm and rotation (Gemma 4).
+    kv_layer: the layer whose KV is attended to; the layer then has queries alone (Gemma 4). None: its own.
     rule: the layer's of `ModelConfig.score_rule`; None: a plain softmax of scores over the root of head_dim.
     """
 
@@ -42,18 +45,24 @@ class Attention(AttentionLayer):
         norm_eps: float | None,
         norm: type[RMSNorm] = RMSNorm,
         gated: bool = False,
+        value_norm: bool = False,
+        keys_as_values: bool = False,
+        kv_layer: int | None = None,
         rule: ScoreRule | None = None,
     ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = layer if kv_layer is None else kv_layer
+        self.has_kv = kv_layer is None
         self.head_dim = head_dim
         self.rule = rule or ScoreRule(head_dim**-0.5)
-        self.qkv = QKVParallelLinear(input_size, num_heads, num_kv_heads, head_dim, group, qkv_bias, gated)
+        projections = QKV[: 1 if not self.has_kv else 2 if keys_as_values else 3]
+        self.qkv = QKVParallelLinear(input_size, num_heads, num_kv_heads, head_dim, group, qkv_bias, gated, projections)
         self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads
         self.o_proj = RowParallelLinear(num_heads * head_dim, output_size, group, "num_attention_heads", o_bias)
         self.q_norm = None if norm_eps is None else norm(head_dim, norm_eps)
-        self.k_norm = None if norm_eps is None else norm(head_dim, norm_eps)
-        self.kv_scales = KVScaleWeights(layer)
+        self.k_norm = None if norm_eps is None or not self.has_kv else norm(head_dim, norm_eps)
+        self.v_norm = UnweightedRMSNorm(head_dim, norm_eps) if value_norm and norm_eps and self.has_kv else None
+        self.kv_scales = KVScaleWeights(layer) if self.has_kv else None
         self.gated = gated
         self.sinks = AttentionSinks(num_heads, group) if self.rule.has_sinks else None
 
@@ -62,24 +71,33 @@ class Attention(AttentionLayer):
         return self.qkv.method.fp8_inputs
 
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
-        q, k, v, gate = self._heads(x)
+        q, kv, gate = self._heads(x)
         sinks = None if self.sinks is None else self.sinks.sinks
-        out = context.attend(self.layer, q, (k, v), angles, self.rule, sinks)
+        out = context.attend(self.layer, q, kv, angles, self.rule, sinks)
         if gate is not None:
             out = sigmoid_mul(out.contiguous(), context.attending_rows(gate))
         return self.o_proj.partial(out.flatten(1))
 
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
-        q, k, v, _ = self._heads(x)
-        context.of_layer(self.layer).keep(self.layer, q, (k, v), angles)
+        if self.has_kv:
+            q, kv, _ = self._heads(x)
+            context.of_layer(self.layer).keep(self.layer, q, kv, angles)
 
-    def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], before RoPE, and the gate, as q."""
+    def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """Return q [rows, heads, head_dim], before RoPE; k and v [rows, kv_heads, head_dim], before RoPE, or nothing;
+        and the gate, as q."""
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))
-        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
-        q, k, gate = qk[:, : -self.num_kv_heads], qk[:, -self.num_kv_heads :], None
+        num_q = self.num_heads * (1 + self.gated)
+        q, gate = heads[:, :num_q], None
         if self.gated:
             q, gate = q[:, 0::2], q[:, 1::2]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v, gate
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if not self.has_kv:
+            return q, (), gate
+        k, v = heads[:, num_q : num_q + self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if self.v_norm is not None:
+            v = self.v_norm(v)
+        return q, (k, v), gate

@@ -56,6 +56,7 @@ class DecoderLayer(nn.Module):
 
     group: the ranks whose parts are summed.
     unsummed: the ranks whose parts of the layer's output the caller sums.
+    tail: what is done to the stream after the layer's output is added; None: nothing.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.group = self.unsummed = group
+        self.tail: LayerTail | None = None
         self.input_layernorm = norm(hidden_size, rms_eps)
         self.self_attn = attention
         self.post_attention_layernorm = norm(hidden_size, rms_eps)
@@ -90,6 +92,26 @@ class DecoderLayer(nn.Module):
         norm = self.post_attention_layernorm
         normed, residual = norm.add_for_product(attended, residual, self.mlp.fp8_inputs, self.group)
         return self.mlp.partial(normed, context.token_slots), residual
+
+
+class LayerTail(nn.Module, ABC):
+    """A change of the residual stream after a layer."""
+
+    @abstractmethod
+    def forward(self, stream: Tensor, layer_input: Tensor | None) -> Tensor:
+        """Return the stream that enters the next layer; may write to `stream`.
+
+        stream: [n, hidden_size], of the rows that attend.
+        layer_input: [n, size], what the model's `LayerInputs` gives this layer; None without.
+        """
+
+
+class LayerInputs(nn.Module, ABC):
+    """What each layer's tail is given of a token, besides the stream."""
+
+    @abstractmethod
+    def forward(self, ids: Tensor, embedded: Tensor) -> Tensor:
+        """Return [layers, rows, size] for token ids [rows] int64 and their embedding [rows, hidden_size], scaled."""
 
 
 class SandwichLayer(DecoderLayer):
@@ -119,5 +141,9 @@ class SandwichLayer(DecoderLayer):
         residual = context.attending_rows(residual)
         added = self.post_attention_layernorm(attended)
         normed, residual = self.pre_feedforward_layernorm.add_for_product(added, residual, self.mlp.fp8_inputs)
-        out = self.group.all_reduce(self.mlp.partial(normed, context.token_slots))
+        out = self._feed_forward(normed, residual, context.token_slots)
         return self.post_feedforward_layernorm(out), residual
+
+    def _feed_forward(self, normed: Tensor | Fp8Rows, residual: Tensor, live: TokenSlots) -> Tensor:
+        """Return the whole output before the last norm. residual: what `normed` is the norm of."""
+        return self.group.all_reduce(self.mlp.partial(normed, live))

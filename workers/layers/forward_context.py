@@ -110,7 +110,7 @@ class ForwardContext:
 
         q: [rows, q_heads, head_dim].
         rows: projections as the KV layout stores them (`KVLayout.store`): k and v [rows, kv_heads, head_dim] for K/V
-            heads.
+            heads; none for a layer that attends to the KV of an earlier `layer`.
         rule, sinks: as in `attention.backend.Prepared.forward`.
         """
         context = self.of_layer(layer)
@@ -119,6 +119,8 @@ class ForwardContext:
 
     def keep(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles) -> Tensor:
         """Rotate and store as `attend` does. Return rotated q."""
+        if not rows:
+            return self.pool.rotate(layer, q, angles.cos, angles.sin, angles.index)
         return self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
 
     def plan(self, layer: int, q: Tensor, rule: ScoreRule) -> bool:

@@ -13,6 +13,8 @@ from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
+QKV = ("q_proj", "k_proj", "v_proj")
+
 
 class LinearBase(WeightedModule):
     """y = x W^T + b.
@@ -93,6 +95,8 @@ class QKVParallelLinear(ColumnParallelLinear):
     num_heads, num_kv_heads: of the model; the attributes are of this rank. With more ranks than KV heads, several ranks
         hold the same head.
     gated: q_proj returns q and its gate for each head.
+    projections: those that the layer has; without v_proj, k_proj's output is also v; q_proj alone reads another
+        layer's KV.
     """
 
     def __init__(
@@ -104,11 +108,13 @@ class QKVParallelLinear(ColumnParallelLinear):
         group: TPGroup,
         bias: bool,
         gated: bool = False,
+        projections: tuple[str, ...] = QKV,
     ) -> None:
         q = rank_span(num_heads, group, "num_attention_heads")
         kv = Span(*kv_head_span(num_kv_heads, group), num_kv_heads)
         q_rows, kv_rows = q.times(head_dim * (1 + gated)), kv.times(head_dim)
-        super().__init__(in_features, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, bias)
+        rows = dict(zip(QKV, (q_rows, kv_rows, kv_rows), strict=True))
+        super().__init__(in_features, {name: rows[name] for name in projections}, bias)
         self.num_heads, self.num_kv_heads = q.size, kv.size
 
 

@@ -8,6 +8,7 @@ from workers.layers.linear_method import check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.ops.fp8.norm import fp8_rms_norm
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.ops.norm import add_rms_norm, rms_norm
 
 
@@ -64,14 +65,28 @@ class RMSNorm(WeightedModule):
         self.weight.data.fill_(1.0)
 
 
-class ZeroCentredRMSNorm(RMSNorm):
-    """An RMSNorm whose checkpoint has the weight less one (Qwen3-Next, Qwen3.5). It is kept as the whole weight in
-    float32 and multiplies before the result is rounded, as transformers does it: 1 + w in bfloat16 would lose w."""
+class FullPrecisionRMSNorm(RMSNorm):
+    """An RMSNorm whose weight is kept in float32 and multiplies before the result is rounded (Gemma 4)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
         self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32), requires_grad=False)
 
+
+class ZeroCentredRMSNorm(FullPrecisionRMSNorm):
+    """An RMSNorm whose checkpoint has the weight less one (Gemma 2 and 3, Qwen3-Next, Qwen3.5). It is kept as the whole
+    weight: 1 + w in bfloat16 would lose w."""
+
     def load(self, key: WeightKey, full: Tensor) -> None:
         super().load(key, full)
         self.weight.data.add_(1.0)
+
+
+class UnweightedRMSNorm(FullPrecisionRMSNorm):
+    """x / rms(x): the checkpoint has no weight."""
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return ()
+
+    def finish(self, options: GEMMOptions) -> None:
+        self.weight.data.fill_(1.0)

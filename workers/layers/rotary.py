@@ -15,8 +15,10 @@ class RopeConfig:
 
     kind: "llama3" rescales long wavelengths (Llama 3.1 model card); "linear" divides all frequencies by `factor`;
         "yarn" (arXiv 2309.00071) divides frequencies below beta_slow turns in the original length, keeps those above
-        beta_fast turns, and blends between.
+        beta_fast turns, and blends between; "proportional" (Gemma 4) rotates the fastest dimensions of a head alone,
+        by the frequencies that they have among all, which `factor` divides.
     truncate: YaRN blends between whole dimensions.
+    proportion: share of a head's dimensions that "proportional" rotates.
     magnitude: factor on cos and sin, so q . k is scaled by its square.
     """
 
@@ -30,6 +32,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     magnitude: float = 1.0
     truncate: bool = True
+    proportion: float = 1.0
 
 
 class RotaryTable:
@@ -51,6 +54,9 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return [head_dim / 2] float32 radians per position, on the CPU."""
     steps = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     if rope.kind == "linear":
+        return steps / rope.factor
+    if rope.kind == "proportional":
+        steps[int(rope.proportion * head_dim // 2) :] = 0.0
         return steps / rope.factor
     if rope.kind == "llama3":
         return _llama3(steps, rope)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from workers.layers.linear_method import check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
 from workers.ops.experts.router_gemm import router_gemm
@@ -12,6 +13,28 @@ from workers.ops.gemm.workspace import GEMMOptions, Workspace
 
 # Checkpoint names; the router holds both.
 GATE, SHARED_GATE = "gate", "shared_expert_gate"
+
+
+class ExpertScales(WeightedModule):
+    """A factor on each expert's weights: the tensor `per_expert_scale` of a router.
+
+    values: [num_experts] float32.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(num_experts, dtype=torch.float32), requires_grad=False)
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return (WeightKey("per_expert_scale"),)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        check_plain(full)
+        check_shape(full, self.values.shape)
+        self.values.data.copy_(full)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.values.data.fill_(1.0)
 
 
 class Router(WeightedModule):
@@ -33,11 +56,13 @@ class Router(WeightedModule):
         self.bias = nn.Parameter(bias, requires_grad=False) if routing.biased_logits else None
         correction = torch.empty(routing.num_experts, dtype=torch.float32)
         self.e_score_correction_bias = nn.Parameter(correction, requires_grad=False) if routing.has_bias else None
+        self.scales = ExpertScales(routing.num_experts) if routing.scales_experts else None
 
     def forward(self, x: Tensor, live: TokenSlots | None = None) -> RouterLogits:
         """Return the router logits of x [rows, hidden_size]."""
         logits = router_gemm(x, self.weight, self.bias, self._workspace, self._deterministic)
-        return RouterLogits(logits, self.e_score_correction_bias, self.routing, live)
+        scales = None if self.scales is None else self.scales.values
+        return RouterLogits(logits, self.e_score_correction_bias, self.routing, live, scales)
 
     def workspace_size(self) -> tuple[int, int]:
         return 0, 1

@@ -94,7 +94,7 @@ class ModelConfig(ABC):
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATION = "quantization_config"
-_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
@@ -162,7 +162,15 @@ def rope_of(config: Mapping[str, Any], source: str) -> RopeConfig:
         low_freq_factor=number_of(scaling, "low_freq_factor", source, 1.0),
         high_freq_factor=number_of(scaling, "high_freq_factor", source, 4.0),
         original_max_position=size_of(scaling, "original_max_position_embeddings", source, 8192, most=MAX_POSITIONS),
+        proportion=_proportion_of(scaling, source) if kind == "proportional" else 1.0,
     )
+
+
+def _proportion_of(scaling: Mapping[str, Any], source: str) -> float:
+    share = number_of(scaling, "partial_rotary_factor", source, 1.0)
+    if share > 1:
+        raise ValueError(f"{source}: config.json: partial_rotary_factor={share:g}: must be at most 1; correct it")
+    return share
 
 
 def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfig:
@@ -186,6 +194,8 @@ def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfi
 
 def rotated_dim_of(config: Mapping[str, Any], head_dim: int, source: str, default: float) -> int:
     """Rotated dimensions of a head, its first ones. default: the share of them where config.json has none."""
+    if rope_scaling_of(config, source).get("rope_type") == "proportional":
+        return head_dim  # of which `RopeConfig.proportion` turns
     factor = number_of(config, "partial_rotary_factor", source, default)
     factor = number_of(rope_scaling_of(config, source), "partial_rotary_factor", source, factor)
     rotated = int(head_dim * factor)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.decoder_layer import DecoderLayer, LayerInputs, LayerTail
 from workers.layers.forward_context import ForwardContext
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryTable
@@ -51,7 +51,7 @@ class Decoder(TargetModel):
     """rotary: what the layers' attention is given angles of, one table or one per layer. capture: layers whose input is
     returned beside the hidden states (what an EAGLE-3 head reads); for the stream that leaves the last layer every row
     must attend there. embedding_scale: factor on the target's embedding, which drafts take without it. logit_cap: see
-    `LMHead`."""
+    `LMHead`. layer_inputs: for the tails of layers."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class Decoder(TargetModel):
         norm: type[RMSNorm] = RMSNorm,
         embedding_scale: float | None = None,
         logit_cap: float | None = None,
+        layer_inputs: LayerInputs | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -75,6 +76,7 @@ class Decoder(TargetModel):
         self.rotary = [rotary] * len(self.layers) if isinstance(rotary, RotaryTable) else list(rotary)
         self.norm = norm(config.hidden_size, config.rms_eps)
         tied = self.embed_tokens if config.tie_embeddings else None
+        self.layer_inputs = layer_inputs
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, group, tied, soft_cap=logit_cap)
 
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
@@ -82,6 +84,7 @@ class Decoder(TargetModel):
         residual, positions = self.embed_tokens(ids), context.positions
         if self.embedding_scale is not None:
             residual = residual * self.embedding_scale
+        inputs = None if self.layer_inputs is None else self.layer_inputs(ids, residual)
         captured = residual.new_empty((ids.shape[0], len(self.capture), self.config.hidden_size))
         added: Tensor | None = None
         unsummed = SOLO
@@ -98,8 +101,15 @@ class Decoder(TargetModel):
                 context = context.last
             added, residual = layer(normed, residual, self.rotary[i].at(positions), context)
             unsummed = layer.unsummed  # type: ignore[assignment]
-        assert added is not None, "a model has layers"
-        hidden, residual = self.norm.add(added, residual, unsummed)
+            tail: LayerTail | None = layer.tail  # type: ignore[assignment]
+            if tail is not None:
+                assert added is not None and unsummed.size == 1, "the stream needs the layer's whole output"
+                residual = tail(residual.add_(added), None if inputs is None else context.attending_rows(inputs[i]))
+                added = None
+        if added is None:
+            hidden = self.norm(residual)
+        else:
+            hidden, residual = self.norm.add(added, residual, unsummed)
         if len(self.layers) in self.capture:
             captured[:, self.capture.index(len(self.layers))] = residual
         return DecoderOutput(hidden, captured.flatten(1) if self.capture else None)

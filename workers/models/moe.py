@@ -67,6 +67,28 @@ def moe_rules(ours: str, theirs: str) -> dict[str, str]:
     }
 
 
+def stacked_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
+    """Return the rules of a `NameMap` for experts whose bf16 checkpoints have one matrix of all gate and up
+    projections, gate above up, and one of all down projections. theirs: the experts' name in the checkpoint."""
+    experts = [f"{theirs}.{i}" for i in range(num_experts)]
+    gate_up = tuple(f"{each}.{part}.weight" for each in experts for part in ("gate_proj", "up_proj"))
+    return (
+        Packed(f"{theirs}.gate_up_proj", gate_up, lambda full, _: _stacked(full, num_experts, 2)),
+        Packed(
+            f"{theirs}.down_proj",
+            tuple(f"{each}.down_proj.weight" for each in experts),
+            lambda full, _: _stacked(full, num_experts, 1),
+        ),
+    )
+
+
+def _stacked(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
+    """Return the matrices of [experts, parts * rows, columns]."""
+    if full.dim() != 3 or full.shape[0] != num_experts or full.shape[1] % parts:
+        raise WrongTensorError(f"has shape {tuple(full.shape)}, config.json implies {num_experts} experts")
+    return [part for expert in full for part in expert.chunk(parts)]
+
+
 def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
     """Return the rules of a `NameMap` for a layer's experts as gpt-oss stacks them, with gate and up rows interleaved:
     MXFP4 blocks, scales and biases; or transposed 16-bit weights and biases. theirs: the layer's name in the

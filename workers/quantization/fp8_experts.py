@@ -40,7 +40,7 @@ class Fp8Experts(DenseExperts):
         super().__init__(shape)
         if shape.biased or shape.activation != SWIGLU:
             raise ValueError(
-                "quantization_config: experts in FP8 with biases or a clamped activation are not supported; "
+                "quantization_config: experts in FP8 with biases or another activation than SiLU are not supported; "
                 "use a checkpoint in MXFP4 or bf16"
             )
         self.kinds = scheme.kinds

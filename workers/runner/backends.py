@@ -10,6 +10,7 @@ from attention import registry
 from attention.backend import AttentionBackend
 from attention.capability import Capability
 from attention.config import TargetAttention
+from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.latent import LatentLayout
 from attention.limits import AttentionUse
 from attention.metadata import Mode
@@ -37,6 +38,7 @@ class ModelShape:
         rules = (self.config.score_rule(layer) for group in groups for layer in group.layers)
         layout = layouts[0]
         assert {each.kind for each in layouts} == {layout.kind}, "a mode has one backend, which reads one kind of view"
+        sizes = [each.head_dim for each in layouts if isinstance(each, HeadsLayout)]
         return AttentionUse(
             mode=mode,
             num_heads=self.config.num_heads // self.tensor_parallel,
@@ -51,6 +53,7 @@ class ModelShape:
             window=window,
             kv_dtype=self.kv_dtype,
             scores=tuple(dict.fromkeys(rules)),
+            head_dims=tuple(sizes) if len(sizes) > 1 else (),
         )
 
 

@@ -229,6 +229,8 @@ def prefill_tiles(group: int, head_dim: int, itemsize: int, kv_itemsize: int | N
         return PrefillTiles(max(32, triton.next_power_of_2(group)), 16, 8, 2)
     if kv_itemsize == 1 and head_dim <= 128:
         return PrefillTiles(max(128, triton.next_power_of_2(group)), 64, 4, 3)
+    if head_dim > 256:  # not measured: sums of 128 rows of 512 would not fit in registers
+        return PrefillTiles(max(64, triton.next_power_of_2(group)), 32, 8, 2)
     return PrefillTiles(max(128, triton.next_power_of_2(group)), 32, 8, 3)
 
 

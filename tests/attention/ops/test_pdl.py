@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         BF16
         | {"k_pool_ptr": "bf16", "v_pool_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32"}
         | {"slot_ptr": "i64", "position_ptr": "i64"},
-        {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "ROTATED": 128, "PDL": True},
+        {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "ROTATED": 128, "STORES": True, "PDL": True},
         True,
         set(),
     ),

@@ -167,6 +167,9 @@ def decode_constants(
         (4, 4, 256, 16, "bf16", 8),
         (1, 6, 256, 16, "bf16", 0.5),
         (8, 8, 256, 16, "bf16", 2),
+        (1, 8, 512, 16, "bf16", 0.5),
+        (1, 8, 512, 16, "bf16", 8),
+        (8, 8, 512, 16, "bf16", 2),
     ],
 )
 def test_decode_attention_fits_hopper(
@@ -184,7 +187,7 @@ def test_decode_attention_fits_hopper(
     assert "cp.async.cg" in ptx  # K and V are loaded ahead
 
 
-@pytest.mark.parametrize("rows,head_dim,density", [(1, 128, 0.5), (4, 64, 8), (8, 128, 8), (16, 256, 2)])
+@pytest.mark.parametrize("rows,head_dim,density", [(1, 128, 0.5), (4, 64, 8), (8, 128, 8), (16, 256, 2), (8, 512, 2)])
 def test_decode_attention_over_fp8_fits_hopper(rows: int, head_dim: int, density: float, tmp_path: Path) -> None:
     """Pages are loaded as pairs of numbers and become float16, two numbers at a time."""
     tiles = decode_plan_triton.decode_tiles(rows * 4, head_dim, 2, density, 1)
@@ -382,6 +385,7 @@ def test_latent_attention_in_fixed_spans_adds_no_floats_in_an_order_of_the_compi
         (1, 128, "bf16", {}),
         (7, 64, "bf16", {}),
         (6, 256, "bf16", {}),
+        (8, 512, "bf16", {}),
         (4, 128, "fp32", {}),
         *((group, head_dim, "bf16", rule) for group, head_dim, rule in RULES.values()),
     ],
@@ -450,6 +454,7 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     assert compiled(merge_states_triton.merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "bf16")
     pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64", "position_ptr": "i64"}
-    constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "ROTATED": 128, "PDL": True}
-    for partly in ({}, {"GROUP": 6, "GROUP_PADDED": 8, "D": 256, "ROTATED": 64}):
+    constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "ROTATED": 128, "STORES": True, "PDL": True}
+    queries = {"GROUP": 1, "GROUP_PADDED": 1, "D": 512, "ROTATED": 512, "STORES": False}
+    for partly in ({}, {"GROUP": 6, "GROUP_PADDED": 8, "D": 256, "ROTATED": 64}, queries):
         assert compiled(rope_store_triton._rope_store, tmp_path, pointers, constants | partly, 1, 1)[0] == 0

@@ -45,6 +45,7 @@ ROUTINGS = {
     "Kimi-K2": Routing(10, 4, "sigmoid", 1, 1, 2, has_bias=True, normalise=True, scale=2.827),
     "Qwen3": Routing(8, 2, normalise=True),
     "Qwen3.5": Routing(9, 3, normalise=True, shared_gate=True),
+    "Gemma-4": Routing(8, 2, normalise=True, scales_experts=True),
 }
 SMALL = Routing(12, 3, "sigmoid", 4, 2, 2, has_bias=True, normalise=True, scale=2.5)
 PAGE = 16
@@ -69,8 +70,9 @@ def test_routing_is_that_of_torch(name: str, rows: int) -> None:
     logits = (torch.randn(rows, routing.num_logits, generator=generator) * 2).to(DEVICE)
     bias = (torch.randn(experts, generator=generator) - 2).to(DEVICE) if routing.has_bias else None
     is_live = torch.arange(rows) % 3 != 1
-    found = route(RouterLogits(logits, bias, routing, token_slots(is_live)), shared, used_up)
-    given = RouterLogits(logits, bias, routing)
+    scales = torch.linspace(0.5, 1.5, experts, device=DEVICE) if routing.scales_experts else None
+    found = route(RouterLogits(logits, bias, routing, token_slots(is_live), scales), shared, used_up)
+    given = RouterLogits(logits, bias, routing, expert_scales=scales)
     chosen, weight = given.choose()
     of_shared = given.shared_gate().sigmoid() if routing.shared_gate else torch.ones_like(logits[:, :1])
     order, expected = found.chosen[:, :k].sort(-1), chosen.sort(-1)

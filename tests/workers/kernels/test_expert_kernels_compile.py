@@ -160,6 +160,7 @@ def test_routing_fits_hopper(rows: int, first: int, held: int, tmp_path: Path) -
         "SOFTMAX": False,
         "NORMALISE": True,
         "HAS_BIAS": True,
+        "SCALES_EXPERTS": rows == 64,
         "HAS_LIVE": True,
         "SLOTS_PADDED": 16,
         "LIST": listed,

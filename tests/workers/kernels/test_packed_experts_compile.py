@@ -58,12 +58,13 @@ def product(
         "STAGES": tiles.stages_for(empty(64, k, group, CODES.get(code, code), META, torch.bfloat16, False, False)),
         "LISTED": listed,
         "CLAMPED": True,
+        "CUBED": True,
         "CODE": code,
         "TYPE": tl.bfloat16,
         "SCALE_TYPE": tl.bfloat16,
         "PDL": True,
         "INTERPRETED": False,
-        **dict.fromkeys(("alpha", "limit", "shift"), 1.0),
+        **dict.fromkeys(("alpha", "limit", "shift", "cubic"), 1.0),
         **dict.fromkeys(absent),
     }
     pointers = _POINTERS | ({"part_ptr": "bf16"} if kernel is down_of_blocks else {})

@@ -1,8 +1,6 @@
 """Names of tensors in checkpoints of hybrids, including tensors that contain several of ours."""
 
-from torch import Tensor
-
-from workers.layers.weighted import WrongTensorError
+from workers.models.moe import stacked_experts
 from workers.models.name_map import Packed
 from workers.models.qwen.hybrid import HybridConfig
 
@@ -39,20 +37,4 @@ def packed_experts(config: HybridConfig, theirs: str) -> tuple[Packed, ...]:
     """The stacked matrices of all experts of a layer, as bf16 checkpoints have them. theirs: see `layer_rules`."""
     if config.experts is None:
         return ()
-    experts = [f"{theirs}.mlp.experts.{i}" for i in range(config.experts.routing.num_experts)]
-    gate_up = tuple(f"{each}.{part}.weight" for each in experts for part in ("gate_proj", "up_proj"))
-    return (
-        Packed(f"{theirs}.mlp.experts.gate_up_proj", gate_up, lambda full, _: _stacked(full, len(experts), 2)),
-        Packed(
-            f"{theirs}.mlp.experts.down_proj",
-            tuple(f"{each}.down_proj.weight" for each in experts),
-            lambda full, _: _stacked(full, len(experts), 1),
-        ),
-    )
-
-
-def _stacked(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
-    """The matrices of [experts, parts * rows, columns]."""
-    if full.dim() != 3 or full.shape[0] != num_experts or full.shape[1] % parts:
-        raise WrongTensorError(f"has shape {tuple(full.shape)}, config.json implies {num_experts} experts")
-    return [part for expert in full for part in expert.chunk(parts)]
+    return stacked_experts(f"{theirs}.mlp.experts", config.experts.routing.num_experts)

@@ -1,5 +1,6 @@
 """The gated activation inside an expert."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """gate * sigmoid(alpha * gate) * (up + shift); before that gate and up are clamped from above to `limit`, up from
-    below to -limit.
+    """gate * sigmoid(alpha * (gate + cubic * gate^3)) * (up + shift); before that gate and up are clamped from above to
+    `limit`, up from below to -limit.
 
     The default is SwiGLU: silu(gate) * up.
     """
@@ -17,12 +18,18 @@ class GatedActivation:
     alpha: float = 1.0
     limit: float | None = None
     shift: float = 0.0
+    cubic: float = 0.0
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + self.shift)
+        inner = gate if self.cubic == 0 else gate + self.cubic * gate * gate * gate
+        return gate * torch.sigmoid(self.alpha * inner) * (up + self.shift)
 
 
 SWIGLU = GatedActivation()
 GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, shift=1.0)  # openai/gpt-oss, torch/model.py, swiglu
+# GELU by tanh (arXiv 1606.08415, section 2), since (1 + tanh x) / 2 is the sigmoid of 2 x
+GELU_TANH = GatedActivation(alpha=2 * math.sqrt(2 / math.pi), cubic=0.044715)
+GATED = {"silu": SWIGLU, "gelu_pytorch_tanh": GELU_TANH}
+"""By config.json's names, which are those of `workers.ops.activation.ACTIVATIONS`."""

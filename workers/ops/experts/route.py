@@ -24,6 +24,7 @@ class Routing:
     normalise: divide a row's weights by their sum. `scale` multiplies them afterwards.
     shared_gate: the router has one more logit, whose sigmoid is the weight of shared experts.
     biased_logits: the router's product has a bias, before scores are computed (gpt-oss).
+    scales_experts: each expert's weights have a factor of its own, after all else (Gemma 4).
 
     The softmax of the chosen logits alone (gpt-oss, Mixtral) is softmax scoring with `normalise`.
     """
@@ -39,6 +40,7 @@ class Routing:
     scale: float = 1.0
     shared_gate: bool = False
     biased_logits: bool = False
+    scales_experts: bool = False
 
     @property
     def num_logits(self) -> int:
@@ -83,16 +85,19 @@ class RouterLogits:
     values: float32 [rows, num_logits], or partial sums [parts, rows, num_logits], added in order.
     bias: float32 [num_experts] if the routing has one.
     live: None if no row is padding, or if padding rows may use any experts.
+    expert_scales: float32 [num_experts] if the routing scales experts.
     """
 
     values: Tensor
     bias: Tensor | None
     routing: Routing
     live: TokenSlots | None = None
+    expert_scales: Tensor | None = None
 
     def choose(self) -> tuple[Tensor, Tensor]:
-        """Return what `route` returns; padding rows are not treated."""
-        return route(self._whole()[:, : self.routing.num_experts], self.bias, self.routing)
+        """Return what `route` returns, weights scaled by experts; padding rows are not treated."""
+        chosen, weight = route(self._whole()[:, : self.routing.num_experts], self.bias, self.routing)
+        return chosen, weight if self.expert_scales is None else weight * self.expert_scales[chosen]
 
     def shared_gate(self) -> Tensor:
         """Return the logit of the shared experts' weight: [rows, 1] float32."""

@@ -54,6 +54,7 @@ def _logits(first_ptr, there, step, PARTS: tl.constexpr):
 def _route(
     logit_ptr,
     bias_ptr,
+    expert_scale_ptr,
     token_slot_ptr,
     chosen_ptr,
     weight_ptr,
@@ -82,6 +83,7 @@ def _route(
     SOFTMAX: tl.constexpr,
     NORMALISE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALES_EXPERTS: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     SLOTS_PADDED: tl.constexpr,
     LIST: tl.constexpr,
@@ -145,6 +147,8 @@ def _route(
         gate = _logits(logit_ptr + EXPERTS + slot, slot < 1, rows * WIDTH, PARTS)
         of_shared = 1.0 / (1.0 + tl.exp(-tl.max(gate, 0)))
     weight = tl.where(slot < K, weight * factor, of_shared)
+    if SCALES_EXPERTS:
+        weight *= tl.load(expert_scale_ptr + chosen, mask=slot < K, other=1.0)
     if HELD < EXPERTS:
         elsewhere = (slot < K) & ((chosen < FIRST) | (chosen >= FIRST + HELD))
         chosen = tl.where(slot < K, chosen - FIRST, chosen)
@@ -215,6 +219,7 @@ def route(
     _route[(rows,)](
         logits,
         bias,
+        router.expert_scales,
         None if live is None else live.slots,
         chosen,
         weight,
@@ -243,6 +248,7 @@ def route(
         SOFTMAX=routing.scoring == "softmax",
         NORMALISE=routing.normalise,
         HAS_BIAS=bias is not None,
+        SCALES_EXPERTS=router.expert_scales is not None,
         HAS_LIVE=live is not None,
         SLOTS_PADDED=triton.next_power_of_2(slots),
         LIST=listed,

@@ -38,6 +38,7 @@ def gate_up_of_blocks(
     alpha,
     limit,
     shift,
+    cubic,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -52,6 +53,7 @@ def gate_up_of_blocks(
     STAGES: tl.constexpr,
     LISTED: tl.constexpr,
     CLAMPED: tl.constexpr,
+    CUBED: tl.constexpr,
     CODE: tl.constexpr,
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
@@ -139,7 +141,8 @@ def gate_up_of_blocks(
             up += tl.load(bias_ptr + at + WIDTH, mask=live, other=0.0)
         if CLAMPED:
             gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        hidden = gate / (1.0 + tl.exp(-alpha * gate)) * (up + shift)
+        inner = gate * (1.0 + cubic * gate * gate) if CUBED else gate
+        hidden = gate / (1.0 + tl.exp(-alpha * inner)) * (up + shift)
         row = block * BLOCK_M + m
         if LISTED:
             factor, uses = _share(chosen_ptr, weight_ptr, expert, m, rows, SLOTS)

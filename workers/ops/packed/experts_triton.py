@@ -189,12 +189,14 @@ def gate_up(
         activation.alpha,
         activation.limit or 0.0,
         activation.shift,
+        activation.cubic,
         SLOTS=slots,
         EXPERTS=weights.num_experts,
         BINS=bins_of(weights.num_experts),
         SPLITS=tiles.splits,
         LISTED=pairs is None,
         CLAMPED=activation.limit is not None,
+        CUBED=activation.cubic != 0.0,
         **_common(x, weights, weights.gate_up, tiles, size, tiles.splits),
     )
 

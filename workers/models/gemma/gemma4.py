@@ -1,0 +1,322 @@
+"""Gemma 4 (text): heads of two sizes, keys that are values, layers without KV of their own, an embedding per layer,
+experts beside the MLP."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from attention.capability import Capability
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup
+from attention.scores import ScoreRule
+from workers.distributed.tp_group import TPGroup
+from workers.layers.attention import Attention
+from workers.layers.linear import kv_head_span
+from workers.layers.mlp import GatedMLP
+from workers.layers.norm import FullPrecisionRMSNorm
+from workers.layers.rotary import RopeConfig, RotaryTable
+from workers.models import llama
+from workers.models.config import rope_of, text_part
+from workers.models.config_fields import MAX_EXPERTS, architecture_of, flag_of, number_of, section_of, size_of
+from workers.models.decoder import Decoder
+from workers.models.family import ModelFamily
+from workers.models.gemma.gemma4_layer import ExpertsBeside, Gemma4Layer, Gemma4Tail, PerLayerEmbedding
+from workers.models.layer_kinds import FULL, SLIDING, windows_of
+from workers.models.llama import LlamaConfig
+from workers.models.moe import check_experts_device, stacked_experts
+from workers.models.name_map import NameMap
+from workers.ops.activation import ACTIVATIONS
+from workers.ops.experts.gated import GATED
+from workers.ops.experts.route import Routing
+
+# What transformers takes where config.json says nothing.
+_COMMON: dict[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Gemma4": {"max_position_embeddings": 131072, "sliding_window": 512, "hidden_size_per_layer_input": 256},
+    "Gemma4Unified": {"max_position_embeddings": 262144, "sliding_window": 1024},
+}
+_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+_PERIOD = 6  # of so many layers the last attends to all
+_TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Attention of the layers of one kind.
+
+    keys_as_values: see `workers.layers.attention.Attention`.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    keys_as_values: bool = False
+
+
+@dataclass(frozen=True)
+class BesideExperts:
+    """Experts beside each MLP. width: intermediate size of one."""
+
+    routing: Routing
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(LlamaConfig):
+    """heads, windows: of each layer; window None: it attends to all. num_kv_heads, head_dim: of the first layer.
+    num_shared: the last layers, which attend to the KV of the last layer of their kind before them.
+    shared_width: intermediate size of their MLPs.
+    input_size: of what a layer gets of its own embedding; 0 without.
+    logit_cap: see `LMHead`. activation: of MLPs and experts."""
+
+    heads: tuple[Heads, ...]
+    windows: tuple[int | None, ...]
+    kinds: tuple[str, ...]
+    num_shared: int
+    shared_width: int
+    input_size: int
+    experts: BesideExperts | None
+    logit_cap: float | None
+    activation: str
+
+    def kv_layer(self, layer: int) -> int | None:
+        """Return the layer whose KV `layer` attends to; None: its own."""
+        own = self.num_layers - self.num_shared
+        return None if layer < own else max(i for i in range(own) if self.kinds[i] == self.kinds[layer])
+
+    def mlp_width(self, layer: int) -> int:
+        return self.intermediate_size if self.kv_layer(layer) is None else self.shared_width
+
+    def score_rule(self, layer: int) -> ScoreRule:
+        return ScoreRule(1.0, window=self.windows[layer])
+
+    def with_whole_experts(self, source: str) -> Self:
+        return super().with_whole_experts(source) if self.experts is None else replace(self, whole_experts=True)
+
+    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
+        if self.experts is not None:
+            check_experts_device(device, dtype, source)
+
+    @property
+    def cut_sizes(self) -> dict[str, int]:
+        sizes = {"intermediate_size": self.intermediate_size}
+        if self.experts is None:
+            return sizes
+        if self.whole_experts:
+            return sizes | {"num_experts": self.experts.routing.num_experts}
+        return sizes | {"moe_intermediate_size": self.experts.width}
+
+    def check_shards(self, tensor_parallel: int, source: str) -> None:
+        for heads in dict.fromkeys(self.heads):
+            one = replace(self, heads=(), num_kv_heads=heads.num_kv_heads)
+            super(Gemma4Config, one).check_shards(tensor_parallel, source)
+
+    def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+        layers: dict[HeadsLayout, list[int]] = {}
+        for layer in range(self.num_layers - self.num_shared):
+            heads = self.heads[layer]
+            first, end = kv_head_span(heads.num_kv_heads, TPGroup(0, tensor_parallel))
+            layers.setdefault(HeadsLayout(end - first, heads.head_dim, dtype), []).append(layer)
+        return tuple(LayerGroup(tuple(which), layout) for layout, which in layers.items())
+
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        inputs = super().linear_inputs(tensor_parallel)
+        for heads in dict.fromkeys(self.heads):
+            name = f"num_attention_heads * head_dim ({heads.head_dim})"
+            inputs[name] = self.num_heads * heads.head_dim // tensor_parallel
+        if self.experts is not None:
+            inputs["moe_intermediate_size"] = self.experts.width // (1 if self.whole_experts else tensor_parallel)
+        return inputs | ({"hidden_size_per_layer_input": self.input_size} if self.input_size else {})
+
+
+def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
+    """Read the configuration of a text model, or the text_config of a model of images, sound and text. Raises
+    ValueError for settings that are not supported."""
+    kind = "Gemma4Unified" if architecture_of(config).startswith("Gemma4Unified") else "Gemma4"
+    given = {key: value for key, value in text_part(config, source).items() if value is not None}
+    config = _COMMON | _DEFAULTS[kind] | given
+    activation = str(config["hidden_activation"])
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{source}: hidden_activation={activation!r} is not supported; it is one of {known}")
+    if config.get("use_bidirectional_attention") == "all":
+        raise ValueError(f"{source}: use_bidirectional_attention='all': tokens that see later ones are not served")
+    dense = llama.read_config({**config, "hidden_act": "silu", "rope_parameters": None}, source)
+    kinds = _kinds(config, dense.num_layers)
+    windows = windows_of(config | {"layer_types": list(kinds)}, dense.num_layers, dense.max_position, source)
+    heads = _heads(config, kinds, source)
+    num_shared = size_of(config, "num_kv_shared_layers", source, 0, least=0)
+    if not set(kinds).issubset(kinds[: dense.num_layers - num_shared]):
+        raise ValueError(
+            f"{source}: config.json: num_kv_shared_layers={num_shared}: leaves no layer of each kind with KV to share; "
+            "correct it, or download the checkpoint again"
+        )
+    twice = 2 if flag_of(config, "use_double_wide_mlp", source) else 1
+    cap = config.get("final_logit_softcapping")
+    own = vars(dense) | {"qk_norm": True, "num_kv_heads": heads[0].num_kv_heads, "head_dim": heads[0].head_dim}
+    return Gemma4Config(
+        **own,
+        heads=heads,
+        windows=windows,
+        kinds=kinds,
+        num_shared=num_shared,
+        shared_width=twice * dense.intermediate_size,
+        input_size=size_of(config, "hidden_size_per_layer_input", source, 0, least=0),
+        experts=_experts(config, source) if flag_of(config, "enable_moe_block", source) else None,
+        logit_cap=None if cap is None else number_of(config, "final_logit_softcapping", source, 1.0),
+        activation=activation,
+    )
+
+
+def _kinds(config: dict[str, Any], num_layers: int) -> tuple[str, ...]:
+    """Return each layer's kind; the last one attends to all, whatever config.json says."""
+    usual = [SLIDING if (i + 1) % _PERIOD else FULL for i in range(num_layers)]
+    kinds = config.get("layer_types") or usual
+    return (*kinds[:-1], FULL) if isinstance(kinds, list) else (FULL,)
+
+
+def _heads(config: dict[str, Any], kinds: tuple[str, ...], source: str) -> tuple[Heads, ...]:
+    """Return each layer's heads. transformers writes what differs by layer to per_layer_config, published files have
+    global_head_dim and num_global_key_value_heads."""
+    given = section_of(config, "rope_parameters", source)
+    rope = {
+        kind: rope_of({"rope_parameters": _ROPES[kind] | dict(section_of(given, kind, source))}, source)
+        for kind in set(kinds)
+    }
+    by_layer, k_eq_v = section_of(config, "per_layer_config", source), flag_of(config, "attention_k_eq_v", source)
+    general = {key: config[key] for key in ("head_dim", "num_key_value_heads")}
+    at_full = {"head_dim": config["global_head_dim"]}
+    if k_eq_v and "num_global_key_value_heads" in config:
+        at_full["num_key_value_heads"] = config["num_global_key_value_heads"]
+    heads = []
+    for layer, kind in enumerate(kinds):
+        own = by_layer.get(str(layer), {}) if by_layer else at_full if kind == FULL else {}
+        sizes = general | dict(own)
+        heads.append(
+            Heads(
+                num_kv_heads=size_of(sizes, "num_key_value_heads", source),
+                head_dim=size_of(sizes, "head_dim", source, least=2),
+                rope=rope[kind],
+                keys_as_values=k_eq_v and kind == FULL,
+            )
+        )
+    return tuple(heads)
+
+
+def _experts(config: dict[str, Any], source: str) -> BesideExperts:
+    routing = Routing(
+        num_experts=size_of(config, "num_experts", source, most=MAX_EXPERTS),
+        experts_per_token=size_of(config, "top_k_experts", source),
+        normalise=True,
+        scales_experts=True,
+    )
+    routing.check(source)
+    return BesideExperts(routing, size_of(config, "moe_intermediate_size", source))
+
+
+def make_layer(config: Gemma4Config, layer: int, group: TPGroup) -> Gemma4Layer:
+    heads, hidden, eps = config.heads[layer], config.hidden_size, config.rms_eps
+    attention = Attention(
+        layer,
+        group,
+        input_size=hidden,
+        output_size=hidden,
+        num_heads=config.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
+        norm_eps=eps,
+        norm=FullPrecisionRMSNorm,
+        value_norm=True,
+        keys_as_values=heads.keys_as_values,
+        kv_layer=config.kv_layer(layer),
+        rule=config.score_rule(layer),
+    )
+    experts = None
+    if config.experts is not None:
+        one, activation = config.experts, GATED[config.activation]
+        experts = ExpertsBeside(hidden, one.width, one.routing, eps, group, activation, config.whole_experts)
+    return Gemma4Layer(
+        hidden,
+        eps,
+        attention,
+        GatedMLP(hidden, config.mlp_width(layer), group, config.activation),
+        group,
+        experts,
+        Gemma4Tail(hidden, config.input_size, eps, config.activation),
+    )
+
+
+class Gemma4ForCausalLM(Decoder):
+    """See `Decoder`. max_position: rows of the rotary tables, on `device`."""
+
+    def __init__(
+        self,
+        config: Gemma4Config,
+        group: TPGroup,
+        max_position: int,
+        device: torch.device,
+        capture: tuple[int, ...] = (),
+    ) -> None:
+        turned = [(heads.rope, heads.head_dim) for heads in config.heads]
+        tables = {each: RotaryTable(*each, max_position, device) for each in dict.fromkeys(turned)}
+        inputs = (config.vocab_size, config.hidden_size, config.num_layers, config.input_size, config.rms_eps, group)
+        super().__init__(
+            config,
+            group,
+            [tables[each] for each in turned],
+            [make_layer(config, layer, group) for layer in range(config.num_layers)],
+            capture,
+            FullPrecisionRMSNorm,
+            embedding_scale=config.hidden_size**0.5,
+            logit_cap=config.logit_cap,
+            layer_inputs=PerLayerEmbedding(*inputs) if config.input_size else None,
+        )
+
+
+def weight_names(config: Gemma4Config) -> NameMap:
+    """The names of Hugging Face's checkpoints, of text alone or with towers, which are not loaded. Layers that share KV
+    may have projections of their own, which are unused."""
+    names, layer = llama.text_weight_names(config), "layers.{layer}"
+    theirs = f"model.{layer}"
+    rules = {
+        f"{layer}.experts.router_norm": f"{theirs}.router",
+        f"{layer}.experts.router.scales": f"{theirs}.router",
+        f"{layer}.experts.router": f"{theirs}.router.proj",
+        f"{layer}.experts.matrices": f"{theirs}.experts.{{expert}}.{{part}}",
+        f"{layer}.experts.pre_norm": f"{theirs}.pre_feedforward_layernorm_2",
+        f"{layer}.experts.post_norm": f"{theirs}.post_feedforward_layernorm_2",
+        f"{layer}.tail": theirs,
+        f"{layer}.tail.gate": f"{theirs}.per_layer_input_gate",
+        f"{layer}.tail.projection": f"{theirs}.per_layer_projection",
+        f"{layer}.tail.norm": f"{theirs}.post_per_layer_input_norm",
+        "layer_inputs.embedding": "model.embed_tokens_per_layer",
+        "layer_inputs.projection": "model.per_layer_model_projection",
+        "layer_inputs.norm": "model.per_layer_projection_norm",
+    }
+    shared = [i for i in range(config.num_layers) if config.kv_layer(i) is not None]
+    unused = [f"model.layers.{i}.self_attn.[kv]_*" for i in shared]
+    towers = [f"{prefix}{tower}.*" for prefix in ("", "model.") for tower in _TOWERS]
+    experts = config.experts
+    packed = () if experts is None else stacked_experts(f"{theirs}.experts", experts.routing.num_experts)
+    return replace(names, rules={**rules, **names.rules}, ignored=(*names.ignored, *unused, *towers), packed=packed)
+
+
+FAMILY = ModelFamily(read_config, Gemma4ForCausalLM, weight_names)

@@ -1,0 +1,157 @@
+"""A layer of Gemma 4: experts beside the MLP, and what is done to the stream after them. The embedding that each layer
+has of its own (per-layer embedding, PLE). Built by `workers.models.gemma.gemma4`."""
+
+import torch
+from torch import Tensor, nn
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import AttentionLayer, FeedForward, LayerInputs, LayerTail, SandwichLayer
+from workers.layers.experts import Experts
+from workers.layers.linear import ReplicatedLinear
+from workers.layers.linear_method import check_plain
+from workers.layers.norm import FullPrecisionRMSNorm
+from workers.layers.routing import Router
+from workers.layers.vocab import VocabEmbedding
+from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.ops.activation import ACTIVATIONS
+from workers.ops.experts.gated import GatedActivation
+from workers.ops.experts.route import Routing, TokenSlots
+from workers.ops.fp8.rows import Fp8Rows
+
+
+class Gemma4Layer(SandwichLayer):
+    """A layer with experts beside its MLP, or without (None), and its `Gemma4Tail`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        rms_eps: float,
+        attention: AttentionLayer,
+        mlp: FeedForward,
+        group: TPGroup,
+        experts: "ExpertsBeside | None",
+        tail: "Gemma4Tail",
+    ) -> None:
+        super().__init__(hidden_size, rms_eps, attention, mlp, group, FullPrecisionRMSNorm)
+        self.experts = experts
+        self.post_feedforward_layernorm_1 = None if experts is None else FullPrecisionRMSNorm(hidden_size, rms_eps)
+        self.tail = tail
+
+    def _feed_forward(self, normed: Tensor | Fp8Rows, residual: Tensor, live: TokenSlots) -> Tensor:
+        out: Tensor = super()._feed_forward(normed, residual, live)
+        if self.experts is None or self.post_feedforward_layernorm_1 is None:
+            return out
+        out = self.post_feedforward_layernorm_1(out)  # before the experts' sum takes the ranks' buffer
+        beside: Tensor = self.experts(residual, live)
+        return out + beside
+
+
+class RouterNorm(FullPrecisionRMSNorm):
+    """The norm of a router's inputs: the checkpoint's `scale` over the root of their size."""
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return (WeightKey("scale"),)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        super().load(key, full)
+        self.weight.data.mul_(full.numel() ** -0.5)
+
+
+class ExpertsBeside(nn.Module):
+    """norm(experts(norm(x))), chosen by a router with a norm of its own, of the stream x before the MLP's norm.
+
+    width: intermediate size of an expert. whole: see `workers.layers.moe.MixtureOfExperts`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        width: int,
+        routing: Routing,
+        rms_eps: float,
+        group: TPGroup,
+        activation: GatedActivation,
+        whole: bool,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.router_norm = RouterNorm(hidden_size, rms_eps)
+        self.router = Router(hidden_size, routing)
+        self.pre_norm = FullPrecisionRMSNorm(hidden_size, rms_eps)
+        self.matrices = Experts(
+            routing.num_experts,
+            hidden_size,
+            width,
+            group,
+            routing.experts_per_token,
+            whole=whole and group.size > 1,
+            activation=activation,
+        )
+        self.post_norm = FullPrecisionRMSNorm(hidden_size, rms_eps)
+
+    def forward(self, x: Tensor, live: TokenSlots) -> Tensor:
+        """Return the whole output [rows, hidden_size] for x [rows, hidden_size]."""
+        router = self.router(self.router_norm(x), live)
+        buffer = self.group.all_reduce_buffer(x.shape[0], x.shape[1], x.dtype)
+        part = self.matrices.method.multiply(self.pre_norm(x), router, buffer)
+        out: Tensor = self.post_norm(self.group.all_reduce(part))
+        return out
+
+
+class Gemma4Tail(LayerTail, WeightedModule):
+    """(x + norm(W (activation(G x) * input))) * layer_scalar; without an input x * layer_scalar.
+
+    input_size: of the layer's input; 0 without.
+    layer_scalar: [1].
+    """
+
+    def __init__(self, hidden_size: int, input_size: int, rms_eps: float, activation: str) -> None:
+        super().__init__()
+        self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.activation = ACTIVATIONS[activation]
+        self.gate = ReplicatedLinear(hidden_size, input_size) if input_size else None
+        self.projection = ReplicatedLinear(input_size, hidden_size) if input_size else None
+        self.norm = FullPrecisionRMSNorm(hidden_size, rms_eps) if input_size else None
+
+    def forward(self, stream: Tensor, layer_input: Tensor | None) -> Tensor:
+        if layer_input is not None:
+            assert self.gate is not None and self.projection is not None and self.norm is not None
+            gated = self.activation(torch.cat((self.gate(stream), layer_input), dim=-1))
+            stream = stream.add_(self.norm(self.projection(gated)))
+        return stream.mul_(self.layer_scalar)
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return (WeightKey("layer_scalar"),)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        check_plain(full)
+        check_shape(full, (1,))
+        self.layer_scalar.data.copy_(full)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.layer_scalar.data.fill_(1.0)
+
+
+class PerLayerEmbedding(LayerInputs):
+    """(E + norm(P x / root of hidden_size)) / root of 2, where E is each layer's own embedding of the token, times the
+    root of its size, and x the embedding of the model.
+
+    size: of a layer's input.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, num_layers: int, size: int, rms_eps: float, group: TPGroup
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.embedding = VocabEmbedding(vocab_size, num_layers * size, group)
+        self.embedding_scale = torch.tensor(size**0.5, device="cpu").item()  # rounded to the model's type
+        self.projection = ReplicatedLinear(hidden_size, num_layers * size)
+        self.projection_scale = hidden_size**-0.5
+        self.norm = FullPrecisionRMSNorm(size, rms_eps)
+
+    def forward(self, ids: Tensor, embedded: Tensor) -> Tensor:
+        own = self.embedding(ids) * self.embedding_scale
+        projected = (self.projection(embedded) * self.projection_scale).unflatten(1, (-1, self.size))
+        inputs: Tensor = (self.norm(projected) + own.view_as(projected)) * 2.0**-0.5
+        return inputs.transpose(0, 1)
