@@ -10,12 +10,12 @@ from tests.support.tiny_models import VOCAB
 # Sizes by the names that configurations give them; each configuration takes those that it has.
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "decoder_layers"), 4),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 4),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 96),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 256),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
@@ -36,16 +36,44 @@ _SIZES: dict[str, Any] = {
 }
 
 
+# What the sizes leave inconsistent, by model_type.
+_BESIDE: dict[str, dict[str, Any]] = {
+    "falcon": {"alibi": False},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "layer_types": None},
+    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 32, "hidden_size_per_layer_input": 8},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+}
+
+
 def known_config(kind: str, **overrides: Any) -> Any:
-    """transformers' configuration of that model_type, tiny."""
+    """transformers' configuration of that model_type, tiny, its parts too."""
     from transformers import CONFIG_MAPPING
 
     made = CONFIG_MAPPING[kind]
     usual = made()
-    settings = {name: value for name, value in _SIZES.items() if hasattr(usual, name)}
+    settings = {name: value for name, value in _SIZES.items() if _can_be_set(usual, name)}
     if "kv_lora_rank" in settings:
         settings["num_key_value_heads"] = 4  # latents have a head each
-    return made(**(settings | overrides))
+    for name in getattr(made, "sub_configs", {}):
+        part = getattr(usual, name, None)
+        if getattr(part, "model_type", None) in CONFIG_MAPPING:
+            settings[name] = known_config(part.model_type).to_dict()
+    return made(**(settings | _BESIDE.get(kind, {}) | overrides))
+
+
+def _can_be_set(config: Any, name: str) -> bool:
+    """Whether a configuration has the field: neither a property nor what differs by layer."""
+    kind = type(config)
+    given = getattr(kind, "attribute_map", {}).get(name, name)
+    if isinstance(getattr(kind, given, None), property):
+        return False
+    try:
+        return hasattr(config, name)
+    except Exception:  # transformers tells of a field that differs by layer by an error of its own
+        return name in getattr(kind, "__dataclass_fields__", {})
 
 
 def make_known(folder: Path, kind: str, seed: int = 0, **overrides: Any) -> Path:

@@ -17,7 +17,7 @@ from attention.kv_cache.layout import LayerGroup
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
-from workers.models.adapter.names import TransformersNames, conversions, expert_names, renamings
+from workers.models.adapter.names import TransformersNames, conversions, expert_names, part_names, renamings
 from workers.models.adapter.survey import LENGTH_DEPENDENT, AttentionCall, UnservableError, make_model, survey
 from workers.models.config import ModelConfig, dtype_of
 from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, flag_of, ids_of, number_of, size_of
@@ -43,6 +43,7 @@ class AdapterConfig(ModelConfig):
     cut: tuple[tuple[str, int], ...]
     renamed: tuple[tuple[str, str], ...]
     experts: tuple[str, ...] | None
+    parts: tuple[str, ...] = ()
 
     @property
     def served_by(self) -> str:
@@ -98,7 +99,7 @@ class AdapterConfig(ModelConfig):
 def weight_names(config: AdapterConfig) -> TransformersNames:
     """Return what the checkpoint calls the model's tensors."""
     ignored = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_embeddings else ()))
-    return TransformersNames({}, ignored=ignored, renamed=config.renamed, experts=config.experts)
+    return TransformersNames({}, ignored=ignored, renamed=config.renamed, experts=config.experts, parts=config.parts)
 
 
 def is_known(architecture: str) -> bool:
@@ -137,7 +138,7 @@ def _read(text: str, source: str) -> AdapterConfig:
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
-        vocab_size=size_of({"vocab_size": config.vocab_size}, "vocab_size", source),
+        vocab_size=size_of({"vocab_size": getattr(config, "vocab_size", None)}, "vocab_size", source),
         max_position=_max_position(config, source),
         rms_eps=number_of(raw, "rms_norm_eps", source, 1e-6),
         tie_embeddings=flag_of({"tie_word_embeddings": config.tie_word_embeddings}, "tie_word_embeddings", source),
@@ -150,6 +151,7 @@ def _read(text: str, source: str) -> AdapterConfig:
         cut=tuple(_cut_sizes(model, dict(plan))),
         renamed=renamings(converted),
         experts=expert_names(converted),
+        parts=() if raw == whole else part_names(model),
     )
 
 

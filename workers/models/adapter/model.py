@@ -158,11 +158,12 @@ class _Constants(WeightedModule):
         pass
 
     def finish(self, options: GEMMOptions) -> None:
-        theirs = self._theirs[0]
-        for module in theirs.modules():
+        owner: PreTrainedModel = self._theirs[0]
+        for module in owner.modules():  # a model before its modules
+            owner = module if isinstance(module, PreTrainedModel) else owner
             if module._non_persistent_buffers_set:
                 kept = [tensor.clone() for _, tensor in own_tensors(module)]
-                theirs._init_weights(module)
+                owner._init_weights(module)
                 for (_, tensor), value in zip(own_tensors(module), kept, strict=True):
                     tensor.data.copy_(value)
             if getattr(module, "rope_type", None) in LENGTH_DEPENDENT:

@@ -44,12 +44,28 @@ def expert_names(found: Sequence[Any]) -> tuple[str, ...] | None:
     return parts if len(parts) == len(names) == len(_EXPERT_PARTS) else None
 
 
+def part_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return how the names of all tensors of the decoder `model` begin: what else a model of images and text has is in
+    modules of other names."""
+    base = model.base_model_prefix
+    inner = getattr(model, base)
+    heads = (f"{name}." for name, _ in model.named_children() if name != base)
+    return (*heads, *(f"{base}.{name}." for name, _ in inner.named_children()))
+
+
+# What checkpoints of models of images and text call their decoder's base, the first that fits; and its head.
+_INNER = ("language_model.model.", "model.language_model.model.", "model.language_model.", "model.text_model.")
+_INNER_HEADS = ("language_model.lm_head.", "model.language_model.lm_head.")
+
+
 @dataclass(frozen=True)
 class TransformersNames(NameMap):
-    """renamed: see `renamings`. experts: see `expert_names`."""
+    """renamed: see `renamings`. experts: see `expert_names`. parts: see `part_names`; empty for a model of text alone,
+    of which every tensor is loaded."""
 
     renamed: tuple[tuple[str, str], ...] = ()
     experts: tuple[str, ...] | None = None
+    parts: tuple[str, ...] = ()
 
     def module_name(self, path: str, part: str = "", expert: int | None = None) -> str:
         name = path.removeprefix(OURS)
@@ -58,10 +74,21 @@ class TransformersNames(NameMap):
             return f"{name}.{expert}.{self.experts[_EXPERT_PARTS.index(part)]}"
         return f"{name.rpartition('.')[0]}.{part}" if part else name
 
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or bool(self.parts) and not name.startswith(self.parts)
+
     def canonical(self, name: str) -> str:
+        if self.parts:
+            name = self._alone(name)
         for pattern, new in self._patterns_renamed:
             name = pattern.sub(new, name)
         return name
+
+    def _alone(self, name: str) -> str:
+        """Return the name of a tensor of the decoder where there is nothing else; other names as they are."""
+        base = self.parts[-1].partition(".")[0]
+        renamed = [(old, "lm_head.") for old in _INNER_HEADS] + [(old, f"{base}.") for old in _INNER]
+        return next((new + name.removeprefix(old) for old, new in renamed if name.startswith(old)), name)
 
     @cached_property
     def _patterns_renamed(self) -> list[tuple[re.Pattern[str], str]]:

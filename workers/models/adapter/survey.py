@@ -71,12 +71,17 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION, dtype=torch.get_default_dtype(), **options
             )
-    except (ValueError, ImportError) as error:
-        raise UnservableError(f"cannot be made by transformers: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # each class refuses what it cannot be in a way of its own
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):  # a table of its own attention classes
+            raise _not_replaceable(config) from error
+        raise UnservableError(f"cannot be made by transformers: {_reason(error)}") from error
     if not model._supports_attention_backend:
-        raise UnservableError(f"is a {type(model).__name__}, whose attention transformers does not let others replace")
+        raise _not_replaceable(model)
     if getattr(model, "_is_stateful", False):
         raise UnservableError(f"is a {type(model).__name__}, which keeps a state that only its own family could serve")
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config.pad_token_id = None  # else some look for padding in every pass, which waits for the device
     return model.eval()
 
 
@@ -95,14 +100,26 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     except UnservableError:
         raise
     except Exception as error:  # a model's own code may raise anything
-        reason = str(error).strip().splitlines()
-        raise UnservableError(f"does not run as a decoder of tokens: {reason[0] if reason else error!r}") from error
+        raise UnservableError(f"does not run as a decoder of tokens: {_reason(error)}") from error
     if not calls:
         raise UnservableError("has no attention that could be served")
     modules = [call.module for call in calls]
     if len(set(modules)) < len(modules):
         raise UnservableError("calls attention of one layer twice in a pass")
     return tuple(calls)
+
+
+def _not_replaceable(made: PreTrainedConfig | PreTrainedModel) -> UnservableError:
+    kind = type(made).__name__.removesuffix("Config")
+    return UnservableError(f"is a {kind}, whose attention transformers does not let others replace")
+
+
+def _reason(error: Exception) -> str:
+    """Return the error's first line, with its type where that is what says something."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return repr(error)
+    return lines[0] if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {lines[0]}"
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:
