@@ -159,8 +159,16 @@ def decoder_part(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the part of config.json that describes the token decoder; for a text-only model, all of it."""
     inner = config.get("text_config")
     if isinstance(inner, dict) and "model_type" in inner:
-        return {"tie_word_embeddings": config.get("tie_word_embeddings", True)} | inner
+        tied = config.get("tie_word_embeddings", _usually_tied(str(config.get("model_type") or "")))
+        return dict(inner) if tied is None else inner | {"tie_word_embeddings": tied}
     return dict(config)
+
+
+def _usually_tied(kind: str) -> bool | None:
+    """Return whether a model of that model_type ties its embeddings where its config.json says nothing; None if
+    transformers does not say."""
+    tied = getattr(CONFIG_MAPPING[kind], "tie_word_embeddings", None) if kind in CONFIG_MAPPING else True
+    return tied if isinstance(tied, bool) else None
 
 
 def transformers_config(raw: Mapping[str, Any], source: str) -> PreTrainedConfig:
