@@ -43,7 +43,7 @@ from workers.ops.fp8 import norm_triton as fp8_norm  # noqa: E402
 from workers.ops.fp8 import rows_triton as fp8_rows  # noqa: E402
 from workers.ops.latent import head_products_triton as head_products  # noqa: E402
 from workers.ops.latent import normed_latents_triton as latent  # noqa: E402
-from workers.ops.packed import blocks_triton, dequantize_triton, stream_triton  # noqa: E402
+from workers.ops.packed import dequantize_triton, order_rows_triton, stream_triton  # noqa: E402
 from workers.ops.rotary import Angles  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
 CASES |= {
     "packed_stream": (stream_triton._packed_stream, *PACKED_STREAM, False, {"codes_ptr", "scales_ptr"}),
     "order_rows": (
-        blocks_triton._order_rows,
+        order_rows_triton._order_rows,
         {"x_ptr": "bf16", "out_ptr": "bf16"},
         {"K": 4096, "COLUMNS": 4096, "BLOCK": 1024, "PDL": True},
         False,
