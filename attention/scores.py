@@ -1,7 +1,10 @@
 """`ScoreRule`: how one attention layer turns q . k into weights. Declared by a model's configuration, passed to
-backends by its layers."""
+backends by its layers; and the rule itself in torch."""
 
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -31,3 +34,21 @@ class ScoreRule:
             "sinks": "attention sinks" if self.has_sinks else None,
         }
         return {name: text for name, text in asked.items() if text is not None}
+
+
+def row_weights(scores: Tensor, hidden: Tensor, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
+    """Return the weights of each row's keys, in the shape of `scores`; float64 if the scores are, else float32.
+
+    scores: [..., rows, keys], scale * q . k.
+    hidden: bool, broadcast to `scores`; True where a row must not look.
+    sinks: broadcast to [..., rows, 1], if the rule has them.
+    """
+    assert rule.has_sinks == (sinks is not None)
+    if rule.soft_cap is not None:
+        scores = torch.tanh(scores / rule.soft_cap) * rule.soft_cap
+    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared
 from attention.fp8 import read_pages
 from attention.metadata import DecodeBatch, PrefillBatch, newest_columns
-from attention.scores import ScoreRule
+from attention.scores import ScoreRule, row_weights
 from attention.views import LatentKV, LayerKV
 
 
@@ -47,7 +47,8 @@ class _PreparedDecode(Prepared):
         rows = rows.reshape(batch.num_requests, num_kv_heads, group * batch.rows, head_dim)
         scores = (rows * (rule.scale * k_scale)) @ k.permute(0, 2, 3, 1)
         scores = scores.view(batch.num_requests, num_kv_heads, group, batch.rows, length)
-        weights = _weights(scores, self._hidden(batch, page_size, first, length), rule, sinks).to(q.dtype)
+        sinks = None if sinks is None else sinks.view(num_kv_heads, group, 1, 1)
+        weights = row_weights(scores, self._hidden(batch, page_size, first, length), rule, sinks).to(q.dtype)
         out = weights.view(batch.num_requests, num_kv_heads, group * batch.rows, length) @ v.permute(0, 2, 1, 3)
         out = out.view(batch.num_requests, num_kv_heads, group, batch.rows, -1).permute(0, 3, 1, 2, 4)
         out = out.reshape(batch.num_rows, q.shape[1], -1)
@@ -58,20 +59,6 @@ class _PreparedDecode(Prepared):
         if key not in self.hidden_of:
             self.hidden_of[key] = _hidden_positions(batch, first, length)
         return self.hidden_of[key]
-
-
-def _weights(scores: Tensor, hidden: Tensor, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of scores [..., kv_heads, group, rows, length], which have been scaled. hidden: True where a
-    row must not look, of a shape that broadcasts."""
-    assert rule.has_sinks == (sinks is not None)
-    if rule.soft_cap is not None:
-        scores = torch.tanh(scores / rule.soft_cap) * rule.soft_cap
-    scores = scores.masked_fill(hidden, float("-inf"))
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    if sinks is None:
-        return torch.softmax(scores, dim=-1)
-    column = sinks.to(scores.dtype).view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
 
 
 def _pages_seen(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor | None]:
@@ -145,7 +132,8 @@ def _attend_chunk(
     hidden = position > own
     if batch.window is not None:
         hidden |= position <= own - batch.window
-    weights = _weights(scores, hidden, rule, sinks).to(q.dtype).view(num_kv_heads, -1, length)
+    sinks = None if sinks is None else sinks.view(num_kv_heads, group, 1, 1)
+    weights = row_weights(scores, hidden, rule, sinks).to(q.dtype).view(num_kv_heads, -1, length)
     out = (weights @ v).view(num_kv_heads, group, q.shape[0], -1)
     out = out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
     return out if v_scale == 1.0 else out * v_scale

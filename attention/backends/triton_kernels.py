@@ -7,9 +7,15 @@ from torch import Tensor
 
 from attention.limits import triton_head_dim_refusal, triton_latent_refusal
 from attention.metadata import DecodeBatch, PrefillBatch
-from attention.ops.attend.decode_plan_triton import DecodePlan, DecodeTiles, decode_tiles
+from attention.ops.attend.decode_plan_triton import (
+    FIXED_LATENT_TILES,
+    DecodePlan,
+    DecodeTiles,
+    decode_tiles,
+    latent_tiles,
+)
 from attention.ops.attend.decode_triton import attend_decode
-from attention.ops.attend.latent_decode_triton import FIXED_LATENT_TILES, attend_latent, latent_tiles
+from attention.ops.attend.latent_decode_triton import attend_latent
 from attention.ops.attend.latent_prefill_triton import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
 from attention.ops.attend.prefill_triton import PrefillTiles, attend_prefill, prefill_tiles
 from attention.scores import ScoreRule

@@ -38,10 +38,6 @@ def on_gpu(here: Capability) -> bool:
     return here.is_gpu
 
 
-def on_hopper_or_later(here: Capability) -> bool:
-    return here.reaches((9, 0))
-
-
 @dataclass(frozen=True)
 class Implementation:
     """One row of an operation's table.

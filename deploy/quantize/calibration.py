@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.ops.activation import silu_mul
 from workers.ops.experts.route import RouterLogits

@@ -3,7 +3,8 @@ and attention backends, but no model configuration and no step.
 
 linear           column- and row-parallel linear layers; `finish_weights`
 linear_method    `LinearMethod`: stores, loads and multiplies a linear layer's weight
-moe              mixture of experts: `routing` chooses experts, `experts` stores and multiplies them
+moe              mixture of experts: `routing` chooses experts, `experts` holds them, `experts_method` stores and
+                 multiplies their weights
 weighted         `WeightedModule`: the interface between a layer and the weight loader
 decoder_layer    the pre-norm block, and the interfaces of its attention and MLP
 attention, mlp   grouped-query attention; the gated MLP

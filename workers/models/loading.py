@@ -150,7 +150,7 @@ def allocate(
 
 def _memory_for(planned: Tensor, device: torch.device) -> Tensor:
     """Memory of `device` for a tensor that has none, and for what its storage has beside it
-    (`workers.layers.experts.ExpertsShape.stacked`)."""
+    (`workers.layers.experts_method.ExpertsShape.stacked`)."""
     storage = torch.empty(planned.untyped_storage().nbytes() // planned.itemsize, dtype=planned.dtype, device=device)
     return storage.as_strided(planned.shape, planned.stride(), planned.storage_offset())
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from workers.layers.experts import Experts, ExpertsMethod
+from workers.layers.experts import Experts
+from workers.layers.experts_method import ExpertsMethod
 from workers.layers.latent_attention import LatentUpProjection
 from workers.layers.linear import LinearBase
 from workers.layers.linear_method import LinearMethod

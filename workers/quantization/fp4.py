@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.quantization.fp4_scheme import Fp4Scheme
 from workers.quantization.module_lists import is_listed

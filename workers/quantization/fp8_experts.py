@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from workers.layers.experts import DenseExperts, ExpertsShape
+from workers.layers.experts_method import DenseExperts, ExpertsShape
 from workers.layers.linear_method import LinearMethod, LinearShape, Part
 from workers.ops.experts.fused import choose_experts, fuses
 from workers.ops.experts.gated import SWIGLU

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from workers.layers.experts import ExpertsMethod, ExpertsShape
+from workers.layers.experts_method import ExpertsMethod, ExpertsShape
 from workers.layers.linear_method import Part, check_plain
 from workers.layers.weighted import check_shape
 from workers.ops.experts.route import RouterLogits

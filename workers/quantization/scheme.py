@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from attention.capability import Capability
-from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.quantization.quant_method import QuantMethod
 from workers.quantization.separate_parts import SeparateParts

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import FP8, read_pages, weight_unit
+from attention.fp8 import FP8, weight_unit
 from attention.metadata import DecodeBatch, Mode
-from attention.ops.attend.decode_plan_triton import FAN, MAX_SPLITS, DecodePlan, partial_rows
-from attention.ops.attend.merge_states_triton import merge_by_the_last, merge_rows
+from attention.ops.attend.decode_plan_triton import FAN, DecodePlan, partial_rows
+from attention.ops.attend.merge_states_triton import merge_apart, merge_by_the_last
 from attention.ops.attend.online_softmax_triton import (
     LOG2_E,
     accumulate,
@@ -34,9 +34,10 @@ from attention.ops.attend.online_softmax_triton import (
     score_pairs,
     score_tile,
 )
-from attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped, softmax
+from attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from attention.ops.attend.split_kv_triton import ITEM_FIELDS
-from attention.ops.attend.window_triton import num_seen, oldest_seen
+from attention.ops.attend.tree_mask_triton import num_seen, path_columns
+from attention.ops.attend.window_triton import oldest_seen
 from attention.ops.fp8_triton import as_multiplied
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
@@ -44,23 +45,6 @@ from attention.scores import ScoreRule
 from attention.views import LayerKV
 
 TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in other modes a row's path is a chain
-
-
-@triton.jit
-def path_columns(path, over):
-    """Map the indexes `over` [N] of a row's path to suffix columns, and return whether they are seen.
-
-    The path is the set bits of the row's mask, in order. Indexes before the path are seen, those after it are not.
-    """
-    place, length = over * 0, 0
-    for part in tl.static_range(4):  # 16 bits at a time, for few registers
-        bit = part * 16 + tl.arange(0, 16)
-        ones = ((path >> bit.to(tl.int64)) & 1).to(tl.int32)
-        rank = length + tl.cumsum(ones, 0) - ones
-        hit = (ones != 0)[None, :] & (rank[None, :] == over[:, None])
-        place += tl.sum(tl.where(hit, bit[None, :], 0), 1)
-        length += tl.sum(ones, 0)
-    return place, over < length
 
 
 @triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
@@ -314,49 +298,3 @@ def attend_decode(
 def pages_of(kv: LayerKV) -> tuple[Tensor, Tensor]:
     """Return keys and values as kernels read them: FP8 as int16, pairs of numbers."""
     return (kv.k.view(torch.int16), kv.v.view(torch.int16)) if kv.k.dtype == FP8 else (kv.k, kv.v)
-
-
-def merge_apart(
-    out: Tensor, batch: DecodeBatch, plan: DecodePlan, shape: dict[str, int], part_m: int, part: Tensor
-) -> None:
-    """Launch the kernel that merges the partials `part` of split requests into `out`."""
-    workspace, head_dim = plan.workspace, shape["D"]
-    merge_rows[(batch.rows * shape["GROUP"], shape["KV_HEADS"], batch.num_requests)](
-        part,
-        workspace.lse,
-        out,
-        plan.items.requests,
-        **shape,
-        BLOCK_M=part_m,
-        SPLITS=plan.splits,
-        MAX_SPLITS=MAX_SPLITS,
-        num_warps=min(4, max(1, plan.splits * head_dim // 2048)),
-        enable_fp_fusion=not plan.fixed,
-        **pdl_wait(out.device),
-    )
-
-
-def reference(q: Tensor, kv: LayerKV, batch: DecodeBatch, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
-    """Attention in float64 over what the pages hold, request by request."""
-    batch = batch.through(rule.window)
-    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
-    group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for b, prefix in enumerate(batch.prefix_len.tolist()):
-        pages = batch.page_table[b, : -(-(prefix + batch.suffix_len) // page_size)].long()
-        keys, values = (
-            (read_pages(x, pages, torch.float64).double() * factor)
-            .view(-1, num_kv_heads, head_dim)[: prefix + batch.suffix_len]
-            .repeat_interleave(group, 1)
-            for x, factor in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
-        )
-        seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
-        seen = within_window(torch.cat((seen.new_ones(batch.rows, prefix), seen), 1), batch.window)
-        rows = slice(b * batch.rows, (b + 1) * batch.rows)
-        scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys)
-        out[rows] = torch.einsum("hrn,nhd->rhd", softmax(scores, ~seen, rule, sinks), values)
-    return out
-
-
-def within_window(seen: Tensor, window: int | None) -> Tensor:
-    """Keep the last `window` seen positions of each row of seen [rows, positions] bool."""
-    return seen if window is None else seen & (seen.flip(1).cumsum(1).flip(1) <= window)

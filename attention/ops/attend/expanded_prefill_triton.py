@@ -14,7 +14,8 @@ from attention.metadata import PrefillBatch
 from attention.ops.attend.latent_tile_triton import no_state, turn_pairs
 from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
-from attention.ops.attend.prefill_triton import PrefillTiles, hidden_of_chunk
+from attention.ops.attend.prefill_triton import PrefillTiles
+from attention.ops.attend.references import hidden_of_chunk
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.views import ExpandedKV
 

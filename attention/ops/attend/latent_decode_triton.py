@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import FP8, read_pages, weight_unit
+from attention.fp8 import FP8, weight_unit
 from attention.metadata import DecodeBatch
-from attention.ops.attend.decode_plan_triton import FAN, MAX_SPLITS, DecodePlan, DecodeTiles, partial_rows
-from attention.ops.attend.decode_triton import TREE_MODES, merge_apart, path_columns, within_window
+from attention.ops.attend.decode_plan_triton import FAN, DecodePlan, partial_rows, token_axis
+from attention.ops.attend.decode_triton import TREE_MODES
 from attention.ops.attend.latent_tile_triton import (
     accumulate_latent,
     accumulate_latent_pairs,
@@ -29,40 +29,14 @@ from attention.ops.attend.latent_tile_triton import (
     score_latent_pairs,
     score_latent_tile,
 )
-from attention.ops.attend.merge_states_triton import merge_by_the_last
+from attention.ops.attend.merge_states_triton import merge_apart, merge_by_the_last
 from attention.ops.attend.online_softmax_triton import LOG2_E
 from attention.ops.attend.split_kv_triton import ITEM_FIELDS
+from attention.ops.attend.tree_mask_triton import path_columns
 from attention.ops.attend.window_triton import oldest_seen
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
-from attention.scores import ScoreRule
 from attention.views import LatentKV
-
-FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)  # tiles of plans with a fixed split
-TOKENS_FIRST_ROWS = (
-    32  # of a tile, up to which the products are turned round (`attention.ops.attend.latent_tile_triton`)
-)
-
-
-def latent_tiles(packed_rows: int, itemsize: int, density: float, kv_itemsize: int | None = None) -> DecodeTiles:
-    """Return the tiles for packed_rows = rows x heads of a request. density: requests / multiprocessors.
-
-    A multiprocessor's shared memory holds one program: a tile of 64 tokens of 576 numbers is 74 kB. Sums of 64 rows
-    take 128 registers per thread with eight warps. Tiles of 64 tokens are up to 10 % faster than tiles of 32 (H200, 4
-    and 8 rows of 16 heads, 4,096 and 32,768 tokens). A single request cannot be split into enough items to fill the
-    device with tiles of 64 rows; tiles of 32 give twice as many programs (640 tokens: 13.3 -> 11.0 us; 32,768: the
-    same).
-    """
-    if itemsize == 4:
-        return DecodeTiles(16, 16, 4, 1, 1, 128)
-    least = 64 if density <= 0.25 else 128
-    if kv_itemsize == 1:  # a tile for many rows is converted by way of shared memory, which all of them should share
-        return DecodeTiles(16 if packed_rows <= 16 else 64, 64, 8, 3, 1, least)
-    if packed_rows <= 16:
-        return DecodeTiles(16, 64, 4, 2, 1, least)
-    if packed_rows <= TOKENS_FIRST_ROWS or density * MAX_SPLITS <= 0.5:
-        return DecodeTiles(32, 64, 8, 2, 1, least)
-    return DecodeTiles(64, 64, 8, 2, 1, least)
 
 
 @triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
@@ -307,25 +281,3 @@ def _partials(plan: DecodePlan, dtype: torch.dtype) -> Tensor:
     float16 (11 bits), in half the bytes."""
     part = plan.workspace.part
     return part.view(torch.float16) if dtype == torch.bfloat16 and plan.apart and not plan.fixed else part
-
-
-def token_axis(tiles: DecodeTiles) -> int:
-    """Return the axis of a tile's scores that tokens are on (`attention.ops.attend.latent_tile_triton`)."""
-    return 0 if tiles.block_m <= TOKENS_FIRST_ROWS and tiles.block_n >= 64 else 1
-
-
-def reference(q: Tensor, kv: LatentKV, batch: DecodeBatch, rule: ScoreRule) -> Tensor:
-    """Attention in float64 over what the pages hold, request by request."""
-    out = torch.empty((*q.shape[:2], kv.latent), dtype=torch.float64, device=q.device)
-    page_size, width = kv.rows.shape[1:]
-    for b, prefix in enumerate(batch.prefix_len.tolist()):
-        length = prefix + batch.suffix_len
-        pages = batch.page_table[b, : -(-length // page_size)].long()
-        rows = (read_pages(kv.rows, pages, torch.float64).double() * kv.scale).view(-1, width)[:length]
-        seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
-        seen = within_window(torch.cat((seen.new_ones(batch.rows, prefix), seen), 1), batch.window)
-        mine = slice(b * batch.rows, (b + 1) * batch.rows)
-        scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * rule.scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[mine] = torch.einsum("hrn,nd->rhd", weights, rows[:, : kv.latent])
-    return out

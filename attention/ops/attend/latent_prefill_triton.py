@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import FP8, read_pages, weight_unit
+from attention.fp8 import FP8, weight_unit
 from attention.metadata import PrefillBatch
 from attention.ops.attend.latent_tile_triton import (
     accumulate_latent,
@@ -20,9 +20,8 @@ from attention.ops.attend.latent_tile_triton import (
 )
 from attention.ops.attend.online_softmax_triton import LOG2_E
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
-from attention.ops.attend.prefill_triton import PrefillTiles, hidden_of_chunk
+from attention.ops.attend.prefill_triton import PrefillTiles
 from attention.ops.interpreter_triton import INTERPRETED
-from attention.scores import ScoreRule
 from attention.views import LatentKV
 
 
@@ -138,21 +137,4 @@ def attend_latent_prefill(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    return out
-
-
-def reference(q: Tensor, kv: LatentKV, batch: PrefillBatch, rule: ScoreRule) -> Tensor:
-    """Attention in float64 over what the pages hold, chunk by chunk."""
-    out = torch.zeros((*q.shape[:2], kv.latent), dtype=torch.float64, device=q.device)
-    page_size, width = kv.rows.shape[1:]
-    starts, indptr = batch.starts.tolist(), batch.qo_indptr.tolist()
-    for c, start in enumerate(starts):
-        mine = slice(indptr[c], indptr[c + 1])
-        length = start + mine.stop - mine.start
-        pages = batch.page_table[c, : -(-length // page_size)].long()
-        rows = (read_pages(kv.rows, pages, torch.float64).double() * kv.scale).view(-1, width)[:length]
-        hidden = hidden_of_chunk(start, mine.stop - mine.start, batch.window).to(q.device)
-        scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * rule.scale
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        out[mine] = torch.einsum("hrn,nd->rhd", weights, rows[:, : kv.latent])
     return out

@@ -83,7 +83,7 @@ def add_suffix(out: Tensor, lse: Tensor, q: Tensor, kv: LatentKV, batch: DecodeB
     out: [B * R, heads, latent], contiguous: attention over the prefix; not read where lse is minus infinity.
     lse: [B * R, heads] float32: its log-sum-exp of scaled scores, base 2.
 
-    Reference: `attention.ops.attend.latent_decode_triton.reference`.
+    Reference: `attention.ops.attend.references.latent_decode`.
     """
     heads, packed_rows = q.shape[1], batch.rows * q.shape[1]
     assert q.stride(2) == 1 and q.dtype == kv.rows.dtype and kv.rows.is_contiguous() and scale > 0

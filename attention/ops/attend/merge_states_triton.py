@@ -4,6 +4,11 @@ the programs of `decode_triton` that finish last."""
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from attention.metadata import DecodeBatch
+from attention.ops.attend.decode_plan_triton import MAX_SPLITS, DecodePlan
+from attention.ops.pdl import pdl_wait
 
 
 @triton.jit
@@ -163,3 +168,23 @@ def merge_by_the_last(
             if tl.atomic_add(ticket, 1, sem="acq_rel") == groups - 1:
                 tl.store(ticket, 0)
                 _merge(part_ptr, lse_ptr, first, FAN, groups, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
+
+
+def merge_apart(
+    out: Tensor, batch: DecodeBatch, plan: DecodePlan, shape: dict[str, int], part_m: int, part: Tensor
+) -> None:
+    """Launch the kernel that merges the partials `part` of split requests into `out`."""
+    workspace, head_dim = plan.workspace, shape["D"]
+    merge_rows[(batch.rows * shape["GROUP"], shape["KV_HEADS"], batch.num_requests)](
+        part,
+        workspace.lse,
+        out,
+        plan.items.requests,
+        **shape,
+        BLOCK_M=part_m,
+        SPLITS=plan.splits,
+        MAX_SPLITS=MAX_SPLITS,
+        num_warps=min(4, max(1, plan.splits * head_dim // 2048)),
+        enable_fp_fusion=not plan.fixed,
+        **pdl_wait(out.device),
+    )

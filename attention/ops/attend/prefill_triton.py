@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import read_pages, weight_unit
+from attention.fp8 import weight_unit
 from attention.metadata import PrefillBatch
 from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate, score_tile
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
-from attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped, softmax
+from attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from attention.ops.fp8_triton import as_multiplied
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.scores import ScoreRule
@@ -285,32 +285,3 @@ def attend_prefill(
         num_stages=tiles.stages,
     )
     return out
-
-
-def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
-    """Attention in float64 over what the pages hold, chunk by chunk."""
-    batch = batch.through(rule.window)
-    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
-    group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    starts, indptr = batch.starts.tolist(), batch.qo_indptr.tolist()
-    out[indptr[-1] :] = 0.0
-    for c, start in enumerate(starts):
-        rows = slice(indptr[c], indptr[c + 1])
-        length = start + rows.stop - rows.start
-        pages = batch.page_table[c, : -(-length // page_size)].long()
-        keys, values = (
-            (read_pages(x, pages, torch.float64).double() * factor)
-            .view(-1, num_kv_heads, head_dim)[:length]
-            .repeat_interleave(group, 1)
-            for x, factor in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
-        )
-        hidden = hidden_of_chunk(start, rows.stop - rows.start, batch.window).to(q.device)
-        scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys)
-        out[rows] = torch.einsum("hrn,nhd->rhd", softmax(scores, hidden, rule, sinks), values)
-    return out
-
-
-def hidden_of_chunk(start: int, rows: int, window: int | None) -> Tensor:
-    """Return [rows, start + rows] bool: the positions that rows from `start` do not see."""
-    every = torch.ones(rows, start + rows, dtype=torch.bool)
-    return every.triu(start + 1) if window is None else every.triu(start + 1) | every.tril(start - window)

@@ -2,13 +2,10 @@
 """Soft caps and sinks of a `ScoreRule` in kernels over K/V heads. SOFT_CAP is a compile-time constant. A layer without
 a soft cap or sinks passes None, so that its kernels contain no code for them."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from attention.ops.attend.online_softmax_triton import LOG2_E
-from attention.scores import ScoreRule
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -29,16 +26,3 @@ def soft_capped(scores, factor):
 def sink_scores(sinks_ptr, query_head, live):
     """Return the sinks of query heads [M] as running maxima of the online softmax, in which they weigh 1."""
     return tl.load(sinks_ptr + query_head, mask=live, other=0.0) * _LOG2_E
-
-
-def softmax(scores: Tensor, hidden: Tensor, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
-    """The weights of scores [heads, rows, keys] float64, products of queries and keys, by a layer's rule: of the
-    kernels' references. hidden: [rows, keys] bool, True where a row must not look."""
-    scores = scores * rule.scale
-    if rule.soft_cap is not None:
-        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is None:
-        return scores.softmax(-1)
-    with_sink = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)), -1)
-    return with_sink.softmax(-1)[..., :-1]

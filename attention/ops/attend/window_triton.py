@@ -5,24 +5,14 @@ a window, so kernels without one contain no code for it."""
 import triton
 import triton.language as tl
 
+from attention.ops.attend.tree_mask_triton import num_seen
+
 
 @triton.jit
 def oldest_seen(bits, prefix, WINDOW: tl.constexpr):
     """Return the first KV position that rows with masks `bits` (int64, not negative) see after `prefix` tokens;
     negative if they see all."""
     return prefix + num_seen(bits) - WINDOW
-
-
-@triton.jit
-def num_seen(bits):
-    """Return the number of columns, int32, in masks `bits` (int64, not negative)."""
-    pairs = bits - ((bits >> 1) & 0x5555555555555555)
-    fours = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
-    eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
-    sixteens = eights + (eights >> 8)
-    halves = sixteens + (sixteens >> 16)
-    ones = (halves + (halves >> 32)) & 127
-    return ones.to(tl.int32)
 
 
 def first_seen(prefix_len: int, window: int | None) -> int:

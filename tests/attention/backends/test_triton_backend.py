@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 
 from attention.backends.triton_backend import TritonBackend  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
-from attention.ops.attend import decode_plan_triton, decode_triton, split_kv_triton  # noqa: E402
+from attention.ops.attend import decode_plan_triton, decode_triton, references, split_kv_triton  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
 from attention.scores import ScoreRule
 from tests.support.kernels.triton_cases import (  # noqa: E402
@@ -46,7 +46,7 @@ def check_decode(
     batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages, window)
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
     prepared = build_backend("triton", mode).prepare(batch)
-    expected = decode_triton.reference(q, pool.layer(0), batch, ScoreRule(head_dim**-0.5))
+    expected = references.decode(q, pool.layer(0), batch, ScoreRule(head_dim**-0.5))
     for _ in range(2):  # the second call finds what the first left in the workspace
         out = prepared.forward(q, pool.layer(0), ScoreRule(head_dim**-0.5))
         assert out.dtype == q.dtype and out.is_contiguous()
@@ -119,7 +119,7 @@ def test_both_ways_to_merge(longest: int, apart: bool) -> None:
     assert (items.requests[0, 1] > decode_plan_triton.FAN) == (longest > 1000)  # then two levels, or several rounds
     workspace = decode_plan_triton.DecodeWorkspace.create(tiles, 16, 120, DEVICE)
     plan = decode_plan_triton.DecodePlan(tiles, items, workspace, apart, 8)
-    expected = decode_triton.reference(q, pool.layer(0), batch, ScoreRule(0.25))
+    expected = references.decode(q, pool.layer(0), batch, ScoreRule(0.25))
     for _ in range(2):
         assert_close(
             decode_triton.attend_decode(q, pool.layer(0), batch, plan, ScoreRule(0.25)), expected, torch.float32
@@ -138,7 +138,7 @@ def test_padding_requests_are_harmless() -> None:
     q = random_rows(12, 4, 16, torch.float32)
     out = build_backend("triton", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), ScoreRule(0.25))
     assert out.isfinite().all()
-    assert_close(out[3:9], decode_triton.reference(q[3:9], pool.layer(0), real, ScoreRule(0.25)), torch.float32)
+    assert_close(out[3:9], references.decode(q[3:9], pool.layer(0), real, ScoreRule(0.25)), torch.float32)
 
 
 def test_a_head_dimension_that_tiles_cannot_have_is_refused() -> None:
@@ -157,7 +157,7 @@ def test_a_causal_mask_without_memory_per_request() -> None:
     batch = DecodeBatch(Mode.DRAFT_EXTEND, 4, 4, lengths, causal_mask(2, 4, DEVICE), table, 94)
     q = random_rows(8, 4, 16, torch.float32)
     out = build_backend("triton", Mode.DRAFT_EXTEND).prepare(batch).forward(q, pool.layer(0), ScoreRule(0.25))
-    assert_close(out, decode_triton.reference(q, pool.layer(0), batch, ScoreRule(0.25)), torch.float32)
+    assert_close(out, references.decode(q, pool.layer(0), batch, ScoreRule(0.25)), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_captured_graph_follows_lengths_pages_and_masks(rows: int, suffix_len:
         static.mask.copy_(batch.mask)
         static.page_table.zero_()
         static.page_table[:, : batch.page_table.shape[1]] = batch.page_table
-        expected = decode_triton.reference(q, pool.layer(0), batch, ScoreRule(scale))
+        expected = references.decode(q, pool.layer(0), batch, ScoreRule(scale))
         for _ in range(2):
             for out in outs:
                 out.fill_(float("nan"))

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from attention.metadata import Mode, PrefillBatch  # noqa: E402
-from attention.ops.attend import prefill_plan_triton, prefill_triton  # noqa: E402
+from attention.ops.attend import prefill_plan_triton, references  # noqa: E402
 from attention.ops.slot_mapping import map_rows  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
 from attention.scores import ScoreRule
@@ -48,7 +48,7 @@ def check_prefill(
     batch = dataclasses.replace(batch, window=window)
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
     out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), ScoreRule(head_dim**-0.5))
-    assert_close(out, prefill_triton.reference(q, pool.layer(0), batch, ScoreRule(head_dim**-0.5)), dtype)
+    assert_close(out, references.prefill(q, pool.layer(0), batch, ScoreRule(head_dim**-0.5)), dtype)
 
 
 @pytest.mark.parametrize("page_size,group", [(1, 1), (4, 3), (16, 4), (64, 8)])
@@ -82,7 +82,7 @@ def test_chunks_that_only_the_device_knows_with_padding() -> None:
     batch = padded([0, 5, 20], [7, 1, 20], 4, 30, chunks=5, rows=40, width=12)
     q = random_rows(40, 6, 16, torch.float32)
     out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), ScoreRule(0.25))
-    expected = prefill_triton.reference(q, pool.layer(0), batch, ScoreRule(0.25))
+    expected = references.prefill(q, pool.layer(0), batch, ScoreRule(0.25))
     assert_close(out[:28], expected[:28], torch.float32)
     assert not out[28:].any()
 
@@ -93,7 +93,7 @@ def test_a_chunk_without_rows_between_others() -> None:
     batch = PrefillBatch.from_lists([3, 0, 9], [4, 0, 2], random_table([7, 0, 11], 4, 30))
     q = random_rows(6, 6, 16, torch.float32)
     out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), ScoreRule(0.25))
-    assert_close(out, prefill_triton.reference(q, pool.layer(0), batch, ScoreRule(0.25)), torch.float32)
+    assert_close(out, references.prefill(q, pool.layer(0), batch, ScoreRule(0.25)), torch.float32)
 
 
 CHUNKS = [
@@ -155,6 +155,6 @@ def test_a_captured_graph_follows_chunks_rows_and_pages() -> None:
         graph.replay()
         used = sum(counts)
         assert_close(
-            outs[-1][:used], prefill_triton.reference(q, pool.layer(0), other, ScoreRule(0.1))[:used], torch.bfloat16
+            outs[-1][:used], references.prefill(q, pool.layer(0), other, ScoreRule(0.1))[:used], torch.bfloat16
         )
         assert not outs[-1][used:].any()

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 from attention.backends.triton_backend import FIXED_SPAN, TritonBackend, fixed_span, list_pieces  # noqa: E402
 from attention.kv_cache.pool import KVPool  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
-from attention.ops.attend import decode_plan_triton, decode_triton, split_kv_triton  # noqa: E402
+from attention.ops.attend import decode_plan_triton, references, split_kv_triton  # noqa: E402
 from attention.scores import ScoreRule
 from tests.attention.backends.test_triton_prefill import check_prefill  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
@@ -115,7 +115,7 @@ def test_attention_is_right(rows: int, suffix_len: int, mode: Mode, window: int 
     pool = random_pool(num_pages, PAGE, KV_HEADS, HEAD_DIM, DTYPE)
     batch = random_decode(mode, rows, suffix_len, PREFIXES, PAGE, num_pages, window)
     q = random_rows(batch.num_rows, GROUP * KV_HEADS, HEAD_DIM, DTYPE)
-    assert_close(attend(pool, batch, q), decode_triton.reference(q, pool.layer(0), batch, ScoreRule(SCALE)), DTYPE)
+    assert_close(attend(pool, batch, q), references.decode(q, pool.layer(0), batch, ScoreRule(SCALE)), DTYPE)
 
 
 @pytest.mark.parametrize("rows", [4] if INTERPRETED else [2, 4, 8])
@@ -140,7 +140,7 @@ def test_rows_of_a_tree_equal_those_of_their_path(rule: ScoreRule) -> None:
         mask = torch.tensor([masks], device=DEVICE)
         batch = DecodeBatch(Mode.VERIFY, width, width, length, mask, text.table, prefix + width)
         tree = attend(text.pool, batch, text.q[prefix:], rule=rule)
-        expected = decode_triton.reference(text.q[prefix:], text.pool.layer(0), batch, rule, sinks_of(rule))
+        expected = references.decode(text.q[prefix:], text.pool.layer(0), batch, rule, sinks_of(rule))
         assert_close(tree, expected, DTYPE)
         for depth, node in enumerate(path):  # what a commit does, and the queries too
             place, source = (token_place(text.table, prefix + column) for column in (depth, node))

@@ -15,12 +15,7 @@ from attention.fp8 import FP8  # noqa: E402
 from attention.kv_cache.heads import HeadsLayout  # noqa: E402
 from attention.kv_cache.latent import LatentLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch  # noqa: E402
-from attention.ops.attend import (  # noqa: E402
-    decode_triton,
-    latent_decode_triton,
-    latent_prefill_triton,
-    prefill_triton,
-)
+from attention.ops.attend import references  # noqa: E402
 from attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import fill_randomly, uniform_pool  # noqa: E402
 from tests.support.kernels.triton_cases import assert_close, random_decode, random_table  # noqa: E402
@@ -64,7 +59,7 @@ def test_rounds_read_fp8_pages(
     batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages, window)
     q = queries(name, batch.num_rows, dtype)
     out = TritonBackend(span and (span if INTERPRETED else 1024)).prepare(batch).forward(q, layer, ScoreRule(0.2))
-    expected = (decode_triton if name in BY_HEADS else latent_decode_triton).reference(q, layer, batch, ScoreRule(0.2))
+    expected = (references.decode if name in BY_HEADS else references.latent_decode)(q, layer, batch, ScoreRule(0.2))
     assert out.dtype == dtype
     assert_close(out, expected, dtype)
 
@@ -82,9 +77,7 @@ def test_prompt_chunks_read_fp8_pages(name: str, dtype: torch.dtype, window: int
     batch = dataclasses.replace(PrefillBatch.from_lists(starts, counts, table, sum(counts) + 3), window=window)
     q = queries(name, batch.num_rows, dtype)
     out = TritonBackend().prepare(batch).forward(q, layer, ScoreRule(0.2))
-    expected = (prefill_triton if name in BY_HEADS else latent_prefill_triton).reference(
-        q, layer, batch, ScoreRule(0.2)
-    )
+    expected = (references.prefill if name in BY_HEADS else references.latent_prefill)(q, layer, batch, ScoreRule(0.2))
     used = sum(counts)
     assert out.dtype == dtype and not out[used:].any()
     assert_close(out[:used], expected[:used], dtype)
@@ -98,12 +91,12 @@ def test_rules_of_scores_are_those_of_other_pages() -> None:
     batch = random_decode(Mode.VERIFY, 3, 9, [0, 5, 70], 16, 12)
     q = queries("d32", batch.num_rows, DTYPES[0])
     out = TritonBackend().prepare(batch).forward(q, layer, rule, sinks)
-    assert_close(out, decode_triton.reference(q, layer, batch, rule, sinks), DTYPES[0])
+    assert_close(out, references.decode(q, layer, batch, rule, sinks), DTYPES[0])
     table = random_table([41, 9], 16, 12)
     chunks = PrefillBatch.from_lists([33, 0], [8, 9], table)
     q = queries("d32", chunks.num_rows, DTYPES[0])
     out = TritonBackend().prepare(chunks).forward(q, layer, rule, sinks)
-    assert_close(out, prefill_triton.reference(q, layer, chunks, rule, sinks), DTYPES[0])
+    assert_close(out, references.prefill(q, layer, chunks, rule, sinks), DTYPES[0])
 
 
 @pytest.mark.gpu  # Triton's interpreter (3.6) has no NaN in FP8

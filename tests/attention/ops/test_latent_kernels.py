@@ -16,7 +16,7 @@ from attention.config import LATENT_PAGE_SIZE  # noqa: E402
 from attention.expansion import ExpandedChunks  # noqa: E402
 from attention.kv_cache.latent import LatentLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
-from attention.ops.attend import expanded_prefill_triton, latent_decode_triton, latent_prefill_triton  # noqa: E402
+from attention.ops.attend import decode_plan_triton, expanded_prefill_triton, references  # noqa: E402
 from attention.rotation import rotate_pairs  # noqa: E402
 from attention.scores import ScoreRule
 from attention.views import (
@@ -27,6 +27,7 @@ from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.kernels.attention_cases import Work, in_float64, mask_of, uniform_pool  # noqa: E402
 from tests.support.kernels.triton_cases import assert_close, random_decode, random_rows, random_table  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
+from tests.support.slow import slow  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import ForwardContext, make_context  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
@@ -72,7 +73,7 @@ def check(
     batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages, window)
     q = random_rows(batch.num_rows, heads, latent + rotated, dtype)
     prepared = TritonBackend(span).prepare(batch)
-    expected = latent_decode_triton.reference(q, kv, batch, ScoreRule(SCALE))
+    expected = references.latent_decode(q, kv, batch, ScoreRule(SCALE))
     for _ in range(2):  # the second call finds what the first left in the workspace
         out = prepared.forward(q, kv, ScoreRule(SCALE))
         assert out.dtype == q.dtype and out.is_contiguous()
@@ -81,25 +82,25 @@ def check(
 
 @pytest.mark.parametrize(
     "page_size,heads,rows,suffix_len",
-    [(1, 4, 1, 1), (2, 5, 3, 3), (4, 8, 4, 9), (8, 16, 2, 2), (64, 7, 5, 63)],
+    [(1, 4, 1, 1), (64, 7, 5, 63), *slow((2, 5, 3, 3), (4, 8, 4, 9), (8, 16, 2, 2))],
 )
 def test_small_ragged_batches(page_size: int, heads: int, rows: int, suffix_len: int) -> None:
     check(Mode.VERIFY, rows, suffix_len, [0, 1, 77, 130], heads, page_size, torch.float32)
 
 
-@pytest.mark.parametrize("page_size,heads,rows,suffix_len", [(1, 4, 1, 1), (16, 8, 4, 9)])
+@pytest.mark.parametrize("page_size,heads,rows,suffix_len", [(16, 8, 4, 9), *slow((1, 4, 1, 1))])
 def test_small_batches_in_a_window(page_size: int, heads: int, rows: int, suffix_len: int) -> None:
     check(Mode.VERIFY, rows, suffix_len, [0, 63, 64, 230], heads, page_size, torch.float32, window=70)
 
 
-@pytest.mark.parametrize("rows,heads", [(1, 16), (3, 8), (4, 20)])
+@pytest.mark.parametrize("rows,heads", [(4, 20), *slow((1, 16), (3, 8))])
 def test_tiles_of_half_types_in_a_window(rows: int, heads: int) -> None:
     check(Mode.DRAFT_EXTEND, rows, rows, [130, 0, 300], heads, 16, torch.bfloat16, window=100)
 
 
 @pytest.mark.parametrize(
     "mode,rows,suffix_len,heads",
-    [(Mode.DECODE, 1, 1, 16), (Mode.DRAFT_EXTEND, 3, 3, 8), (Mode.DRAFT_DECODE, 4, 12, 20)],
+    [(Mode.DECODE, 1, 1, 16), (Mode.DRAFT_DECODE, 4, 12, 20), *slow((Mode.DRAFT_EXTEND, 3, 3, 8))],
 )
 def test_tiles_of_half_types(mode: Mode, rows: int, suffix_len: int, heads: int) -> None:
     """Of 16 and 32 rows, whose products are turned round, and of 64, twice."""
@@ -108,7 +109,7 @@ def test_tiles_of_half_types(mode: Mode, rows: int, suffix_len: int, heads: int)
 
 def test_a_tile_of_half_types_is_a_page_of_the_size_that_is_told_of() -> None:
     for packed_rows in (16, 32, 64, 128):
-        assert {latent_decode_triton.latent_tiles(packed_rows, 2, density).block_n for density in (0.01, 0.5, 4.0)} == {
+        assert {decode_plan_triton.latent_tiles(packed_rows, 2, density).block_n for density in (0.01, 0.5, 4.0)} == {
             LATENT_PAGE_SIZE
         }
 
@@ -193,14 +194,14 @@ def prefill(
     batch = dataclasses.replace(batch, window=window)
     on_device = dataclasses.replace(batch, lists=None)
     q = random_rows(batch.num_rows, heads, latent + rotated, dtype)
-    expected = latent_prefill_triton.reference(q, kv, batch, ScoreRule(SCALE))
+    expected = references.latent_prefill(q, kv, batch, ScoreRule(SCALE))
     for each in (batch, on_device):
         out = TritonBackend().prepare(each).forward(q, kv, ScoreRule(SCALE))
         assert not out[sum(counts) :].any()
         assert_close(out[: sum(counts)], expected[: sum(counts)], dtype)
 
 
-@pytest.mark.parametrize("heads,page_size", [(5, 16), (20, 1)])
+@pytest.mark.parametrize("heads,page_size", [(20, 1), *slow((5, 16))])
 def test_prompt_chunks(heads: int, page_size: int) -> None:
     prefill(heads, page_size, torch.float32 if INTERPRETED else torch.bfloat16, 32, 16, 18, 9)
 
@@ -229,7 +230,7 @@ def test_attention_reads_the_masks_where_the_tree_builder_wrote_them() -> None:
         batch.mask.copy_(masks)
         assert_close(
             prepared.forward(q, kv, ScoreRule(SCALE)),
-            latent_decode_triton.reference(q, kv, batch, ScoreRule(SCALE)),
+            references.latent_decode(q, kv, batch, ScoreRule(SCALE)),
             torch.float32,
         )
 
@@ -262,7 +263,7 @@ def test_norms_rotation_and_write_equal_their_reference(q_size: int, has_norm: b
         close(ours, theirs, dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 21, 70])
+@pytest.mark.parametrize("rows", [1, 70, *slow(21)])
 def test_values_in_fp8_are_those_that_rounding_after_them_gives(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same tiles, to the bit; scales of a group side by side too, as many rows have them."""
     torch.manual_seed(7)
@@ -359,7 +360,7 @@ def test_a_layer_takes_the_parts_of_its_first_product(monkeypatch: pytest.Monkey
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("with_rounds", [False, True])
+@pytest.mark.parametrize("with_rounds", [True, *slow(False)])
 def test_a_layer_that_expands_chunks_is_the_layer(with_rounds: bool) -> None:
     """Prompts that begin, one that goes on after others' tokens, padding chunks and rows; beside rounds and alone."""
     torch.manual_seed(8)
@@ -385,7 +386,7 @@ def test_a_layer_that_expands_chunks_is_the_layer(with_rounds: bool) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("starts,limit", [((0, 0, 0), 80), ((0, 9, 3), 80), ((0, 9, 3), 96)])
+@pytest.mark.parametrize("starts,limit", [((0, 9, 3), 80), *slow(((0, 0, 0), 80), ((0, 9, 3), 96))])
 def test_a_captured_layer_expands_chunks(starts: tuple[int, int, int], limit: int) -> None:
     """Only the device knows what they are, the host how many tokens they look at, at most; padding chunks and rows are
     among them."""
@@ -408,7 +409,7 @@ def test_a_captured_layer_expands_chunks(starts: tuple[int, int, int], limit: in
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("latent,rotated", [(32, 16), (48, 32)] if INTERPRETED else [(512, 64), (48, 32)])
+@pytest.mark.parametrize("latent,rotated", [(48, 32), *slow((32, 16))] if INTERPRETED else [(512, 64), (48, 32)])
 def test_latent_rows_become_keys_and_values(latent: int, rotated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many tokens as the device knows of, in any pages; beyond them nothing is written."""
     generator = torch.Generator().manual_seed(latent)

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     "attend_latent": (
         latent_decode_triton._attend_latent,
         BF16 | {"rows_ptr": "bf16", "mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"},
-        latent_constants(1, 16, 16, latent_decode_triton.latent_tiles(16, 2, 0.5)),
+        latent_constants(1, 16, 16, decode_plan_triton.latent_tiles(16, 2, 0.5)),
         True,
         {"items_ptr", "mask_ptr", "prefix_ptr", "table_ptr"},
     ),

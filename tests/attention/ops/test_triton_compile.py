@@ -25,6 +25,7 @@ from attention.ops.attend import (  # noqa: E402
     prefill_triton,
     split_kv_triton,
 )
+from tests.support.slow import slow  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
@@ -155,21 +156,23 @@ def decode_constants(
     "rows,group,head_dim,page_size,dtype,density",
     [
         (1, 4, 128, 16, "bf16", 0.5),
-        (4, 4, 128, 16, "bf16", 8),
-        (8, 4, 128, 16, "bf16", 0.5),
         (16, 4, 128, 16, "bf16", 2),
-        (8, 8, 128, 64, "bf16", 0.5),
         (4, 4, 128, 1, "bf16", 8),
-        (4, 7, 64, 16, "bf16", 0.5),
         (4, 4, 128, 16, "fp32", 1),
-        (4, 4, 128, 16, "bf16", 2),
-        (1, 4, 64, 1, "bf16", 1.5),
-        (4, 4, 256, 16, "bf16", 8),
         (1, 6, 256, 16, "bf16", 0.5),
         (8, 8, 256, 16, "bf16", 2),
         (1, 8, 512, 16, "bf16", 0.5),
         (1, 8, 512, 16, "bf16", 8),
         (8, 8, 512, 16, "bf16", 2),
+        *slow(
+            (4, 4, 128, 16, "bf16", 8),
+            (8, 4, 128, 16, "bf16", 0.5),
+            (8, 8, 128, 64, "bf16", 0.5),
+            (4, 7, 64, 16, "bf16", 0.5),
+            (4, 4, 128, 16, "bf16", 2),
+            (1, 4, 64, 1, "bf16", 1.5),
+            (4, 4, 256, 16, "bf16", 8),
+        ),
     ],
 )
 def test_decode_attention_fits_hopper(
@@ -187,7 +190,9 @@ def test_decode_attention_fits_hopper(
     assert "cp.async.cg" in ptx  # K and V are loaded ahead
 
 
-@pytest.mark.parametrize("rows,head_dim,density", [(1, 128, 0.5), (4, 64, 8), (8, 128, 8), (16, 256, 2), (8, 512, 2)])
+@pytest.mark.parametrize(
+    "rows,head_dim,density", [(1, 128, 0.5), (16, 256, 2), (8, 512, 2), *slow((4, 64, 8), (8, 128, 8))]
+)
 def test_decode_attention_over_fp8_fits_hopper(rows: int, head_dim: int, density: float, tmp_path: Path) -> None:
     """Pages are loaded as pairs of numbers and become float16, two numbers at a time."""
     tiles = decode_plan_triton.decode_tiles(rows * 4, head_dim, 2, density, 1)
@@ -223,7 +228,7 @@ def latent_constants(rows: int, heads: int, page_size: int, tiles: decode_plan_t
         "PAGE": page_size,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
-        "TOKENS": latent_decode_triton.token_axis(tiles),
+        "TOKENS": decode_plan_triton.token_axis(tiles),
         "COLUMNS": -(-rows * heads // tiles.block_m),
         "SLICE": tiles.merge_slice(512),
         "FAN": decode_plan_triton.FAN,
@@ -250,7 +255,7 @@ RULES = {
 
 
 BY_RULE = [
-    pytest.param(group, head_dim, rule, id=name, marks=() if name in ("window", "gpt-oss", "all") else pytest.mark.slow)
+    pytest.param(group, head_dim, rule, id=name, marks=() if name in ("gpt-oss", "all") else pytest.mark.slow)
     for name, (group, head_dim, rule) in RULES.items()
 ]
 
@@ -281,20 +286,17 @@ LATENT_POINTERS |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
 @pytest.mark.parametrize(
     "rows,heads,page_size,density,window",
     [
-        (1, 16, 16, 0.1, 0),
         (1, 16, 64, 8, 0),
         (2, 16, 1, 0.5, 0),
-        (4, 16, 16, 0.1, 0),
-        (4, 16, 1, 8, 0),
         (8, 16, 64, 1, 0),
-        (1, 128, 64, 1, 0),
         (4, 16, 16, 0.1, 2048),
+        *slow((1, 16, 16, 0.1, 0), (4, 16, 16, 0.1, 0), (4, 16, 1, 8, 0), (1, 128, 64, 1, 0)),
     ],
 )
 def test_latent_attention_fits_hopper(
     rows: int, heads: int, page_size: int, density: float, window: int, tmp_path: Path
 ) -> None:
-    tiles = latent_decode_triton.latent_tiles(rows * heads, 2, density)
+    tiles = decode_plan_triton.latent_tiles(rows * heads, 2, density)
     constants = latent_constants(rows, heads, page_size, tiles) | {"APART": density <= 1, "WINDOW": window}
     pointers = LATENT_POINTERS | {"part_ptr": "fp16" if density <= 1 else "fp32"}
     maps = latent_maps(page_size, tiles.block_n)[1]
@@ -307,7 +309,7 @@ def test_latent_attention_fits_hopper(
     assert ("cp.async.bulk.tensor" if maps else "cp.async.cg") in ptx  # latent rows are loaded ahead
 
 
-@pytest.mark.parametrize("heads,page_size,window", [(16, 16, 0), (128, 64, 0), (16, 64, 0), (16, 16, 2048)])
+@pytest.mark.parametrize("heads,page_size,window", [(128, 64, 0), (16, 16, 2048), *slow((16, 16, 0), (16, 64, 0))])
 def test_latent_chunk_attention_fits_hopper(heads: int, page_size: int, window: int, tmp_path: Path) -> None:
     tiles = latent_prefill_triton.latent_prefill_tiles(2)
     together = latent_prefill_triton.heads_of_tile(heads, tiles)
@@ -341,8 +343,14 @@ def test_expanded_chunk_attention_fits_hopper(tmp_path: Path) -> None:
     assert "wgmma.mma_async" in ptx and "cp.async.cg" in ptx
 
 
-@pytest.mark.parametrize("rows,group,head_dim", [(1, 4, 128), (16, 4, 128), (16, 8, 64)])
-@pytest.mark.parametrize("paths", [False, True])
+@pytest.mark.parametrize(
+    "rows,group,head_dim,paths",
+    [
+        (1, 4, 128, False),
+        (16, 4, 128, True),
+        *slow((1, 4, 128, True), (16, 4, 128, False), (16, 8, 64, False), (16, 8, 64, True)),
+    ],
+)
 def test_decode_attention_in_fixed_spans_fits_hopper(
     rows: int, group: int, head_dim: int, paths: bool, tmp_path: Path
 ) -> None:
@@ -363,7 +371,7 @@ def test_decode_attention_in_fixed_spans_fits_hopper(
 @pytest.mark.parametrize("paths", [False, True])
 def test_latent_attention_in_fixed_spans_adds_no_floats_in_an_order_of_the_compilers(paths: bool) -> None:
     """Which may be another one in each loop: two groups of warps share the tokens of one, and have all of the next."""
-    tiles = latent_decode_triton.FIXED_LATENT_TILES
+    tiles = decode_plan_triton.FIXED_LATENT_TILES
     constants = latent_constants(4, 16, 16, tiles) | {"APART": True, "PATHS": paths, "FIXED": True}
     made = built(
         latent_decode_triton._attend_latent,
@@ -382,12 +390,12 @@ def test_latent_attention_in_fixed_spans_adds_no_floats_in_an_order_of_the_compi
     "group,head_dim,dtype,rule",
     [
         (4, 128, "bf16", {}),
-        (1, 128, "bf16", {}),
-        (7, 64, "bf16", {}),
         (6, 256, "bf16", {}),
         (8, 512, "bf16", {}),
         (4, 128, "fp32", {}),
-        *((group, head_dim, "bf16", rule) for group, head_dim, rule in RULES.values()),
+        *((*RULES[name][:2], "bf16", RULES[name][2]) for name in ("gpt-oss", "all")),
+        *slow((1, 128, "bf16", {}), (7, 64, "bf16", {})),
+        *slow(*((*RULES[name][:2], "bf16", RULES[name][2]) for name in RULES if name not in ("gpt-oss", "all"))),
     ],
 )
 def test_chunk_attention_fits_hopper(

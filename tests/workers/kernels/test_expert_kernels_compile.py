@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 from tests.attention.ops.test_pdl import pointers_read  # noqa: E402
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+from tests.support.slow import slow  # noqa: E402
 from workers.ops.experts import few_row_products_triton as few_row_products  # noqa: E402
 from workers.ops.experts import many_rows_triton as many_rows  # noqa: E402
 from workers.ops.experts import order_triton as order  # noqa: E402
@@ -62,8 +63,17 @@ def check(
     return ptx
 
 
-@pytest.mark.parametrize("sizes", [DEEPSEEK_V3, QWEN3], ids=["fp8", "bf16"])
-@pytest.mark.parametrize("rows", [2, 16, 32, 64, 256, 512, 2048])
+@pytest.mark.parametrize(
+    "sizes,rows",
+    [
+        *((DEEPSEEK_V3, rows) for rows in (2, 64, 2048)),
+        *((QWEN3, rows) for rows in (16, 256)),
+        *slow(
+            *((DEEPSEEK_V3, rows) for rows in (16, 32, 256, 512)), *((QWEN3, rows) for rows in (2, 32, 64, 512, 2048))
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "fp8" if value is DEEPSEEK_V3 else "bf16",
+)
 def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path: Path) -> None:
     few = rows <= MAX_FEW_ROWS
     tiles = few_row_tiles(rows, sizes) if few else many_rows.many_row_tiles(rows, sizes)
@@ -140,7 +150,7 @@ def test_down_projections_end_together(rows: int) -> None:
     assert measured[found.blocks] <= min(measured.values()) + 0.3, found
 
 
-@pytest.mark.parametrize("rows,first,held", [(1, 0, 256), (64, 0, 256), (2048, 0, 256), (64, 32, 32)])
+@pytest.mark.parametrize("rows,first,held", [(2048, 0, 256), (64, 32, 32), *slow((1, 0, 256), (64, 0, 256))])
 def test_routing_fits_hopper(rows: int, first: int, held: int, tmp_path: Path) -> None:
     listed = rows <= route.MAX_LISTED
     constants = {
@@ -170,7 +180,7 @@ def test_routing_fits_hopper(rows: int, first: int, held: int, tmp_path: Path) -
     check(tmp_path, route._route, {"token_slot_ptr": "i64"}, constants, (4 if listed and rows > 8 else 1, 1), {})
 
 
-@pytest.mark.parametrize("block_m", [16, 64, 128])
+@pytest.mark.parametrize("block_m", [16, 128, *slow(64)])
 def test_ordering_fits_hopper(block_m: int, tmp_path: Path) -> None:
     constants = {"EXPERTS": 257, "SHARED": 1, "BINS": 512, "BLOCK_M": block_m, "PAIRS": 256, "BLOCKS": 32}
     check(tmp_path, order._order, {}, constants, (8, 1), {})

@@ -20,6 +20,7 @@ from speculative.ops import (  # noqa: E402
     tree_read_triton,
 )
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+from tests.support.slow import slow  # noqa: E402
 from workers.ops import norm_triton  # noqa: E402
 from workers.ops.experts.router_gemm_triton import router_tiles  # noqa: E402
 from workers.ops.fp8 import gemm_ahead_triton as fp8_gemm_ahead  # noqa: E402
@@ -71,21 +72,12 @@ def head_constants(
     return sizes | blocks | {"PDL": True, "UPCAST": False} | ({} if for_fp8 else {"scales_ptr": None})
 
 
+PRODUCTS = [(1, 6144, 4096), (4, 64, 256), (17, 4096, 14336), (64, 8192, 14336), (128, 8192, 4096)]
 GATED = [(16, 28672, 4096), (32, 28672, 8192), (64, 28672, 4096), (128, 28672, 4096), (128, 14336, 8192)]
-PRODUCTS = [
-    (1, 6144, 4096),
-    (4, 64, 256),
-    (17, 4096, 14336),
-    (40, 4096, 4096),
-    (64, 8192, 14336),
-    (64, 5120, 8192),
-    (128, 8192, 4096),
-    (128, 4096, 14336),
-    *GATED,
-]
+OTHER_PRODUCTS = [(40, 4096, 4096), (64, 5120, 8192), (128, 4096, 14336), *GATED]
 
 
-@pytest.mark.parametrize("num_rows,n,k", [(1, 32, 2880), (8, 128, 2880), (64, 256, 7168)])
+@pytest.mark.parametrize("num_rows,n,k", [(8, 128, 2880), (64, 256, 7168), *slow((1, 32, 2880))])
 def test_product_of_a_router_fits_hopper(num_rows: int, n: int, k: int, tmp_path: Path) -> None:
     """gpt-oss, whose hidden_size is no multiple of 128, and DeepSeek-V3. The first of the parts has the bias."""
     tiles = router_tiles(num_rows, n, k)
@@ -116,8 +108,12 @@ def test_product_of_a_router_fits_hopper(num_rows: int, n: int, k: int, tmp_path
     "kind,num_rows,n,k",
     [
         *(("", *case) for case in PRODUCTS),
-        *(("bias", *case) for case in PRODUCTS),
-        *(("gated", *case) for case in (*GATED, (256, 28672, 4096))),
+        ("bias", 17, 4096, 14336),
+        ("gated", 16, 28672, 4096),
+        ("gated", 128, 14336, 8192),
+        *slow(*(("", *case) for case in OTHER_PRODUCTS)),
+        *slow(*(("bias", *case) for case in (*PRODUCTS, *OTHER_PRODUCTS) if case[0] != 17)),
+        *slow(*(("gated", *case) for case in (*GATED[1:4], (256, 28672, 4096)))),
     ],
 )
 def test_product_of_few_rows_fits_hopper(kind: str, num_rows: int, n: int, k: int, tmp_path: Path) -> None:
@@ -160,26 +156,33 @@ FP8_POINTERS = dict.fromkeys(("x_scales_ptr", "w_scales_ptr", "out_scales_ptr", 
 }
 # kind, rows, n, k: "" for rows in FP8, "rounding" for such as are not yet, "gated" and "gated for fp8".
 FP8_PRODUCTS = [
+    ("", 4, 2112, 7168),
+    ("", 128, 6144, 4096),
+    ("rounding", 1, 4096, 4096),
+    ("gated", 64, 28672, 4096),
+    ("gated for fp8", 1, 28672, 4096),
+    ("gated for fp8", 64, 28672, 4096),
+]
+OTHER_FP8_PRODUCTS = [
     ("", 1, 4096, 4096),
     ("", 1, 4096, 14336),
-    ("", 4, 2112, 7168),
     ("", 17, 3072, 1536),
-    ("", 128, 6144, 4096),
     ("", 16, 10240, 8192),
-    ("rounding", 1, 4096, 4096),
     ("rounding", 8, 4096, 4096),
     ("rounding", 4, 7168, 2048),
     ("gated", 1, 28672, 4096),
-    ("gated", 64, 28672, 4096),
-    ("gated for fp8", 1, 28672, 4096),
     ("gated for fp8", 17, 28672, 4096),
-    ("gated for fp8", 64, 28672, 4096),
 ]
 
 
 @pytest.mark.parametrize(
     "kind,rows,n,k,by_group",
-    [*((*case, True) for case in FP8_PRODUCTS), *((*case, False) for case in FP8_PRODUCTS[::4])],
+    [
+        *((*case, True) for case in FP8_PRODUCTS),
+        ("", 1, 4096, 4096, False),
+        *slow(*((*case, True) for case in OTHER_FP8_PRODUCTS)),
+        *slow(*((*case, False) for case in (*FP8_PRODUCTS, *OTHER_FP8_PRODUCTS[1:]))),
+    ],
 )
 def test_product_of_few_fp8_rows_fits_hopper(
     kind: str, rows: int, n: int, k: int, by_group: bool, tmp_path: Path
@@ -215,8 +218,16 @@ def test_product_of_few_fp8_rows_fits_hopper(
     assert ("fence.proxy.async;" in ptx) == (columns > 0)
 
 
-@pytest.mark.parametrize("by_group", [True, False])
-@pytest.mark.parametrize("rows,n,k", [(128, 2112, 7168), (256, 2112, 7168), (256, 3072, 1536), (8192, 7168, 2304)])
+@pytest.mark.parametrize(
+    "rows,n,k,by_group",
+    [
+        (128, 2112, 7168, True),
+        (256, 3072, 1536, False),
+        (8192, 7168, 2304, True),
+        *slow((128, 2112, 7168, False), (256, 2112, 7168, True), (256, 2112, 7168, False)),
+        *slow((256, 3072, 1536, True), (8192, 7168, 2304, False)),
+    ],
+)
 def test_product_of_many_fp8_rows_fits_hopper(rows: int, n: int, k: int, by_group: bool, tmp_path: Path) -> None:
     tiles = fp8_tiles.fp8_wide_tiles(rows, n, k)
     assert (tiles.splits > 1) == (n == 2112)
@@ -236,8 +247,16 @@ def test_product_of_many_fp8_rows_fits_hopper(rows: int, n: int, k: int, by_grou
     assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
-@pytest.mark.parametrize("n,k", [(2112, 7168), (3072, 1536), (7168, 2048), (7168, 2304)])
+@pytest.mark.parametrize(
+    "rows,n,k",
+    [
+        (1, 2112, 7168),
+        (4, 3072, 1536),
+        (8, 7168, 2304),
+        *slow(*((rows, 2112, 7168) for rows in (2, 4, 8)), *((rows, 3072, 1536) for rows in (1, 2, 8))),
+        *slow(*((rows, 7168, 2048) for rows in (1, 2, 4, 8)), *((rows, 7168, 2304) for rows in (1, 2, 4))),
+    ],
+)
 def test_a_product_that_reads_its_weight_ahead_fits_hopper(rows: int, n: int, k: int, tmp_path: Path) -> None:
     """All of W is on its way before the wait, and goes from shared memory to the matrix unit."""
     tiles = fp8_tiles.fp8_ahead_tiles(rows, n, k)
@@ -486,7 +505,10 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+TWINS = ("geglu", "absorbed keys of batches", "values of many rows", "values of batches in fp8")
+
+
+@pytest.mark.parametrize("name", [*(name for name in KERNELS if name not in TWINS), *slow(*TWINS)])
 def test_small_kernels_spill_nothing(name: str, tmp_path: Path) -> None:
     kernel, pointers, constants, warps = KERNELS[name]
     spills, shared, _ = compiled(kernel, tmp_path, pointers, constants, warps, 3)

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 import triton.language as tl  # noqa: E402
 
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, built, compiled, dumped  # noqa: E402
+from tests.support.slow import slow  # noqa: E402
 from workers.ops.packed.blocks_triton import _packed_blocks  # noqa: E402
 from workers.ops.packed.stream_triton import _packed_stream  # noqa: E402
 from workers.ops.packed.tiles import (  # noqa: E402
@@ -65,12 +66,11 @@ PACKED_STREAM = stream(StreamTiles(1, 1, 4, 2, 2), 4096, 4096)
     "rows,n,k,code,group,gated",
     [
         (1, 6144, 4096, "int4", 128, False),
-        (16, 4096, 14336, "int4", 32, False),
-        (8, 28672, 4096, "int4", 128, True),
         (32, 28672, 4096, "int4", 128, True),
         (4, 4096, 4096, "int8", 4096, False),
-        (4, 5120, 2880, "e2m1", 32, False),
         (4, 4096, 4096, "e2m1", 16, False),
+        *slow((16, 4096, 14336, "int4", 32, False), (8, 28672, 4096, "int4", 128, True)),
+        *slow((4, 5120, 2880, "e2m1", 32, False)),
     ],
 )
 def test_a_product_of_few_bits_hardly_spills_and_loads_16_bytes_at_a_time(
@@ -101,7 +101,7 @@ def product_loops(sass: str) -> list[int]:
 
 @pytest.mark.parametrize(
     "rows,paired,warpgroups,most",
-    [(16, False, 1, 440), (16, True, 1, 350), (32, True, 1, 400), (64, True, 1, 400), (64, False, 2, 470)],
+    [(16, True, 1, 350), (64, False, 2, 470), *slow((16, False, 1, 440), (32, True, 1, 400), (64, True, 1, 400))],
 )
 def test_a_step_of_128_inputs_takes_few_instructions(
     rows: int, paired: bool, warpgroups: int, most: int, tmp_path: Path
@@ -122,7 +122,7 @@ def test_a_step_of_128_inputs_takes_few_instructions(
 
 
 @pytest.mark.parametrize(
-    "rows,n,k,gated", [(64, 28672, 4096, True), (128, 28672, 4096, True), (128, 4096, 14336, False)]
+    "rows,n,k,gated", [(128, 28672, 4096, True), (128, 4096, 14336, False), *slow((64, 28672, 4096, True))]
 )
 def test_blocks_of_outputs_multiply_codes_from_registers(
     rows: int, n: int, k: int, gated: bool, tmp_path: Path

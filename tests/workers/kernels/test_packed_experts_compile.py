@@ -14,8 +14,10 @@ import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+from tests.support.slow import slow  # noqa: E402
 from workers.ops.experts.weights import ExpertSizes  # noqa: E402
-from workers.ops.packed.expert_products_triton import down_of_blocks, down_of_listed, gate_up_of_blocks  # noqa: E402
+from workers.ops.packed.expert_down_triton import down_of_blocks, down_of_listed  # noqa: E402
+from workers.ops.packed.expert_gate_up_triton import gate_up_of_blocks  # noqa: E402
 from workers.ops.packed.expert_steps_triton import RAISED  # noqa: E402
 from workers.ops.packed.expert_tiles import PackedTiles, lists_experts, packed_expert_tiles  # noqa: E402
 from workers.ops.packed.weight import empty  # noqa: E402
@@ -88,11 +90,9 @@ def cases(
     [
         (1, GPT_OSS, RAISED.value, 32),
         (16, QWEN, RAISED.value, 16),
-        (64, GPT_OSS, RAISED.value, 32),
         (512, GPT_OSS, RAISED.value, 32),
-        (8, GPT_OSS, RAISED.value, 32),
-        (1, QWEN, "int4", 128),
         (64, QWEN, "int8", 512),
+        *slow((8, GPT_OSS, RAISED.value, 32), (64, GPT_OSS, RAISED.value, 32), (1, QWEN, "int4", 128)),
     ],
 )
 def test_products_of_experts_of_few_bits_fit_hopper(

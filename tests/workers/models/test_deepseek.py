@@ -22,7 +22,8 @@ from tests.workers.models.test_targets import by_transformers, by_us
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.experts import Experts, UnquantizedExperts
+from workers.layers.experts import Experts
+from workers.layers.experts_method import UnquantizedExperts
 from workers.layers.forward_context import make_context
 from workers.layers.rotary import RotaryTable
 from workers.models.deepseek import DeepseekConfig

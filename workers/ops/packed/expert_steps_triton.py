@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Common parts of the kernels of `workers.ops.packed.expert_products_triton`: a warp's load of a weight, and its
-product with rows. Tensors are laid out as in `workers.ops.packed.fragments_triton`.
+"""Common parts of `expert_gate_up_triton` and `expert_down_triton`: a warp's load of a weight, and its product with
+rows. Tensors are laid out as in `workers.ops.packed.fragments_triton`.
 
 Loads of a weight have no masks, so that Triton's pipelined loops copy them to shared memory several steps ahead.
 Indices are clamped instead: inputs past the last are zero, and outputs past the last are not stored.

@@ -18,7 +18,8 @@ from workers.ops.experts.order_triton import bins_of, order_by_expert
 from workers.ops.experts.route import Routed, RouterLogits
 from workers.ops.experts.route_triton import route
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.ops.packed.expert_products_triton import down_of_blocks, down_of_listed, gate_up_of_blocks
+from workers.ops.packed.expert_down_triton import down_of_blocks, down_of_listed
+from workers.ops.packed.expert_gate_up_triton import gate_up_of_blocks
 from workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, lists_experts, packed_expert_tiles
 from workers.ops.packed.experts import PackedExpertWeights
 from workers.ops.packed.stream_triton import TL_TYPES

@@ -23,95 +23,10 @@ from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
 from workers.ops.gemm.workspace import Workspace
-from workers.ops.packed.fragments_triton import add_scaled, decode, multiply
+from workers.ops.packed.stream_steps_triton import add_products, load_codes, load_inputs, load_scales
 from workers.ops.packed.sums_triton import sums_of_warps
 from workers.ops.packed.tiles import StreamTiles
 from workers.ops.packed.weight import PackedWeight
-
-
-@triton.jit
-def _load_codes(base, index, chunk, has, CHUNKS: tl.constexpr, COUNT: tl.constexpr, PIECES: tl.constexpr):
-    """Codes of COUNT chunks from `chunk` on: per chunk and 16 outputs a tensor (int8: one per half)."""
-    codes = ()
-    for each in tl.static_range(COUNT):
-        for piece in tl.static_range(4 * PIECES):
-            cells = base + (chunk + each) * (512 * PIECES) + piece * 128 + index
-            codes = codes + (tl.load(cells, mask=has & (chunk + each < CHUNKS), other=0, cache_modifier=".cg"),)
-    return codes
-
-
-@triton.jit
-def _load_scales(base, t, chunk, has, K: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr):
-    """Scales or zeros of COUNT chunks: a tensor per EACH halves of a chunk."""
-    scales = ()
-    for half in tl.static_range(0, 2 * COUNT, EACH):
-        start = chunk * 64 + 32 * half
-        if GROUP == 16:
-            start += t // 2 * 16
-        scales = scales + (tl.load(base + start // GROUP * 32, mask=has & (start < K), other=0),)
-    return scales
-
-
-@triton.jit
-def _load_inputs(base, g, t, row_stride, rows, chunk, K: tl.constexpr, ROW_TILES: tl.constexpr):
-    """Both halves of a chunk for each 8 rows."""
-    inputs = ()
-    for j in tl.static_range(ROW_TILES):
-        for half in tl.static_range(2):
-            column = chunk * 64 + 32 * half
-            there = (g + 8 * j < rows) & (column + 8 * t < K)
-            inputs = inputs + (tl.load(base + 8 * j * row_stride + column // 2, mask=there, other=0),)
-    return inputs
-
-
-@triton.jit
-def _add_products(
-    acc,
-    codes,
-    scales,
-    zeros,
-    inputs,
-    each: tl.constexpr,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-    EACH: tl.constexpr,
-    TYPE: tl.constexpr,
-    SCALE_TYPE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Return the accumulators with the products of chunk `each` of those that were loaded at once."""
-    PIECES: tl.constexpr = 2 if CODE == "int8" else 1
-    # blocks of 16 differ between lanes of an operand, which takes their scales; codes and scales of e2m1 are exact so
-    OPERAND_SCALE: tl.constexpr = SCALE_TYPE if GROUP == 16 else None
-    FIRST: tl.constexpr = 2 * each // EACH
-    SECOND: tl.constexpr = (2 * each + 1) // EACH
-    sums = ()
-    for i in tl.static_range(4):
-        words = codes[(4 * each + i) * PIECES], codes[(4 * each + i) * PIECES + PIECES - 1]
-        scale, scale2 = scales[FIRST], scales[SECOND]
-        zero, zero2 = scale, scale2
-        if HAS_ZEROS:
-            zero, zero2 = zeros[FIRST], zeros[SECOND]
-        low, high = decode(words[0], zero, scale, i, 0, CODE, HAS_ZEROS, OPERAND_SCALE, TYPE, INTERPRETED)
-        low2, high2 = decode(words[1], zero2, scale2, i, 1, CODE, HAS_ZEROS, OPERAND_SCALE, TYPE, INTERPRETED)
-        for j in tl.static_range(ROW_TILES):
-            part = acc[i * ROW_TILES + j]
-            if GROUP == 16:
-                part = multiply(low, high, inputs[2 * j], part, TYPE, INTERPRETED)
-                part = multiply(low2, high2, inputs[2 * j + 1], part, TYPE, INTERPRETED)
-            elif EACH > 1:
-                first = multiply(low, high, inputs[2 * j], None, TYPE, INTERPRETED)
-                first = multiply(low2, high2, inputs[2 * j + 1], first, TYPE, INTERPRETED)
-                part = add_scaled(part, first, scale, i, SCALE_TYPE, INTERPRETED)
-            else:
-                first = multiply(low, high, inputs[2 * j], None, TYPE, INTERPRETED)
-                part = add_scaled(part, first, scale, i, SCALE_TYPE, INTERPRETED)
-                second = multiply(low2, high2, inputs[2 * j + 1], None, TYPE, INTERPRETED)
-                part = add_scaled(part, second, scale2, i, SCALE_TYPE, INTERPRETED)
-            sums = sums + (part,)
-    return sums
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -170,24 +85,24 @@ def _packed_stream(
         acc = acc + (tl.zeros([WARPS_N * WARPS_K * 128], tl.float32),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    codes_ahead = _load_codes(codes_base, word, start_chunk, has, CHUNKS, COUNT, PIECES)
-    scales_ahead = _load_scales(scales_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
+    codes_ahead = load_codes(codes_base, word, start_chunk, has, CHUNKS, COUNT, PIECES)
+    scales_ahead = load_scales(scales_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
     zeros_ahead = ()
     if HAS_ZEROS:
-        zeros_ahead = _load_scales(zeros_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
+        zeros_ahead = load_scales(zeros_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for step in range(STEPS):
         chunk = start_chunk + step * (WARPS_K * COUNT)
         codes, scales, zeros = codes_ahead, scales_ahead, zeros_ahead
         next_chunk, more = chunk + WARPS_K * COUNT, has & (step + 1 < STEPS)
-        codes_ahead = _load_codes(codes_base, word, next_chunk, more, CHUNKS, COUNT, PIECES)
-        scales_ahead = _load_scales(scales_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
+        codes_ahead = load_codes(codes_base, word, next_chunk, more, CHUNKS, COUNT, PIECES)
+        scales_ahead = load_scales(scales_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
         if HAS_ZEROS:
-            zeros_ahead = _load_scales(zeros_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
+            zeros_ahead = load_scales(zeros_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
         for each in tl.static_range(COUNT):
-            inputs = _load_inputs(x_base, g, t, row_stride, rows, chunk + each, K, ROW_TILES)
-            acc = _add_products(
+            inputs = load_inputs(x_base, g, t, row_stride, rows, chunk + each, K, ROW_TILES)
+            acc = add_products(
                 acc,
                 codes,
                 scales,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from workers.layers.experts import DenseExperts, ExpertsShape
+from workers.layers.experts_method import DenseExperts, ExpertsShape
 from workers.layers.linear_method import LinearShape, Part
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.ops.packed.weight import Code

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.layers.experts import ExpertsMethod, ExpertsShape
+from workers.layers.experts_method import ExpertsMethod, ExpertsShape
 from workers.layers.linear_method import LinearMethod, LinearShape, Part
 from workers.quantization.integers.experts import IntMatrix, UnorderedIntExperts
 from workers.quantization.integers.format import IntFormat

@@ -1,0 +1,35 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The tree mask of a row in kernels: bit j (int64, not negative) is set if the row sees suffix column j (see
+`DecodeBatch.mask`). Grown by `speculative.ops.tree_growth`."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def num_seen(bits):
+    """Return the number of columns, int32, in masks `bits` (int64, not negative)."""
+    pairs = bits - ((bits >> 1) & 0x5555555555555555)
+    fours = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
+    sixteens = eights + (eights >> 8)
+    halves = sixteens + (sixteens >> 16)
+    ones = (halves + (halves >> 32)) & 127
+    return ones.to(tl.int32)
+
+
+@triton.jit
+def path_columns(path, over):
+    """Map the indexes `over` [N] of a row's path to suffix columns, and return whether they are seen.
+
+    The path is the set bits of the row's mask, in order. Indexes before the path are seen, those after it are not.
+    """
+    place, length = over * 0, 0
+    for part in tl.static_range(4):  # 16 bits at a time, for few registers
+        bit = part * 16 + tl.arange(0, 16)
+        ones = ((path >> bit.to(tl.int64)) & 1).to(tl.int32)
+        rank = length + tl.cumsum(ones, 0) - ones
+        hit = (ones != 0)[None, :] & (rank[None, :] == over[:, None])
+        place += tl.sum(tl.where(hit, bit[None, :], 0), 1)
+        length += tl.sum(ones, 0)
+    return place, over < length

@@ -1,0 +1,264 @@
+"""How the experts of a layer are stored and multiplied: `ExpertsMethod`, as `LinearMethod` for a linear layer, and the
+unquantised one."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod, check_plain
+from workers.layers.weighted import check_shape
+from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
+from workers.ops.experts.gated import SWIGLU, GatedActivation
+from workers.ops.experts.grouped import Biases, experts_one_by_one, grouped_experts, numbered_here
+from workers.ops.experts.route import RouterLogits
+from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
+from workers.ops.experts.weights import ExpertWeights
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.gemm.workspace import GEMMOptions
+from workers.span import Span
+
+_ALIGNMENT = 16  # bytes; torch's grouped products need rows aligned to it
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """The experts' weights on this rank.
+
+    held: the routed experts of this rank.
+    gate_up: gate_proj above up_proj, of one expert.
+    down: down_proj of one expert.
+    num_shared: shared experts that may be joined; every row uses them.
+    experts_per_token: routed experts per row, over all ranks.
+    biased: every matrix has a bias.
+    """
+
+    held: Span
+    gate_up: LinearShape
+    down: LinearShape
+    num_shared: int = 0
+    experts_per_token: int = 1
+    activation: GatedActivation = SWIGLU
+    biased: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts on this rank."""
+        return self.held.size
+
+    def stacked(self, one: LinearShape, dtype: torch.dtype) -> Tensor:
+        """Allocate [num_experts, rows, columns], followed by unused room for shared experts
+        (`workers.ops.experts.shared.with_shared`)."""
+        return torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)[
+            : self.num_experts
+        ]
+
+    @property
+    def held_if_some(self) -> Span | None:
+        """`held` if other ranks hold other experts, else None."""
+        return self.held if self.held.size < self.held.total else None
+
+    @property
+    def size(self) -> int:
+        return self.down.out_features
+
+    @property
+    def width(self) -> int:
+        return self.down.in_features
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (*self.gate_up.parts, *self.down.parts)
+
+
+class ExpertsMethod(nn.Module, ABC):
+    """Stores and multiplies the weights of a layer's experts. Same life cycle as `LinearMethod`.
+
+    kinds: the checkpoint's tensors per matrix and expert.
+    """
+
+    kinds: tuple[str, ...] = ("weight",)
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @abstractmethod
+    def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
+        """Copy this rank's share of `full`, a whole tensor of the checkpoint.
+
+        kind: one of `kinds`.
+        expert: index on this rank.
+        Raises WrongTensorError for a wrong shape or dtype.
+        """
+
+    @property
+    def format(self) -> str:
+        """See `LinearMethod.format`."""
+        return "unquantised"
+
+    def num_bytes(self, options: GEMMOptions) -> int:
+        """See `LinearMethod.num_bytes`."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+    def fill_missing(self, kind: str) -> bool:
+        """See `workers.layers.weighted.WeightedModule.fill_missing`."""
+        return False
+
+    @abstractmethod
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        """See `workers.layers.weighted.WeightedModule.fill_dummy`."""
+
+    @abstractmethod
+    def finish(self, options: GEMMOptions) -> None:
+        """Prepare the final weights for multiplication. Called once."""
+
+    def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
+        """Take over the MLP of the shared experts, before `finish`, so that `multiply` adds its output.
+
+        Return False if its weights are stored or multiplied in another way.
+        """
+        return False
+
+    def workspace_size(self) -> tuple[int, int]:
+        """See `workers.layers.weighted.WeightedModule.workspace_size`."""
+        return 0, 0
+
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        """The FP8 format that `multiply` accepts, beside the model's dtype; None if it accepts none."""
+        return None
+
+    @abstractmethod
+    def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
+        """Return this rank's part of the weighted sum of each row's experts, joined ones included: [rows, hidden_size].
+
+        x: [rows, hidden_size] in the model's dtype, or in the format `fp8_inputs`.
+        out: memory for the result; None allocates it.
+        A row's result does not depend on other rows.
+        """
+
+
+class DenseExperts(ExpertsMethod):
+    """Experts whose weights have the dtype of their inputs. Uses fused kernels where they fit, else torch."""
+
+    _fused: FusedExperts | None = None
+    biases: Biases | None = None
+
+    @abstractmethod
+    def dense_weights(self) -> tuple[Tensor, Tensor]:
+        """Return gate_up [experts, 2 * width, hidden_size] and down [experts, hidden_size, width], joined experts
+        last."""
+
+    def workspace_size(self) -> tuple[int, int]:
+        shape = self.shape
+        return fused_workspace_size(shape.held, shape.num_shared, shape.experts_per_token, shape.size, shape.width)
+
+    def finish(self, options: GEMMOptions) -> None:
+        if options.workspace is None:
+            return
+        fits = self._fuses(options)
+        if options.deterministic and not fits:
+            raise ValueError(
+                "deterministic=true: the order of sums of experts with biases or a clamped activation depends on the "
+                "batch; set deterministic: false"
+            )
+        if fits:
+            gate_up, down = self.dense_weights()
+            num_shared = gate_up.shape[0] - self.shape.num_experts
+            weights = ExpertWeights(gate_up, down, num_shared=num_shared, held=self.shape.held_if_some)
+            self._fused = choose_experts(weights, options, gate_up.dtype)
+
+    def _fuses(self, options: GEMMOptions) -> bool:
+        shape = self.shape
+        is_plain = shape.activation == SWIGLU and not shape.biased
+        return is_plain and fuses(shape.size, shape.width, options)
+
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        return None if self._fused is None else self._fused.inputs
+
+    def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
+        if self._fused is not None:
+            return self._fused.multiply(x, router, out)
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        gate_up, down = self.dense_weights()
+        aligned = all(matrix.shape[2] * matrix.element_size() % _ALIGNMENT == 0 for matrix in (gate_up, down))
+        chosen, weight = router.choose()
+        partly = self.shape.held_if_some is not None
+        if partly:
+            chosen = numbered_here(chosen, self.shape.held)
+        activation, biases = self.shape.activation, self.biases
+        if aligned:
+            result = grouped_experts(x, chosen, weight, gate_up, down, partly, activation, biases)
+        else:
+            result = experts_one_by_one(x, chosen, weight, gate_up, down, activation, biases)
+        return result if out is None else out.copy_(result)
+
+
+class UnquantizedExperts(DenseExperts):
+    """Weights in bfloat16, float16 or float32, with room for joined experts.
+
+    gate_up_bias, down_bias: [experts, rows]; None without. Ranks that share an expert sum its outputs, so that all but
+        one have zeros for down_bias.
+    """
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        super().__init__(shape)
+
+        def stacked(one: LinearShape) -> nn.Parameter:
+            return nn.Parameter(shape.stacked(one, torch.get_default_dtype()), requires_grad=False)
+
+        def bias(one: LinearShape) -> nn.Parameter | None:
+            empty = torch.empty(shape.num_experts, one.out_features)
+            return nn.Parameter(empty, requires_grad=False) if shape.biased else None
+
+        self.gate_up, self.down = stacked(shape.gate_up), stacked(shape.down)
+        self.gate_up_bias, self.down_bias = bias(shape.gate_up), bias(shape.down)
+        self.kinds = ("weight", "bias") if shape.biased else ("weight",)
+
+    @property
+    def biases(self) -> Biases | None:  # type: ignore[override]
+        if self.gate_up_bias is None or self.down_bias is None:
+            return None
+        return self.gate_up_bias, self.down_bias
+
+    def dense_weights(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up, self.down
+
+    def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
+        if not isinstance(gate_up, UnquantizedLinearMethod) or not isinstance(down, UnquantizedLinearMethod):
+            return False
+        num_shared = self.shape.num_shared
+        if not num_shared or not self._fuses(options):
+            return False
+        self.gate_up.data = with_shared(self.gate_up.data, shared_rows(gate_up.weight.data, num_shared))
+        self.down.data = with_shared(self.down.data, shared_columns(down.weight.data, num_shared))
+        return True
+
+    def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
+        check_plain(full)
+        is_down = part in self.shape.down.parts
+        if kind == "bias":
+            check_shape(full, (part.rows.total,))
+            self._load_bias(expert, part, full, is_down)
+            return
+        mine = self.down if is_down else self.gate_up
+        mine.data[expert, part.offset : part.offset + part.rows.size].copy_(part.cut(full))
+
+    def _load_bias(self, expert: int, part: Part, full: Tensor, is_down: bool) -> None:
+        assert self.gate_up_bias is not None and self.down_bias is not None, "kinds has it"
+        if not is_down:
+            rows = slice(part.offset, part.offset + part.rows.size)
+            self.gate_up_bias.data[expert, rows].copy_(full[part.rows.first : part.rows.end])
+        elif part.columns.first == 0:
+            self.down_bias.data[expert].copy_(full)
+        else:
+            self.down_bias.data[expert].zero_()
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        for parameter in (self.gate_up, self.down):
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+        for bias in self.biases or ():
+            bias.data.zero_()
