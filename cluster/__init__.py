@@ -3,6 +3,7 @@
 From the bottom up; each imports only what stands above it (tests/cluster/test_rooms.py):
 
     linux        what a process asks of Linux for itself
+    environment  the environment variables of a process
     logs         log lines as JSON
     transport    what travels between the processes, and on what sockets
     http         OpenAI's API over any engine; no Ray

@@ -47,7 +47,7 @@ class RankPlace:
     """Placement of a rank.
 
     device: the device it computes on, for reports.
-    visible_devices: the GPUs that its process sees, see `cluster.config.visible_devices`.
+    visible_devices: the GPUs that its process sees, see `cluster.environment.visible_devices`.
     is_ahead: its process was started before Ray, see `cluster.replica.rank_process`.
     """
 

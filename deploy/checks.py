@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.checkpoints import check_checkpoints, check_device, engine_layout, lacking_weights
-from cluster.config import AerieConfig, ConfigError, parse, read_args, set_process_environment
+from cluster.config import AerieConfig, ConfigError, parse, read_args
+from cluster.environment import set_process_environment
 from cluster.logs import print_line
 from cluster.placement import NodeResources, choose_device, place
 from cluster.plan import Plan, resolve, resolve_rank

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.lazy_import import load
-from cluster.config import pin_network_interface, set_visible_devices, visible_devices
+from cluster.environment import pin_network_interface, set_visible_devices, visible_devices
 from cluster.linux import end_with_parent, give_way, set_name
 from cluster.logs import use_logs
 from cluster.plan import RankPlan
@@ -103,7 +103,7 @@ class AdoptedRank:
 
 def adopt(folder: Path | None, plan: RankPlan, rank: int) -> AdoptedRank | None:
     """Attach to a free rank that was started ahead for an engine like this one and can use its device; None if there is
-    none. folder: see `cluster.config.prestart_folder`."""
+    none. folder: see `cluster.environment.prestart_folder`."""
     if folder is None:
         return None
     path = _socket_path(folder, rank)

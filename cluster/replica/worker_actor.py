@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from attention.lazy_import import load
-from cluster.config import (
+from cluster.environment import (
     pin_network_interface,
     prestart_folder,
     set_process_environment,

@@ -74,7 +74,7 @@ class Spares:
     """Processes that wait to be the ranks of the next worker group, in the order of ranks.
 
     bundles: of the placement group.
-    devices: the GPUs that each will see, see `cluster.config.visible_devices`.
+    devices: the GPUs that each will see, see `cluster.environment.visible_devices`.
     """
 
     workers: list[Any]

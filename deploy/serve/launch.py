@@ -13,7 +13,8 @@ from pathlib import Path
 
 import yaml
 
-from cluster.config import PRESTART_VARIABLE, ConfigError, parse, read_content
+from cluster.config import ConfigError, parse, read_content
+from cluster.environment import PRESTART_VARIABLE
 from cluster.linux import raise_open_files
 from cluster.logs import MARK
 from cluster.plan import resolve
