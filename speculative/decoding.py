@@ -95,13 +95,13 @@ class SpeculativeDecoding(CuttableStrategy):
         rounds = self._verify(batch, shape, passed, logits) if batch.num_requests else None
         finals = self._first_tokens(batch, chunks, logits) if chunks is not None and chunks.num_finals else None
         hidden = self._extend(batch, rounds, finals, passed)
-        foreseen = None if self._suffix is None else self._recorded(self._suffix, batch, rounds, finals)
+        num_correct = None if self._suffix is None else self._recorded(self._suffix, batch, rounds, finals)
         matches = self._draft_next(batch, hidden, rounds, finals)
         drafts = self._trees.drafted(batch.entry_slots) if batch.needs.masked else None
         ranking = ranking_of(self._target.model.lm_head, batch, passed.prompt_hidden)
         copied = None
-        if foreseen is not None and matches is not None:
-            copied = torch.stack((foreseen, matches, self._num_copied(shape, rounds, foreseen)), dim=1)
+        if num_correct is not None and matches is not None:
+            copied = torch.stack((num_correct, matches, self._num_copied(shape, rounds, num_correct)), dim=1)
         return emitted(batch, rounds, finals, drafts, ranking, copied)
 
     def _read_trees(self, batch: StepBatch, shape: RoundShape) -> RoundRows:
@@ -253,9 +253,9 @@ class SpeculativeDecoding(CuttableStrategy):
             return torch.zeros_like(batch.draft_slots)
         return self._suffix.draft(batch.draft_slots, batch.max_kv_len, shape.of_model.width)
 
-    def _num_copied(self, shape: RoundShape, rounds: Rounds | None, foreseen: Tensor) -> Tensor:
+    def _num_copied(self, shape: RoundShape, rounds: Rounds | None, num_correct: Tensor) -> Tensor:
         """Return [B + F] int64: accepted drafts that were copied."""
-        copied = torch.zeros_like(foreseen)
+        copied = torch.zeros_like(num_correct)
         if rounds is None or shape.width == 1:
             return copied
         path, first = rounds.committed.accepted.path, 1
@@ -267,7 +267,7 @@ class SpeculativeDecoding(CuttableStrategy):
     def _recorded(
         self, suffix: SuffixDrafts, batch: StepBatch, rounds: Rounds | None, finals: Finals | None
     ) -> Tensor | None:
-        """Record the emitted tokens. Return how many of them the last proposals foresaw, [B + F] int64; None without
+        """Record the emitted tokens. Return how many of the last proposals were correct, [B + F] int64; None without
         entries."""
         of_rounds = of_finals = None
         if rounds is not None:

@@ -1,25 +1,20 @@
 """`SuffixSpeculation`: an engine that speculates without a draft model. Used by `speculative.build`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-from attention.capability import Capability
-from attention.kv_cache.layout import LayerGroup
 from attention.metadata import Mode
-from attention.registry import Choice
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
 from speculative.ops.suffix_match import MatchLimits
 from workers.config import RoundShapes
 from workers.runner.backends import Backends
 from workers.runner.decoding import CuttableStrategy
-from workers.runner.layout import EngineParts, PhaseDone
+from workers.runner.layout import EngineParts, PhaseDone, WithoutDraftModel
 
 
 @dataclass(frozen=True)
-class SuffixSpeculation:
+class SuffixSpeculation(WithoutDraftModel):
     """`workers.runner.layout.Speculation` of `method: suffix`: no weights, no KV, no layer of the target is read."""
 
     config: SpeculativeConfig
@@ -37,15 +32,6 @@ class SuffixSpeculation:
     @property
     def has_synthetic_acceptance(self) -> bool:
         return self.config.synthetic_acceptance_length is not None
-
-    def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
-        return ()
-
-    def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
-        return []
-
-    def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
-        return 0
 
     def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
         return SpeculativeDecoding(

@@ -138,8 +138,8 @@ class RoundShapes:
         speculate draft the default.
     eager: no step is captured, so a shape does not need a graph to be fast.
     keeps_tokens: ranks hold the tokens of running requests, because drafts are copied from them.
-    free_drafts: drafts cost nothing and are as deep as the default, whatever a round verifies; a plain round drafts,
-        too, and a text without a match has none.
+    model_free: no model drafts, so drafts cost nothing and are as deep as the default, whatever a round verifies; a
+        plain round drafts, too, and a text without a match has none.
     """
 
     shapes: tuple[RoundShape, ...] = (PLAIN,)
@@ -147,7 +147,7 @@ class RoundShapes:
     adaptive: bool = False
     eager: bool = False
     keeps_tokens: bool = False
-    free_drafts: bool = False
+    model_free: bool = False
 
     def __post_init__(self) -> None:
         assert self.shapes[0] == PLAIN and 0 <= self.default < len(self.shapes)

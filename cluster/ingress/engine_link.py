@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from cluster.http.engine_client import EngineRefused
 from cluster.ingress.attempts import EngineFailed
+from cluster.ingress.request_aborts import RequestAborts
 from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import EngineView
 from cluster.transport.channel import Context, connect_engine
 from cluster.transport.encoding import BadMessageError, decode_numbered, encode
 from cluster.transport.listener import Listener
 from cluster.transport.messages import (
-    Abort,
     EngineState,
     GenerateRequest,
     Probe,
@@ -51,13 +51,13 @@ class EngineLink:
         self._on_state = on_state
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}  # of requests that have not ended
-        self._unsent: list[str] = []  # requests to abort, once the coordinator reads again
         self._num_received = 0
         socket, self._monitor = connect_engine(context, transport, inbox)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._monitor.socket.fileno(), self._check)
         self._loop.call_soon(self._check)  # the descriptor signals changes only
         self._listener = Listener(socket, self._take)
+        self._aborts = RequestAborts(self._listener.send)
         self._listener.send(encode(Subscribe()))
 
     def start(self, message: GenerateRequest | Probe) -> RequestStream:
@@ -85,18 +85,12 @@ class EngineLink:
         for stream in self._streams.values():
             stream.fail(EngineFailed(reason, had_taken=True))
         self._streams.clear()
-        self._unsent.clear()
+        self._aborts.clear()
 
     def _close(self, request_id: str, stream: RequestStream) -> None:
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
-            self._unsent.append(request_id)
-            self._send_aborts()
-
-    def _send_aborts(self) -> None:
-        """Send the aborts that are due. A coordinator that hung for a while has a full queue, which refuses them."""
-        while self._unsent and self._listener.send(encode(Abort(self._unsent[0]))):
-            del self._unsent[0]
+            self._aborts.abort(request_id)
 
     def _check(self) -> None:
         if not self.lost and (reason := self._monitor.check()) is not None:
@@ -115,7 +109,7 @@ class EngineLink:
             self._lose(str(error))
             return
         self._num_received += 1
-        self._send_aborts()
+        self._aborts.send()
         if isinstance(message, TokenBatch):
             self._deliver(message)
         elif isinstance(message, EngineState):

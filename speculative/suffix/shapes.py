@@ -18,5 +18,5 @@ def suffix_shapes(num_tokens: int, adaptive: bool) -> RoundShapes:
         default=1 + len(between),
         adaptive=adaptive,
         keeps_tokens=True,
-        free_drafts=True,
+        model_free=True,
     )

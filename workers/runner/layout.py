@@ -130,18 +130,8 @@ class EngineParts:
             self.states.allocate(layout.num_snapshots)
 
 
-@dataclass(frozen=True)
-class NoSpeculation:
-    """`Speculation` of an engine without a draft."""
-
-    shapes: RoundShapes = RoundShapes()  # noqa: RUF009 - frozen
-    captured_layers: tuple[int, ...] = ()
-    lookahead: int = 0
-    has_synthetic_acceptance: bool = False
-
-    @property
-    def verified_modes(self) -> Mapping[Mode, bool]:
-        return {}
+class WithoutDraftModel:
+    """The parts of `Speculation` that only a draft model adds."""
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         return ()
@@ -151,6 +141,20 @@ class NoSpeculation:
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         return 0
+
+
+@dataclass(frozen=True)
+class NoSpeculation(WithoutDraftModel):
+    """`Speculation` of an engine that decodes one token a round."""
+
+    shapes: RoundShapes = RoundShapes()  # noqa: RUF009 - frozen
+    captured_layers: tuple[int, ...] = ()
+    lookahead: int = 0
+    has_synthetic_acceptance: bool = False
+
+    @property
+    def verified_modes(self) -> Mapping[Mode, bool]:
+        return {}
 
     def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
         return Autoregressive(parts.target, parts.slots, parts.sampler)

@@ -158,7 +158,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         From `ShapeChoice`. -> the strategy, `GraphKeys`
     next_shape: index of the tree shape to draft; 0: none. From `ShapeChoice`. -> as shape
     drafting: uint8 per entry of the result (rounds, then last chunks), 1 where a tree of `next_shape` is drafted; empty
-        if nothing is. Free drafts (`RoundShapes.free_drafts`) are drafted beside plain rounds, too. Other entries write
+        if nothing is. Without a draft model (`RoundShapes.model_free`) plain rounds draft, too. Other entries write
         draft KV of their committed tokens only. -> `PlanBatches`
     max_kv_len: host-side bound above all positions that this step reads or writes. From `PlanBuilder`. -> attention
         backends

@@ -227,7 +227,7 @@ class Scheduler:
         in_flight = self._launch(builder, shape, slots, budget.planned(rounds))
         drafting = slot_pages.speculative[in_flight.slots]
         next_shape = shape if drafting.any() else 0
-        drafted = self._shapes.default if self._shapes.free_drafts and drafting.any() else next_shape
+        drafted = self._shapes.default if self._shapes.model_free and drafting.any() else next_shape
         slot_pages.drafted[in_flight.slots] = np.where(drafting, drafted, 0)
         in_flight.num_drafted = np.where(drafting, self._shapes[next_shape].width - 1, 0)
         plan = StepPlan(

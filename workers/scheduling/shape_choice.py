@@ -51,7 +51,7 @@ class ShapeChoice:
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
         self.survival = Survival(shapes, num_slots)
-        self._matches = MatchSurvival(shapes, num_slots) if shapes.free_drafts else None
+        self._matches = MatchSurvival(shapes, num_slots) if shapes.model_free else None
         self._acceptance = self._matches or self.survival
         self.reason = Reason.STATIC
         self.expected: dict[str, float] = {}
@@ -155,8 +155,7 @@ class ShapeChoice:
         self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS) - EVALUATION_MS
         self._acceptance.age(self._num_plain)
         self._num_plain = 0
-        free = self._shapes.free_drafts
-        self._rates = rates = Rates.of(load, self._current, self._acceptance, step_time, free)
+        self._rates = rates = Rates.of(load, self._current, self._acceptance, step_time, self._shapes.model_free)
         self._probes.charge(rates, self._current, self._step)
         self.expected = {
             shape.name: count / ms for shape, count, ms in zip(self._shapes.shapes, rates.tokens, rates.ms, strict=True)

@@ -94,7 +94,7 @@ class StepResults:
             outputs.append(
                 RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason, num_drafted=drafted)
             )
-        if self._shapes.free_drafts:  # what is not verified is not counted: a text without a match drafts nothing
+        if self._shapes.model_free:  # what is not verified is not counted: a text without a match drafts nothing
             self._stats.num_draft_tokens += sum(num_drafted)
         else:
             self._stats.num_draft_tokens += int(step.num_drafted[counts > 0].sum())
@@ -180,7 +180,7 @@ class StepResults:
         slots, users, of_rounds = step.slots[:count], step.users[:count], accepted[:count]
         live = self._slot_pages.user[slots] == users
         self._shape_choice.record(slots, users, step.drafted, step.shape, np.where(live, of_rounds, -1))
-        of_slots = self._num_drafts[step.shape if self._shapes.free_drafts else step.drafted]
+        of_slots = self._num_drafts[step.shape if self._shapes.model_free else step.drafted]
         num_drafted: list[int] = np.where(of_rounds >= 0, of_slots, 0).tolist()
         return num_drafted + [0] * (len(accepted) - count)
 

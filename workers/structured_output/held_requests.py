@@ -3,7 +3,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,8 +67,7 @@ class HeldRequests:
     The delay doubles each time, since the process may need long.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._steps: deque[tuple[Emitted, list[tuple[int, GrammarRequest]]]] = deque()  # results not taken yet
         self._num_held: dict[int, int] = {}  # consecutive times, by request
         self._retries: list[tuple[float, int]] = []  # due time and request
@@ -95,11 +94,11 @@ class HeldRequests:
         times = self._num_held.get(request.number, 0)
         self._num_held[request.number] = times + 1
         delay_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2**times)
-        self._retries.append((self._clock() + delay_s, request.number))
+        self._retries.append((time.monotonic() + delay_s, request.number))
 
     def due(self) -> list[int]:
         """Return and forget the requests whose delay is over."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         due = [number for due_s, number in self._retries if due_s <= now_s]
         self._retries = [each for each in self._retries if each[0] > now_s]
         return due

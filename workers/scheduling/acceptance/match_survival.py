@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShapes
-from workers.scheduling.acceptance.survival import EDGE, ENGINE_WINDOW, OPTIMISM, Bools, Floats, Ints
+from workers.scheduling.acceptance.survival import EDGE, ENGINE_WINDOW, Bools, Floats, Ints, odds_of
 
 CLASS_STARTS = (1, 3, 6, 12)  # lengths of matches, in tokens, at which a class begins; class 0: no match
 FIRST_CHANCES = (0.05, 0.3, 0.5, 0.65, 0.8)  # probability of a class's first draft before any round
@@ -19,7 +19,7 @@ MAX_RATIO = 20.0  # limit of a request's odds relative to the engine's
 
 
 class MatchSurvival:
-    """`Survival` for an engine with `RoundShapes.free_drafts`.
+    """`Survival` for an engine with `RoundShapes.model_free`.
 
     Each probability is that of a draft whose predecessors were accepted. A request's own counts give the ratio of its
     odds to the engine's, over all classes and depths together.
@@ -47,7 +47,7 @@ class MatchSurvival:
 
     def classes(self, slots: Ints, users: Ints) -> Ints:
         """Return [n]: the class of each request's newest known match, for the step that is planned now."""
-        self._take_over(slots, users)
+        self._clear_reused(slots, users)
         known: Ints = self._class[slots]
         return known
 
@@ -65,14 +65,14 @@ class MatchSurvival:
         counts: [n] emitted tokens, at least 1.
         matches: [n, 3] as in `StepResult`.
         """
-        self._take_over(slots, users)
+        self._clear_reused(slots, users)
         self._class[slots] = np.searchsorted(CLASS_STARTS, matches[:, 1], side="right")
         ran = classes >= 0
         slots, classes = slots[ran], classes[ran]
-        foreseen = np.maximum(matches[ran, :1], 0)
+        num_correct = np.maximum(matches[ran, :1], 0)
         tested = np.minimum(counts[ran, None], self._max_depth)
-        hits = self._column < foreseen
-        trials = self._column < foreseen + (foreseen < tested)
+        hits = self._column < num_correct
+        trials = self._column < num_correct + (num_correct < tested)
         of_class = (np.arange(len(FIRST_CHANCES))[:, None] == classes).astype(np.float64)
         expected = np.where(trials, self._chances[classes], 0.0).sum(1)
         age = of_class.sum(1, keepdims=True) / ENGINE_WINDOW
@@ -92,11 +92,9 @@ class MatchSurvival:
         slots, users = slots[speculative], users[speculative]
         if len(slots) == 0:
             return total[0], total[1]
-        self._take_over(slots, users)
+        self._clear_reused(slots, users)
         self._judged[slots] = self._class[slots]
-        errors = np.sqrt(chances * (1.0 - chances) / (self._trials + PRIOR))
-        of_engine = np.stack((chances, np.minimum(chances + OPTIMISM * errors, 1.0 - EDGE)))
-        odds = (of_engine / (1.0 - of_engine))[:, self._class[slots]] * self._odds_ratios(slots)[:, None]
+        odds = odds_of(chances, self._trials + PRIOR)[:, self._class[slots]] * self._odds_ratios(slots)[:, None]
         survival = (odds / (1.0 + odds)).cumprod(2).sum(1).cumsum(1)  # [2, depth]
         total[:, 1:] += survival[:, self._depth[1:] - 1]
         return total[0], total[1]
@@ -109,7 +107,7 @@ class MatchSurvival:
         ratios: Floats = hits * (trials - expected) / np.maximum((trials - hits) * expected, 1e-9)
         return np.clip(ratios, 1.0 / MAX_RATIO, MAX_RATIO)
 
-    def _take_over(self, slots: Ints, users: Ints) -> None:
+    def _clear_reused(self, slots: Ints, users: Ints) -> None:
         """Forget the former requests of slots that have new ones."""
         changed = slots[self._users[slots] != users]
         if len(changed):

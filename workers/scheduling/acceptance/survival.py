@@ -103,7 +103,7 @@ class Survival:
             return
         if num_seen < len(slots):
             slots, users, drafted, accepted = slots[seen], users[seen], drafted[seen], accepted[seen]
-        self._take_over(slots, users)
+        self._clear_reused(slots, users)
         failed = accepted < np.minimum(self._depth[drafted], self._depth[shape])
         hits, trials = self._column < accepted, self._column < accepted + failed
         engine_hits, engine_trials = hits.sum(1), trials.sum(1)
@@ -149,11 +149,9 @@ class Survival:
             slots, users = slots[speculative], users[speculative]
         if len(slots) == 0:
             return total[0], total[1]
-        self._take_over(slots, users)
+        self._clear_reused(slots, users)
         evidence = self._trials + (SHAPE_PRIOR + self._trials.max(0) / OTHERS_COUNT)
-        errors = np.sqrt(chances * (1.0 - chances) / evidence)
-        of_engine = np.stack((chances, np.minimum(chances + OPTIMISM * errors, 1.0 - EDGE)))
-        odds = (of_engine / (1.0 - of_engine))[..., None] * self._odds_ratios(slots)
+        odds = odds_of(chances, evidence)[..., None] * self._odds_ratios(slots)
         survival = (odds / (1.0 + odds)).cumprod(2).sum(3).cumsum(2)  # [2, families, depth]
         total[:, 1:] += survival[:, self._family[1:], self._depth[1:] - 1]
         return total[0], total[1]
@@ -166,7 +164,7 @@ class Survival:
         ratios: Floats = hits * (trials - expected) / ((trials - hits) * expected)
         return ratios
 
-    def _take_over(self, slots: Ints, users: Ints) -> None:
+    def _clear_reused(self, slots: Ints, users: Ints) -> None:
         """Forget the former requests of slots that have new ones."""
         changed = self._users[slots] != users
         if changed.any():
@@ -186,6 +184,17 @@ class Survival:
         weight = SHAPE_PRIOR + np.where(is_reference, 0.0, np.minimum(self._trials.max(0), OTHERS_PRIOR))
         found: Floats = (self._hits + weight * prior) / (self._trials + weight)
         return np.minimum(np.maximum(found, EDGE), 1.0 - EDGE)
+
+
+def odds_of(chances: Floats, evidence: Floats) -> Floats:
+    """Return [2, ...] the odds of estimated chances, and of OPTIMISM standard errors above them.
+
+    evidence: the rounds that each estimate rests on.
+    """
+    errors = np.sqrt(chances * (1.0 - chances) / evidence)
+    both = np.stack((chances, np.minimum(chances + OPTIMISM * errors, 1.0 - EDGE)))
+    odds: Floats = both / (1.0 - both)
+    return odds
 
 
 def _kept_and_added(age: Floats) -> tuple[Floats, Floats]:

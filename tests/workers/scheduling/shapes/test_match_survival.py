@@ -58,9 +58,9 @@ class Texts:
             shape = self.choice.choose(load, self.step_time) if fixed is None else fixed
             known = self.choice.match_classes(self.slots, self.slots)
             assert known is not None
-            counts, foreseen = self.round(SHAPES[shape].depth)
+            counts, num_correct = self.round(SHAPES[shape].depth)
             took = COSTS[self.costs].round_ms(shape, self.batch)
-            matches = np.stack((foreseen, self.length), 1)
+            matches = np.stack((num_correct, self.length), 1)
             self.late.append((known, counts, matches, Step(shape, self.batch), took * self.random.lognormal(0, 0.02)))
             self.seen[SHAPES[shape].name] += 1
             tokens, ms = tokens + counts.sum(), ms + took
@@ -71,17 +71,17 @@ class Texts:
         return tokens / ms
 
     def round(self, depth: int) -> tuple[Ints, Ints]:
-        """Emitted tokens, and how many were foreseen; then what the next rounds' matches are."""
+        """Emitted tokens, and how many were num_correct; then what the next rounds' matches are."""
         ahead = self.done[:, None] + np.arange(depth + 1)
         copies = ahead % max(1, self.copied + self.free) < self.copied
         right = np.where(copies, 0.97, np.where(copies[:, :1], 0.0, 0.2)) * (self.length > 0)[:, None]
         equal = (self.random.random(right.shape) < right).cumprod(1).sum(1)
         counts = np.minimum(equal, depth) + 1
-        foreseen = np.where(self.length > 0, equal, -1)
+        num_correct = np.where(self.length > 0, equal, -1)
         self.done = self.done + counts
         copies_next = self.done % max(1, self.copied + self.free) < self.copied
         self.length = np.where(copies_next, 12, 2 * (self.random.random(self.batch) < 0.3))
-        return counts, foreseen
+        return counts, num_correct
 
 
 CASES = [
