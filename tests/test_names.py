@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import get_args
 
-import pytest
-
 from cluster.config import AerieConfig
 from tests.support.repository.names import (
     PACKAGES,
@@ -63,27 +61,30 @@ def _is_key(dotted: str) -> bool:
     return any(keys[0] in {f.name for f in dataclasses.fields(kind)} for kind in kinds)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_names_in_prose_exist(name: str) -> None:
-    assert not list(_absent(name))
+def test_names_in_prose_exist() -> None:
+    assert not [absent for name in SOURCES for absent in _absent(name)]
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name.endswith(".md")])
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_lead_somewhere() -> None:
     """Links of a document to files of the repository, and to headings of documents."""
-    text = (ROOT / name).read_text()
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        path, _, heading = link.partition("#")
-        if ":" not in link:
-            target = (ROOT / name).parent / path if path else ROOT / name
-            assert target.exists(), f"{name}: {link}"
-            assert not heading or heading in _headings(target.read_text()), f"{name}: {link}"
+    lost = []
+    for name in (name for name in SOURCES if name.endswith(".md")):
+        for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text()):
+            path, _, heading = link.partition("#")
+            if ":" not in link:
+                target = (ROOT / name).parent / path if path else ROOT / name
+                if not target.exists() or (heading and heading not in _headings(target.read_text())):
+                    lost.append(f"{name}: {link}")
+    assert not lost
 
 
-@pytest.mark.parametrize("name", MAPS)
-def test_package_map_names_what_the_package_has(name: str) -> None:
+def test_package_maps_name_what_the_packages_have() -> None:
     """In the head of an `__init__.py`, a bare word in backticks, or at the start of a line of a list (`name  what it is
     for`), is a folder, a module or a name of that package."""
+    assert not [f"{name}: {word}" for name in MAPS for word in _unknown_words(name)]
+
+
+def _unknown_words(name: str) -> list[str]:
     folder = name.removesuffix("__init__.py")
     inside = {path.removeprefix(folder) for path in files() if path.startswith(folder)}
     known = {part.removesuffix(".py") for path in inside for part in path.split("/")}
@@ -91,7 +92,7 @@ def test_package_map_names_what_the_package_has(name: str) -> None:
     words = {text.rstrip("/") for _, text in ticked(name) if re.fullmatch(r"[a-z_]+/?", text)}
     for match in (_LISTED.match(line) for _, text in prose(name) for line in text.splitlines()):
         words |= set(match.group(1).split(", ")) if match else set()
-    assert not sorted(words - known - set(PACKAGES))
+    return sorted(words - known - set(PACKAGES))
 
 
 def _headings(text: str) -> set[str]:

@@ -31,7 +31,7 @@ def test_every_part_has_its_findings_here() -> None:
     "part",
     [
         "coordinator",
-        "embedded",
+        pytest.param("embedded", marks=pytest.mark.slow),
         *(pytest.param(part, marks=_SERVED) for part in ("startup", "memory", "http")),
     ],
 )

@@ -25,6 +25,7 @@ from deploy.quantize.rounding import Scales, compensated, find_scales, packed, q
 from deploy.quantize.schemes import Scheme, scheme_of
 from deploy.quantize.texts import mean_loss, reader
 from tests.support import ROOT
+from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us, prompts
 
@@ -68,11 +69,11 @@ def meant(folder: Path) -> Path:
         (["w4a16", *GROUP, "--asymmetric", "--head"], "Qwen3"),
         pytest.param(["w8a16", "--group-size", "-1"], "Qwen2", marks=pytest.mark.slow),
         pytest.param(["w8a8"], "Qwen3Moe", marks=pytest.mark.slow),
-        (["fp8"], "Llama"),
+        pytest.param(["fp8"], "Llama", marks=pytest.mark.slow),
         (["mxfp4"], "Qwen3Moe"),
         (["nvfp4"], "Qwen3_5"),  # a scale of each matrix, of which one holds q, k and v
         pytest.param(["nvfp4"], "Qwen3Next", marks=pytest.mark.slow),
-        (["nvfp4", "--ignore", "*.down_proj", "re:.*layers\\.0\\.self_attn"], "Llama"),
+        (["fp8", "--ignore", "*.down_proj", "re:.*layers\\.0\\.self_attn"], "Llama"),
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value[:1]),
 )
@@ -144,7 +145,7 @@ def test_moments_are_those_of_the_inputs(tmp_path: Path) -> None:
             torch.testing.assert_close(ours, x.t() @ x / len(x), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["w4a16", "fp8", "nvfp4", *slow("w8a16", "w8a8", "mxfp4")])
 def test_rows_after_each_other_are_the_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = scheme_of(name, None, name.endswith("a16"), False)
     generator = torch.Generator().manual_seed(1)

@@ -131,7 +131,7 @@ CASES = (
              round_arguments(heads, batch, width, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
         for heads, dtype, batch, width, slow in (
             *((SMALL, dtype, batch, width, False) for dtype in TYPES for batch in BATCHES for width in (1, 4)),
-            *((heads, torch.float32, BATCHES[1], 8, False) for heads in GROUPS[1:]),
+            *((heads, torch.float32, BATCHES[1], 8, heads is GROUPS[1]) for heads in GROUPS[1:]),
             *((QWEN, torch.float32, BATCHES[0], width, False) for width in (3, 8)),  # few rows, several parts
             *((SMALL, dtype, BATCHES[1], width, True) for dtype in TYPES for width in (16, 17, 60)),
             *((QWEN, dtype, batch, width, True) for dtype in TYPES for batch in BATCHES for width in (1, 4, 16, 60)),
@@ -142,7 +142,7 @@ CASES = (
              chunk_arguments(heads, chunks, 3, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
         for heads, dtype, chunks, slow in (
             *((SMALL, torch.float32, chunks, False) for chunks in RAGGED),
-            *((heads, torch.bfloat16, RAGGED[0], False) for heads in GROUPS[1:]),
+            *((heads, torch.bfloat16, RAGGED[0], heads is GROUPS[2]) for heads in GROUPS[1:]),
             *((QWEN, dtype, chunks, True) for dtype in TYPES for chunks in (*RAGGED, LONG)),
         )
     ),

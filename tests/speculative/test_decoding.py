@@ -8,6 +8,7 @@ from attention.config import CacheConfig
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
+from tests.support.slow import slow
 from workers.config import SchedulerConfig
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import FinishReason, Request
@@ -39,8 +40,15 @@ def plain(pair: Pair) -> list[list[int]]:
     return [r.output for r in run(pair, None)]
 
 
-@pytest.mark.parametrize("page_size,chunk", [(1, 7), (4, 32), (64, 512)])
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape,page_size,chunk",
+    [
+        ("tree", 1, 7),
+        ("chain", 4, 32),
+        ("tree", 64, 512),
+        *slow(("chain", 1, 7), ("tree", 4, 32), ("chain", 64, 512)),
+    ],
+)
 def test_greedy_tokens_do_not_change(
     pair: Pair, plain: list[list[int]], shape: str, page_size: int, chunk: int
 ) -> None:
@@ -73,9 +81,8 @@ def test_preempted_requests_lose_nothing(pair: Pair, plain: list[list[int]]) -> 
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(24, 1.0, seed=5),
         SamplingParams(24, 0.7, top_k=8, top_p=0.9, seed=1 << 63),
-        SamplingParams(24, 1.3, min_p=0.05, seed=11),
+        *slow(SamplingParams(24, 1.0, seed=5), SamplingParams(24, 1.3, min_p=0.05, seed=11)),
         SamplingParams(24, 0.9, presence_penalty=0.6, frequency_penalty=0.3, repetition_penalty=1.2, seed=3),
         SamplingParams(24, 0.0, logit_bias={7: 3.0, 9: -50.0}, frequency_penalty=0.5),
     ],

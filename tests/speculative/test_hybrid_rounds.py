@@ -1,6 +1,7 @@
 """Hybrids with and without speculation: the same tokens, whatever the shape, chunks, pages, ranks and neighbours; and
 after any steps the state of each slot is the recurrence over its tokens."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
@@ -19,12 +20,14 @@ from tests.speculative import test_backends as backends_tests
 from tests.speculative.conftest import EOS, Pair
 from tests.speculative.test_decoding import run
 from tests.speculative.test_graphs_while_serving import answers, with_recordings
+from tests.support.drafts import fuzzed_requests
+from tests.support.drafts.fuzzed_requests import serve_fuzzed
+from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
 from workers.config import GraphCapture, SchedulerConfig
 from workers.layers.gated_delta_net import GatedDeltaNet
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 TOLERANCE = 2e-4  # of states of magnitude 5: sums of float32 in another order, over up to 100 tokens
 
@@ -108,49 +111,29 @@ class Setting:
 
 
 @dataclass
-class Seen:
-    """What runs have shown."""
+class Seen(fuzzed_requests.Seen):
+    """resumed: requests that found a saved state. states: compared with the reference. copied: accepted drafts."""
 
-    finished: int = 0
-    accepted: int = 0
-    preempted: int = 0
-    aborted: int = 0
     resumed: int = 0
     states: int = 0
     copied: int = 0
 
 
 def check_run(served: Served, setting: Setting, rng: Random, seen: Seen, count: int = 10) -> None:
-    """Requests of all kinds come while others run, and some are aborted: those that end have the answers of plain
-    decoding, and now and then the state of each slot is the recurrence over its tokens."""
-    submitted: list[tuple[Request, list[int]]] = []
-    aborted: set[str] = set()
+    """Requests that end have the answers of plain decoding; now and then the state of each slot is the recurrence over
+    its tokens."""
+    steps = itertools.count(1)
     with local_engine(setting.spec(served.pair)) as engine:
-        scheduler, steps = engine.scheduler, 0
-        while len(submitted) < count or scheduler.num_running or scheduler.num_waiting:
-            while len(submitted) < count and scheduler.num_waiting < 2:
-                key = rng.randrange(len(served.pair.prompts)), rng.randrange(len(SAMPLINGS))
-                request = Request(str(len(submitted)), served.pair.prompts[key[0]], SAMPLINGS[key[1]])
-                submitted.append((request, served.answers[key]))
-                scheduler.submit(request)
-            victim = rng.choice(submitted[-CONCURRENCY:])[0].request_id
-            if rng.random() < 0.04 and scheduler.abort(victim) is not None:
-                aborted.add(victim)
-                continue
-            engine.step()
-            steps += 1
-            if setting.tensor_parallel == 1 and steps % 16 == 12:
+
+        def compare() -> None:
+            if setting.tensor_parallel == 1 and next(steps) % 16 == 12:
                 seen.states += check_states(engine, served.theirs)
-        scheduler.queues.check_integrity()
-        seen.copied += scheduler.stats.accepted_by_branch.get("suffix", 0)
-    finished = [(request, expected) for request, expected in submitted if request.request_id not in aborted]
-    for request, expected in finished:
-        assert request.output == expected, f"{setting}: {request}"
-        seen.accepted += sum(k * n for k, n in enumerate(request.acceptance_histogram))
-        seen.preempted += request.num_preemptions
+
+        ended = serve_fuzzed(engine, served.pair.prompts, SAMPLINGS, rng, seen, count, compare)
+        seen.copied += engine.scheduler.stats.accepted_by_branch.get("suffix", 0)
+    for request, key in ended:
+        assert request.output == served.answers[key], f"{setting}: {request}"
         seen.resumed += request.cached_tokens > 0
-    seen.finished += len(finished)
-    seen.aborted += len(aborted)
 
 
 def settings(seed: int, count: int, tensor_parallel: int = 1) -> Iterator[tuple[Setting, Random]]:
@@ -162,7 +145,7 @@ def settings(seed: int, count: int, tensor_parallel: int = 1) -> Iterator[tuple[
         yield setting, Random(rng.random())
 
 
-@pytest.mark.parametrize("served", ARCHITECTURES, indirect=True)
+@pytest.mark.parametrize("served", ["Qwen3Next", *slow("Qwen3_5", "Qwen3_5Moe")], indirect=True)
 def test_answers_and_states_are_those_of_plain_decoding(served: Served) -> None:
     """Whatever the drafts, pages, chunks, neighbours and aborts, and with states that the prefix cache has saved."""
     seen = Seen()

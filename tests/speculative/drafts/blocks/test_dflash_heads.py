@@ -25,6 +25,7 @@ from speculative.drafts.registry import read_draft
 from tests.speculative.conftest import Pair
 from tests.support.drafts.block_reference import BlockHead, BlockReference, deepspec, speculators, z_lab
 from tests.support.drafts.eagle3_reference import save_head
+from tests.support.slow import slow
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_models import VOCAB
 from workers.config import ModelSource
@@ -98,8 +99,17 @@ def expected(head: BlockHead, tensors: dict[str, torch.Tensor], target: Path, fe
     return torch.stack([reference.after(states, depth, PREVIOUS[1]) for depth in range(1, depths + 1)])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", HEADS)
+SHARDED = ("z-lab", "speculators' DSpark, gated", "speculators' DFlash2, three taps")
+
+
+@pytest.mark.parametrize(
+    "name,ranks",
+    [
+        *((name, 1) for name in HEADS),
+        *((name, 2) for name in SHARDED),
+        *slow(*((name, 2) for name in HEADS if name not in SHARDED)),
+    ],
+)
 def test_logits_are_those_of_the_published_module(pair: Pair, tmp_path: Path, name: str, ranks: int) -> None:
     """Whole blocks and shorter ones, and a second block, after the context has overwritten the rows of the first."""
     head, layout = HEADS[name]

@@ -21,7 +21,7 @@ CASES = tuple(itertools.product((1024, 8192, 32768), (1.3, 2.0, 3.0, 4.5)))
 @pytest.mark.parametrize(
     ("batch", "cases"),
     [
-        *(pytest.param(batch, CASES[i % 5 :: 5], id=str(batch)) for i, batch in enumerate(BATCHES)),
+        *(pytest.param(batch, CASES[i % 6 :: 6], id=str(batch)) for i, batch in enumerate(BATCHES)),
         *(pytest.param(batch, CASES, id=f"{batch}, every case", marks=pytest.mark.slow) for batch in BATCHES),
     ],
 )

@@ -15,6 +15,7 @@ from workers.scheduling.cost_table import CostTable
 from workers.scheduling.shape_choice import Reason
 
 TRUE = (1.0,) * 6
+SLOW = pytest.mark.slow
 
 
 def reached(engine: Engine, num_steps: int = 600) -> float:
@@ -23,7 +24,7 @@ def reached(engine: Engine, num_steps: int = 600) -> float:
     return float(engine.rate(num_steps) / engine.best())
 
 
-@pytest.mark.parametrize("factor", [1.6, 3.0, 10.0, 40.0])
+@pytest.mark.parametrize("factor", [1.6, pytest.param(3.0, marks=SLOW), pytest.param(10.0, marks=SLOW), 40.0])
 @pytest.mark.parametrize("mean", [1.05, 2.1, 3.0])
 def test_a_single_stream_speculates_whatever_the_start_measured(factor: float, mean: float) -> None:
     """The default pair on a CPU: two of four starts measured the chain too slow, and it never ran again."""
@@ -39,21 +40,22 @@ def test_plain_decoding_runs_where_it_is_best_whatever_the_start_measured(factor
     assert reached(engine) > 0.97, engine.seen
 
 
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("shapes", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("costs", [CPU, GPU], ids=["cpu", "gpu"])
 def test_after_a_loaded_start_every_load_gets_its_shape(
-    shapes: RoundShapes, costs: dict[RoundShapes, CostTable]
+    shapes: RoundShapes, costs: dict[RoundShapes, CostTable], seed: int
 ) -> None:
     """Every point of the table is off by a factor of its own, two on average."""
     found = []
-    for seed, mean in itertools.product(range(2), (1.0001, 2.5, 4.5)):
+    for mean in (1.0001, 2.5, 4.5):
         wrong = np.exp(np.random.default_rng(seed).normal(0.0, 0.7, (len(shapes), 6)))
         actual, chances = costs[shapes], chances_of(shapes, mean)
         told = misread(actual, wrong.tolist())
         engine = Engine(shapes, 1, 500, chances, seed, actual=actual, told=told, request_steps=80)
         for batch in (1, 128, 8, 32, 1):
             engine.batch = batch
-            found.append((reached(engine, 300), seed, mean, batch))
+            found.append((reached(engine, 300), mean, batch))
     low = sorted(found)
     assert low[0][0] > 0.94 and np.mean([share for share, *_ in found]) > 0.985, low[:5]
 
@@ -83,10 +85,10 @@ def test_a_shape_that_was_timed_while_the_machine_was_busy_comes_back() -> None:
 def test_on_a_noisy_machine_it_is_nearly_as_good() -> None:
     """A quarter of noise, and of fifty steps one takes five times as long."""
     shares = []
-    for mean, batch, seed in itertools.product((1.05, 2.1, 3.0), (1, 8), range(2)):
+    for mean, batch in itertools.product((1.05, 2.1, 3.0), (1, 8)):
         told = misread(CPU[CHAIN], (TRUE, TRUE, (2.5,) * 6))
         engine = Engine(
-            CHAIN, batch, 200, chances_of(CHAIN, mean), seed, actual=CPU[CHAIN], told=told, noise=0.25, spikes=0.02
+            CHAIN, batch, 200, chances_of(CHAIN, mean), actual=CPU[CHAIN], told=told, noise=0.25, spikes=0.02
         )
         shares.append(reached(engine, 600))
     assert min(shares) > 0.9 and np.mean(shares) > 0.97, shares
@@ -98,6 +100,6 @@ def test_what_probes_cost_is_bounded_and_nothing_is_out_of_reach() -> None:
     engine = Engine(TREE, 4, 0, chances_of(TREE, 1.2), took=took)
     engine.rate(200)
     before = engine.seen.copy()
-    assert engine.rate(30_000) > 0.98 * engine.best()
+    assert engine.rate(12_000) > 0.98 * engine.best()
     probes = {shape: engine.seen[shape, Reason.PROBE] - before[shape, Reason.PROBE] for shape in range(4)}
     assert all(probes[shape] > 0 for shape in (1, 2, 3)), probes
