@@ -11,6 +11,7 @@ from speculative.build import build_worker, plan_engine
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.drafts.oracle import capture
+from tests.support.slow import slow
 from workers.config import RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.engine_layout import EngineLayout
@@ -86,7 +87,7 @@ def measured(pair: Pair, limit_s: float, max_running: int, max_step_tokens: int)
     return table_of(probe.measure(wanted(extent), limit_s), extent), model
 
 
-@pytest.mark.parametrize(("max_running", "max_step_tokens"), [(1, 1), (6, 32), (13, 300), (64, 1500)])
+@pytest.mark.parametrize(("max_running", "max_step_tokens"), [(1, 1), (13, 300), *slow((6, 32), (64, 1500))])
 def test_the_table_is_what_the_steps_took(pair: Pair, max_running: int, max_step_tokens: int) -> None:
     table, model = measured(pair, 1e9, max_running, max_step_tokens)
     for shape in range(2):

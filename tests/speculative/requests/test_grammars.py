@@ -22,6 +22,7 @@ from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.kernels.eager_graphs import EagerRecorder
 from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.slow import slow
 from tests.support.structured_output.sampled import assert_follows, grammar_of, schemas, text_of
 from workers.config import GraphCapture
 from workers.distributed.tp_group import SOLO
@@ -81,7 +82,7 @@ def test_answers_are_valid() -> None:
     assert whole > 4
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree", "suffix"])
+@pytest.mark.parametrize("shape", ["tree", "suffix", *slow("chain")])
 def test_speculation_changes_no_token(shape: str) -> None:
     """Greedy and drawn, with filters, penalties and log-probabilities, beside requests that have no grammar."""
     asked = requests(SCHEMAS, 7)
@@ -126,7 +127,7 @@ def test_ranks_fill_the_same_masks() -> None:
     assert run(embedded_spec(TREE, tensor_parallel=2), requests(SCHEMAS, 7)[:6]) == plainly()[:6]
 
 
-@pytest.mark.parametrize("shape", ["plain", "tree"])
+@pytest.mark.parametrize("shape", ["tree", *slow("plain")])
 def test_a_request_goes_on_where_it_was(shape: str) -> None:
     """Resumed after any number of tokens, as after the loss of an engine."""
     asked = requests(SCHEMAS, 7)[1:6]

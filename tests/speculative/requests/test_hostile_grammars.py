@@ -16,6 +16,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.slow import slow
 from tests.support.structured_output.hostile import KNOWN, STOPS, grammars
 from tests.support.structured_output.sampled import text_of
 from workers.runner.local_engine import LocalEngine
@@ -89,7 +90,7 @@ def test_choices_in_any_language(engine: LocalEngine, alone: list[list[int]]) ->
     assert [request.output for request in assert_choices(engine).free] == alone
 
 
-@pytest.mark.parametrize("speculative", [None, TREE], ids=["plain", "tree"])
+@pytest.mark.parametrize("speculative", [TREE, *slow(None)], ids=["tree", "plain"])
 def test_choices_in_any_language_on_other_engines(speculative: SpeculativeConfig | None) -> None:
     with local_engine(embedded_spec(speculative)) as engine:
         assert_choices(engine)

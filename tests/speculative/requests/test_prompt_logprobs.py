@@ -10,6 +10,7 @@ from attention.config import CacheConfig
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
+from tests.support.slow import slow
 from workers.config import SchedulerConfig
 from workers.layers.vocab import LMHead
 from workers.runner.local_engine import LocalEngine
@@ -86,7 +87,7 @@ def check(found: dict[str, Rows], expected: list[Rows]) -> None:
             assert (own_rank, own_ids) == (rank, ids)
 
 
-@pytest.mark.parametrize("kind", ["plain", "chain", "tree", "eagle3"])
+@pytest.mark.parametrize("kind", ["tree", "eagle3", *slow("plain", "chain")])
 def test_prompt_logprobs_are_those_of_transformers(pair: Pair, expected: list[Rows], kind: str) -> None:
     speculative = {
         "plain": None,
@@ -106,7 +107,7 @@ def test_two_ranks_give_the_same_prompt_logprobs(pair: Pair, expected: list[Rows
         check(collect(engine, requests_of(pair.prompts)), expected)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("chunk", [1, 7, *slow(512)])
 def test_chunks_of_any_size_make_whole_prompts(
     pair: Pair, expected: list[Rows], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def test_trees_ranks_and_few_pages_change_no_token(tmp_path: Path) -> None:
     check_trees_on_ranks(make_target(tmp_path / "target", **GPT_OSS), tmp_path / "head")
 
 
+@pytest.mark.slow
 def test_chains_and_cached_prefixes_change_no_token(tmp_path: Path) -> None:
     check_chains_and_cached_prefixes(make_target(tmp_path / "target", **GPT_OSS), tmp_path / "head")
 

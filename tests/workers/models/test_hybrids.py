@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from attention.capability import Capability
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
+from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_block_fp8 import quantised
 from tests.workers.models.test_targets import by_transformers, by_us
@@ -21,7 +22,7 @@ KINDS = ("linear_attention", "full_attention")
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3_5", "Qwen3_5Moe", "Qwen3Next"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, architecture: str, seed: int) -> None:
     """The last layer is a recurrent one, or one of attention."""
     layers = {"layer_types": [KINDS[i % 3 == 2] for i in range(6)], "num_hidden_layers": 6} if seed else {}
@@ -75,7 +76,7 @@ def test_the_text_model_of_a_model_of_images_is_served(tmp_path: Path) -> None:
     assert by_us(whole) == by_transformers(target)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3_5", "Qwen3_5Moe", "Qwen3Next"])
+@pytest.mark.parametrize("architecture", ["Qwen3_5Moe", *slow("Qwen3_5", "Qwen3Next")])
 def test_fp8_checkpoints_answer_as_their_weights_mean(tmp_path: Path, architecture: str) -> None:
     """Blocks of weights have scales; what the published checkpoints list stays in bf16."""
     target = make_target(tmp_path / "target", architecture=architecture)

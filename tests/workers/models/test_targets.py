@@ -13,6 +13,7 @@ from speculative.local import local_engine
 from tests.support import MODELS
 from tests.support.embedded import embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_target
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from workers.scheduling.plan import SamplingParams
@@ -77,16 +78,18 @@ def requests_of(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"architecture": "Llama"},
         {"architecture": "Llama", "tie_word_embeddings": True, "attention_bias": True},
         {"architecture": "Llama", "rope_scaling": LLAMA3_ROPE},
-        {"architecture": "Llama", "rope_scaling": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
         {"architecture": "Llama", "num_key_value_heads": 4, "vocab_size": 101},
         {"architecture": "Qwen2"},
         {"architecture": "Qwen3", "head_dim": 32},
-        {"architecture": "Qwen3Moe"},
         {"architecture": "Qwen3Moe", "norm_topk_prob": False, "mlp_only_layers": [1]},
-        {"architecture": "Qwen3Moe", "decoder_sparse_step": 2, "num_experts_per_tok": 3},
+        *slow(
+            {"architecture": "Llama"},
+            {"architecture": "Llama", "rope_scaling": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+            {"architecture": "Qwen3Moe"},
+            {"architecture": "Qwen3Moe", "decoder_sparse_step": 2, "num_experts_per_tok": 3},
+        ),
     ],
     ids=lambda s: "-".join(f"{v}" if isinstance(v, str) else k for k, v in s.items()),
 )
