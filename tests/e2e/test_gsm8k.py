@@ -9,7 +9,8 @@ from tests.bench.quality import gsm8k
 from tests.e2e.serving import Server, serving, wait_idle
 from tests.support import MODELS
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+# Slow: `tests.speculative.test_losslessness` compares such answers, and `test_serving` the way to a client.
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 NUM_QUESTIONS = 8
 
 

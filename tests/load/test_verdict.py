@@ -145,6 +145,7 @@ def test_scenarios_have_names_of_their_own_and_faults_within_the_load() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # tests.e2e.test_recovery kills a worker, too
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it can")
 def test_killed_worker_under_load_costs_no_request_and_no_token(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.load", "--only", "short", "--out", str(tmp_path)]
