@@ -74,9 +74,9 @@ CASES = (
     for dtype in TYPES
     for name in (f"{count}x{size}-{str(dtype).removeprefix('torch.')}",)
     for case in (
-        Case(rms_norm, name, _norm(count, size, dtype, residual=False)),
-        Case(add_rms_norm, name, _norm(count, size, dtype, residual=True), written=(1,)),
-        Case(silu_mul, name, _gates(count, size, dtype)),
-        Case(gelu_mul, name, _gates(count, size, dtype)),
+        Case(rms_norm, name, _norm(count, size, dtype, residual=False), slow=count > 5),
+        Case(add_rms_norm, name, _norm(count, size, dtype, residual=True), written=(1,), slow=count > 5),
+        Case(silu_mul, name, _gates(count, size, dtype), slow=count > 5),
+        Case(gelu_mul, name, _gates(count, size, dtype), slow=count > 5),
     )
 )

@@ -149,11 +149,21 @@ CASES = (
             Case(find_limits, f"{size}", lambda device, n=size: _limits(n, device), seen=_kept, slow=slow or size > 17),
             Case(count_levels, f"{size}", lambda device, n=size: _limits(n, device), seen=_is_random, slow=slow),
             *(
-                Case(choose, f"{size}-{filtered}", lambda device, n=size, f=filtered: _choose(n, f, device), slow=slow)
+                Case(
+                    choose,
+                    f"{size}-{filtered}",
+                    lambda device, n=size, f=filtered: _choose(n, f, device),
+                    slow=slow or (size > 17 and not filtered),
+                )
                 for filtered in (False, True)
             ),
             *(
-                Case(perturb, f"{size}-{shards}", lambda device, n=size, s=shards: _perturb(n, s, device), slow=slow)
+                Case(
+                    perturb,
+                    f"{size}-{shards}",
+                    lambda device, n=size, s=shards: _perturb(n, s, device),
+                    slow=slow or (size > 17 and shards < 2),
+                )
                 for shards in (0, 1, 2)
             ),
         )

@@ -22,6 +22,7 @@ from tests.support.kernels.triton_cases import (  # noqa: E402
     random_table,
 )
 from tests.support.kernels.triton_interpreter import DEVICE, MARKS  # noqa: E402
+from tests.support.slow import slow  # noqa: E402
 
 pytestmark = MARKS
 
@@ -59,10 +60,7 @@ def check_decode(
         (1, 1, 1, 1),
         (4, 3, 2, 5),
         (16, 4, 3, 63),
-        (64, 8, 8, 8),
-        pytest.param(16, 4, 4, 4, marks=pytest.mark.slow),
-        pytest.param(4, 8, 5, 9, marks=pytest.mark.slow),
-        pytest.param(64, 1, 7, 20, marks=pytest.mark.slow),
+        *slow((64, 8, 8, 8), (16, 4, 4, 4), (4, 8, 5, 9), (64, 1, 7, 20)),
     ],
 )
 def test_small_ragged_batches(page_size: int, group: int, rows: int, suffix_len: int) -> None:
@@ -70,14 +68,14 @@ def test_small_ragged_batches(page_size: int, group: int, rows: int, suffix_len:
 
 
 @pytest.mark.parametrize(
-    "mode,rows,suffix_len", [(Mode.DECODE, 1, 1), (Mode.DRAFT_EXTEND, 4, 4), (Mode.DRAFT_DECODE, 4, 12)]
+    "mode,rows,suffix_len", [(Mode.DECODE, 1, 1), (Mode.DRAFT_DECODE, 4, 12), *slow((Mode.DRAFT_EXTEND, 4, 4))]
 )
-@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("dtype", [HALF_TYPES[0], *slow(HALF_TYPES[1])])
 def test_small_batches_in_half_types(mode: Mode, rows: int, suffix_len: int, dtype: torch.dtype) -> None:
     check_decode(mode, rows, suffix_len, [130, 0, 64], 4, 1, 32, 16, dtype)
 
 
-@pytest.mark.parametrize("page_size,rows,suffix_len,window", [(1, 1, 1, 64), (16, 4, 4, 65), (64, 3, 63, 64)])
+@pytest.mark.parametrize("page_size,rows,suffix_len,window", [(64, 3, 63, 64), *slow((1, 1, 1, 64), (16, 4, 4, 65))])
 def test_small_batches_in_a_window(page_size: int, rows: int, suffix_len: int, window: int) -> None:
     check_decode(Mode.VERIFY, rows, suffix_len, [0, 63, 64, 300], 4, 1, 16, page_size, torch.float32, window)
 
@@ -105,8 +103,7 @@ def test_more_rows_than_a_program_takes() -> None:
     [
         (300, True),
         (1400, False),
-        pytest.param(300, False, marks=pytest.mark.slow),
-        pytest.param(1400, True, marks=pytest.mark.slow),
+        *slow((300, False), (1400, True)),
     ],
 )
 def test_both_ways_to_merge(longest: int, apart: bool) -> None:

@@ -24,6 +24,7 @@ from tests.support.kernels.triton_cases import (  # noqa: E402
     random_table,
 )
 from tests.support.kernels.triton_interpreter import DEVICE, MARKS  # noqa: E402
+from tests.support.slow import slow  # noqa: E402
 
 pytestmark = MARKS
 
@@ -51,7 +52,7 @@ def check_prefill(
     assert_close(out, references.prefill(q, pool.layer(0), batch, ScoreRule(head_dim**-0.5)), dtype)
 
 
-@pytest.mark.parametrize("page_size,group", [(1, 1), (4, 3), (16, 4), (64, 8)])
+@pytest.mark.parametrize("page_size,group", [(1, 1), (64, 8), *slow((4, 3), (16, 4))])
 def test_small_ragged_chunks(page_size: int, group: int) -> None:
     check_prefill([0, 5, 33, 0], [7, 1, 20, 30], group, 2, 16, page_size, torch.float32)
 
@@ -61,7 +62,7 @@ def test_small_chunks_in_a_window(page_size: int, group: int, window: int) -> No
     check_prefill([0, 62, 150], [70, 9, 1], group, 1, 16, page_size, torch.float32, window)
 
 
-@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("dtype", [HALF_TYPES[0], *slow(HALF_TYPES[1])])
 def test_small_chunks_in_half_types(dtype: torch.dtype) -> None:
     check_prefill([0, 40], [19, 2], 4, 1, 32, 16, dtype)
 
