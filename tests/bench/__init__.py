@@ -1,6 +1,6 @@
 """Benchmarks: `python -m tests.bench` lists them, `python -m tests.bench NAME [options]` runs one.
 
-round, sampling, grammar             engines with dummy weights, without HTTP; models: deepseek_rank, hybrid_models
+round, sampling, grammar             engines with dummy weights, without HTTP; models: `models`
 embedded                             the embedded pair, without HTTP
 shapes                               adaptive tree shapes against static ones
 trace, profile_round                 what torch's profiler sees of a round

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from speculative.local import local_engine
-from tests.bench import configured
+from tests.bench.models import configured
 from tests.bench.round import MODELS, SHAPES, Setting, engine_spec, hardware, write_checkpoints
 from tests.bench.trace import by_kernel, figures, profile, start, submit
 from workers.scheduling.plan import SamplingParams

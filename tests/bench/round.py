@@ -10,8 +10,8 @@ profiler counts in steady rounds (graph launches, copies to the host, idle share
 must read over the rate at which this GPU copies its own memory, measured first. Markdown tables, then one JSON line.
 Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU. `--model dsv3-rank`: one rank's share of
 DeepSeek-V3 at eight ranks, which its own module drafts for, and dsv3-layers, for `--tensor-parallel 2`
-(`tests.bench.deepseek_rank`); `--model qwen3.5-27b`, qwen3.5-35b-a3b: hybrids (`tests.bench.hybrid_models`);
-gpt-oss-20b, gemma-3-27b, qwen3-8b with a DFlash draft and others: `tests.bench.published_models`.
+(`tests.bench.models.deepseek_rank`); `--model qwen3.5-27b`, qwen3.5-35b-a3b: hybrids (`tests.bench.models.hybrids`);
+gpt-oss-20b, gemma-3-27b, qwen3-8b with a DFlash draft and others: `tests.bench.models.published`.
 """
 
 import argparse
@@ -33,10 +33,10 @@ from speculative.build import EngineSpec
 from speculative.config import Method, SpeculativeConfig
 from speculative.drafts.blocks.config import algorithm
 from speculative.local import local_engine
-from tests.bench import configured
 from tests.bench.kernels.block_plans import VARIANTS
 from tests.bench.kernels.gpu_time import copy_bytes_per_s, hardware
 from tests.bench.machine import commit
+from tests.bench.models import configured
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deploy.config.files import find_config, located
-from tests.bench import configured, deepseek_rank
+from tests.bench.models import configured, deepseek_rank
 from tests.bench.round import MODELS, SHAPES, write_checkpoints
 
 ACCEPTANCE_LENGTH = 3.0  # synthetic, of dummy weights

@@ -10,7 +10,7 @@ import torch
 from speculative.build import EngineSpec, build_worker, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from tests.bench import hybrid_models
+from tests.bench.models import hybrids
 from tests.bench.round import Setting, engine_spec, write_checkpoints
 from tests.bench.trace import figures, profile, start
 from tests.speculative.conftest import Pair
@@ -65,8 +65,8 @@ def test_graphs_emit_what_eager_steps_emit(hybrid: Pair, shape: str, temperature
 def small(name: str, shape: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> EngineSpec:
     """An engine of four layers of a real model's sizes, dummy weights and three requests."""
     few = {"num_hidden_layers": 4, "vocab_size": 32768}
-    monkeypatch.setitem(hybrid_models.CONFIGS, name, hybrid_models.CONFIGS[name] | few)
-    monkeypatch.setattr("tests.bench.configured.CONFIGS", dict(hybrid_models.CONFIGS))
+    monkeypatch.setitem(hybrids.CONFIGS, name, hybrids.CONFIGS[name] | few)
+    monkeypatch.setattr("tests.bench.models.configured.CONFIGS", dict(hybrids.CONFIGS))
     write_checkpoints(folder, name)
     return engine_spec(folder, shape, 3, Setting(), 1, cuda_graphs=True)
 

@@ -210,8 +210,8 @@ class Rank:
     def built(model: str, shape: str, max_running: int, deterministic: bool = False) -> "Rank":
         """model, shape: of `tests.bench.round`."""
         from speculative.build import plan_engine
-        from tests.bench import deepseek_rank, hybrid_models
         from tests.bench import round as bench
+        from tests.bench.models import deepseek_rank, hybrids
         from tests.support.engine_plans import as_captured
         from workers.models import loading, weights
         from workers.runner import build
@@ -221,8 +221,8 @@ class Rank:
         if model in deepseek_rank.CONFIGS:
             config = deepseek_rank.CONFIGS[model]
             config |= {"num_hidden_layers": LATENT_LAYERS, "first_k_dense_replace": LATENT_LAYERS - 1}
-        elif model in hybrid_models.CONFIGS:
-            hybrid_models.CONFIGS[model] |= {"num_hidden_layers": HYBRID_LAYERS}
+        elif model in hybrids.CONFIGS:
+            hybrids.CONFIGS[model] |= {"num_hidden_layers": HYBRID_LAYERS}
         else:
             bench.MODELS[model] = dataclasses.replace(bench.MODELS[model], layers=LAYERS)
         if deterministic:  # it is off where there is no GPU

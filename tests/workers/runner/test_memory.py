@@ -12,7 +12,7 @@ from attention.config import CacheConfig
 from attention.expansion import MAX_TOKENS, pays
 from attention.metadata import ChunkLists
 from speculative.build import EngineSpec, plan_engine
-from tests.bench.configured import write_config
+from tests.bench.models.configured import write_config
 from tests.support.embedded import TREE, embedded_spec
 from tests.support.thread_group import on_ranks
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from speculative.drafts.trimmed_head import AUTO_ROWS, write_token_map
-from tests.bench import deepseek_rank, hybrid_models, published_models
+from tests.bench.models import deepseek_rank, hybrids, published
 
-CONFIGS: dict[str, dict[str, Any]] = {**deepseek_rank.CONFIGS, **hybrid_models.CONFIGS, **published_models.CONFIGS}
+CONFIGS: dict[str, dict[str, Any]] = {**deepseek_rank.CONFIGS, **hybrids.CONFIGS, **published.CONFIGS}
 
 
 def write_config(folder: Path, name: str) -> None:
@@ -15,9 +15,9 @@ def write_config(folder: Path, name: str) -> None:
     makes it, for a draft head of its size; a model without a module to draft with gets the block draft it has here."""
     (folder / "target").mkdir(parents=True)
     (folder / "target" / "config.json").write_text(json.dumps(CONFIGS[name]))
-    if name in hybrid_models.CONFIGS:
+    if name in hybrids.CONFIGS:
         write_token_map(folder / "target", CONFIGS[name]["vocab_size"], range(AUTO_ROWS))
-    published_models.write_draft(folder, name)
+    published.write_draft(folder, name)
 
 
 def floor_bytes(
@@ -26,9 +26,9 @@ def floor_bytes(
     """Bytes that a round of `requests` with `width` rows each must move: see the model's module. folder: that
     `write_config` wrote to."""
     rows = requests * width
-    if name in published_models.CONFIGS:
+    if name in published.CONFIGS:
         contexts = [tokens / requests] * requests
-        return published_models.floor_bytes(folder / "target", name, rows, contexts, width > 1) / ranks
-    if name in hybrid_models.CONFIGS:
-        return hybrid_models.floor_bytes(name, rows, tokens, passes, draft_rows, ranks, requests)
+        return published.floor_bytes(folder / "target", name, rows, contexts, width > 1) / ranks
+    if name in hybrids.CONFIGS:
+        return hybrids.floor_bytes(name, rows, tokens, passes, draft_rows, ranks, requests)
     return deepseek_rank.floor_bytes(name, rows, tokens, passes, draft_rows, ranks)

@@ -1,0 +1,1 @@
+"""The models of `tests.bench` that a config.json describes, with dummy weights."""
