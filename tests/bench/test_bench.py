@@ -95,24 +95,24 @@ def test_bench_of_rounds_can_be_tried_without_a_gpu(bench: str) -> None:
 def test_floor_follows_the_rate_at_which_memory_is_copied() -> None:
     """Llama-3.1-8B's 7.5 billion numbers of a pass, 15 GB in bfloat16: 5.0 ms at an H100's 3.0 TB/s, 3.5 ms at an
     H200's 4.27 TB/s, and half of it on each of two."""
-    h100, h200 = (floor_ms("llama-3.1-8b", "plain", 1, Setting(), 1, rate) for rate in (3.0e12, 4.27e12))
+    h100, h200 = (floor_ms(Path(), "llama-3.1-8b", "plain", 1, Setting(), 1, rate) for rate in (3.0e12, 4.27e12))
     assert h100 == pytest.approx(5.03, abs=0.05) and h100 / h200 == pytest.approx(4.27 / 3.0)
-    assert floor_ms("llama-3.1-8b", "plain", 1, Setting(), 2, 3.0e12) == pytest.approx(h100 / 2)
+    assert floor_ms(Path(), "llama-3.1-8b", "plain", 1, Setting(), 2, 3.0e12) == pytest.approx(h100 / 2)
 
 
 def test_floor_counts_experts_that_somebody_chose() -> None:
     """A rank of DeepSeek-V3: 58 layers of 9 experts of 5.5 MB for one row, and nearly all 257 for 256 rows."""
-    one, many = (floor_ms("dsv3-rank", "plain", batch, Setting(), 1, 4.27e12) for batch in (1, 256))
+    one, many = (floor_ms(Path(), "dsv3-rank", "plain", batch, Setting(), 1, 4.27e12) for batch in (1, 256))
     assert one == pytest.approx(1.35, abs=0.05)
     assert many > 58 * 250 * 5.5e6 / 4.27e12 * 1e3
 
 
 def test_floor_counts_states_and_attention_of_hybrids() -> None:
     """Qwen3.5-27B: 12.0 ms of weights, 0.07 ms of states a request at an H200's copy rate."""
-    one, many = (floor_ms("qwen3.5-27b", "plain", batch, Setting(), 1, 4.27e12) for batch in (1, 32))
+    one, many = (floor_ms(Path(), "qwen3.5-27b", "plain", batch, Setting(), 1, 4.27e12) for batch in (1, 32))
     assert one == pytest.approx(12.1, abs=0.15)
     assert many - one == pytest.approx(31 * (0.0707 + 0.0098), rel=0.05)
-    assert floor_ms("qwen3.5-35b-a3b", "plain", 1, Setting(), 1, 4.27e12) == pytest.approx(1.42, abs=0.05)
+    assert floor_ms(Path(), "qwen3.5-35b-a3b", "plain", 1, Setting(), 1, 4.27e12) == pytest.approx(1.42, abs=0.05)
 
 
 def test_unknown_part_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,6 @@ CASES = (
             rope,
             f"heads-{heads}-head_dim-{head_dim}-{rotated}-{dtype}",
             _queries(heads, head_dim, rotated, dtype),
-            written=(0,),
         )
         for heads, head_dim, rotated, dtype in (
             (3, 16, 16, torch.float32),
