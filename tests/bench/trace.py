@@ -35,7 +35,7 @@ def profile(engine: LocalEngine, steps: int) -> list[dict[str, Any]]:
 def profiled(run: Callable[[], object], repeats: int) -> list[dict[str, Any]]:
     """Trace events of `repeats` runs."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:  # else torch 2.11 warns
         for _ in range(repeats):
             run()
         torch.cuda.synchronize()
