@@ -53,10 +53,8 @@ class SlotWindows:
         first = np.maximum(committed - (self.pages.window - 1), 0) >> self._shift
         for slot in np.flatnonzero(first > self.first).tolist():
             begin, end = int(self.first[slot]), int(first[slot])
-            table, last = (
-                tables[slot],
-                (int(self._entered[slot]) - 1) >> self._shift,
-            )  # pages that a same prompt matches
+            table = tables[slot]
+            last = (int(self._entered[slot]) - 1) >> self._shift  # pages that an equal prompt matches
             before = min(max(begin, last - self.pages.num_seen), end)
             inside = min(max(before, last), end)
             if num_tokens[slot] == self._entered[slot]:

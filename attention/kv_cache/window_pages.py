@@ -101,7 +101,7 @@ class WindowPages:
         """Remove one holder from the window page of each of `pages`. passed: the holder's window has passed them; else
         the request leaves."""
         for page in pages:
-            assert self._holders[page] > 0, f"release of the window page of page {page}, which nobody holds"
+            assert self._holders[page] > 0, f"release of the window page of page {page}, which has no holder"
             self._holders[page] -= 1
             if self._holders[page] == 0:
                 if not self._keeps:

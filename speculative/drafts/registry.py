@@ -46,14 +46,19 @@ def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig
     raise ValueError(_other_method(name, path, raw))
 
 
+def method_of(raw: Mapping[str, Any]) -> str | None:
+    """Return the name of the method whose draft has this config.json; None: of no method."""
+    return next((name for name, methods in METHODS.items() if any(each.recognises(raw) for each in methods)), None)
+
+
 def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:
     """Return the error for a draft of another method: it would load, or almost, and then accept nothing without a
     message."""
     draft, architecture = f"speculative.method={name}: draft {path}", draft_architecture(raw)
-    right = [other for other, methods in METHODS.items() if any(method.recognises(raw) for method in methods)]
-    if not right and "speculators_model_type" in raw:
+    right = method_of(raw)
+    if right is None and "speculators_model_type" in raw:
         architecture = f"{architecture}, speculators_model_type {raw['speculators_model_type']}"
-    if not right:
+    if right is None:
         return f"{draft} (architecture {architecture}) is of no method that exists; those are {', '.join(METHODS)}"
-    article = "a" if right[0].startswith("d") else "an"
-    return f"{draft} is {article} {right[0]} head (architecture {architecture}); set method: {right[0]}"
+    article = "a" if right.startswith("d") else "an"
+    return f"{draft} is {article} {right} head (architecture {architecture}); set method: {right}"

@@ -31,7 +31,7 @@ from attention.config import CacheConfig, DraftAttention, TargetAttention
 from deploy.bench.table import table
 from speculative.build import EngineSpec
 from speculative.config import Method, SpeculativeConfig
-from speculative.drafts.blocks.config import algorithm
+from speculative.drafts.registry import method_of
 from speculative.local import local_engine
 from tests.bench.kernels.block_plans import VARIANTS
 from tests.bench.kernels.gpu_time import copy_bytes_per_s, hardware
@@ -40,6 +40,7 @@ from tests.bench.models import configured
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.models.config import read_config_json
 from workers.ops.packed.tiles import BLOCK_PLANS
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
@@ -137,14 +138,6 @@ def page_size_of(target: Path) -> int:
     return 64 if "kv_lora_rank" in json.loads((target / "config.json").read_text()) else CacheConfig().page_size
 
 
-def method_of(head: Path) -> Method:
-    """Of the draft in that folder; without one the target's own module drafts."""
-    if not head.exists():
-        return "mtp"
-    raw = json.loads((head / "config.json").read_text())
-    return cast(Method, algorithm(raw) or "eagle3")
-
-
 def engine_spec(
     folder: Path,
     shape: str,
@@ -175,8 +168,8 @@ def engine_spec(
     return EngineSpec(
         worker,
         SpeculativeConfig(
-            str(head) if head.exists() else "",
-            method_of(head),
+            str(head) if head.exists() else "",  # else the target's own module drafts
+            cast(Method, method_of(read_config_json(str(head)))) if head.exists() else "mtp",
             num_steps,
             top_k,
             width,

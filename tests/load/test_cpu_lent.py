@@ -55,7 +55,7 @@ def test_nothing_is_known_of_times_without_samples() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone counts it")
 def test_a_thread_that_is_kept_from_the_only_core_knows_how_long() -> None:
-    """Of 0.3 s beside a busy process on one core about half; asleep is not waiting."""
+    """Beside a busy process on one core it waits about half of 0.3 s. Sleeping is not waiting."""
     allowed = os.sched_getaffinity(0)
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:

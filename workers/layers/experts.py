@@ -15,8 +15,6 @@ from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
-__all__ = ["Experts", "ExpertsMethod", "ExpertsShape", "UnquantizedExperts"]
-
 
 class Experts(WeightedModule):
     """The experts of a layer.

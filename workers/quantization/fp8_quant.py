@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.quantization.fp8_experts import Fp8Experts
 from workers.quantization.fp8_linear import Fp8Linear

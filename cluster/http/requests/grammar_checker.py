@@ -56,7 +56,7 @@ class ProcessChecker:
         self._work = Work(str(folder), 0)
         self._timeout_s = timeout_s
         self._quick = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
-        # Of eight on two busy cores hardly one got the time that it may take (26 of 29 ended without a result).
+        # With eight slow trials on two busy cores, 26 of 29 got too little CPU time to end with a result.
         self._max_slow = min(MAX_SLOW, max(2, os.cpu_count() or 1))
         self._num_slow = 0
         self._trials: dict[Grammar, asyncio.Task[TrialResult]] = {}

@@ -73,7 +73,7 @@ def floor_bytes(target: Path, name: str, rows: int, contexts: Sequence[float], i
     if experts:
         count = raw.get("num_local_experts") or raw["n_routed_experts"]
         total -= round(experts * (1 - raw["num_experts_per_tok"] / count) ** rows)
-    windows = getattr(config, "windows", ()) or [None] * raw["num_hidden_layers"]
+    windows = [config.score_rule(layer).window for layer in range(config.num_layers)]
     seen = sum(min(tokens, window or tokens) for window in windows for tokens in contexts)
     total += round(2 * 2 * raw["num_key_value_heads"] * raw["head_dim"] * seen)
     if is_drafted:

@@ -82,7 +82,7 @@ DRAFTS: dict[str, Callable[[Path, Path], SpeculativeConfig]] = {
 
 
 def prompts() -> list[list[int]]:
-    """Of 3 to 70 tokens, which repeat themselves: windows have 12."""
+    """Prompts of 3 to 67 tokens that end with their own first half. Windows have 12 tokens."""
     rng = Random(0)
     texts = [[rng.randrange(2, VOCAB) for _ in range(rng.randint(2, 45))] for _ in range(10)]
     return [(text + text[: len(text) // 2]) for text in texts]

@@ -203,7 +203,7 @@ def test_greedy_regeneration_gives_each_prompt_the_answer_it_gets_alone(
 def test_sampled_regeneration_follows_the_target_s_distribution(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Of 2,000 first tokens after one prompt: chi-squared over the ten likeliest and the rest, false alarm 1e-4."""
+    """2,000 first tokens after one prompt: chi-squared over the ten likeliest and the rest, false alarm 1e-4."""
     prompt = [5, 6, 7]
     said = generate_answers(
         target, tokenizer, [prompt] * 2000, temperature=0.7, max_new_tokens=1, batch_size=1500, seed=1, progress=False

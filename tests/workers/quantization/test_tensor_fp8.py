@@ -13,7 +13,7 @@ from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
 from tests.workers.models.test_targets import by_transformers, by_us
 from workers.distributed.tp_group import TPGroup
-from workers.layers.experts import ExpertsShape, UnquantizedExperts
+from workers.layers.experts_method import ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearShape
 from workers.quantization import fp8_quant
 from workers.quantization.block_fp8 import BlockFp8
