@@ -19,13 +19,18 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench.host.finding import Finding, Report
-from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
+from tests.support.embedded import BLOCK_TREE, CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
 
-ARMS: dict[str, SpeculativeConfig | None] = {"off": None, "chain 3/1/4": CHAIN, "tree 5/4/16": TREE}
-SERVED = "chain 3/1/4"  # what deploy/eagle.yaml asks for
+ARMS: dict[str, SpeculativeConfig | None] = {
+    "off": None,
+    "EAGLE-3 chain 3/1/4": CHAIN,
+    "EAGLE-3 tree 5/4/16": TREE,
+    "DSpark tree 8/4/16": BLOCK_TREE,
+}
+SERVED = "DSpark tree 8/4/16"  # what deploy/eagle.yaml asks for
 REPEATS = 3
 SPEEDUP = 1.3
 

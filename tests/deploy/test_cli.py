@@ -74,10 +74,17 @@ def test_help_does_not_import_torch_or_ray() -> None:
         assert command in done.stdout
 
 
-def test_plan_prints_ranks_draft_and_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(_config(tmp_path)), "--cpus", "8", "--gpus", "2"]) == 0
+@pytest.mark.parametrize(
+    ("name", "draft"),
+    [
+        ("eagle", "dspark, tree of top 4 from one block, depth 8, 16 nodes verified"),
+        ("eagle3", "eagle3, chain, depth 3, 4 nodes verified"),
+    ],
+)
+def test_plan_prints_ranks_draft_and_cluster(name: str, draft: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", name, "--cpus", "8", "--gpus", "2"]) == 0
     text = capsys.readouterr().out
-    assert "1 x 2 ranks on cuda" in text and "eagle3, chain, depth 3, 4 nodes verified" in text
+    assert "1 x 2 ranks on cuda" in text and draft in text
     assert "1 node with 8 CPU and 2 GPU" in text
 
 
@@ -132,7 +139,7 @@ def test_plan_says_what_is_left_to_the_start(capsys: pytest.CaptureFixture[str])
 def test_printed_configuration_is_the_packaged_one_with_its_models_located(name: str) -> None:
     path = ROOT / "deploy" / f"{name}.yaml"
     printed = yaml.safe_load(starting_point(name))
-    if name == "eagle":
+    if name in ("eagle", "eagle3"):
         assert printed == located(path)
         assert starting_point(name).count("\n# ") == path.read_text().count("\n# ")
     else:  # its checkpoints are to be downloaded beside the copy

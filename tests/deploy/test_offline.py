@@ -159,7 +159,7 @@ import os, signal, threading
 from aerie import LLM, SamplingParams
 
 if __name__ == "__main__":
-    with LLM("eagle", tensor_parallel_size=2) as llm:
+    with LLM("eagle3", tensor_parallel_size=2) as llm:
         threading.Timer(0.5, os.killpg, (0, signal.SIGINT)).start()
         try:
             llm.generate("Count", SamplingParams(max_tokens=1900, ignore_eos=True))

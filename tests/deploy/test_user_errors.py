@@ -46,7 +46,7 @@ def _config(folder: Path, **changes: object) -> Path:
     content = yaml.safe_load((MODELS.parent / "eagle.yaml").read_text())
     args = content["applications"][0]["args"]
     args["model"]["path"] = str(MODELS / "target")
-    args["speculative"]["path"] = str(MODELS / "draft")
+    args["speculative"]["path"] = str(MODELS / "dspark")
     args["parallel"]["tensor_parallel"] = 1
     for section, values in changes.items():
         args[section] = args.get(section, {}) | values
@@ -173,7 +173,7 @@ def test_evaluation_of_a_draft_without_weights(
     """With two ranks it is a child process that finds out."""
     draft = tmp_path / "draft"
     draft.mkdir()
-    shutil.copy(MODELS / "draft" / "config.json", draft)
+    shutil.copy(MODELS / "dspark" / "config.json", draft)
     parallel = {"tensor_parallel": tensor_parallel}
     path = _config(tmp_path, speculative={"path": str(draft)}, parallel=parallel)
     assert f"path={draft}: has no *.safetensors" in refused("eval-draft", path, "--prompts", rows)

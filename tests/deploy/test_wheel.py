@@ -5,6 +5,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from tests.support import MODELS, ROOT
 from tests.support.repository.wheel import FOLDERS, environment
 
@@ -56,10 +58,13 @@ def test_installed_wheel_plans_and_answers_from_any_folder(installed: Path, tmp_
     assert f"{installed}/deploy/models/target" in done.stdout
 
 
-def test_a_configuration_to_start_from_names_the_installed_models(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "draft"), [("eagle", "dspark"), ("eagle3", "draft")])
+def test_a_configuration_to_start_from_names_the_installed_models(
+    name: str, draft: str, installed: Path, tmp_path: Path
+) -> None:
     aerie = [sys.executable, "-m", "deploy.cli"]
     printed = subprocess.run(
-        [*aerie, "config", "eagle"],
+        [*aerie, "config", name],
         cwd=tmp_path,
         env=environment(installed),
         capture_output=True,
@@ -70,4 +75,4 @@ def test_a_configuration_to_start_from_names_the_installed_models(installed: Pat
     plan = [*aerie, "plan", "my.yaml", "--nodes", "0"]
     done = subprocess.run(plan, cwd=tmp_path, env=environment(installed), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"path: {installed}/deploy/models/draft" in printed
+    assert f"path: {installed}/deploy/models/{draft}" in printed

@@ -1,7 +1,7 @@
 """Speculation changes no token of the embedded pair, on real text.
 
 `python -m tests.speculative.test_losslessness [--full]` prints the same comparison as a table; --full crosses all of
-chain and tree, TP 1 and 2, page size 1 and 16.
+chain and tree of the EAGLE-3 head and the tree of the DSpark head, TP 1 and 2, page size 1 and 16.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from scipy import stats
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
-from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
+from tests.support.embedded import BLOCK_TREE, CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.config import SchedulerConfig
 from workers.scheduling.plan import SamplingParams
@@ -39,12 +39,12 @@ ARMS = (
     Arm("chain", CHAIN, 1, 1),
     Arm("chain", CHAIN, 2, 16),
     Arm("tree", TREE, 1, 16),
-    Arm("tree", TREE, 2, 1),
+    Arm("DSpark", BLOCK_TREE, 2, 1),
 )
 SLOW = pytest.mark.slow
 ALL_ARMS = tuple(
     Arm(name, speculative, tp, page)
-    for name, speculative in (("off", None), ("chain", CHAIN), ("tree", TREE))
+    for name, speculative in (("off", None), ("chain", CHAIN), ("tree", TREE), ("DSpark", BLOCK_TREE))
     for tp in (1, 2)
     for page in (1, 16)
 )

@@ -135,9 +135,9 @@ def test_a_file_that_names_models_is_planned_with_the_hubs_token(tmp_path: Path)
     """The command as a user runs it: a mirror, a cache and a token of the environment, a gated repository."""
     content = yaml.safe_load(starting_point("eagle"))
     args = content["applications"][0]["args"]
-    args["model"]["path"], args["speculative"]["path"] = "tiny/target", "tiny/draft"
+    args["model"]["path"], args["speculative"]["path"] = "tiny/target", "tiny/dspark"
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(content))
-    repositories = {f"tiny/{name}": checkpoint(MODELS / name) for name in ("target", "draft")}
+    repositories = {f"tiny/{name}": checkpoint(MODELS / name) for name in ("target", "dspark")}
     with running_hub(FakeHub(repositories, frozenset({"tiny/target"}))) as running:
         variables = os.environ | {
             "HF_ENDPOINT": running.url,
@@ -150,4 +150,4 @@ def test_a_file_that_names_models_is_planned_with_the_hubs_token(tmp_path: Path)
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"target      {tmp_path}/home/hub/models--tiny--target/snapshots/{COMMIT}" in done.stdout
-    assert "eagle3, chain, depth 3" in done.stdout
+    assert "dspark, tree of top 4 from one block, depth 8" in done.stdout
