@@ -50,8 +50,10 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
     _add_config(doctor)
     doctor.set_defaults(run="deploy.doctor.report:run")
-    config = commands.add_parser("config", help="print a packaged config file, to start your own from")
+    config = commands.add_parser("config", help="print a packaged config file to start from, or the keys of any")
     config.add_argument("name", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    keys = "print keys with defaults and meanings instead, of these sections (default: all)"
+    config.add_argument("--keys", nargs="*", metavar="SECTION", help=keys)
     config.set_defaults(run="deploy.config.files:run")
     add_training(commands)
     _add_quantize(commands)

@@ -1,4 +1,5 @@
-"""A hook of mkdocs: pages of the repository that lie outside of docs/ join the site, and links follow them.
+"""A hook of mkdocs: pages of the repository that lie outside of docs/ join the site, links follow them, and the
+configuration's keys get their tables.
 
 Links to other files of the repository become plain text, since the site has none of them. A link to a file that does
 not exist stays as it is, so that `mkdocs build --strict` fails.
@@ -6,6 +7,7 @@ not exist stays as it is, so that `mkdocs build --strict` fails.
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -13,6 +15,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from deploy.config.keys import with_tables  # noqa: E402 - after the path of our own packages
+
 OUTSIDE = {  # page of the repository -> page of the site
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -35,10 +41,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links between pages of the repository to the pages of the site, and set lists apart from the line before
-    them, as Python-Markdown wants and GitHub does not."""
+    """Add the tables of keys, point links between pages of the repository to the pages of the site, and set lists apart
+    from the line before them, as Python-Markdown wants and GitHub does not."""
     uri = page.file.src_uri
     folder = posixpath.dirname(_SOURCES.get(uri, f"docs/{uri}"))
+    markdown = with_tables(markdown)
     return _LIST.sub(r"\1\n\n", _LINK.sub(lambda match: _followed(match, folder), markdown))
 
 

@@ -10,7 +10,7 @@ from speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_
 from workers.config import RoundShapes
 
 Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix"]
-_BLOCKS = ("dflash", "dspark", "dflash2")  # methods that draft a block in one pass
+BLOCK_METHODS = ("dflash", "dspark", "dflash2")  # methods that draft a block in one pass
 
 MAX_MATCH = 32
 _DEFAULT_SUFFIX_TOKENS = 15  # with the root as many rows as a product of matrices takes at once
@@ -78,7 +78,7 @@ class SpeculativeConfig:
                 f"num_draft_tokens={self.num_draft_tokens}: a tree of num_steps={self.num_steps} and "
                 f"top_k={self.top_k} has {most_nodes} nodes at most; lower it or raise those"
             )
-        if self.method not in _BLOCKS and num_scratch_tokens(self.num_steps, self.top_k) > MAX_WIDTH:
+        if self.method not in BLOCK_METHODS and num_scratch_tokens(self.num_steps, self.top_k) > MAX_WIDTH:
             raise ValueError(
                 f"num_steps={self.num_steps}, top_k={self.top_k}: (num_steps - 1) * top_k must be at "
                 f"most {MAX_WIDTH}; lower one of them"
@@ -140,7 +140,7 @@ class SpeculativeConfig:
     @property
     def shape(self) -> TreeShape:
         """The tree that it asks for."""
-        return TreeShape.of(self.num_steps, self.top_k, self.num_draft_tokens, self.method in _BLOCKS)
+        return TreeShape.of(self.num_steps, self.top_k, self.num_draft_tokens, self.method in BLOCK_METHODS)
 
     @property
     def shapes(self) -> RoundShapes:

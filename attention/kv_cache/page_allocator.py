@@ -89,7 +89,7 @@ class PageAllocator:
         holders, cached, free, windows = self._holders, self._cached, self._free, self.windows
         for page in pages:
             count = holders[page] - 1
-            assert count >= 0, f"release of page {page}, which nobody holds"
+            assert count >= 0, f"release of page {page}, which has no holder"
             holders[page] = count
             if count == 0:
                 self._num_held -= 1

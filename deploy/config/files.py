@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.config import ConfigError, read_args, read_content
 from cluster.http.keys import digest
+from deploy.config.keys import key_lines
 
 PACKAGED = Path(__file__).resolve().parents[1]
 PATH_SECTIONS = ("model", "speculative")  # sections of `args` whose `path` names a folder
@@ -68,7 +69,10 @@ def key_digest(key: object) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """`aerie config`."""
-    print(starting_point(arguments.name), end="")
+    if arguments.keys is not None:
+        print("\n".join(key_lines(arguments.keys)))
+    else:
+        print(starting_point(arguments.name), end="")
     return 0
 
 

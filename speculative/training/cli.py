@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from attention.lazy_import import load
+from speculative.config import BLOCK_METHODS
 from speculative.training import TrainingError
 
-BLOCK_METHODS = ("dflash", "dspark", "dflash2")  # the keys of `blocks.files.KINDS`; a test compares them
 # The fields of `speculative.drafts.eagle3_config.HeadFlags`; a test compares them.
 HEAD_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 

@@ -5,7 +5,8 @@
 FOLDER of --vllm: its source distribution of the release that `peer_expectations.toml` names, unpacked. Nothing of it is
 kept here: the files are copied to a temporary folder, the names of their models replaced by the served one, and run in
 a process of their own, where `peer_fixture.py` stands in for their fixture. The exit status is 1 if a test fails that
-is not expected to. See docs/clients.md.
+is not expected to. They need openai, anthropic and pytest-asyncio, and a server with
+`ingress: {output_parser: hermes, model_aliases: [claude-3-7-sonnet-latest, HuggingFaceH4/zephyr-7b-beta]}`.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python -m tests.clients.structured URL        # those that are installed; see docs/clients.md
 
-Each case must give a value of `Person`, whatever the model: forms and calls are forced. Greedy, so that two runs say
-the same. A line per case, then how many were right; the exit status is 1 if one was not.
+They need the server's `ingress.output_parser: hermes`. Each case must give a value of `Person`, whatever the model:
+forms and calls are forced. Greedy, so that two runs say the same. A line per case, then how many were right; the exit
+status is 1 if one was not.
 """
 
 import importlib.metadata

@@ -14,7 +14,7 @@ computed once per row, with that row's path in chain order. Columns that a row d
 the bit: their weight is 2^-inf = 0, their factor 2^0 = 1. So does merging with an empty partial: 1 * part / 1.
 
 This kernel and `latent_decode_triton` share plan, merging and softmax, but not their loop: there K and V are one tile,
-which is multiplied in either orientation.
+which is read once and multiplied in either orientation.
 """
 
 import torch

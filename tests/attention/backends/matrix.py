@@ -42,14 +42,14 @@ def refusal(name: str, use: AttentionUse) -> str | None:
 
 
 def matrix() -> str:
-    """Three Markdown tables: where each mode runs over keys and values by heads, and over latent rows, and what each
+    """Two Markdown tables: where each mode runs over keys and values by heads and over latent rows, and what each
     backend takes."""
-    lines = [*_modes("backend", Shape()), "", *_modes("backend over latent rows", LATENT)]
+    lines = ["| backend | K/V heads | latent rows |", "| --- | --- | --- |"]
+    lines += [f"| `{name}` | {_modes(name, Shape())} | {_modes(name, LATENT)} |" for name in BACKENDS]
     lines += [
         "",
-        "| backend | KV kept as | page sizes | head dims | query heads per KV head | types | "
-        "windows, soft caps, sinks | FP8 KV | reads lengths on the host |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| backend | page sizes | head dims | query heads per KV head | types | windows, soft caps, sinks | FP8 KV |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [f"| `{name}` | {' | '.join(_facts(name))} |" for name in BACKENDS]
     return "\n".join(lines)
@@ -60,14 +60,16 @@ def refusals() -> str:
     return "\n".join(f"- `{name}`: {'; '.join(_refusals(name)) or 'nothing'}" for name in BACKENDS)
 
 
-def _modes(head: str, shape: Shape) -> list[str]:
-    """A table of backends and modes."""
-    lines = [f"| {head} | {' | '.join(work.name for work in WORKS)} |", f"| --- |{' --- |' * len(WORKS)}"]
-    for name in BACKENDS:
-        cells = [_places(name, [use_of(work, shape, *place) for place in PLACES.values()]) for work in WORKS]
-        mark = " (not run on a device)" if (name, shape.layout.kind) in UNTRIED else ""
-        lines.append(f"| `{name}`{mark} | {' | '.join(cells)} |")
-    return lines
+def _modes(name: str, shape: Shape) -> str:
+    """Places and the modes that run there, those that run in most places first."""
+    modes: dict[str, list[str]] = {}
+    for work in WORKS:
+        places = _places(name, [use_of(work, shape, *place) for place in PLACES.values()])
+        modes.setdefault(places, []).append(work.name)
+    most = max((places for places in modes if places != "no"), key=lambda places: len(modes[places]))
+    rest = [f"{', '.join(names)}: {places}" for places, names in modes.items() if places != most]
+    mark = " (not run on a device)" if (name, shape.layout.kind) in UNTRIED else ""
+    return "; ".join([most, *rest]) + mark
 
 
 def _places(name: str, uses: list[AttentionUse]) -> str:
@@ -85,14 +87,12 @@ def _facts(name: str) -> list[str]:
     home = _home()
     heads = {group: group * home.num_kv_heads for group in GROUPS}
     return [
-        ", ".join(sorted(BACKENDS[name].layouts)),
         _able(name, {size: dataclasses.replace(home, page_size=size) for size in PAGE_SIZES}),
         _able(name, {dim: dataclasses.replace(home, head_dim=dim) for dim in HEAD_DIMS}),
         _able(name, {group: dataclasses.replace(home, num_heads=count) for group, count in heads.items()}),
         _able(name, {str(t).removeprefix("torch."): dataclasses.replace(home, dtype=t) for t in TYPES}),
         _able(name, {what: dataclasses.replace(home, scores=(rule,)) for what, rule in RULES.items()}) or "no",
         "no" if refusal(name, dataclasses.replace(home, kv_dtype=FP8)) else "yes",
-        ", ".join(sorted(mode.value for mode in BACKENDS[name].cpu_seq_lens_modes)) or "never",
     ]
 
 

@@ -24,7 +24,7 @@ def test_shared_page_is_free_only_after_its_last_holder():
     assert allocator.num_free == 1
     allocator.release(pages)
     assert allocator.num_free == 3
-    with pytest.raises(AssertionError, match="which nobody holds"):
+    with pytest.raises(AssertionError, match="which has no holder"):
         allocator.release(pages[:1])
 
 

@@ -1,4 +1,4 @@
-"""What `aerie plan` says of models in use: rows of docs/models.md beside the printed plan.
+"""What `aerie plan` says of models in use: rows of published/plans.md beside the printed plan.
 
 `published/NAME.json` is a config.json as published, without fields that no decoder reads. There are no weights.
 """
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from tests.support import DOCS, MODELS
+from tests.support import MODELS
 
 PUBLISHED = Path(__file__).parent / "published"
 # Rows: name -> served by, GB of weights, bytes of KV per token, longest request.
 ROWS = {
     cells[0]: tuple(cells[1:])
-    for line in (DOCS / "models.md").read_text().rpartition("| model | served by |")[2].splitlines()[2:]
+    for line in (PUBLISHED / "plans.md").read_text().rpartition("| model | served by |")[2].splitlines()[2:]
     if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 5
 }
 # The adapter's models that are not slow: building one takes a second or more, on the meta device.

@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 from attention.backends.torch_backend import TorchBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from speculative.config import BLOCK_METHODS
 from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.eagle3_config import HeadFlags
 from speculative.drafts.loading import load_draft as load_served
 from speculative.drafts.registry import read_draft
 from speculative.training import TrainingError
 from speculative.training.blocks.files import KINDS
-from speculative.training.cli import BLOCK_METHODS, HEAD_FLAGS
+from speculative.training.cli import HEAD_FLAGS
 from speculative.training.draft import DraftVocabulary
 from speculative.training.eagle3_files import build_head, draft_config, load_draft, read_draft_config, save_draft
 from workers.config import ModelSource

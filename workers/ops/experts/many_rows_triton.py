@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Experts for more than 16 rows: verified batches and prompts. Rows are sorted by expert into blocks (`order_triton`);
-a program multiplies one block by some columns of its expert.
+a program multiplies one block by some columns of its expert. From 17 rows on that is faster than `few_rows_triton`,
+where every row goes through every used expert: 321 instead of 357 us a layer for 64 rows of a DeepSeek-V3 rank, 209
+instead of 226 for 24 (H200, `307542c2`).
 
 Launches: the order; gate and up projections of gathered rows; down projections, weighted, one result per row and
 expert; their sum. With very many rows the last two run over spans of columns, which bounds memory.

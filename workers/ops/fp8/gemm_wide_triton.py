@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """y = x W^T for more than 64 rows (prompts) and an FP8 weight W, where the tensor core is the limit. Rows are its first
-operand, so that a tile of W serves 64 or 128 rows. See `gemm_triton` for the scaling of sums."""
+operand, so that a tile of W serves 64 or 128 rows and a thread holds few rows' scales; `gemm_triton`'s tiles end at 128
+rows. 2112 x 7168 with 256 rows takes 15.7 us (H200, `307542c2`). See `gemm_triton` for the scaling of sums."""
 
 import triton
 import triton.language as tl

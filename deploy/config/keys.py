@@ -1,0 +1,80 @@
+"""The keys of a configuration with defaults and descriptions. The docstrings of its dataclasses have `key: description`
+for each field. Printed by `aerie config --keys`; `make docs` puts them into docs/configuration.md."""
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from cluster.config import AerieConfig, ConfigError
+
+_MARK = re.compile(r"<!-- keys of ([\w, ]+) -->\n")
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Key:
+    """name: `section.key`, or a key outside of sections. default: as it is printed."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+def keys(section: str) -> list[Key]:
+    """Return the keys of a section, or the one key outside of sections that has this name. Raises ConfigError."""
+    if section not in AerieConfig.model_fields:
+        raise ConfigError(f"--keys {section}: no such section; there are {', '.join(AerieConfig.model_fields)}")
+    kinds = [kind for kind in _types(section) if dataclasses.is_dataclass(kind)]
+    if not kinds:
+        default = AerieConfig.model_fields[section].default
+        return [Key(section, _printed(default), _descriptions(AerieConfig)[section])]
+    told = _descriptions(kinds[0])
+    return [Key(f"{section}.{f.name}", _printed(f.default), told[f.name]) for f in dataclasses.fields(kinds[0])]
+
+
+def key_lines(sections: Iterable[str]) -> Iterator[str]:
+    """Lines for a terminal: a key with its default, and its meaning below. No sections: all. Raises ConfigError."""
+    for key in (key for section in list(sections) or AerieConfig.model_fields for key in keys(section)):
+        yield f"{key.name}: {key.default}"
+        yield from textwrap.wrap(key.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def with_tables(page: str) -> str:
+    """Return a page in Markdown with a table below each line `<!-- keys of SECTION, SECTION -->`."""
+
+    def table(match: re.Match[str]) -> str:
+        rows = [key for section in match.group(1).split(", ") for key in keys(section)]
+        lines = [f"| `{key.name}` | {key.default} | {key.meaning.replace('|', chr(92) + '|')} |\n" for key in rows]
+        return match.group() + "| key | default | meaning |\n| --- | --- | --- |\n" + "".join(lines)
+
+    return _MARK.sub(table, page)
+
+
+def _types(section: str) -> tuple[Any, ...]:
+    annotation = AerieConfig.model_fields[section].annotation
+    return get_args(annotation) or (annotation,)
+
+
+def _descriptions(kind: type) -> dict[str, str]:
+    """Field -> its description, of a class and its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        for line in re.sub(r"\n {4,}", " ", inspect.cleandoc(base.__doc__ or "")).splitlines():
+            key, colon, meaning = line.partition(": ")
+            if colon and key.isidentifier():
+                found[key] = meaning.strip().removesuffix(".")
+    return found
+
+
+def _printed(default: Any) -> str:
+    if default is None or default == ():
+        return "none"
+    if default == "":
+        return '""'
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default)
