@@ -18,7 +18,7 @@ request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", d
 
 
 class MarkedFormatter(logging.Formatter):
-    """The level, the process and the message, as lines with a mark. process: what this process is, for the reader."""
+    """Formats log lines as `LEVEL PROCESS: message`. process: this process's name, such as "ingress"."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(levelname)s {process}: %(message)s")
@@ -29,7 +29,7 @@ class MarkedFormatter(logging.Formatter):
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a record: time (UTC, RFC 3339), level, logger, process, message; request_id, the record's own
-    fields (see `fields`) and the traceback where there are any. process: what this process is, for the reader."""
+    fields (see `fields`) and the traceback where there are any. process: as for `MarkedFormatter`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

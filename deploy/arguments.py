@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--no-haproxy", action="store_true", help="use Serve's Python proxy in any case")
     serve.set_defaults(run=SERVE, shows_config=False)
     _add_start(commands)
-    stop = commands.add_parser("stop", help="end what `aerie serve` and `aerie start` have begun here, nothing else")
+    stop = commands.add_parser("stop", help="end what `aerie serve` and `aerie start` have started here, nothing else")
     stop.add_argument("--port", type=int, help="of HTTP, or of the cluster's head (default: every one)")
     stop.add_argument("--now", action="store_true", help="do not wait for running requests")
     stop.set_defaults(run="deploy.stop:run")

@@ -77,14 +77,14 @@ def check_and_begin(
     log.done("checkpoints read")
     if nodes and ranks:
         _begin_ranks(config, max_model_len, nodes, Path(ranks))
-        log.done("ranks begun")
+        log.done("ranks started")
     tell(max_model_len)
     _print_plan(path, config, nodes, print_line)
 
 
 def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
-    """Refuse what could not start on these nodes' devices, as far as that is known (see `check_device` in
-    `cluster.checkpoints`); without nodes, what could start on none. Raises ConfigError."""
+    """Refuse a configuration that could not start on these nodes' devices, or, without nodes, on any device
+    (`cluster.checkpoints.check_device`). Raises ConfigError."""
     if nodes:
         known = {node.capability for node in nodes}
         capability = known.pop() if len(known) == 1 else None
@@ -117,4 +117,4 @@ def _begin_ranks(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeRe
     try:
         begin_ranks(resolve_rank(config, max_model_len, choose_device(config, nodes)), folder)
     except (OSError, RuntimeError) as error:
-        print_line(f"ranks are not begun before Ray has started: {error}")
+        print_line(f"ranks are not started before Ray: {error}")

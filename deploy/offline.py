@@ -121,7 +121,7 @@ class LLM:
     def run(self, requests: Sequence[Request], listen: Callable[[StepOutput], object]) -> None:
         """Run requests of the engine to their end. listen: gets what each step brings; true ends that request.
 
-        Whatever ends this early, Ctrl-C too, leaves the engine as it was before."""
+        An early end, also by Ctrl-C, aborts these requests and leaves the engine usable."""
         engine = self._engine
         waiting, running = list(requests)[::-1], 0
         with interrupts_between_steps() as is_interrupted:

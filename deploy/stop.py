@@ -27,7 +27,7 @@ def stop(port: int | None, now: bool) -> int:
     found = [each for each in records() if port is None or each[1].port == port]
     if not found:
         where = "" if port is None else f" on port {port}"
-        print(f"nothing that `aerie serve` or `aerie start` has begun runs here{where}")
+        print(f"nothing that `aerie serve` or `aerie start` started runs here{where}")
     for folder, record, owner in sorted(found, key=_is_node):  # servers first
         if is_living(folder, record, owner):
             (_stop_node if record.kind == "node" else _stop_server)(folder, record, owner, now)

@@ -121,7 +121,7 @@ class RoundShape:
 
     @property
     def max_kv_tokens(self) -> int:
-        """KV positions from the committed length on that a round may write which verifies and drafts this shape."""
+        """KV positions after the committed length that a round of this shape may write."""
         return max(self.width, self.max_new_tokens + self.draft_tokens)
 
 

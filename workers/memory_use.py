@@ -15,8 +15,7 @@ class DeviceMemoryError(ValueError):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """In bytes. All numbers but `total` and `others` are of
-    this rank alone.
+    """A rank's device memory in bytes, by use. `total` and `others` concern the whole device.
 
     total: of the device.
     others: in use at the start, by other processes and by the device's own context.

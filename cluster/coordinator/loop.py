@@ -262,8 +262,8 @@ class CoordinatorLoop:
         streams.states.publish(self.status, self._fault(), streams.is_leaving, streams.slot_wait_s())
 
     def _fault(self) -> str:
-        """Why a request would not run now, or "". A rank at work may be silent for as long as its step takes, and a
-        step may take a few times as long as the longest one so far."""
+        """Return the reason that a request would not run now, or "". A working rank may be silent for as long as its
+        step takes, and a step may take a few times as long as the longest one so far."""
         if self._worker_group is None:
             return f"the engine is {self.status}" + (f": {self._detail}" if self._detail else "")
         now = self._clock()

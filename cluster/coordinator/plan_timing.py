@@ -1,8 +1,8 @@
-"""When the next plan leaves: just before the step that runs ends. Pure; used by `cluster.coordinator.loop`.
+"""Decides when the next plan is sent: just before the running step ends. Pure; used by `cluster.coordinator.loop`.
 
-Sent as soon as there is room for it, a plan waits at the ranks for a whole step, and a request that comes meanwhile is
-in the plan after it. Sent too late, it leaves the device idle. So it is held until shortly before the end of the step
-that runs, as far as that is known.
+A plan that is sent early waits at the ranks for a whole step, and requests that arrive meanwhile are only in the plan
+after it. A plan that is sent late leaves the device idle. So the plan is held until shortly before the expected end of
+the running step.
 """
 
 import math

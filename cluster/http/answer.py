@@ -16,11 +16,11 @@ _END_REASONS: dict[str | None, EndReason | None] = {None: None, "stop": "stop", 
 
 
 class EngineFailedError(Exception):
-    """The engine ended the answer early. The message is for the log; `told` is what the client may read of it."""
+    """The engine ended the answer early. The message is for the log; `shown` is the part that the client may read."""
 
-    def __init__(self, message: str, told: str = "") -> None:
+    def __init__(self, message: str, shown: str = "") -> None:
         super().__init__(message)
-        self.told = told
+        self.shown = shown
 
 
 class RequestInvalidError(Exception):
@@ -94,8 +94,8 @@ class Answer:
         if delta.finish == "invalid":
             raise RequestInvalidError(delta.error or "it cannot be answered")
         if delta.finish not in _END_REASONS:
-            told = NOT_FINITE.message if delta.error == NOT_FINITE.message else ""
-            raise EngineFailedError(f"{delta.finish}: {delta.error or 'no reason given'}", told)
+            shown = NOT_FINITE.message if delta.error == NOT_FINITE.message else ""
+            raise EngineFailedError(f"{delta.finish}: {delta.error or 'no reason given'}", shown)
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
             self.speculation = delta.speculation

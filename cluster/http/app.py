@@ -90,7 +90,7 @@ def build_app(
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     endpoints = [endpoint for group in ROUTES for endpoint in group.endpoints(edge)]
-    edge.counts.tell_apart([endpoint.path for endpoint in endpoints])
+    edge.counts.count_separately([endpoint.path for endpoint in endpoints])
     for endpoint in endpoints:
         answer = answering(endpoint, edge.admission, config)
         # Starlette's route: FastAPI's would look for parameters and dependencies in every request.

@@ -20,8 +20,10 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)  # as vLLM's
 
 
 class RequestCounts:
-    """ingress: an id of its own.
-    choices: n of the generation requests.
+    """Counts of this ingress's requests, by route, status and reason.
+
+    ingress: a random id of this ingress.
+    choices: histogram of `n` of generation requests.
     """
 
     def __init__(self) -> None:
@@ -30,7 +32,7 @@ class RequestCounts:
         self.choices = Histogram.empty(_CHOICES)
         self._ended: Counter[tuple[str, str, str]] = Counter()
 
-    def tell_apart(self, routes: Collection[str]) -> None:
+    def count_separately(self, routes: Collection[str]) -> None:
         """Count these routes separately; all others count together, because clients choose paths."""
         self._routes = frozenset(routes)
 

@@ -134,7 +134,7 @@ def internal(request_id: str) -> ApiError:
 
 
 def refused(refusal: Refusal) -> ApiError:
-    """Why the engine did not take a request."""
+    """Return the error for a request that the engine refused."""
     match refusal.kind:
         case "too_large":
             return too_long(refusal.message, "prompt")

@@ -184,7 +184,7 @@ class GenerationResponse(Response):
             raise invalid(None, f"The request cannot be answered: {fault}", "unanswerable_request") from None
         except EngineFailedError as failure:
             logger.error("request %s: the engine failed: %s", self._request_id, failure)
-            raise engine_failed(self._request_id, failure.told) from None
+            raise engine_failed(self._request_id, failure.shown) from None
         except Exception:
             if deadline.expired():
                 assert limit_s is not None

@@ -143,7 +143,7 @@ class EngineLinks:
             if link.lost:
                 self._drop(name, link.lost)
             elif link.view.state is None and self._opened_s[name] < overdue_s:
-                self._drop(name, f"it has told nothing for {CONNECT_LIMIT_S:g} s")
+                self._drop(name, f"it has sent nothing for {CONNECT_LIMIT_S:g} s")
 
     def _drop(self, name: str, reason: str) -> None:
         logger.warning("the link to engine %s is closed: %s", name, reason)

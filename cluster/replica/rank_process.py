@@ -47,7 +47,7 @@ RANK_BUILDER = "cluster.assembly:RankBuilder"  # loading it imports torch, and t
 NAME = "aerie-rank-"  # and its number
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
-ADOPTION_LIMIT_S = 60.0  # for a rank to open its device, after which it says whether it is the right one
+ATTACH_LIMIT_S = 60.0  # for a rank to open its device, after which it says whether it is the right one
 
 
 class RankLostError(RuntimeError):
@@ -63,7 +63,7 @@ class RankFacts:
     visible_devices: str | None
 
 
-class AdoptedRank:
+class AttachedRank:
     """An actor's connection to a rank that was started ahead. Calls wait for the answer, and raise what the rank raised
     or RankLostError."""
 
@@ -101,7 +101,7 @@ class AdoptedRank:
         return answer
 
 
-def adopt(folder: Path | None, plan: RankPlan, rank: int) -> AdoptedRank | None:
+def attach(folder: Path | None, plan: RankPlan, rank: int) -> AttachedRank | None:
     """Attach to a free rank that was started ahead for an engine like this one and can use its device; None if there is
     none. folder: see `cluster.environment.prestart_folder`."""
     if folder is None:
@@ -112,10 +112,10 @@ def adopt(folder: Path | None, plan: RankPlan, rank: int) -> AdoptedRank | None:
         end.connect(str(path))
         path.unlink()
         connection = Connection(end.detach())
-        connection.send(("adopt", plan))
-        if connection.poll(ADOPTION_LIMIT_S):
+        connection.send(("attach", plan))
+        if connection.poll(ATTACH_LIMIT_S):
             if connection.recv() is True:
-                return AdoptedRank(connection)
+                return AttachedRank(connection)
             connection.recv()  # fails when it has ended, and has given its memory back
         connection.close()
     except (EOFError, OSError):
@@ -220,14 +220,14 @@ class _Rank:
         return executor
 
     def _attend(self, listener: socket.socket) -> None:
-        """In a thread: answer what need not wait, pass on the rest, and end the process with its actor."""
+        """Answer requests that need not wait, pass on the others, and end the process with its actor (a thread)."""
         end, _ = listener.accept()
         listener.close()
         self._connection = connection = Connection(end.detach())
         with contextlib.suppress(EOFError, OSError):
             while True:
                 request = connection.recv()
-                if request[0] == "adopt":
+                if request[0] == "attach":
                     self._opened.wait()
                     is_it = self._facts is not None and request[1] == self._plan
                     connection.send(is_it)

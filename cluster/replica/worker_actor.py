@@ -25,7 +25,7 @@ from cluster.linux import give_way
 from cluster.logs import use_logs
 from cluster.placement import RankPlace
 from cluster.plan import RankPlan
-from cluster.replica.rank_process import RANK_BUILDER, AdoptedRank, RankFacts, adopt
+from cluster.replica.rank_process import RANK_BUILDER, AttachedRank, RankFacts, attach
 from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
 from cluster.start_log import StartLog
 from cluster.transport.sockets import Transport
@@ -47,7 +47,7 @@ class Worker:
         self._log = StartLog("spare" if rank is None else f"rank {rank}")
         if rank is not None:
             self._log.done("actor began")
-        self._adopted: AdoptedRank | None = None
+        self._attached: AttachedRank | None = None
         if rank is None:
             self.preload(plan)
         else:
@@ -71,10 +71,10 @@ class Worker:
         self._become(rank)
 
     def place(self) -> RankPlace:
-        if self._adopted is None:
+        if self._attached is None:
             facts = RankFacts(os.getpid(), self._builder.device_name, visible_devices())
         else:
-            facts = self._adopted.facts()
+            facts = self._attached.facts()
         return RankPlace(
             rank=self._rank,
             node_id=ray.get_runtime_context().get_node_id(),
@@ -82,7 +82,7 @@ class Worker:
             pid=facts.pid,
             device=facts.device,
             visible_devices=facts.visible_devices,
-            is_ahead=self._adopted is not None,
+            is_ahead=self._attached is not None,
         )
 
     def rendezvous(self, address: str) -> str:
@@ -96,8 +96,8 @@ class Worker:
         """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any;
         returns what they are like and what steps cost, if that was measured. Rank 0 prints each phase as it ends.
         One that was started ahead has met the others already."""
-        if self._adopted is not None:
-            return self._adopted.build()
+        if self._attached is not None:
+            return self._attached.build()
         gc.freeze()  # imports: measuring memory collects garbage twenty times, with them a third of a second each
         interface = interface_of(own_address)
         if interface is not None:
@@ -108,25 +108,25 @@ class Worker:
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:
         """Bind the channel; returns the endpoint for the coordinator."""
-        if self._adopted is not None:
-            return self._adopted.listen(transport, name, epoch)
+        if self._attached is not None:
+            return self._attached.listen(transport, name, epoch)
         self._channel = open_channel(transport, name, self._rank, epoch)
         return self._channel.endpoint
 
     def run(self) -> str:
         """Execute plans until a `Stop` comes or the coordinator is lost; returns which."""
-        if self._adopted is not None:
-            return self._adopted.run()
+        if self._attached is not None:
+            return self._attached.run()
         return run_worker_loop(self._executor, self._channel, idle_work=idle_work_of(self._plan.uses_gpus))
 
     def _become(self, rank: int, may_be_ahead: bool = False) -> None:
         self._rank = rank
         use_logs(self._plan.log_format, f"rank {rank}")
         if may_be_ahead:
-            self._adopted = adopt(prestart_folder(), self._plan, rank)
-            if self._adopted is not None:
+            self._attached = attach(prestart_folder(), self._plan, rank)
+            if self._attached is not None:
                 self._log.done("took the rank started ahead")
-        if self._adopted is None:
+        if self._attached is None:
             if not self._plan.uses_gpus:
                 give_way()
             self._builder = self.rank_builder(self._plan, rank)

@@ -188,7 +188,7 @@ class RankChannel:
             return message
 
     def lost(self) -> str | None:
-        """Why the coordinator is lost, or None."""
+        """Return the reason that the coordinator is lost, or None."""
         return self._monitor.check()
 
     def send(self, message: StepResult | Heartbeat) -> bool:

@@ -104,7 +104,7 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
 
 class Refusal(msgspec.Struct, frozen=True):
     """The engine did not take a request. kind: "too_large" (HTTP 400), "queue_full" (429), "not_ready" (503),
-    "leaving": another engine takes its place and is to be asked (503 if there is none)."""
+    "leaving": the engine is being replaced; the ingress asks its successor (503 if there is none)."""
 
     kind: str
     message: str

@@ -157,7 +157,7 @@ def _haproxy_fault() -> str:
 
 
 def _memory_gb() -> tuple[float, float]:
-    """In all and available; a container's own limit counts."""
+    """Return total and available memory in GB, within a container's limit."""
     facts = {}
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

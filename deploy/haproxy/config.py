@@ -202,7 +202,7 @@ def answer(status: int) -> str:
 
 
 def _json(message: str, kind: str, code: str) -> str:
-    """In the form of all errors (`cluster.http.errors`)."""
+    """Return an error as JSON, in the form of all errors (`cluster.http.errors`)."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     return json.dumps({"error": error}, separators=(",", ":"))
 

@@ -186,8 +186,8 @@ class Job:
 
 
 def in_order(function: Callable[[Layer], ResultT], layers: Iterable[Layer]) -> Iterator[ResultT]:
-    """Yield the results of a function of layers in their order, computed by a thread per core, each of which uses one
-    core: matrices are many, and their operations small. As many layers are in memory."""
+    """Yield `function` of each layer, in order. One thread per core computes them, because there are many matrices and
+    each is small. At most that many layers are in memory."""
     num_threads = os.cpu_count() or 1
     running: deque[Future[ResultT]] = deque()
     with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads:

@@ -15,8 +15,8 @@ from deploy.quantize.schemes import Scheme
 # Shares of the largest magnitude of a group that its codes may reach. Below 0.6 the best error never lies in practice.
 SHRINKS = tuple(1.0 - step / 32 for step in range(14))
 _SEARCHED = 1 << 19  # weights whose errors are computed at once: 2 MB, near a core's cache
-_PACKED = 1 << 21  # weights that are packed at once, and
-_COMPENSATED = 1 << 24  # compensated at once: of a larger matrix, some rows after the others
+_PACKED = 1 << 21  # weights that are packed at once
+_COMPENSATED = 1 << 24  # weights that are compensated at once; larger matrices are cut into rows
 _OF_MATRIX = ("weight_shape", "weight_global_scale")  # tensors that do not count rows
 _DAMPING = 0.01  # share of the mean second moment, added to all: the paper's choice
 _BLOCK = 128  # columns whose errors are carried to the later ones at once

@@ -36,7 +36,7 @@ class StartWatch(Watch):
 
 
 def failure(applications: Mapping[str, Any]) -> str:
-    """Why one of the applications of `serve.status()` cannot start, "" where each may."""
+    """Return the reason that an application of `serve.status()` cannot start, "" if each may."""
     from cluster.replica.refusals import remembered
 
     for name, application in applications.items():

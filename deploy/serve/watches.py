@@ -46,8 +46,8 @@ class Watch(ABC):
 
 
 class HaproxyWatch(Watch):
-    """When Serve's HAProxy has died, puts one with the last routes on its port until Serve has started another, which
-    takes seconds. folder: as for `deploy.haproxy.process.write_script`; Serve has a folder below it for each node."""
+    """Replaces a dead HAProxy of Serve's by one with the last routes, until Serve has started another, which takes
+    seconds. folder: as for `deploy.haproxy.process.write_script`; Serve has a folder below it for each node."""
 
     period_s = 0.25
 

@@ -107,7 +107,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True)
 class Unrolling:
-    """How a draft is trained.
+    """The steps and positions that a draft's loss covers.
 
     num_steps: steps of the loss; step s has the weight step_decay ** s.
     max_anchors: positions of a batch that a block starts at, drawn at random; None for chains, which start at all.
@@ -225,7 +225,7 @@ def train_draft(
 
 @dataclass
 class AcceptanceTally:
-    """Rounds, and for each depth how often a draft token was judged there (`offered`) and accepted (`accepted`)."""
+    """Counts of rounds and, by depth, of draft tokens that were judged (`offered`) and accepted (`accepted`)."""
 
     offered: list[int]
     accepted: list[int]

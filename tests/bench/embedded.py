@@ -83,7 +83,7 @@ def run(quick: bool) -> Report:
 
 
 def measure(case: Case, repeats: int) -> dict[str, dict[str, float]]:
-    """By arm: medians of tokens_per_s and of speedup over "off" in the same turn; acceptance_length."""
+    """Return by arm: medians of tokens_per_s and of speedup over "off" in the same turn; acceptance_length."""
     # Another seed than the tests', so that no threshold was tuned on these.
     prompts = tokenized(held_out_prompts(case.num_prompts, seed=11))
     turns: list[dict[str, Turn]] = []

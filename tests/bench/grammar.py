@@ -74,7 +74,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def grammars_of(engine: LocalEngine) -> SlotGrammars:
-    """Of the one rank's slots."""
+    """Return the grammars of the only rank's slots."""
     worker = engine.executor
     assert isinstance(worker, Worker) and worker._grammars is not None
     return worker._grammars
@@ -122,7 +122,7 @@ def acceptance(shape: str, count: int) -> dict[str, float]:
 
 
 def print_acceptance(shapes: Sequence[str], count: int) -> dict[str, dict[str, float]]:
-    """By shape what `acceptance` finds, as a table too."""
+    """Print what `acceptance` finds for each shape, as a table too."""
     names, results = ("free_tokens", "grammar_tokens", "forced"), dict[str, dict[str, float]]()
     print(f"\n| shape | {' | '.join(names)} |\n| --- |{' --- |' * len(names)}")
     for shape in shapes:

@@ -53,7 +53,7 @@ def _cpu_model() -> str:
 
 
 def commit() -> str:
-    """Of the checkout that is measured."""
+    """Return the commit of the measured checkout."""
     return git("rev-parse", "--short", "HEAD") or "unknown"
 
 

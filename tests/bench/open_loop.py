@@ -78,7 +78,7 @@ def traffic_of(arguments: argparse.Namespace, mix: str) -> Traffic:
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[Rate]]:
-    """By mix the figures of each rate, after a warm-up."""
+    """Return the figures of each rate by mix, after a warm-up."""
     target, found = Target(url, served_model(url)), dict[str, list[Rate]]()
     await warm_up(target, traffic_of(arguments, arguments.loads[0].mix), arguments.drain)
     await asyncio.sleep(arguments.settle)

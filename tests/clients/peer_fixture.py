@@ -67,12 +67,12 @@ class RemoteOpenAIServer:
 
 
 def multi_gpu_only(num_gpus: int = 2) -> pytest.MarkDecorator:
-    """Of tests that start engines of several GPUs."""
+    """Stands in for the mark of tests that start engines on several GPUs."""
     return pytest.mark.skip(reason="starts an engine of several GPUs")
 
 
 def requires_fp8(test: Any) -> Any:
-    """Of tests that start an engine with FP8 weights."""
+    """Stands in for the mark of tests that start an engine with FP8 weights."""
     return pytest.mark.skip(reason="starts an engine with FP8 weights")(test)
 
 

@@ -56,7 +56,7 @@ def test_an_ingress_knows_the_name_and_the_length_of_its_model(tmp_path: Path) -
 
 
 def test_ranks_that_start_before_ray_are_those_of_the_plan(tmp_path: Path) -> None:
-    """A rank that was started before Serve is adopted by an equal plan, which has travelled as Serve's arguments."""
+    """A rank that was started before Serve is attached by an equal plan, which has travelled as Serve's arguments."""
     ahead = resolve_rank(config_of(tmp_path), 2048, "cpu")
     for changes in ({}, {"ingress": {"max_n": 4}}, {"engine": {"drain_timeout_s": 1.0}}):
         plan = plan_of(tmp_path, num_cpus=64, **changes)

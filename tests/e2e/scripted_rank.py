@@ -49,7 +49,7 @@ class ScriptedRank:
 
 
 class Worker(worker_actor.Worker):
-    """Of the same name, by which its processes are found."""
+    """Has the real class's name, by which its processes are found."""
 
     @staticmethod
     def preload(plan: RankPlan) -> None:

@@ -61,7 +61,7 @@ class ServeProcess:
         until(ready, READY_LIMIT_S, self.log.read_text)
 
     def status(self, path: str, timeout_s: float = 5.0) -> int | None:
-        """Of an answer to GET; None if there was none."""
+        """Return the status of a GET; None without an answer."""
         with contextlib.suppress(httpx.HTTPError):
             return httpx.get(f"{self.url}{path}", timeout=timeout_s).status_code
         return None

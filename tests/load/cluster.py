@@ -114,7 +114,7 @@ class Cluster:
         return [process for process, found in processes if part in ("", found)]
 
     def usage(self) -> dict[str, Usage]:
-        """Of the parts of all nodes."""
+        """Return the usage of each part of the server on all nodes."""
         found: dict[str, Usage] = {}
         for name in os.listdir("/run/netns"):
             if name.startswith("n"):
@@ -201,7 +201,7 @@ def _part(process: psutil.Process) -> str:
 
 
 def serve_content(hosts: Hosts, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the Serve config file: the embedded pair's, changed as the scenario says."""
+    """Return the embedded pair's Serve config file with the scenario's changes."""
     content = located(find_config("eagle"))
     content["proxy_location"] = hosts.proxy_location
     content["http_options"] = {"host": "0.0.0.0", "port": PORT}

@@ -45,7 +45,7 @@ def node_environment(hosts: Hosts, node: int, visible: Sequence[str]) -> dict[st
 
 
 def num_gpus(hosts: Hosts, node: int) -> int:
-    """Of a node; none of one that joins later."""
+    """Return the GPUs of a node; 0 for one that joins later."""
     return hosts.gpus[node - 1] if node <= len(hosts.gpus) else 0
 
 

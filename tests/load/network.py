@@ -18,7 +18,7 @@ INTERFACE = "eth0"
 
 
 def address(node: int) -> str:
-    """Of node 1, 2, ..."""
+    """Return the address of node 1, 2, ..."""
     return f"10.77.0.{node}"
 
 

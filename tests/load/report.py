@@ -69,7 +69,7 @@ HEAD = (
 
 
 def row(scenario: Scenario, found: Figures, observed: Observed) -> str:
-    """Of the table under `HEAD`."""
+    """Return a row of the table under `HEAD`."""
     errors = {kind: count for kind, count in found.kinds.items() if kind != "done"}
     said = ", ".join(f"{count} {kind}" for kind, count in sorted(errors.items())) or "0"
     verdict = "; ".join(found.missed) or "as expected"

@@ -21,7 +21,7 @@ def lent(
     needed: float = 0.0,
     end_s: float = 10.2,
 ) -> float:
-    """Of a gap of 200 ms that begins with `BEFORE`, at whose end so much has been waited and used."""
+    """Return the counters at the end of a gap of 200 ms that starts with `BEFORE`."""
     after = Sample(10.25, {RANK: waited}, {CLIENT: 0.0, RANK: needed}, foreign, busy)
     empty = Sample(9.98, {}, {}, {}, 0.0)
     return lent_ms([empty, BEFORE, after, replace(empty, at_s=10.3)], 10.0, end_s)

@@ -26,7 +26,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of all processes of one part. memory_mb: proportional shares of shared memory included."""
+    """What all processes of one part use. memory_mb: with proportional shares of shared memory."""
 
     memory_mb: float = 0.0
     num_fds: int = 0
@@ -75,7 +75,7 @@ class Figures:
 
 
 def figures(observed: Observed, expect: Expect) -> Figures:
-    """Of a run; `missed` says in words what did not hold."""
+    """Return the figures of a run; `missed` names the expectations that did not hold."""
     first_fault_s = observed.faults[0][0] if observed.faults else 0.0
     last_fault_s = observed.faults[-1][0] if observed.faults else 0.0
     spans = [span for span in stalls(observed.sent, _last_sent_s(observed)) if span[1] > first_fault_s]
@@ -167,7 +167,7 @@ def _missed(found: Figures, observed: Observed, expect: Expect, last_fault_s: fl
 
 
 def growth(observed: Observed) -> dict[str, tuple[Usage, Usage]]:
-    """Of each part: what it used once it had settled, and at the end; means of `USAGE_SPAN_S`."""
+    """Return what each part used after warm-up and at the end, as means over `USAGE_SPAN_S`."""
     last_s = max((at_s for at_s, _ in observed.usage), default=0.0)
     spans = ((SETTLED_S, SETTLED_S + USAGE_SPAN_S), (last_s - USAGE_SPAN_S, last_s))
     parts = {part for _, usage in observed.usage for part in usage}

@@ -60,7 +60,7 @@ class ModelOfCosts:
         return rounds + 1e-3 * kv_tokens + 0.02 * chunk + 1e-5 * chunk * context
 
     def _kv_tokens(self, batch: StepBatch) -> int:
-        """Of all requests; each has pages of its own, and they exist."""
+        """Return the KV tokens of all requests, after checking that each has existing pages of its own."""
         length = self._slots.seq_len[batch.slots]
         used = [
             page

@@ -75,7 +75,7 @@ def test_two_ranks_give_the_same_tokens(pair: Pair) -> None:
 
 
 def test_half_the_bytes_are_nearly_twice_the_pages(pair: Pair) -> None:
-    """Of 16 bits, the draft's pages and the tables stay as they are."""
+    """The draft's pages and the tables keep 16 bits."""
 
     def pages(dtype: str) -> int:
         cache = CacheConfig(memory_gb=0.005, dtype=dtype)

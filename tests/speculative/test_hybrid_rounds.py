@@ -91,7 +91,7 @@ def plain(hybrid: Pair) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Of an engine. few_pages: requests that decode together must give way to each other."""
+    """Settings of an engine. few_pages: too few for all requests, so that some are preempted."""
 
     draft: str
     page_size: int

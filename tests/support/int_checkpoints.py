@@ -96,7 +96,7 @@ def gptq_tensors(matrix: Quantised, bits: int, v2: bool = False) -> dict[str, Te
 
 
 def pack_quantized_tensors(matrix: Quantised, bits: int, symmetric: bool, ordered: bool) -> dict[str, Tensor]:
-    """By compressed-tensors itself."""
+    """Return tensors packed by compressed-tensors itself."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     half = 1 << (bits - 1)

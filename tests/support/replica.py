@@ -30,7 +30,7 @@ IN_FLIGHT = 128  # positions after max_model_len that steps in flight may touch,
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Of the random target and its EAGLE-3 head."""
+    """Dimensions of the random target and its EAGLE-3 head."""
 
     hidden: int
     heads: int

@@ -140,7 +140,7 @@ class Place:
 
 
 def why_not(places: list[Place]) -> str:
-    """Why these ranks, in their order, cannot share memory; "" if they may try."""
+    """Return the reason that these ranks, in their order, cannot share memory; "" if they may try."""
     if len(places) > _MAX_RANKS:
         return f"there are {len(places)} ranks, more than {_MAX_RANKS}"
     problems = [f"rank {rank}: {place.problem}" for rank, place in enumerate(places) if place.problem]

@@ -107,7 +107,7 @@ class LayerTail(nn.Module, ABC):
 
 
 class LayerInputs(nn.Module, ABC):
-    """What each layer's tail is given of a token, besides the stream."""
+    """A token's additional inputs to the end of each layer (Gemma 4)."""
 
     @abstractmethod
     def forward(self, ids: Tensor, embedded: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the experts of a layer are stored and multiplied: `ExpertsMethod`, as `LinearMethod` for a linear layer, and the
+"""`ExpertsMethod` stores and multiplies the experts of a layer, as `LinearMethod` does a linear layer; and the
 unquantised one."""
 
 from abc import ABC, abstractmethod

@@ -30,7 +30,7 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
-"""Of gated MLPs, by config.json's names."""
+"""Activations of gated MLPs, by their names in config.json."""
 
 
 @operation(Implementation("triton", "workers.ops.gate_triton:sigmoid_mul", on_gpu))

@@ -13,7 +13,7 @@ def contains(entry: str, name: str) -> bool:
 
 
 def matches(target: str, name: str) -> bool:
-    """Whether an entry of compressed-tensors is the module's name, or with "re:" a pattern that its beginning fits."""
+    """Whether an entry of compressed-tensors names the module: by name, or with "re:" by a pattern of its beginning."""
     return re.match(target[3:], name) is not None if target.startswith("re:") else target == name
 
 

@@ -37,7 +37,7 @@ class LateCaptures(Protocol):
         """Graphs captured and waiting."""
 
     def capture_next(self, group: TPGroup) -> None:
-        """Capture one of them, while no step runs."""
+        """Capture the next waiting graph. No step may run."""
 
     def want_masked(self) -> None:
         """Capture steps with grammars, too."""

@@ -188,7 +188,7 @@ class CallList:
         self._in_array = False
 
     def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """Return parts of calls, and the rest that belongs to none once they are over. end: no text follows."""
+        """Return parts of calls and, once the calls are over, the text after them. end: no text follows."""
         parts: list[CallPart] = []
         text, self._held = self._held + text, ""
         while True:

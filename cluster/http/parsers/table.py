@@ -53,7 +53,7 @@ def _marked(
 
 
 def _kimi_ids(prompt: str) -> CallIds:
-    """Return ids as the chat template shows them as the calls' names: numbered through the conversation."""
+    """Return Kimi-K2's ids: `functions.NAME:N`, where N counts the calls of the whole conversation."""
     num_before = prompt.count("<|tool_call_begin|>")
     return lambda name, number: f"functions.{name}:{num_before + number}"
 

@@ -49,7 +49,7 @@ def _wait_s(timeout: str) -> float:
 
 
 def _flush_error(outcomes: Sequence[FlushOutcome], retry_after_s: float) -> ApiError | None:
-    """Why not every engine's prefix cache is empty now."""
+    """Return the error that names the engines whose prefix cache is not empty now, or None."""
     if not outcomes:
         return unavailable("No engine is known yet", retry_after_s)
     faults = [f"{each.engine_id}: {each.fault}" for each in outcomes if each.fault]

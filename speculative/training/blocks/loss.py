@@ -20,7 +20,7 @@ from speculative.training.samples import Batch, attention_masks
 
 @dataclass(frozen=True)
 class Objective:
-    """What a row of a block is judged by.
+    """The loss of a row of a block.
 
     tv_weight: weight of the total variation distance, which is the probability of rejection at temperature 1; the
         cross-entropy has the rest.

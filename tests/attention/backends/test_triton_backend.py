@@ -185,7 +185,7 @@ def test_the_device_plans_the_items_that_the_host_would(lengths: list[int], budg
 
 
 def num_items(lengths: list[int], budget: int) -> list[int]:
-    """Of each request."""
+    """Return the number of work items of each request."""
     found = split_kv_triton.reference([n - 1 for n in lengths], 1, budget, 64, 64, 64)
     return [sum(row[0] == request for row in found) for request in range(len(lengths))]
 

@@ -147,7 +147,7 @@ def test_latent_rows_are_stored_attended_to_and_moved() -> None:
 
 
 def test_prompt_chunks_attend_to_latent_rows() -> None:
-    """Of two requests, one of which has a beginning; two padding rows get zeros."""
+    """Two requests, one with a cached prefix; the two padding rows get zeros."""
     torch.manual_seed(2)
     pool = KVPool([LayerGroup((0,), LATENT)], 6, PAGE, CPU)
     history = torch.randn(6, 32)

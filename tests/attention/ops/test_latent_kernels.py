@@ -103,7 +103,7 @@ def test_tiles_of_half_types_in_a_window(rows: int, heads: int) -> None:
     [(Mode.DECODE, 1, 1, 16), (Mode.DRAFT_DECODE, 4, 12, 20), *slow((Mode.DRAFT_EXTEND, 3, 3, 8))],
 )
 def test_tiles_of_half_types(mode: Mode, rows: int, suffix_len: int, heads: int) -> None:
-    """Of 16 and 32 rows, whose products are turned round, and of 64, twice."""
+    """Tiles of 16 and 32 rows, with weights as first operand, and tiles of 64, run twice."""
     check(mode, rows, suffix_len, [130, 0, 300], heads, 16, torch.bfloat16)
 
 
@@ -157,7 +157,7 @@ def test_in_a_fixed_plan_a_row_is_the_same_in_a_tree_and_alone() -> None:
 @production
 @pytest.mark.parametrize("heads,latent", [(4, 128), (16, 512)])
 def test_in_a_fixed_plan_a_token_is_the_same_verified_and_decoded(heads: int, latent: int) -> None:
-    """Of every place in its tiles, and wherever its round begins."""
+    """For every place in its tile, and every first position of its round."""
     torch.manual_seed(0)
     longest, rotated = 170, 64
     kv = random_layer(40, 16, latent, rotated, torch.bfloat16)
@@ -285,7 +285,7 @@ def test_values_in_fp8_are_those_that_rounding_after_them_gives(rows: int, monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("turned", [True, False])
 def test_products_in_fixed_tiles_depend_on_their_row_alone(turned: bool) -> None:
-    """Of DeepSeek-V3's sizes."""
+    """With DeepSeek-V3's sizes."""
     both = torch.randn((16, 256, 512), device=DEVICE).to(torch.bfloat16)
     weight = both[:, :128] if turned else both[:, 128:].transpose(1, 2)
     k, n, rotated = *weight.shape[1:], 64 if turned else 0
@@ -411,7 +411,7 @@ def test_a_captured_layer_expands_chunks(starts: tuple[int, int, int], limit: in
 
 @pytest.mark.parametrize("latent,rotated", [(48, 32), *slow((32, 16))] if INTERPRETED else [(512, 64), (48, 32)])
 def test_latent_rows_become_keys_and_values(latent: int, rotated: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many tokens as the device knows of, in any pages; beyond them nothing is written."""
+    """Only the tokens that the device counts are expanded, from any pages; nothing is written after them."""
     generator = torch.Generator().manual_seed(latent)
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     kv = random_layer(30, 16, latent, rotated, dtype)

@@ -224,9 +224,9 @@ not_interpreted = pytest.mark.skipif(
 
 
 def pointers_read(ptx: str, names: list[str]) -> set[str]:
-    """Of a kernel's arguments `names` those from which lines of PTX load: registers of 64 bits carry along which
-    arguments they were made of; what was loaded is followed no further, as no kernel of ours follows pointers to
-    pointers before its wait."""
+    """Return the arguments, among `names`, from which lines of PTX load. 64-bit registers are traced to the arguments
+    that they were computed from; loaded values are not traced, since no kernel of ours follows pointers to pointers
+    before its wait."""
     made_of: dict[str, set[str]] = {}
     read = set()
     for line in ptx.splitlines():

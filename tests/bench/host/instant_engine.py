@@ -43,7 +43,7 @@ class InstantRank:
 
 
 class Worker(worker_actor.Worker):
-    """Of the same name, by which its processes are counted."""
+    """Has the real class's name, by which its processes are counted."""
 
     @staticmethod
     def rank_builder(plan: RankPlan, rank: int) -> InstantRank:

@@ -88,7 +88,7 @@ def slowest(us: float, device: torch.device) -> float:
 
 
 def measure(rank: int, size: int, address: str, width: int) -> dict[str, dict[str, float]]:
-    """By rows and column: us of the slowest rank. What cannot run is told and left out."""
+    """Return us of the slowest rank by rows and column; what cannot run is printed and left out."""
     group, peers, device = joined(rank, size, address)
     norm = RMSNorm(width, 1e-5).to(device, torch.bfloat16)
     results: dict[str, dict[str, float]] = {}

@@ -69,7 +69,7 @@ def weights_of(heads: DeltaHeads, device: torch.device) -> DeltaWeights:
 
 
 def state_bytes(heads: DeltaHeads) -> int:
-    """Of one request in one layer."""
+    """Bytes of one request's state in one layer."""
     return heads.value_heads * heads.key_dim * heads.value_dim * 4
 
 

@@ -103,7 +103,7 @@ def measure(clock: Clock, product: Product, weights: str, all_rows: list[int]) -
 
 
 def layers_together(found: list[Row]) -> list[tuple[object, ...]]:
-    """By weights and rows: microseconds of the products of an 8B layer, TB/s of weights, and its share of a copy's."""
+    """Return by weights and rows: us of an 8B layer's products, TB/s of weights, and its share of a copy's."""
     sums: dict[tuple[str, int], list[Row]] = {}
     for row in found:
         if row.product.startswith("8B "):

@@ -86,7 +86,7 @@ def room(num_steps: int) -> int:
 
 
 def tokens_per_ms(engine: LocalEngine, prompts: Sequence[list[int]], settling: int, num_steps: int) -> float:
-    """Of steps in which all of these requests run rounds, after `settling` others."""
+    """Tokens per millisecond of steps in which all requests run rounds, after `settling` steps."""
     scheduler = engine.scheduler
     names = [f"r{i}" for i in range(len(prompts))]
     tokens = room(num_steps)

@@ -46,8 +46,8 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """By arm: tokens/s of the best pass and of the first one, acceptance length and steps of the best pass, and answers
-    that differ from those without a draft."""
+    """Figures by arm: tokens/s of the best pass and of the first one, acceptance length and steps of the best pass,
+    and the number of answers that differ from those without a draft."""
 
     prompts: str
     batch: int

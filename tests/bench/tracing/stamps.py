@@ -90,7 +90,7 @@ def _reply(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
 
 
 def _of_request(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
-    """Of a message that is the last argument."""
+    """Return the request of the message in the last argument."""
     return [(args[-1].request_id, NOTHING)]
 
 

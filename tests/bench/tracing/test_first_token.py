@@ -98,7 +98,7 @@ def test_request_is_traced_by_its_header_alone() -> None:
 
 
 def _stamps(number: int, step: int, at: dict[str, int], pids: dict[str, int]) -> list[Stamp]:
-    """Of one request, as a server leaves them."""
+    """Return the stamps of one request, as a server writes them."""
     name = f"cmpl-{number}-0"
     out = []
     for point, at_ns in at.items():

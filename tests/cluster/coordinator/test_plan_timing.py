@@ -118,7 +118,7 @@ def test_an_idle_engines_plan_leaves_at_once_and_the_next_near_its_end():
 
 
 def test_what_is_not_known_for_sure_is_taken_to_end_early():
-    """By one standard deviation of all that is not known: waiting costs the device more than an early plan."""
+    """The estimate is one standard deviation early, because an idle device costs more than an early plan."""
     timing = PlanTiming(2)
     timing.sent(10.0, Prediction(50.0, 0.3, 0.4))
     assert timing.due_s() == pytest.approx(10.0 + 0.050 * math.exp(-0.5) - FIRST_MARGIN_S)

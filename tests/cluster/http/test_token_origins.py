@@ -83,7 +83,7 @@ async def test_deltas_that_wait_for_their_reader_keep_their_origins() -> None:
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_coordinator_tells_origins_if_asked(tmp_path: Path, asked: bool) -> None:
-    """Of a round's tokens all but the last were drafted, unless the request's end cut it: then all may be."""
+    """All tokens of a round but the last were drafted; if the request's end cut the round, all may be."""
     bed = TestBed(tmp_path)
     try:
         bed.attach()

@@ -424,7 +424,7 @@ async def test_stats_are_asked_once_for_many_readers() -> None:
 
 
 async def test_tokens_that_nobody_takes_cost_a_few_bytes_each() -> None:
-    """Of 10,000 clients that do not read their answers of 4,000 tokens: 0.2 GB, not 1.5."""
+    """10,000 clients that do not read their answers of 4,000 tokens cost 0.2 GB, not 1.5."""
     stream, count = RequestStream(), 500
     tracemalloc.start()
     for i in range(count):

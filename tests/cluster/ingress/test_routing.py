@@ -168,7 +168,7 @@ def test_an_engine_without_a_prefix_cache_or_a_measured_speed_is_chosen_by_its_b
 
 
 def test_prefixes_past_one_engines_cache_are_served_twice_as_fast_by_64_engines() -> None:
-    """Of least-loaded, whose engines each see all prefixes."""
+    """Compared with least-loaded routing, where each engine sees all prefixes."""
     trace = shared(64)
     least, first = (simulate(policy, trace, 64, 6, 1, 1.5, 1.5) for policy in (by_load, by_first_token))
     assert first.tokens_per_s >= 2 * least.tokens_per_s

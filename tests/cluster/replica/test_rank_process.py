@@ -15,7 +15,7 @@ from cluster.config import parse, read_args
 from cluster.placement import NodeResources
 from cluster.plan import Plan, RankPlan, resolve
 from cluster.replica import rank_process
-from cluster.replica.rank_process import RankLostError, adopt
+from cluster.replica.rank_process import RankLostError, attach
 from deploy import checks
 from deploy.config.files import PACKAGED, find_config
 from deploy.nodes import LocalGpus
@@ -62,18 +62,18 @@ def runs(process: psutil.Process) -> bool:
 
 
 def test_who_gets_a_rank_and_when_it_ends(begun: Begun) -> None:
-    assert adopt(None, begun.plan, 0) is None, "no server has begun any"
+    assert attach(None, begun.plan, 0) is None, "no server has begun any"
     ranks = psutil.Process(begun.process.pid).children()
     assert len(ranks) == 2
     until(lambda: sorted(process.name() for process in ranks) == ["aerie-rank-0", "aerie-rank-1"])
     until(lambda: all(process.nice() == max(10, os.nice(0)) for process in ranks))
     other = replace(begun.plan, speculative=None)
-    assert adopt(begun.folder, other, 0) is None, "it is made for another engine"
+    assert attach(begun.folder, other, 0) is None, "it is made for another engine"
     until(lambda: sum(runs(process) for process in ranks) == 1)
-    assert adopt(begun.folder, begun.plan, 0) is None, "it is gone"
+    assert attach(begun.folder, begun.plan, 0) is None, "it is gone"
 
-    rank = adopt(begun.folder, begun.plan, 1)
-    assert rank is not None and adopt(begun.folder, begun.plan, 1) is None, "only one actor has it"
+    rank = attach(begun.folder, begun.plan, 1)
+    assert rank is not None and attach(begun.folder, begun.plan, 1) is None, "only one actor has it"
     facts = rank.facts()
     assert facts.pid in [process.pid for process in ranks] and facts.device == "cpu, 1 thread(s)"
     os.kill(begun.process.pid, signal.SIGKILL)  # the server's end is that of its ranks

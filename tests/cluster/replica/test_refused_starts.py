@@ -46,7 +46,7 @@ async def failed(error: Exception) -> WorkerGroupError:
 
 
 def plan_of(args: dict[str, Any], base: Path) -> ReplicaPlan:
-    """Of an engine on one node's CPUs."""
+    """Return the plan of an engine on one node's CPUs."""
     config = parse(args, base)
     return resolve(config, config.model.max_model_len or 2048, [NodeResources("n", "10.0.0.1", 4.0, 0.0)]).replica
 

@@ -148,7 +148,7 @@ def test_idle_work_is_done_once_after_steps_and_not_while_one_runs(make_bench):
 
 
 def test_memory_with_holes_is_given_back():
-    """Of a thousand blocks every tenth stays."""
+    """A thousand blocks are allocated; every tenth stays."""
     process = psutil.Process()
     blocks = [bytearray(b"x") * 60_000 for _ in range(1_000)]
     kept = blocks[::10]

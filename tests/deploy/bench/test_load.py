@@ -52,8 +52,8 @@ def test_arrivals_end_with_the_time() -> None:
 
 
 def test_a_share_of_prompts_begins_with_common_texts() -> None:
-    """Of 3,000 requests a share of 0.4 is within 5 standard errors (a false alarm in a million). The other requests are
-    those of the plain mix, to the token; times and answers are the same for all."""
+    """In 3,000 requests the share of 0.4 is met within 5 standard errors (a false alarm in a million). The other
+    requests are those of the plain mix, to the token; times and answers are the same for all."""
     plain = TRAFFIC.arrivals(4.0)
     mixed = replace(TRAFFIC, mix=replace(MIX, prefixes=Prefixes(3, 90, 0.4))).arrivals(4.0)
     alike = [(a, b) for a, b in zip(plain, mixed, strict=True) if a.prompt != b.prompt]

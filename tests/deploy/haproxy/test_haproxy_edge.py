@@ -208,7 +208,7 @@ def test_every_leg_has_a_limit_above_the_one_by_which_requests_end(tmp_path: Pat
 
 
 def test_only_the_frontend_listens_beyond_this_machine(tmp_path: Path) -> None:
-    """Of the configuration that the installed Ray makes: another template of it is noticed here."""
+    """Reads the configuration that the installed Ray makes, so that another template is noticed here."""
     text = _serve_config(tmp_path, "0.0.0.0", 8000, 30000).read_text()
     binds = re.findall(r"(?m)^\s*bind (\S+)", rewritten(text, tmp_path, None, free_ports(NUM_PORTS)))
     open_to_all = [address for address in binds if not address.startswith("127.0.0.1:")]
@@ -305,7 +305,7 @@ async def test_idle_connections_leave_room_and_are_closed_in_time(proxy: int) ->
 async def test_ten_thousand_idle_and_dripping_connections_disturb_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one address, half of them sending a byte now and then: /health is answered and a stream goes on, both
+    """All from one address, half of them sending a byte now and then: /health is answered and a stream goes on, both
     of another address, the whole time that they are there."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < 12_000:

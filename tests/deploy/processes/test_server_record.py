@@ -182,7 +182,7 @@ def test_stop_ends_the_server_of_a_port_with_its_files_and_no_other(
     assert second.is_living() and third.is_living()
     assert "the server of port 8101 has ended" in capfd.readouterr().out
     assert main(["stop", "--port", "8101"]) == 0
-    assert capfd.readouterr().out == "nothing that `aerie serve` or `aerie start` has begun runs here on port 8101\n"
+    assert capfd.readouterr().out == "nothing that `aerie serve` or `aerie start` started runs here on port 8101\n"
     assert main(["stop", "--now"]) == 0
     for server in (second, third):
         assert server.guard.wait(10) == 128 + signal.SIGKILL and not server.agent.is_running()

@@ -110,7 +110,7 @@ def test_its_weights_may_be_fp8(tmp_path: Path) -> None:
 
 
 def test_whole_experts_take_the_memory_of_slices(served: Pair) -> None:
-    """Of target and module."""
+    """For the target and its MTP module."""
     draft = SpeculativeConfig("", "mtp", 3, 1, 4)
     specs = [served.spec(draft, tensor_parallel=2, expert_parallel=each) for each in (False, True)]
     slices, whole = (plan_weights(spec, plan_engine(spec), multiplies_fp8=False) for spec in specs)

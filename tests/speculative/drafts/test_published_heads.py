@@ -275,7 +275,7 @@ def target_of(head: Published) -> LlamaConfig:
 
 
 def tensors_of(head: Published) -> dict[str, Tensor]:
-    """Of its checkpoint, on the meta device but for the vocabulary."""
+    """Return the tensors of its checkpoint, on the meta device except the vocabulary."""
     layers = head.config.get("transformer_layer_config", head.config)
     hidden, mlp, dim = layers["hidden_size"], layers["intermediate_size"], layers["head_dim"]
     q, kv = layers["num_attention_heads"] * dim, layers["num_key_value_heads"] * dim

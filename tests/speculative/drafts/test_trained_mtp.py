@@ -37,7 +37,7 @@ CONCURRENCY = 8
 
 @cache
 def prompts() -> list[list[int]]:
-    """Of 14 to 131 tokens, as the model's chat template has them."""
+    """Return prompts of 14 to 131 tokens, rendered by the model's chat template."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     chats = (f"<|bos|><|user|>{message}<|end|><|assistant|>" for message in held_out_prompts(8, seed=3))
     return [tokenizer.encode(chat, add_special_tokens=False).ids for chat in chats]
@@ -46,7 +46,7 @@ def prompts() -> list[list[int]]:
 def answers(
     shape: tuple[int, int, int] | None, ranks: int = 1, page_size: int = 16, model: Path = MODEL, **settings: Any
 ) -> list[Request]:
-    """Of every prompt, greedy and drawn; the ranks check each other in every step. settings: of the draft."""
+    """Return greedy and sampled answers to every prompt; ranks compare tokens in every step. settings: the draft's."""
     speculative = None if shape is None else SpeculativeConfig("", "mtp", *shape, adaptive=False, **settings)
     worker = WorkerConfig(
         ModelSource(str(model), dtype="float32", device="cpu"),
@@ -100,7 +100,7 @@ def test_its_module_changes_no_token(
 
 
 def run_keys(engine: LocalEngine) -> list[GraphKey]:
-    """Of the graphs that the engine runs from now on."""
+    """Collect the keys of the graphs that the engine runs from now on."""
     keys: list[GraphKey] = []
     strategy = engine.executor._strategy  # type: ignore[attr-defined]
     of_key = strategy._of_key

@@ -60,7 +60,7 @@ def written(folder: Path, arm: Arm, size: Dimensions) -> None:
 
 
 def twins(folder: Path, arm: Arm, size: Dimensions, run_first: Runner) -> Twins:
-    """Of a GPU's two replicas the first has graphs."""
+    """Return two replicas on one GPU, the first with CUDA graphs."""
     on_gpu = torch.cuda.is_available() and size is not TINY
     written(folder, arm, size)
     device = "cuda" if on_gpu else "cpu"

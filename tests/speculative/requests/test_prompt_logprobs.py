@@ -60,7 +60,7 @@ def requests_of(prompts: list[list[int]], sampling: SamplingParams = ASKING) -> 
 
 @pytest.fixture(scope="module")
 def expected(pair: Pair) -> list[Rows]:
-    """By transformers."""
+    """The log-probabilities by transformers."""
     model = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     rows: list[Rows] = []
     for prompt in pair.prompts:

@@ -113,7 +113,7 @@ def test_a_finished_training_goes_on_with_more_steps(
 def test_ctrl_c_keeps_what_is_trained_and_a_resume_equals_an_unbroken_run(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a target, with dropout, and of a draft; to the last bit."""
+    """For a target with dropout, and for a draft; to the last bit."""
     small = "--steps 5 --draft-vocab 64 --ttt-length 2 --measure-rows 1 --max-new-tokens 2 --max-length 128"
     for name, command, module, loss in (
         ("target", f"train-target --steps 5 --batch-tokens 512 {SMALL}", target, "target_loss"),

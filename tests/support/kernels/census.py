@@ -60,7 +60,7 @@ SAMPLING = GREEDY, RANDOM, FILTERED, FILTERED | {"frequency_penalty": 0.1, "logp
 
 
 class _Reader(importlib.machinery.SourceFileLoader):
-    """Of modules in `ON_A_GPU`, with their answers."""
+    """Device tests of the modules in `ON_A_GPU`, with their answers."""
 
     def get_code(self, fullname: str) -> Any:
         source = Path(self.path).read_text()
@@ -161,7 +161,7 @@ def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def _facts(source: Any) -> dict[str, str]:
-    """Of a kernel's arguments, by name."""
+    """Return facts about a kernel's arguments, by name."""
     names = source.fn.arg_names
     facts = {names[place[0]]: str(value) for place, value in source.constants.items()}
     facts |= {name: kind for name, kind in source.signature.items() if kind != "constexpr"}

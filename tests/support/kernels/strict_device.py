@@ -54,7 +54,7 @@ def _assigns_number(func: str, args: tuple[Any, ...]) -> bool:
 
 
 def _indices(args: tuple[Any, ...]) -> list[Tensor]:
-    """Of an operation that indexes its first argument."""
+    """Return the index tensors of an operation that indexes its first argument."""
     return [t for t in torch.utils._pytree.tree_leaves(args[1:2]) if isinstance(t, Tensor)]
 
 

@@ -210,7 +210,7 @@ class Answers:
         choice._evaluate = charged  # type: ignore[method-assign]
 
     def tokens_per_ms(self, concurrency: int, count: int, mean_tokens: int = 64) -> float:
-        """Of `count` answers, so many at a time, to prompts of 40 to 120 tokens."""
+        """Return tokens per ms of `count` answers, `concurrency` at a time, to prompts of 40 to 120 tokens."""
         started_s, requests = self.rank.clock.now, []
         for _ in range(count):
             max_tokens = self._random.randint(mean_tokens // 2, mean_tokens * 3 // 2)

@@ -48,7 +48,7 @@ class Engine:
     prompt_token_ms: float = 0.1
 
     def cost_s(self, num_rounds: int, num_prompt_tokens: int) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         return (self.step_ms + self.request_ms * num_rounds + self.prompt_token_ms * num_prompt_tokens) / 1e3
 
 
@@ -194,7 +194,7 @@ def by_load(views: dict[str, EngineView], prompt: Prompt, now: float, chance: ra
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the measured part. first_s: times to the first token, sorted. computed: prompt tokens that were computed."""
+    """Figures of the measured part. first_s: sorted times to the first token. computed: computed prompt tokens."""
 
     tokens_per_s: float
     first_s: tuple[float, ...]

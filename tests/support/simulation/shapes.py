@@ -36,7 +36,7 @@ def between(low: tuple[float, ...], high: tuple[float, ...], share: float) -> tu
 
 
 def table(*rounds: tuple[float, ...], kv_ms: float = KV_MS) -> CostTable:
-    """By shape: milliseconds of a round at each of `BATCHES`."""
+    """A table by shape: milliseconds of a round at each of `BATCHES`."""
     costs = tuple(RoundCosts(BATCHES, ms, (kv_ms,) * len(BATCHES)) for ms in rounds)
     return CostTable(costs, (0,), (16,), ((5.0,),), default=len(rounds) - 1)
 

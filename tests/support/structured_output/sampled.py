@@ -55,12 +55,12 @@ def _value(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def grammar_of(schema: Any, any_whitespace: bool = False) -> Grammar:
-    """Of the embedded pair's answers."""
+    """Return a grammar of the embedded pair's answers."""
     return Grammar("json_schema", checked_schema(schema, 32), eos_token_ids(), any_whitespace)
 
 
 def text_of(tokens: list[int]) -> str:
-    """Of the embedded pair's tokens."""
+    """Return the text of the embedded pair's tokens."""
     return str(Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json")).decode(tokens, skip_special_tokens=True))
 
 

@@ -36,7 +36,7 @@ def inputs(call: int, rows: int, size: int, dtype: torch.dtype) -> tuple[list[Te
 def sums_of_one_rank(
     rank: int, size: int, address: str, folder: str, row_counts: list[int], dtype: torch.dtype
 ) -> list[tuple[list[float], list[float]]]:
-    """Of every call, what this rank got and its residual afterwards; odd calls have a norm. Asserts they are right."""
+    """Return each call's result on this rank and the residual after it, asserted to be right; odd calls have a norm."""
     num_bytes = region_bytes(LIMITS, size)
     regions = [torch.from_file(f"{folder}/{r}", shared=True, size=num_bytes, dtype=torch.uint8) for r in range(size)]
     peers = CustomAllReduce(rank, LIMITS, regions, "")

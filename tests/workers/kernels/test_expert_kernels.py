@@ -152,7 +152,7 @@ def test_a_row_of_nan_lists_experts_that_there_are(spoilt: int) -> None:
 
 
 def check_order(chosen: Tensor, num_experts: int, block_m: int, num_shared: int = 0) -> None:
-    """Of pairs that are ranked as routing does it, in any order."""
+    """Check the order of pairs that are ranked as by routing, in any order."""
     live = (chosen.flatten() != NO_EXPERT).nonzero().flatten()
     ordered = live[torch.sort(chosen.flatten()[live], stable=True).indices]
     counts = torch.bincount(chosen.flatten()[live], minlength=num_experts)
@@ -524,7 +524,7 @@ def test_a_replayed_graph_goes_to_the_experts_that_are_chosen_then(kind: str, ro
 
 
 def test_routing_to_experts_of_other_ranks_is_to_nobody() -> None:
-    """Of eight experts three are here, from number 3 on; a shared one is numbered after them."""
+    """Three of eight experts are on this rank, from number 3 on; a shared one is numbered after them."""
     routing, rows = ROUTINGS["Qwen3"], 5
     logits = (torch.randn(rows, 8, generator=torch.Generator().manual_seed(2)) * 2).to(DEVICE)
     router = RouterLogits(logits, None, routing, token_slots(torch.arange(rows) != 1))

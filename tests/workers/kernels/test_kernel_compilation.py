@@ -114,7 +114,7 @@ def test_a_kernel_that_a_step_waits_for_is_reported(driver: Hopper, caplog: pyte
 
 
 def launch_kernels() -> None:
-    """Of a round, with what tells kernels apart: tensor maps, constants that are None, options, early launch."""
+    """Launch kernels with all that distinguishes variants: tensor maps, None constants, options, early launch."""
     logits = torch.zeros(2, 5000, dtype=torch.bfloat16)
     argmax.largest(logits)
     topk.topk_log_softmax(logits, 3)
@@ -186,7 +186,7 @@ def test_a_rank_compiles_what_processes_do_not(
 
 
 def ended() -> CompileProcesses:
-    """Of which none is left."""
+    """Return compile processes of which none is left."""
     ours, theirs = socket.socketpair()
     theirs.close()
     return CompileProcesses([Connection(ours.detach())])

@@ -62,7 +62,7 @@ def finished(layer: MixtureOfExperts, options: GEMMOptions) -> MixtureOfExperts:
 
 
 def addresses(experts: Experts) -> set[int]:
-    """Of weights, not of scales."""
+    """Return the addresses of weights, without scales."""
     return {parameter.data_ptr() for parameter in experts.parameters() if parameter.element_size() <= 2}
 
 

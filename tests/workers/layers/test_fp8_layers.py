@@ -275,7 +275,7 @@ def test_an_mlp_and_the_norm_before_it_are_those_of_separate_launches(quant: str
 def test_latent_attention_hands_its_last_product_rows_that_are_rounded_once(
     quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the products that make values, where scales are of groups; else by a launch of its own."""
+    """The products that make values round them if scales are per group; else a launch of its own does."""
     sizes = {"hidden_size": 64, "num_heads": 2, "q_rank": 32, "latent": 32, "key_dim": 16, "rotated_dim": 16}
     layer = LatentAttention(0, SOLO, **sizes, value_dim=128, scale=0.2).to(DEVICE)
     for i, parameter in enumerate(layer.parameters()):

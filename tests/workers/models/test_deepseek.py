@@ -155,7 +155,7 @@ def test_backends_read_latent_rows_or_are_refused() -> None:
 
 
 def test_shared_experts_have_room_behind_the_others(tmp_path: Path) -> None:
-    """Of a model that is loaded: joined, they move nothing."""
+    """In a loaded model: joining them moves no tensor."""
     model = load(make_target(tmp_path / "t", **V3), SOLO)
     methods = [module.method for module in model.modules() if isinstance(module, Experts)]
     for method in methods:

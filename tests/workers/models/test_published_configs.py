@@ -289,7 +289,7 @@ def read(raw: dict[str, Any]) -> ModelConfig:
 
 
 def parameters(config: ModelConfig, ranks: int, dtype: torch.dtype | None = None) -> int:
-    """Of rank 0, on the meta device; of one type, or of all but scales of weights."""
+    """Count rank 0's parameters, on the meta device: of one dtype, or all except scales of weights."""
     family = family_of(config.architecture, "model x")
     model = allocate(
         lambda: family.model(config, TPGroup(0, ranks), 8, META, ()),
@@ -319,7 +319,7 @@ def test_what_is_not_experts_or_linear_stays_in_bf16() -> None:
 
 
 def test_gates_and_convolutions_of_hybrids_stay_in_bf16() -> None:
-    """Of Qwen3.5-27B-FP8: embedding, vocabulary head, norms of rows, and of a recurrent layer conv, b, a and norm."""
+    """Qwen3.5-27B-FP8's embedding, vocabulary head and norms, and conv, b, a and norm of recurrent layers."""
     config = read(QWEN35_27B | {"quantization_config": HYBRID_FP8})
     recurrent = 4 * (2 * 16 + 48) * 128 + 2 * 48 * 5120 + 128
     assert parameters(config, 1, torch.bfloat16) == 2 * 248320 * 5120 + 48 * recurrent

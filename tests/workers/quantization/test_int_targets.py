@@ -96,7 +96,7 @@ def test_every_family_is_read(tmp_path: Path, architecture: str, name: str) -> N
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_matrices_that_are_multiplied_together_may_differ(tmp_path: Path, ranks: int) -> None:
-    """Of q, k and v, one has 4 bits, one 8 and one 16, with biases; gate and up projection differ in their groups."""
+    """q, k and v have 4, 8 and 16 bits, with biases; gate and up projections differ in their groups."""
     source = make_target(tmp_path / "t", architecture="Qwen2", num_hidden_layers=2)
     four, eight, wide = gptq(), gptq(bits=8), gptq(group=64)
     rules = {"-:.*v_proj": {}, r"+:.*\.k_proj": {"bits": 8}, ".*up_proj": {"group_size": 64}}

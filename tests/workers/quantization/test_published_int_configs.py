@@ -42,7 +42,7 @@ def test_published_checkpoints_are_read(name: str) -> None:
 
 
 def test_ranks_share_packed_bytes() -> None:
-    """Of Llama-3.1-70B in AWQ: all but norms; groups of 128 divide a rank's inputs."""
+    """Llama-3.1-70B in AWQ: all bytes but norms; groups of 128 divide a rank's inputs."""
     raw, _, _ = PUBLISHED["hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4"]
     whole, share = planned(raw)[1], planned(raw, 8)[1]
     norms = 2 * 8192 * (2 * 80 + 1)

@@ -29,7 +29,7 @@ def padded(sizes: tuple[int, ...], count: int) -> int:
 
 
 def captured_ms(of: ProbeExtent, point: Point) -> float:
-    """Of steps whose prompt tokens and, beside those, requests are padded to captured sizes."""
+    """Milliseconds of steps whose prompt tokens and requests are padded to captured sizes."""
     requests, tokens = point.num_requests, padded(of.token_buckets, point.chunk_tokens)
     if tokens and tokens in of.token_buckets:
         requests = padded((0, *buckets_of(CAPTURED_NEEDS[-1], bucket_sizes(of.max_running))), requests)

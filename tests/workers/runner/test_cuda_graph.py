@@ -242,7 +242,7 @@ def test_the_next_larger_graph_stands_in_until_a_step_has_its_own() -> None:
 
 
 def test_what_steps_have_missed_most_is_captured_next() -> None:
-    """By rows that they were padded by; and then what is next in order."""
+    """Most padded rows first, then the next in order."""
     graphs, _, _ = graphed()
     capture_few(graphs)
     assert graphs.graphs.missed_rows == 0 and graphs.graphs.capture_ms > 0.0
@@ -401,7 +401,7 @@ class CompilerError(Exception):
 
 
 class UncompiledRecorder(EagerRecorder):
-    """Of the captures whose numbers are in `failing`, the kernels cannot be compiled."""
+    """Kernels of the captures numbered in `failing` cannot be compiled."""
 
     def __init__(self, failing: tuple[int, ...]) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ def counted_init(slot: int, prompt: list[int], output: list[int]) -> SlotInit:
 
 
 def test_what_shapes_logits_is_counted() -> None:
-    """Of prompts and outputs with repeated tokens and with none, over what a request left before."""
+    """Prompts and outputs with and without repeated tokens, in slots that other requests used before."""
     slots = SlotTable(3, 4, 16, CPU)
     for prompt, output in (([1, 2, 2, 15], [2, 3, 3, 3, 0]), ([7], []), ([], [15, 15])):
         apply_plan(slots, StepPlan(0, 0, b"", 0, 0, inits=(counted_init(1, prompt, output),)))

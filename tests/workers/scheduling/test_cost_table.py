@@ -18,7 +18,7 @@ TABLE = CostTable(
 
 
 def chunk_tokens_within(costs: CostTable, limit_ms: float, rounds: Step, most: int, context_tokens: float = 0.0) -> int:
-    """By the table alone."""
+    """The result of the table alone."""
     return StepTime(costs, 40, noise=0.0).chunk_tokens_within(limit_ms, rounds, most, context_tokens)
 
 
@@ -81,7 +81,7 @@ def test_a_budget_is_filled_and_kept(limit_ms: float, tokens: int) -> None:
 @pytest.mark.parametrize("num_requests", [0, 1, 8, 20, 32, 40])
 @pytest.mark.parametrize("context_tokens", [0, 3000])
 def test_a_budget_is_filled_to_the_last_token(num_requests: int, context_tokens: int) -> None:
-    """By any limit; in tables with jumps, where sizes are padded, with flat parts, and with a single size."""
+    """For any limit; in tables with jumps (padded sizes), with flat parts, and with a single size."""
     stairs = msgspec.structs.replace(
         TABLE,
         chunk_tokens=(16, 17, 512, 600, 1024),

@@ -9,7 +9,7 @@ from workers.config import RoundShapes
 
 @pytest.mark.parametrize("shapes", [CHAIN, TREE], ids=["chain", "tree"])
 def test_a_choice_takes_few_calls_a_step(shapes: RoundShapes) -> None:
-    """Of some 650: figures of the clock depend on the machine, these do not."""
+    """Counts calls (some 650 in all), because times depend on the machine."""
     calls = num_calls(shapes, 8)
     assert calls["adaptive"] < calls["static"] + 22, calls
 

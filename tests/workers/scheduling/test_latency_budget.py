@@ -65,7 +65,7 @@ class Watched(Simulation):
     is_roomy = True
 
     def pending(self) -> dict[int, tuple[Sequence, int]]:
-        """By number, prompts that are not computed, and how many of their tokens."""
+        """Tokens of each prompt, by number, that are not computed yet."""
         queues = self.scheduler.queues
         sequences = [*queues.prefilling.values(), *queues.waiting]
         return {s.number: (s, len(s.tokens) - (s.computed if s.slot >= 0 else 0)) for s in sequences}

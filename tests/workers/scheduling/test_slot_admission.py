@@ -44,7 +44,7 @@ def test_what_waits_takes_its_prompts_and_the_rounds_of_its_answers() -> None:
 
 @pytest.mark.parametrize("told", [1.0, 2.0], ids=["costs are right", "costs are double"])
 def test_the_wait_of_a_burst_is_known_before_half_of_it_is_over(monkeypatch: pytest.MonkeyPatch, told: float) -> None:
-    """Of 500 requests that come at once, whatever the start measured."""
+    """For 500 requests that come at once, whatever the start measured."""
     load = [replace(arrival, at_s=0.0) for arrival in poisson_load(50.0, 10.0, 3)]
     costs = replace_struct(H200, chunk_ms=tuple(tuple(told * ms for ms in row) for row in H200.chunk_ms))
     seen, apply = list[tuple[float, float | None, int]](), Scheduler.apply

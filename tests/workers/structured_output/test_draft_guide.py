@@ -220,7 +220,7 @@ def test_demanded_bytes_may_begin_and_end_inside_a_character(texts: list[str]) -
 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_node_has_the_mask_of_its_path(seed: int) -> None:
-    """Of random trees, some of whose nodes the grammar forbids: those and what is below them have none."""
+    """Random trees with forbidden nodes: these and the nodes below them have no mask."""
     drawn = random.Random(seed)
     before, usual = '{"name": "Bo', ids('", "age": 12345}')
     tokens = [0, *(drawn.choice([*usual, *letters('ab"')]) for _ in range(WIDTH - 1))]

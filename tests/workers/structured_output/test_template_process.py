@@ -29,7 +29,7 @@ def started(kind: Kind) -> Iterator[tuple[Template, int]]:
 
 
 def niceness(pid: int) -> dict[int, int]:
-    """Of each thread."""
+    """Return the niceness of each thread."""
     texts = {int(path.name): (path / "stat").read_text() for path in Path(f"/proc/{pid}/task").iterdir()}
     return {thread: int(text.rpartition(")")[2].split()[16]) for thread, text in texts.items()}
 

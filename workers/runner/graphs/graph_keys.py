@@ -75,7 +75,7 @@ def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 def powers_of_two(buckets: Sequence[int]) -> tuple[int, ...]:
-    """Return those of ascending buckets that are powers of two, and the largest."""
+    """Return the powers of two among ascending buckets, and the largest bucket."""
     return tuple(size for size in buckets if size & (size - 1) == 0 or size == buckets[-1])
 
 

@@ -71,7 +71,7 @@ class CompileAhead:
 
     @contextlib.contextmanager
     def dry_run(self) -> Iterator[None]:
-        """In this thread, launch only kernels that are loaded, and compile the others."""
+        """Launch only kernels that are loaded, and compile the others, in this thread."""
         with _mode(self):
             yield
 
@@ -144,8 +144,7 @@ class _NothingNew:
 
 @contextlib.contextmanager
 def nothing_new() -> Iterator[None]:
-    """In this thread, launching a kernel that is not loaded raises NewUnderCaptureError: loading is forbidden in a
-    capture."""
+    """Raise NewUnderCaptureError if this thread launches a kernel that is not loaded: a capture forbids loading."""
     with _mode(_NothingNew()):
         yield
 

@@ -209,7 +209,7 @@ async def test_every_event_of_a_completion_has_its_tokens_logprobs_the_last_too(
 async def test_echo_of_token_ids_shows_special_tokens_if_the_answer_does(
     stream: bool, skip: bool | None, shown: str
 ) -> None:
-    """By default it is the text that was tokenized, as with SGLang: a beginning-of-sequence token is none of it."""
+    """The default is the tokenized text, as with SGLang, without the beginning-of-sequence token."""
     prompt = [small_tokenizer().token_to_id("<|im_start|>"), *small_tokenizer().encode("hello world").ids]
     body = PROMPT | {"prompt": prompt, "echo": True, "logprobs": 1, "skip_special_tokens": skip, "stream": stream}
     reply = await post(FakeEngine(says("x", finish="length")), TEXT, body)

@@ -24,7 +24,7 @@ MEANS = ((1.0001, 2.0, 3.0), pytest.param((1.5, 2.5, 3.5), marks=pytest.mark.slo
 
 
 def costs_of(shapes: RoundShapes) -> CostTable:
-    """By rows of a round: in proportion to those beyond the first, a chain of three having three."""
+    """Costs in proportion to a round's rows after the first; a chain of three has three."""
     rounds = []
     for shape in shapes.shapes:
         extra = min(shape.width - 1, 3) / 3 + max(0, shape.width - 4) / 8

@@ -51,7 +51,7 @@ def tokens_of(chances: list[float], depth: int) -> float:
 @pytest.mark.parametrize("chances", [[0.9, 0.8, 0.7], [0.3, 0.3, 0.3], [1.0, 1.0, 0.0], [0.0, 0.5, 0.5]])
 @pytest.mark.parametrize("count", [1, 8, 100])
 def test_expected_tokens_become_what_rounds_emit(chances: list[float], count: int) -> None:
-    """Of the chain that runs and of the shorter one too."""
+    """For the running chain and for the shorter one."""
     rounds = Rounds(count)
     rounds.run(CHAIN, chances, 2000 // count + 60)
     plain, one, chain, _ = rounds.tokens()
@@ -139,8 +139,8 @@ def test_what_is_known_of_drafts_ages_while_none_run() -> None:
 
 
 def test_a_step_takes_microseconds() -> None:
-    """Of 64 steps that are counted together, as a multiple of what numpy takes for one comparison, 0.4 us or so on a
-    machine that does nothing else; the best of many, so that others' load does not count."""
+    """The time of 64 steps that are counted together, as a multiple of one comparison in numpy (about 0.4 us on an
+    idle machine); the best of many, so that others' load does not count."""
     count, num_steps, everyone = 128, 64, np.ones(128, np.bool_)
     rounds = Rounds(count)
     accepted = np.arange(count, dtype=np.int32) % 4
