@@ -16,8 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attention.config import CacheConfig, DraftAttention, TargetAttention
-from cluster.http.config import EdgeConfig
-from cluster.http.tracing import TracingConfig
+from cluster.http.config import EdgeConfig, TracingConfig
 from cluster.parallel import ParallelConfig
 from speculative.config import SpeculativeConfig, with_method_defaults
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig

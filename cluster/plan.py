@@ -21,7 +21,7 @@ import msgspec
 
 from attention.config import DraftAttention
 from cluster.config import AerieConfig, EngineConfig, IngressConfig
-from cluster.http.tracing import TracingConfig
+from cluster.http.config import TracingConfig
 from cluster.parallel import ReplicasConfig
 from cluster.placement import NodeResources, Placement, place
 from speculative.config import SpeculativeConfig

@@ -1,8 +1,10 @@
-"""Configuration of one HTTP ingress: the `ingress` section. Read by `cluster.http.app`."""
+"""Configuration of one HTTP ingress: the sections `ingress` and `tracing`. Read by `cluster.http.app`."""
 
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
+from attention.distribution import install_command
 from cluster.http.keys import digest
 
 # Rows of `cluster.http.parsers.table.PARSERS`.
@@ -163,3 +165,36 @@ class EdgeConfig:
                 raise ValueError(f"{name}={value}: must be between {low:g} and {high:g}")
         if self.default_top_k is not None and self.default_top_k < 0:
             raise ValueError(f"default_top_k={self.default_top_k}: must be at least 0 (0: off)")
+
+
+@dataclass(frozen=True)
+class TracingConfig:
+    """Traces by OpenTelemetry.
+
+    endpoint: a collector of OTLP over HTTP, such as `http://127.0.0.1:4318`; "": no traces.
+    sample_ratio: share of requests traced, 0 to 1; a request with a `traceparent` follows its caller's choice.
+    service_name: name of this server at the collector.
+    """
+
+    endpoint: str = ""
+    sample_ratio: float = 1.0
+    service_name: str = "aerie"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.sample_ratio <= 1.0:
+            raise ValueError(f"sample_ratio={self.sample_ratio}: must be between 0 and 1")
+        if not self.endpoint:
+            return
+        if urlsplit(self.endpoint).scheme not in ("http", "https") or not urlsplit(self.endpoint).netloc:
+            raise ValueError(f"endpoint={self.endpoint}: must be a collector's URL, such as http://127.0.0.1:4318")
+        try:
+            import opentelemetry.exporter.otlp.proto.http  # noqa: F401
+        except ImportError:
+            raise ValueError(
+                f"endpoint={self.endpoint}: needs OpenTelemetry's exporter; {install_command('tracing')}"
+            ) from None
+
+    @property
+    def url(self) -> str:
+        """Return the URL that spans are sent to: the endpoint's own path, or OTLP's."""
+        return self.endpoint if urlsplit(self.endpoint).path.strip("/") else self.endpoint.rstrip("/") + "/v1/traces"

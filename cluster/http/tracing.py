@@ -2,15 +2,13 @@
 when a request ends, from times noted meanwhile, and sent by OpenTelemetry's thread. Used by `cluster.http.serving`."""
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from attention.distribution import install_command
 from cluster.http.answer import Answer
+from cluster.http.config import TracingConfig
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.transport.messages import TokenDelta
 
@@ -19,39 +17,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 ARRIVED = "arrived_ns"  # key in a scope's state: arrival of the request
-
-
-@dataclass(frozen=True)
-class TracingConfig:
-    """Traces by OpenTelemetry.
-
-    endpoint: a collector of OTLP over HTTP, such as `http://127.0.0.1:4318`; "": no traces.
-    sample_ratio: share of requests traced, 0 to 1; a request with a `traceparent` follows its caller's choice.
-    service_name: name of this server at the collector.
-    """
-
-    endpoint: str = ""
-    sample_ratio: float = 1.0
-    service_name: str = "aerie"
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.sample_ratio <= 1.0:
-            raise ValueError(f"sample_ratio={self.sample_ratio}: must be between 0 and 1")
-        if not self.endpoint:
-            return
-        if urlsplit(self.endpoint).scheme not in ("http", "https") or not urlsplit(self.endpoint).netloc:
-            raise ValueError(f"endpoint={self.endpoint}: must be a collector's URL, such as http://127.0.0.1:4318")
-        try:
-            import opentelemetry.exporter.otlp.proto.http  # noqa: F401
-        except ImportError:
-            raise ValueError(
-                f"endpoint={self.endpoint}: needs OpenTelemetry's exporter; {install_command('tracing')}"
-            ) from None
-
-    @property
-    def url(self) -> str:
-        """Return the URL that spans are sent to: the endpoint's own path, or OTLP's."""
-        return self.endpoint if urlsplit(self.endpoint).path.strip("/") else self.endpoint.rstrip("/") + "/v1/traces"
 
 
 class _Times:

@@ -13,7 +13,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster.http.app import build_app
-from cluster.http.tracing import Tracing, TracingConfig, make_tracing
+from cluster.http.config import TracingConfig
+from cluster.http.tracing import Tracing, make_tracing
 from cluster.transport.messages import RequestTimings, TokenDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, edge_config
 from tests.support.fake_engine import FakeEngine, Step, chat_tokenizer, refuses, says
