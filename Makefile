@@ -96,8 +96,7 @@ wheel: $(VENV)/.installed-test
 	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 
 # build/site: the documentation with search and an API reference. Broken links fail. Docstrings are read, and of our
-# modules only the configuration is imported, so
-# that torch need not be installed.
+# modules only the configuration is imported, so that torch need not be installed.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

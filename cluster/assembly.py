@@ -12,9 +12,9 @@ import workers.models.llama  # noqa: F401 - with it what all families share
 import workers.runner.graphs.cuda_graph  # noqa: F401
 from cluster.config import AerieConfig
 from cluster.plan import RankPlan
-from speculative.build import EngineSpec, build_rank, plan_engine
+from speculative.build import EngineSpec, plan_engine
 from workers.engine_layout import EngineLayout
-from workers.runner.build import PhaseAdvance, PhaseReport
+from workers.runner.build import PhaseAdvance, PhaseReport, build_rank
 from workers.runner.executor import StepExecutor
 from workers.runner.graphs.compile_processes import CompileProcesses
 from workers.runner.graphs.kernel_compilation import compile_processes, read_compiler
@@ -61,7 +61,7 @@ class RankBuilder:
         compilers = self._compilers
         if compilers is None and self._uses_gpu and former is None:  # a later rank finds all kernels in the cache
             compilers = compile_processes(spec.worker.tensor_parallel)
-        self._built = build_rank(spec, engine, self._rank, rendezvous, report, compilers, advance)
+        self._built = build_rank(spec.worker, engine, self._rank, rendezvous, report, compilers, advance)
         self._built.worker.begin_grammars()
         return self._built.worker
 

@@ -33,13 +33,10 @@ from workers.models.weight_formats import weight_formats
 from workers.quantization.kv_scheme import kv_dtype
 from workers.runner import build
 from workers.runner.backends import Backends, ModelShape
-from workers.runner.build import BuiltRank, PhaseAdvance, PhaseReport
 from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
-from workers.runner.graphs.compile_processes import CompileProcesses
 from workers.runner.layout import EngineParts, EnginePlan, NoSpeculation, PhaseDone, Speculation
 from workers.runner.layout import plan_engine as plan_of
-from workers.runner.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
 
 
 def check_device(spec: EngineSpec, engine: EnginePlan, device: Capability, here: bool) -> None:
-    """Refuse what `build_rank` would refuse on such a device, as far as possible without one: attention backends,
+    """Refuse what building a rank would refuse on such a device, as far as possible without one: attention backends,
     `deterministic`, dtypes and capabilities.
 
     engine: `plan_engine(spec)`, for any device.
@@ -196,30 +193,6 @@ def check_device(spec: EngineSpec, engine: EnginePlan, device: Capability, here:
 
 def _target_config(spec: EngineSpec) -> ModelConfig:
     return read_target_config(spec.worker.model, spec.worker.tensor_parallel, spec.worker.expert_parallel)
-
-
-def build_worker(
-    spec: EngineSpec,
-    engine: EnginePlan,
-    rank: int,
-    address: str,
-    report: PhaseReport = lambda phase, seconds: None,
-) -> Worker:
-    """`build_rank`, without the layout."""
-    return build_rank(spec, engine, rank, address, report).worker
-
-
-def build_rank(
-    spec: EngineSpec,
-    engine: EnginePlan,
-    rank: int,
-    address: str,
-    report: PhaseReport = lambda phase, seconds: None,
-    compilers: CompileProcesses | None = None,
-    advance: PhaseAdvance = lambda phase, done, total, unit: None,
-) -> BuiltRank:
-    """See `workers.runner.build.build_rank`. engine: `plan_engine(spec)`."""
-    return build.build_rank(spec.worker, engine, rank, address, report, compilers, advance)
 
 
 def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:

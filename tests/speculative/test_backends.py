@@ -16,11 +16,12 @@ from attention.config import DraftAttention, TargetAttention
 from attention.metadata import DecodeBatch, Mode
 from attention.registry import BACKENDS, build_backend
 from speculative.backends import draft_backends
-from speculative.build import EngineSpec, build_worker, plan_engine
+from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
+from tests.support.engine_plans import build_worker
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.distributed.tp_group import SOLO
@@ -74,14 +75,14 @@ def test_a_start_is_refused_before_anything_is_loaded(pair: Pair) -> None:
         match=r"^attention.decode=trtllm: trtllm cannot serve decode: device=cpu: it needs "
         r"a GPU; those that can: torch$",
     ):
-        build_worker(dataclasses.replace(spec, worker=worker), plan_engine(spec), 0, "")
+        build_worker(dataclasses.replace(spec, worker=worker), plan_engine(spec))
     spec = dataclasses.replace(spec, draft_attention=DraftAttention(extend="flashinfer"))
     with pytest.raises(
         ValueError,
         match=r"^draft_attention.extend=flashinfer: flashinfer cannot serve draft_extend: device=cpu: it needs a GPU; "
         r"those that can: torch$",
     ):
-        build_worker(spec, plan_engine(spec), 0, "")
+        build_worker(spec, plan_engine(spec))
 
 
 def shape_on(pair: Pair, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> ModelShape:
@@ -237,7 +238,7 @@ def gpu_spec(speculative: SpeculativeConfig, decode: str, extend: str, draft: st
 def test_a_round_copies_nothing_to_the_host(speculative: SpeculativeConfig, names: tuple[str, str, str]) -> None:
     """A whole round, with CUDA's own check that nothing waits."""
     spec = gpu_spec(speculative, *names)
-    worker = build_worker(spec, plan_engine(spec), 0, "")
+    worker = build_worker(spec, plan_engine(spec))
     with refuse_gpu_waits(), RefuseHostReads():
         for shape in (0, 1):
             step_of(worker, shape)
@@ -248,7 +249,7 @@ def test_a_backend_that_reads_lengths_is_seen(monkeypatch: pytest.MonkeyPatch) -
     from attention.backends.triton_backend import TritonBackend
 
     spec = gpu_spec(CHAIN, "triton", "triton", "triton")
-    worker = build_worker(spec, plan_engine(spec), 0, "")
+    worker = build_worker(spec, plan_engine(spec))
     prepare = TritonBackend.prepare
 
     def reading(backend: TritonBackend, batch: DecodeBatch) -> Prepared:

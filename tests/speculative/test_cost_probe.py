@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import build_worker, plan_engine
+from speculative.build import plan_engine
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.drafts.oracle import capture
+from tests.support.engine_plans import build_worker
 from tests.support.slow import slow
 from workers.config import RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
@@ -190,7 +191,7 @@ def test_steps_that_are_captured_are_measured_as_they_are_replayed(pair: Pair, m
     monkeypatch.setitem(LIMIT_S, "cpu", 1e9)
     spec = pair.spec(pair.tree(), scheduler=SchedulerConfig(max_running=2, max_step_tokens=70))
     engine = plan_engine(spec)
-    layout, worker = engine.layout, build_worker(spec, engine, 0, "")
+    layout, worker = engine.layout, build_worker(spec, engine)
     capture(worker, layout)
     graphed, slots = worker._strategy, worker._slots
     assert isinstance(graphed, GraphedDecoding)

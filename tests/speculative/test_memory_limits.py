@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import build_rank, plan_engine
+from speculative.build import plan_engine
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import VOCAB
 from workers.config import SchedulerConfig
+from workers.runner.build import build_rank
 from workers.runner.device_memory import HostMemory
 from workers.runner.memory import RankMemory
 from workers.scheduling.plan import SamplingParams
@@ -19,20 +20,20 @@ from workers.scheduling.plan import SamplingParams
 
 def test_a_rank_is_built_to_what_there_is_and_its_replacement_to_the_same(pair: Pair) -> None:
     spec = pair.spec(pair.tree(), CacheConfig(page_size=4), SchedulerConfig(max_step_tokens=61))
-    built = build_rank(spec, plan_engine(spec), 0, "")
+    built = build_rank(spec.worker, plan_engine(spec), 0, "")
     assert built.layout.scheduler.num_slots == 32  # of the tiny pair's requests there is room for thousands
     memory = built.layout.memory
     assert memory is not None
     assert 0 < (built.layout.num_pages + 1) * built.layout.bytes_per_page == memory.kv <= 10**9
     former = built.layout.with_slots(9).with_pages(50)
-    again = build_rank(spec, dataclasses.replace(plan_engine(spec), layout=former), 0, "")
+    again = build_rank(spec.worker, dataclasses.replace(plan_engine(spec), layout=former), 0, "")
     assert (again.layout.num_pages, again.layout.scheduler.num_slots) == (50, 9)
 
 
 def test_the_largest_steps_run_and_their_peak_is_seen(pair: Pair) -> None:
     """What a GPU's start does to measure; a CPU's start does not."""
     spec = pair.spec(pair.tree(), CacheConfig(4, num_pages=2), SchedulerConfig(max_running=5, max_step_tokens=61))
-    built = build_rank(spec, plan_engine(spec), 0, "")
+    built = build_rank(spec.worker, plan_engine(spec), 0, "")
     memory = RankMemory(HostMemory(), spec.worker, built.layout, torch.device("cpu"))
     peaks = memory.step_peaks(built.worker, built.layout)
     assert 0 <= peaks.rounds <= peaks.all_steps < 10**9

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from attention.config import CacheConfig, DraftAttention, TargetAttention
 from attention.kv_cache.pool import KVPool
-from speculative.build import EngineSpec, build_worker, plan_engine
+from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
 from speculative.tree_table import TreeTable
+from tests.support.engine_plans import build_worker
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from workers.engine_layout import EngineLayout
 from workers.ops.gemm.workspace import GEMMOptions
@@ -144,7 +145,7 @@ class Replica:
 def build_replica(spec: EngineSpec) -> Replica:
     """Ready for rounds, its slots and KV empty; two of one spec have the same weights."""
     engine = plan_engine(spec)
-    worker = build_worker(spec, engine, 0, "")
+    worker = build_worker(spec, engine)
     strategy = worker._strategy
     inner = strategy._inner if isinstance(strategy, GraphedDecoding) else strategy
     assert isinstance(inner, (Autoregressive, SpeculativeDecoding))

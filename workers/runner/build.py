@@ -60,17 +60,6 @@ class BuiltRank:
     layout: EngineLayout
 
 
-def build_worker(
-    worker: WorkerConfig,
-    engine: EnginePlan,
-    rank: int,
-    address: str,
-    report: PhaseReport = lambda phase, seconds: None,
-) -> Worker:
-    """`build_rank`, without the layout."""
-    return build_rank(worker, engine, rank, address, report).worker
-
-
 def build_rank(
     worker: WorkerConfig,
     engine: EnginePlan,

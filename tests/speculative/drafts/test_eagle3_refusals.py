@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.build import build_worker, plan_engine
+from speculative.build import plan_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_eagle3_heads import check, flat, served, speculators
 from tests.speculative.drafts.test_loading import spec_of
 from tests.support.drafts.eagle3_reference import Head, save_head
+from tests.support.engine_plans import build_worker
 
 WITHOUT = r"use a head without it"
 
@@ -98,14 +99,14 @@ def test_a_head_of_another_width_must_have_its_own_embedding(pair: Pair, tmp_pat
     with pytest.raises(
         ValueError, match="hidden_size=32 of its own but no embed_tokens.weight, and the target's has 64"
     ):
-        build_worker(spec, plan_engine(spec), 0, "")
+        build_worker(spec, plan_engine(spec))
 
 
 def test_a_layer_that_the_checkpoint_lacks_is_named(pair: Pair, tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in Head(layers=2).tensors().items() if "layers.2" not in name}
     spec = spec_of(pair.target, save_head(tmp_path / "d", flat(Head(layers=3)), tensors))
     with pytest.raises(ValueError, match="missing: layers.2"):
-        build_worker(spec, plan_engine(spec), 0, "")
+        build_worker(spec, plan_engine(spec))
 
 
 def with_vocabulary(head: Head, d2t: Tensor | None, t2d: Tensor | None) -> dict[str, Tensor]:

@@ -8,9 +8,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec, build_worker, plan_engine
+from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from tests.speculative.conftest import Pair
+from tests.support.engine_plans import build_worker
 from tests.support.tiny_models import make_eagle3, make_target
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 
@@ -104,14 +105,14 @@ def rewritten(source: Path, folder: Path, drop: str = "", **extra: Any) -> Path:
 def test_incomplete_drafts_name_what_they_lack(pair: Pair, tmp_path: Path, drop: str, message: str) -> None:
     spec = spec_of(pair.target, rewritten(pair.eagle3, tmp_path / "d", drop))
     with pytest.raises(ValueError, match=message):
-        build_worker(spec, plan_engine(spec), 0, "")
+        build_worker(spec, plan_engine(spec))
 
 
 def test_a_map_outside_the_targets_vocabulary_is_refused(pair: Pair, tmp_path: Path) -> None:
     offsets = load_file(str(pair.eagle3 / "model.safetensors"))["d2t"] + 80
     spec = spec_of(pair.target, rewritten(pair.eagle3, tmp_path / "d", d2t=offsets))
     with pytest.raises(ValueError, match="d2t points outside the target's vocabulary of 96"):
-        build_worker(spec, plan_engine(spec), 0, "")
+        build_worker(spec, plan_engine(spec))
 
 
 def test_unknown_and_misshapen_tensors_are_refused(pair: Pair, tmp_path: Path) -> None:
@@ -119,13 +120,13 @@ def test_unknown_and_misshapen_tensors_are_refused(pair: Pair, tmp_path: Path) -
     norm = tensors["model.norm.weight"]
     spec = spec_of(rewritten(pair.target, tmp_path / "a", **{"model.layers.0.self_attn.gate.weight": norm}))
     with pytest.raises(ValueError, match="unexpected: model.layers.0.self_attn.gate.weight"):
-        build_worker(spec, plan_engine(spec), 0, "")
+        build_worker(spec, plan_engine(spec))
     spec = spec_of(rewritten(pair.target, tmp_path / "b", **{"model.norm.weight": norm[:-1].clone()}))
     with pytest.raises(
         ValueError,
         match=r"model.norm.weight \(model.safetensors\) has shape \(63,\), config.json implies \(64,\)",
     ):
-        build_worker(spec, plan_engine(spec), 0, "")
+        build_worker(spec, plan_engine(spec))
 
 
 def test_a_missing_shard_is_named(pair: Pair, tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_missing_shard_is_named(pair: Pair, tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     spec = spec_of(folder)
     with pytest.raises(ValueError, match="lacks model-00002-of-00002.safetensors"):
-        build_worker(spec, plan_engine(spec), 0, "")
+        build_worker(spec, plan_engine(spec))
 
 
 def test_published_names_of_the_layer_are_known(tmp_path: Path) -> None:
@@ -144,4 +145,4 @@ def test_published_names_of_the_layer_are_known(tmp_path: Path) -> None:
     tensors = load_file(str(draft / "model.safetensors"))
     save_file({k.replace("midlayer.", "layers.0."): v for k, v in tensors.items()}, str(draft / "model.safetensors"))
     spec = spec_of(target, draft)
-    build_worker(spec, plan_engine(spec), 0, "")
+    build_worker(spec, plan_engine(spec))

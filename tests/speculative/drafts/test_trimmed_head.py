@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deploy.cli import main
-from speculative.build import EngineSpec, build_worker, plan_engine, plan_weights
+from speculative.build import EngineSpec, plan_engine, plan_weights
 from speculative.config import SpeculativeConfig
 from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import read_draft
@@ -25,6 +25,7 @@ from speculative.drafts.trimmed_head import (
 )
 from tests.speculative.drafts.test_loading import edited
 from tests.speculative.drafts.test_trained_mtp import CHAIN, EOS, MODEL, TREE, accepted_tokens, answers
+from tests.support.engine_plans import build_worker
 from tests.support.thread_group import on_ranks
 from workers.config import ModelSource, WorkerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
@@ -155,7 +156,7 @@ def test_the_plan_has_its_bytes(tmp_path: Path) -> None:
 def test_dummy_weights_have_a_trimmed_head_too() -> None:
     worker = WorkerConfig(ModelSource(str(MODEL), device="cpu", load_format="dummy"))
     spec = EngineSpec(worker, SpeculativeConfig("", "mtp", draft_vocab_size=ROWS))
-    build_worker(spec, plan_engine(spec), 0, "")
+    build_worker(spec, plan_engine(spec))
 
 
 @pytest.fixture(scope="module")

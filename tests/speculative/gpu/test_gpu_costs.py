@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from speculative.build import EngineSpec, build_worker, plan_engine
+from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
+from tests.support.engine_plans import build_worker
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.config import SchedulerConfig
 from workers.runner.build import PhaseReport
@@ -29,7 +30,7 @@ def on_gpu(speculative: SpeculativeConfig | None, measure_costs: bool = True, te
 
 
 def built(spec: EngineSpec, report: PhaseReport) -> Worker:
-    return build_worker(spec, plan_engine(spec), 0, "", report)
+    return build_worker(spec, plan_engine(spec), report)
 
 
 @pytest.mark.parametrize("speculative", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])

@@ -9,12 +9,13 @@ from random import Random
 import pytest
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec, build_worker, plan_engine
+from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.gpu.test_gpu_hybrids import on_gpu
 from tests.speculative.test_backends import RefuseHostReads, step_of
 from tests.support.drafts.block_reference import head_for, make_block_head
+from tests.support.engine_plans import build_worker
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.known_models import make_known
 from tests.support.tiny_models import VOCAB, make_eagle3, make_target
@@ -128,7 +129,7 @@ def test_drafts_change_no_answer_and_graphs_none(tmp_path: Path, kind: str) -> N
 def test_a_round_waits_for_nothing(tmp_path: Path, kind: str) -> None:
     target = make_target(tmp_path / "target", calm=0.01)
     eager = on_gpu(spec_of(target, DRAFTS[kind](tmp_path, target)), graphs=False)
-    worker = build_worker(eager, plan_engine(eager), 0, "")
+    worker = build_worker(eager, plan_engine(eager))
     with refuse_gpu_waits(), RefuseHostReads():
         for index in range(len(worker._strategy.shapes)):
             step_of(worker, index)

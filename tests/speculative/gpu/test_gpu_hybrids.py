@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from speculative.build import EngineSpec, build_worker, plan_engine
+from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench.models import hybrids
@@ -16,6 +16,7 @@ from tests.bench.trace import figures, profile, start
 from tests.speculative.conftest import Pair
 from tests.speculative.test_backends import RefuseHostReads, step_of
 from tests.speculative.test_hybrid_rounds import make_pair
+from tests.support.engine_plans import build_worker
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
@@ -82,7 +83,7 @@ def test_a_round_is_one_launch_and_waits_for_nothing(
         seen = figures(profile(engine, 10), 10)
     assert seen["graph_launches"] == 1 and seen["copies_to_host"] <= 1  # the result, which nothing waits for
     eager = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, cuda_graphs=False))
-    worker = build_worker(eager, plan_engine(eager), 0, "")
+    worker = build_worker(eager, plan_engine(eager))
     with refuse_gpu_waits(), RefuseHostReads():
         for index in range(len(worker._strategy.shapes)):
             step_of(worker, index)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec, build_rank, plan_engine
+from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from workers.config import GraphCapture, SchedulerConfig
+from workers.runner.build import build_rank
 from workers.runner.graphs.warm_up import largest_steps, run
 from workers.sampling.sampler import MAX_LOGPROBS
 from workers.scheduling.plan import SamplingParams
@@ -48,7 +49,7 @@ def test_no_step_runs_out_of_memory_at_the_limit(hog: torch.Tensor, speculative:
     mended by giving back what it kept, too: there are none."""
     spec = _spec(speculative, CacheConfig(), num_slots=256)
     torch.cuda.reset_peak_memory_stats()
-    built = build_rank(spec, plan_engine(spec), 0, "")
+    built = build_rank(spec.worker, plan_engine(spec), 0, "")
     assert built.layout.memory is not None
     assert built.layout.memory.left > 0.05 * FREE_GB * 1e9 and built.layout.memory.kv > 0.2 * FREE_GB * 1e9
     for _ in range(3):
@@ -70,12 +71,12 @@ def test_no_step_runs_out_of_memory_at_the_limit(hog: torch.Tensor, speculative:
 def test_what_does_not_fit_is_refused_at_start(hog: torch.Tensor, cache: CacheConfig) -> None:
     spec = _spec(CHAIN, cache, num_slots=16)
     with pytest.raises(ValueError, match=r"^cache\.(memory_gb|num_pages)=.* fit into cache.memory_share=0.9"):
-        build_rank(spec, plan_engine(spec), 0, "")
+        build_rank(spec.worker, plan_engine(spec), 0, "")
     assert hog.numel() > 0
 
 
 def test_too_many_slots_are_refused_at_start(hog: torch.Tensor) -> None:
     spec = _spec(CHAIN, CacheConfig(), num_slots=400_000)
     with pytest.raises(ValueError, match="no GPU memory for the tables of 400000 requests .*: lower scheduler.max_run"):
-        build_rank(spec, plan_engine(spec), 0, "")
+        build_rank(spec.worker, plan_engine(spec), 0, "")
     assert hog.numel() > 0

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from attention.config import CacheConfig
 from attention.metadata import token_indices
-from speculative.build import DraftSpeculation, EngineSpec, build_worker, plan_engine
+from speculative.build import DraftSpeculation, EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
 from speculative.tree.shape import TreeShape
+from tests.support.engine_plans import build_worker
 from tests.support.kernels.eager_graphs import EagerRecorder
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
@@ -90,7 +91,7 @@ class Oracle:
             scheduler=SchedulerConfig(max_running=1, max_step_tokens=ORACLE_PAGE * ORACLE_PAGES),
         )
         spec = dataclasses.replace(spec, worker=alone)
-        self._worker = build_worker(spec, engine_with(spec, shapes), 0, "")
+        self._worker = build_worker(spec, engine_with(spec, shapes))
         self._known: dict[tuple[tuple[int, ...], int, bytes], Drafted] = {}
         self._step = 0
 
@@ -237,7 +238,7 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
         layout.lookahead,
         choose_shape=lambda shapes: rng.randrange(len(shapes)) if len(shapes) > 2 else shapes.default,
     )
-    worker = build_worker(spec, engine_plan, 0, "")
+    worker = build_worker(spec, engine_plan)
     if case.captured and spec.worker.model.device == "cpu":  # on a GPU they are graphs anyway
         capture(worker, layout)
     rank = WatchedRank(worker, oracle, scheduler, shapes)

@@ -7,8 +7,9 @@ import torch
 
 from attention.capability import Capability
 from attention.config import TargetAttention
-from speculative.build import EngineSpec, build_worker, plan_engine
+from speculative.build import EngineSpec, plan_engine
 from tests.support.embedded import embedded_spec
+from tests.support.engine_plans import build_worker
 from workers.config import WorkerConfig
 from workers.runner.deterministic import checked_deterministic
 
@@ -62,4 +63,4 @@ def test_on_a_cpu_the_option_changes_nothing() -> None:
     worker = wanted(attention=TargetAttention("torch", "torch"))
     assert not check(worker, torch.float32, Capability("cpu"))
     spec = EngineSpec(worker)
-    build_worker(spec, plan_engine(spec), 0, "")
+    build_worker(spec, plan_engine(spec))
