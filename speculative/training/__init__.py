@@ -7,7 +7,8 @@ MTP modules, and drafts for targets that exist.
     rows             JSON and JSONL rows in several forms -> conversations
     samples          conversations -> token sequences, and their batches
     generation       a target's own answers to prompts
-    trainer          the optimisation, on transformers' `Trainer`; checkpoints and resume
+    trainer          the optimisation, on transformers' `Trainer`
+    checkpoints      a training's checkpoints, and the one that a resume continues
     steps            steps replayed from CUDA graphs, and their time limit
     target           a small Llama, its tokenizer and its training
     draft            a draft's loss against a frozen target, its training and its acceptance

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from speculative.training import TrainingError, TrainingInterrupted, hybrid
 from speculative.training.blocks.files import KINDS, BlockKind
+from speculative.training.checkpoints import checkpoints
 from speculative.training.deepseek import SIZES, build_deepseek, save_deepseek, train_deepseek
 from speculative.training.draft import DraftKind, measure_acceptance, train_draft
 from speculative.training.eagle3_files import Eagle3Kind
@@ -28,7 +29,7 @@ from speculative.training.mtp_files import MtpKind
 from speculative.training.rows import Conversation, Turn, read_conversations, split_validation, without_calc_marks
 from speculative.training.samples import Sample, answer_prompts, encode_answers, read_samples, write_samples
 from speculative.training.target import ChatData, build_target, build_tokenizer, save_target, train_target
-from speculative.training.trainer import FitArguments, checkpoints
+from speculative.training.trainer import FitArguments
 
 ModelT = TypeVar("ModelT")
 

@@ -9,7 +9,8 @@ import torch
 
 from attention.capability import Capability
 from speculative.training import TrainingError
-from speculative.training.trainer import FitArguments, check_output
+from speculative.training.checkpoints import check_output
+from speculative.training.trainer import FitArguments
 
 # A resume may change these: they change neither what a step computes nor which steps there are, except how many.
 _FREE_OPTIONS = (

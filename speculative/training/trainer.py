@@ -8,17 +8,13 @@ set's items are whole batches (`samples.plan_steps`).
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -26,6 +22,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback
 
 from attention.capability import Capability
 from speculative.training import TrainingError, TrainingInterrupted
+from speculative.training.checkpoints import checkpoint_to_resume, checkpoints, reading
 from speculative.training.samples import Batch, Sample, collate, plan_steps
 from speculative.training.steps.graphed_step import GraphedStep
 from speculative.training.steps.time_limit import TimeLimit
@@ -91,29 +88,6 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
         return 1
 
 
-def checkpoints(output: Path) -> list[Path]:
-    """The whole checkpoints in `output`, oldest first. The state file is written last, so a folder without one is the
-    remainder of a killed process."""
-    found = {path.parent.name.partition("-")[2]: path.parent for path in output.glob("checkpoint-*/trainer_state.json")}
-    return [found[step] for step in sorted(filter(str.isdigit, found), key=int)]
-
-
-def check_output(output: Path, resume: bool) -> None:
-    """Raises `TrainingError` for an output that is no writable folder, a checkpoint in it without `resume`, and
-    `resume` without a checkpoint."""
-    existing = next(place for place in (output, *output.absolute().parents) if place.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise TrainingError(f"output={output}: {existing} is not a writable folder; choose another")
-    found = checkpoints(output)
-    if found and not resume:
-        raise TrainingError(
-            f"output={output}: holds a training's checkpoint; add --resume to continue it (after its end with more "
-            f"--steps or --epochs), delete {found[-1].name}, or choose another folder"
-        )
-    if resume and not found:
-        raise TrainingError(f"resume: {output} holds no checkpoint; start without --resume")
-
-
 def fit(
     model: nn.Module,
     samples: Sequence[Sample],
@@ -143,7 +117,10 @@ def fit(
     arguments.eval_strategy = "no" if evaluate is None else "steps"
     graphs = arguments.graphs and Capability.of(arguments.device).captures_graphs and arguments.world_size == 1
     full_tokens = arguments.batch_tokens if graphs else None
-    checkpoint = str(_checkpoint_to_resume(arguments)) if arguments.resume else None
+    output = Path(arguments.output_dir)
+    checkpoint = None
+    if arguments.resume:
+        checkpoint = str(checkpoint_to_resume(output, arguments.settings, arguments.max_steps, _Session.__name__))
     with interrupts_between_steps() as is_interrupted, contextlib.closing(_Session(title, arguments)) as session:
         session.is_interrupted, session.after_step = is_interrupted, after_step
         session.limit = TimeLimit(arguments.max_seconds)
@@ -163,33 +140,12 @@ def fit(
         trainer.train(resume_from_checkpoint=checkpoint)
     done = trainer.state.global_step
     if done < arguments.max_steps and session.limit.share() < 1:
-        kept = checkpoints(Path(arguments.output_dir))[-1]
+        kept = checkpoints(output)[-1]
         raise TrainingInterrupted(
             f"{title}: stopped after step {done} of {arguments.max_steps}; {kept} keeps it: the same command with "
             "--resume continues"
         )
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def _checkpoint_to_resume(arguments: FitArguments) -> Path:
-    checkpoint = checkpoints(Path(arguments.output_dir))[-1]
-    try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        settings, done = state["stateful_callbacks"][_Session.__name__]["attributes"]["settings"], state["global_step"]
-    except (OSError, ValueError, KeyError):
-        raise TrainingError(f"resume: {checkpoint} cannot be read; delete it and start without --resume") from None
-    for name, value in arguments.settings.items():
-        if settings.get(name) != value:
-            raise TrainingError(
-                f"{name}={value}: the checkpoint {checkpoint} was made with {settings.get(name)}; give the same, or "
-                "start without --resume in a new output folder"
-            )
-    if done > arguments.max_steps:
-        raise TrainingError(
-            f"steps={arguments.max_steps}: the training in {checkpoint.parent} has done {done}; give more with --steps "
-            "or --epochs"
-        )
-    return checkpoint
 
 
 class _StepTrainer(Trainer):  # type: ignore[misc]
@@ -235,27 +191,16 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
         return 0  # unused, and counting them takes time in every step
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with _reading(resume_from_checkpoint):
+        with reading(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _reading(checkpoint):
+        with reading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _reading(checkpoint):
+        with reading(checkpoint):
             super()._load_rng_state(checkpoint)
-
-
-@contextlib.contextmanager
-def _reading(checkpoint: str | None) -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, KeyError, OSError, RuntimeError, ValueError, pickle.UnpicklingError, SafetensorError):
-        raise TrainingError(
-            f"resume: {checkpoint} cannot be read or holds a model of other dimensions; give the rows that it was "
-            "trained on, or start without --resume in a new output folder"
-        ) from None
 
 
 @dataclass(eq=False)

@@ -1,0 +1,73 @@
+"""Checkpoints of a training: which are whole, which a resume continues, and errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from speculative.training import TrainingError
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """The whole checkpoints in `output`, oldest first. The state file is written last, so a folder without one is the
+    remainder of a killed process."""
+    found = {path.parent.name.partition("-")[2]: path.parent for path in output.glob("checkpoint-*/trainer_state.json")}
+    return [found[step] for step in sorted(filter(str.isdigit, found), key=int)]
+
+
+def check_output(output: Path, resume: bool) -> None:
+    """Raises `TrainingError` for an output that is no writable folder, a checkpoint in it without `resume`, and
+    `resume` without a checkpoint."""
+    existing = next(place for place in (output, *output.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise TrainingError(f"output={output}: {existing} is not a writable folder; choose another")
+    found = checkpoints(output)
+    if found and not resume:
+        raise TrainingError(
+            f"output={output}: holds a training's checkpoint; add --resume to continue it (after its end with more "
+            f"--steps or --epochs), delete {found[-1].name}, or choose another folder"
+        )
+    if resume and not found:
+        raise TrainingError(f"resume: {output} holds no checkpoint; start without --resume")
+
+
+def checkpoint_to_resume(output: Path, settings: Mapping[str, Any], max_steps: int, keeper: str) -> Path:
+    """Return the newest checkpoint in `output`. Raises `TrainingError` if it cannot be read, has other settings, or is
+    after max_steps. keeper: the callback that keeps the settings."""
+    checkpoint = checkpoints(output)[-1]
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        kept, done = state["stateful_callbacks"][keeper]["attributes"]["settings"], state["global_step"]
+    except (OSError, ValueError, KeyError):
+        raise TrainingError(f"resume: {checkpoint} cannot be read; delete it and start without --resume") from None
+    for name, value in settings.items():
+        if kept.get(name) != value:
+            raise TrainingError(
+                f"{name}={value}: the checkpoint {checkpoint} was made with {kept.get(name)}; give the same, or "
+                "start without --resume in a new output folder"
+            )
+    if done > max_steps:
+        raise TrainingError(
+            f"steps={max_steps}: the training in {checkpoint.parent} has done {done}; give more with --steps "
+            "or --epochs"
+        )
+    return checkpoint
+
+
+@contextlib.contextmanager
+def reading(checkpoint: str | None) -> Iterator[None]:
+    """Raise `TrainingError` for what transformers raises while it reads an unfit checkpoint."""
+    try:
+        yield
+    except (EOFError, KeyError, OSError, RuntimeError, ValueError, pickle.UnpicklingError, SafetensorError):
+        raise TrainingError(
+            f"resume: {checkpoint} cannot be read or holds a model of other dimensions; give the rows that it was "
+            "trained on, or start without --resume in a new output folder"
+        ) from None
