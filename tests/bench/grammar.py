@@ -1,4 +1,4 @@
-"""What grammars cost a round, and what drafts gain that know them.
+"""The cost of grammars per round, and the gain of drafts that follow them.
 
     python -m tests.bench grammar [--model llama-3.1-8b] [--shapes chain tree] [--batches 1 8 32] [--repeats 3]
                                   [--schemas 64]
@@ -7,9 +7,9 @@ First milliseconds per round with all requests under a grammar, beside the same 
 
 As `tests.bench.round` measures: dummy weights, acceptance length 3.0, prompts of 512 tokens, 256 output tokens, greedy,
 steps as graphs. The grammar is a long JSON array of strings: almost every drafted token is allowed, so that all nodes
-of all trees get masks. Synthetic acceptance heeds no mask; a request that leaves the grammar begins it anew. fill_ms is
-what the host takes to fill the masks of a step and to write its guides, which the target's pass should hide. The target
-is 1.03 times.
+of all trees get masks. Synthetic acceptance ignores masks; a request that leaves the grammar starts it again. fill_ms
+is what the host takes to fill the masks of a step and to write its guides, which the target's pass should hide. The
+target is 1.03 times.
 
 Then, of the embedded pair at 32 streams, tokens of a round of as many requests as `--schemas` says, each under a JSON
 schema of its own, and of the same requests without one; forced is the share of the accepted drafts that stand within

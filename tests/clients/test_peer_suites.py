@@ -1,4 +1,4 @@
-"""The runner of vLLM's suites: their fixture is ours, their model the served one, and what is new is told."""
+"""The runner of vLLM's suites: it replaces their fixture and model, and reports unexpected failures."""
 
 import asyncio
 import sys

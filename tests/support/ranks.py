@@ -1,5 +1,5 @@
-"""Runs a function once per rank, each in a process of its own, and never waits longer than told: a kernel that spins or
-a collective that a rank misses ends as a failed test."""
+"""Runs a function once per rank, each in a process of its own, with a timeout: a kernel that spins or a collective that
+a rank misses ends as a failed test."""
 
 import functools
 import multiprocessing

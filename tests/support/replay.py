@@ -1,6 +1,5 @@
-"""Two replicas of one engine, run in step on the same requests: whatever the first emits and leaves behind, the second,
-which runs eagerly, must emit and leave behind too, to the bit. Requests come, run and end without a scheduler, their KV
-is random numbers."""
+"""Runs two replicas of one engine in step on the same requests. The second runs eagerly; its tokens, slots, trees and
+KV must equal the first one's to the bit. Requests run without a scheduler, over random KV."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

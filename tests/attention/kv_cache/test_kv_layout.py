@@ -1,5 +1,5 @@
-"""The seam of `KVLayout`, by one that does not exist yet beside those that do: what a layout must say, and that pool,
-context and path moves need to know no more."""
+"""The seam of `KVLayout`: a new layout of this file, beside the existing ones, works with pool, forward context and
+path moves unchanged."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar

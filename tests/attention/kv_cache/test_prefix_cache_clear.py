@@ -1,4 +1,4 @@
-"""Emptying the prefix cache: what it frees, and that whoever holds its pages does not notice."""
+"""Emptying the prefix cache: it frees unused pages, and requests keep the pages that they use."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Window pages by themselves: who holds them, which go first, and after which pages a prompt can resume."""
+"""Window pages by themselves: holders, order of eviction, and the pages after which a prompt can resume."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Shapes that follow the load against every one of them for ever, and against an engine without a draft.
+"""Adaptive tree shapes against each static shape, and against an engine without a draft.
 
     python -m tests.bench adaptive [--model llama-3.1-8b] [--shapes chain tree] [--batches 1 4 16 32 64 128 256]
                                    [--contexts 1024 8192 32768] [--acceptances 1.3 2 3 4.5] [--tiny]

@@ -1,4 +1,4 @@
-"""What an engine says of itself once logits are NaN: nothing if it was one request, a fault if it is all."""
+"""The engine's health after NaN logits: unchanged if one request had them, a fault if all have them."""
 
 import msgspec
 import numpy as np

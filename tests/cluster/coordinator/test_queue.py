@@ -1,4 +1,4 @@
-"""How the queue is bounded, what who finds it full is told, and the probe that goes a request's way."""
+"""The queue's bounds, the Retry-After of a full queue, and the probe that follows a request's path."""
 
 from cluster.config import EngineConfig
 from cluster.transport.messages import GenerateRequest, Probe

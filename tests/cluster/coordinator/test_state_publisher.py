@@ -1,4 +1,4 @@
-"""What engines tell of themselves: bounded, complete in the end, and only while somebody listens."""
+"""Advertised engine state: bounded messages, complete in the end, sent only while an ingress listens."""
 
 import math
 from typing import cast

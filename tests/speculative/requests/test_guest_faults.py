@@ -1,5 +1,5 @@
-"""What a rank's host does for one request of a step may fail: that request ends with the reason, and those beside it,
-which ask for the same things, do not change."""
+"""A rank's host work for one request of a step fails: that request ends with the reason, and other requests with the
+same parameters do not change."""
 
 from typing import Any
 

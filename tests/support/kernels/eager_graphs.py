@@ -1,4 +1,4 @@
-"""Rounds recorded without a GPU: a replay runs the function again and puts what it gives where the recording's went."""
+"""CUDA graphs without a GPU: a replay runs the captured function again and copies results to the captured outputs."""
 
 import dataclasses
 from collections.abc import Callable

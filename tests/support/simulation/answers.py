@@ -1,8 +1,8 @@
-"""Short answers without a GPU: the real scheduler, two steps in flight, over rounds and prompts that take what a table
-says.
+"""Simulates short answers: the real scheduler with two steps in flight, over rounds and prompts whose times come from a
+table.
 
-Says what the choice of shapes makes of rounds between which prompts come all the time. Steps of a small model wait for
-the host, which takes as long for every shape. Time is simulated, and all is seeded.
+Tests the choice of shapes while prompts arrive all the time. Steps of a small model wait for the host, which takes
+equally long for every shape. Time is simulated and everything is seeded.
 """
 
 import random

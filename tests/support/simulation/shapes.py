@@ -1,8 +1,8 @@
-"""An engine without a GPU whose rounds take what they take and whose drafts are accepted by chance: what the choice of
-shapes makes of it, against every shape for ever.
+"""Simulates an engine to compare the choice of tree shapes with each static shape. Round times come from a table,
+drafts are accepted at random.
 
-Costs that the choice is told may be wrong, as after a start on a loaded machine; steps have noise; requests may end and
-others follow; batch, acceptance and the machine's pace may change at any time.
+The choice may start from wrong costs, as after a start on a loaded machine. Steps have noise; requests end and others
+follow; batch, acceptance and the machine's speed may change at any time.
 """
 
 from collections import Counter, deque

@@ -1,4 +1,4 @@
-"""Sums and gathers between the CPUs of one machine, against what every rank can reckon for itself."""
+"""Sums and gathers between CPU ranks of one machine, against the result that each rank computes alone."""
 
 import time
 

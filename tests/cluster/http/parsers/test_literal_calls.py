@@ -1,4 +1,4 @@
-"""Calls in Python's and in Gemma 4's literals: every value, any pieces, and what is no call after all."""
+"""Calls in Python's and in Gemma 4's literals: every value, cut at every place, and texts that only look like calls."""
 
 import json
 from typing import Any
