@@ -94,8 +94,8 @@ class Answer:
         if delta.finish == "invalid":
             raise RequestInvalidError(delta.error or "it cannot be answered")
         if delta.finish not in _END_REASONS:
-            shown = NOT_FINITE.message if delta.error == NOT_FINITE.message else ""
-            raise EngineFailedError(f"{delta.finish}: {delta.error or 'no reason given'}", shown)
+            detail = NOT_FINITE.message if delta.error == NOT_FINITE.message else ""
+            raise EngineFailedError(f"{delta.finish}: {delta.error or 'no reason given'}", detail)
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
             self.speculation = delta.speculation
