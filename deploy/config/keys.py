@@ -28,7 +28,7 @@ def keys(section: str) -> list[Key]:
     """Return the keys of a section, or the one key outside of sections that has this name. Raises ConfigError."""
     if section not in AerieConfig.model_fields:
         raise ConfigError(f"--keys {section}: no such section; there are {', '.join(AerieConfig.model_fields)}")
-    kinds = [kind for kind in _types(section) if dataclasses.is_dataclass(kind)]
+    kinds = [kind for kind in _types(section) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
     if not kinds:
         default = AerieConfig.model_fields[section].default
         return [Key(section, _printed(default), _descriptions(AerieConfig)[section])]
