@@ -148,7 +148,7 @@ def begin_ranks(plan: RankPlan, folder: Path) -> None:
 
 
 def wait_for_ranks() -> None:
-    """Until those that `begin_ranks` has forked have ended."""
+    """Wait until all ranks that `begin_ranks` forked have ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
         while True:

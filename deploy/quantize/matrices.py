@@ -33,7 +33,7 @@ _GATES = ("*.in_proj_a", "*.in_proj_b", "*.in_proj_ba")  # recurrent layers' gat
 class Layer:
     """Matrices that are multiplied by the same inputs, by canonical names of modules.
 
-    observed: by which calibration knows the inputs.
+    observed: the name under which calibration records the inputs.
     columns: inputs of each.
     """
 

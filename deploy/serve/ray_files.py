@@ -15,8 +15,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def keep_to_owner(environment: Mapping[str, str]) -> None:
-    """Make files that this process and those below it create from now on, and a token that exists, this user's alone.
-    environment: what Ray will read the token's path from."""
+    """Restrict to this user the existing token, and files that this process and its children create from now on.
+    environment: Ray reads the token's path from it."""
     os.umask(_OTHERS)
     path = token_path(environment)
     try:

@@ -129,7 +129,7 @@ class HarmonyParser:
             self._content.append(text)
 
     def _show_rest(self, head: str) -> None:
-        """Show the part of a head that is no head as content."""
+        """Add text that stands where a message's header should be to the content."""
         if (_HEAD_WITH_ROLE if self._has_role else _HEAD).fullmatch(head):
             return
         rest = _PARTS.sub("", head)

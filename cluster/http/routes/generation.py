@@ -56,7 +56,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return await response(http, body, await text_request(body, config, tokenizer), TextReply, "cmpl")
 
     async def invocations(http: Request, body: ChatCompletionRequest | CompletionRequest) -> Response:
-        """Continues a conversation or a text, by what the body has: the route of hosting services."""
+        """Continues a conversation or a text, whichever the body has: the route of hosting services."""
         if isinstance(body, ChatCompletionRequest):
             return await chat_completions(http, body)
         return await completions(http, body)
