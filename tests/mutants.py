@@ -106,7 +106,7 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _faults(node: ast.AST) -> Iterator[Callable[[Any], None]]:
-    """What may be done to a node, in place."""
+    """Return what may be done to a node, in place."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in OPPOSITE:
             yield lambda each: each.ops.__setitem__(0, OPPOSITE[type(op)]())

@@ -1,4 +1,4 @@
-"""What `tests.house` counts, and what it does not."""
+"""`tests.house`: what counts, and what does not."""
 
 import ast
 

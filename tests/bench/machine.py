@@ -58,6 +58,6 @@ def commit() -> str:
 
 
 def git(*arguments: str) -> str:
-    """What git prints, of the checkout that this runs in; "" where there is none."""
+    """Return what git prints, of the checkout that this runs in; "" where there is none."""
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip()

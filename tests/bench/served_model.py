@@ -81,7 +81,7 @@ def _vocab(model: str) -> int:
 
 
 def label(arguments: argparse.Namespace) -> str:
-    """What was served, for a table's head."""
+    """Return what was served, for a table's head."""
     return f"{arguments.model}, dummy weights, {arguments.shape}" if arguments.gpu else str(arguments.config)
 
 

@@ -1,4 +1,4 @@
-"""What torch's profiler sees of an engine's steps on a GPU: kernels, graph launches, copies to the host, idle time."""
+"""An engine's steps on a GPU as torch's profiler sees them: kernels, graph launches, copies to the host, idle time."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""What stands in for vLLM where its server tests run against a URL: its test fixture and the few things they import.
+"""Stands in for vLLM while its server tests run against a URL: its test fixture and the few things they import.
 
 A pytest plugin, alone in a process of `tests.clients.peer_suites`, which gives it in the environment PEER_URL,
 PEER_MODEL, PEER_TOKENIZER (a folder), PEER_RESULTS (a file for the outcomes). No other module of ours can be imported

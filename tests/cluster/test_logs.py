@@ -21,7 +21,7 @@ PROMPT = {"model": MODEL, "prompt": "hi"}
 
 @pytest.fixture
 def written() -> Iterator[io.StringIO]:
-    """What this process logs as JSON; its loggers are as before afterwards."""
+    """Return what this process logs as JSON; its loggers are as before afterwards."""
     loggers = [logging.getLogger(name) for name in OURS]
     former = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     stream = io.StringIO()

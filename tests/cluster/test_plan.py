@@ -1,4 +1,4 @@
-"""What "auto" becomes before the processes of an application start, and how the plan reaches them."""
+"""Values of "auto" before the processes of an application start, and the plan's way to them."""
 
 from pathlib import Path
 from typing import Any, Literal

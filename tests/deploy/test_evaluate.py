@@ -1,4 +1,4 @@
-"""What `aerie eval-draft` reports, and how it reads prompts."""
+"""`aerie eval-draft`: its report and its prompts."""
 
 import argparse
 import json

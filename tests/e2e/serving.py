@@ -119,7 +119,7 @@ def _coordinators() -> list[str]:
 
 
 def engine_stats() -> list[EngineStats]:
-    """What every coordinator of the application says, asked directly."""
+    """Return what every coordinator of the application says, asked directly."""
     import ray
 
     names = _coordinators()

@@ -25,7 +25,7 @@ MAX_STEP_TOKENS = 256  # a prompt with its eight shots has three times as many
 
 
 def asked(port: int, args: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What the GSM8K client says of such an engine: every question answered, with and without speculation."""
+    """Return what the GSM8K client says of such an engine: every question answered, with and without speculation."""
     args = args | {
         "model": {"path": "target", "device": "cuda", "dtype": "bfloat16"},
         "cache": {"num_pages": 2048},

@@ -1,4 +1,4 @@
-"""What `aerie serve` shows to other users of its machine, and what it leaves. `make test-faults` runs it."""
+"""`aerie serve` shows nothing private to other users of its machine, and leaves nothing. `make test-faults` runs it."""
 
 import os
 import shutil

@@ -279,7 +279,7 @@ def _until(reached: Callable[[], bool]) -> None:
 
 
 def _until_unhealthy(server: Server, limit_s: float = 5) -> dict[str, Any]:
-    """What /health says once it is bad, which must be soon."""
+    """Return what /health says once it is bad, which must be soon."""
     deadline = time.monotonic() + limit_s
     while (answer := server.health())[0] == 200:
         assert time.monotonic() < deadline, f"/health stayed good for {limit_s} s after a worker died"

@@ -1,4 +1,4 @@
-"""What a system may withhold: open files, memory of a rank, processes of Ray's.
+"""Limits of the system: open files, memory of a rank, Ray's processes.
 
 pytest -s -m slow tests/e2e/test_resource_limits.py
 """

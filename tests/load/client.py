@@ -85,7 +85,7 @@ class Reference:
     text: str
 
     def fault(self, sent: Sent) -> str:
-        """What is wrong with an answer, however far it came; "" if nothing is."""
+        """Return what is wrong with an answer, however far it came; "" if nothing is."""
         whole = sent.kind == "done"
         if tuple(sent.tokens) != self.tokens[: None if whole else len(sent.tokens)]:
             return f"tokens {sent.tokens}, not {list(self.tokens)}"

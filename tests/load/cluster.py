@@ -155,7 +155,7 @@ class Cluster:
         return os.environ | _ENVIRONMENT | {"RAY_TMPDIR": str(self.folder)} | own
 
     def _on(self, node: int) -> list[str]:
-        """What comes before a command that is to run on a node."""
+        """Return what comes before a command that is to run on a node."""
         name = namespace(node)
         return ["ip", "netns", "exec", name, *gpus.host_name(self.hosts, name, sys.executable)]
 

@@ -72,7 +72,7 @@ def _join(fault: Fault, cluster: Cluster) -> str:
 
 
 def _leave(fault: Fault, cluster: Cluster) -> str:
-    """What a supervisor does that stops `aerie start --block`."""
+    """Return what a supervisor does that stops `aerie start --block`."""
     starts = [process for process in cluster.find(fault.node, "Ray") if "start" in process.cmdline()]
     return f"pid {signal_part(starts, signal.SIGTERM)}"
 

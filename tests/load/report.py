@@ -1,4 +1,4 @@
-"""What a run shows: a timeline by seconds, a plot, a row of the table."""
+"""The report of a run: a timeline by seconds, a plot, a row of the table."""
 
 import dataclasses
 import html

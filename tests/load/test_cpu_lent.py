@@ -1,4 +1,4 @@
-"""What of a gap was the machine's, from samples of a server's processes and its client."""
+"""The machine's share of a gap, from samples of a server's processes and its client."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What steps cost is measured by real steps, of which requests notice nothing, and every rank finds the same."""
+"""Step costs are measured by real steps, without effect on requests; every rank finds the same."""
 
 import dataclasses
 import math

@@ -134,7 +134,7 @@ class Replica:
     layout: EngineLayout
 
     def state(self) -> dict[str, Tensor]:
-        """What rounds change, padding left out: slots by name and trees [num_slots, ...]."""
+        """Return what rounds change, padding left out: slots by name and trees [num_slots, ...]."""
         table, count = self.slots, self.slots.padding_slot
         state = {"seq_len": table.seq_len, "bonus": table.bonus, "finished": table.finished}
         if self.trees is not None:

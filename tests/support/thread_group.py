@@ -43,7 +43,7 @@ class ThreadGroup(TPGroup):
 
 
 def on_ranks(size: int, function: Callable[[TPGroup], T]) -> list[T]:
-    """What function(group) returns on each of `size` ranks."""
+    """Return what function(group) returns on each of `size` ranks."""
     exchange = _Exchange(size)
 
     def run(rank: int) -> T:

@@ -56,7 +56,7 @@ def matrix() -> str:
 
 
 def refusals() -> str:
-    """What each backend refuses, in the words of a refused start, as a Markdown list."""
+    """Return what each backend refuses, in the words of a refused start, as a Markdown list."""
     return "\n".join(f"- `{name}`: {'; '.join(_refusals(name)) or 'nothing'}" for name in BACKENDS)
 
 

@@ -1,4 +1,4 @@
-"""What the flashinfer backend hands to FlashInfer for prompt chunks, seen by a recording stand-in: no GPU, no package.
+"""The flashinfer backend's calls of FlashInfer for prompt chunks, recorded by a stand-in: no GPU, no package.
 Rounds: `test_flashinfer_rounds`. Results are compared on a GPU by `test_backend_conformance`."""
 
 import dataclasses

@@ -23,7 +23,7 @@ WIDTH = 400  # pages of a row of the table
 
 
 def planned(grid: Grid, lengths: list[int]) -> dict[str, list[int]]:
-    """What FlashInfer's scheduler says of these lengths: the smallest pieces that find room."""
+    """Return what FlashInfer's scheduler says of these lengths: the smallest pieces that find room."""
     pages = [-(-length // grid.page_size) for length in lengths]
     size = max(MIN_PIECE_TOKENS // grid.page_size, 1)
     if not grid.splits:

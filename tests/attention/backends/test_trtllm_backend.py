@@ -1,4 +1,4 @@
-"""What the trtllm backend hands to FlashInfer, seen by a recording stand-in: no GPU, no package. Results on Hopper are
+"""The trtllm backend's calls of FlashInfer, recorded by a stand-in: no GPU, no package. Results on Hopper are
 compared by `test_backend_conformance`; Blackwell's kernels are tested here alone."""
 
 import sys

@@ -1,4 +1,4 @@
-"""What kernels' decorators say of their arguments."""
+"""Options of kernels' decorators: which arguments specialise a kernel."""
 
 import importlib
 import os

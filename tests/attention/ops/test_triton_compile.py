@@ -116,7 +116,7 @@ def compiled(kernel: Any, tmp_path: Path, *arguments: Any, **options: Any) -> tu
 
 
 def dumped(made: Any, tmp_path: Path, what: str) -> str:
-    """What cuobjdump prints of a compiled kernel. what: its option."""
+    """Return what cuobjdump prints of a compiled kernel. what: its option."""
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(made.asm["cubin"])
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -1,4 +1,4 @@
-"""What a part of the benchmark returns: figures with what is asked of them, and the lines to print."""
+"""The result of a part of the benchmark: figures with their targets, and the lines to print."""
 
 from dataclasses import dataclass, field
 from typing import Any

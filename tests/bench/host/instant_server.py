@@ -48,7 +48,7 @@ class PacedExecutor(InstantExecutor):
 
 
 def build(args: dict[str, Any]) -> object:
-    """What Serve calls."""
+    """Return what Serve calls."""
     from cluster.deployments import application
     from deploy.checks import planned
     from deploy.nodes import cluster_nodes

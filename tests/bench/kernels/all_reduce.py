@@ -45,7 +45,7 @@ def joined(rank: int, size: int, address: str) -> tuple[TPGroup, CustomAllReduce
 
 
 def calls_of(group: TPGroup, peers: CustomAllReduce, norm: RMSNorm, rows: int, width: int) -> dict[str, Call]:
-    """What is measured at this size, by column. Zeros, which stay zeros however often they are summed."""
+    """Return what is measured at this size, by column. Zeros, which stay zeros however often they are summed."""
     nccl = TPGroup(group.rank, group.size, group.process_group)
     shape = (2, rows, width)
     x, residual = torch.zeros(shape, dtype=torch.bfloat16, device=norm.weight.device).unbind(0)

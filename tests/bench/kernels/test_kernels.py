@@ -46,7 +46,7 @@ def _memory(gigabytes: int) -> Tensor:
 
 
 def _run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> dict:
-    """What `bench` prints last."""
+    """Return what `bench` prints last."""
     monkeypatch.setattr(bench, "Clock", StillClock, raising=False)
     monkeypatch.setattr(bench, "captured", lambda run: SimpleNamespace(replay=run), raising=False)
     monkeypatch.setattr(sys, "argv", ["bench", *options])

@@ -51,13 +51,13 @@ class Pass:
 
 
 def prompts_of(shots: Sequence[Problem], problems: Sequence[Problem]) -> list[dict[str, Any]]:
-    """What each problem's request to /v1/completions holds, all with the same examples in front."""
+    """Return what each problem's request to /v1/completions holds, all with the same examples in front."""
     examples = "".join(f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
     return [{"prompt": f"{examples}Question: {problem.question}\nAnswer:", "stop": list(STOPS)} for problem in problems]
 
 
 def chats_of(shots: Sequence[Problem], problems: Sequence[Problem]) -> list[dict[str, Any]]:
-    """What each problem's request to /v1/chat/completions holds."""
+    """Return what each problem's request to /v1/chat/completions holds."""
     turns = [turn for shot in shots for turn in (_said("user", shot.question), _said("assistant", shot.answer))]
     return [{"messages": [*turns, _said("user", problem.question)]} for problem in problems]
 
@@ -221,7 +221,7 @@ def report(figures: dict[str, Any]) -> list[str]:
 
 
 def problems_and_shots(arguments: argparse.Namespace) -> tuple[list[Problem], list[Problem]]:
-    """What is asked, and what stands in front. Raises ValueError."""
+    """Return what is asked, and what stands in front. Raises ValueError."""
     num_shots, count = arguments.num_shots, arguments.num_questions
     given = word_problems((count or 100) + num_shots) if arguments.data is None else read_problems(arguments.data)
     if arguments.shots_data is None:

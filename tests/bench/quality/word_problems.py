@@ -22,7 +22,7 @@ class Problem:
 
     @property
     def result(self) -> float:
-        """What stands behind the last ####. Raises ValueError."""
+        """Return what stands behind the last ####. Raises ValueError."""
         return float(self.answer.rpartition("####")[2].strip().replace(",", ""))
 
 

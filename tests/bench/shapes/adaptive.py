@@ -59,7 +59,7 @@ class Cell:
         return max(rate for arm, rate in self.tokens_per_ms.items() if arm not in ("none", "adaptive"))
 
     def of(self, rate: float) -> float:
-        """What the choice reaches of a rate."""
+        """Return what the choice reaches of a rate."""
         return self.tokens_per_ms["adaptive"] / rate
 
 

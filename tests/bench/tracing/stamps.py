@@ -120,7 +120,7 @@ def _of_ready(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
 
 
 def _of_contents(args: tuple[Any, ...], plan: Any) -> Iterable[Subject]:
-    """What a new plan holds: prompt tokens, rounds, and the milliseconds that it should take (0: not known)."""
+    """Return what a new plan holds: prompt tokens, rounds, and the milliseconds that it should take (0: not known)."""
     if plan is None:
         return []
     tokens = sum(len(chunk.tokens) // _TOKEN_BYTES for chunk in plan.chunks)

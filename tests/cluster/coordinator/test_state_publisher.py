@@ -43,7 +43,7 @@ class Rig:
         self.publisher.publish("ready", "", False, 0.0)
 
     def known(self, ingress: IngressLink = X) -> set[bytes]:
-        """What a subscriber knows who has heard everything."""
+        """Return what a subscriber knows who has heard everything."""
         known: set[bytes] = set()
         for state in self.sent[ingress]:
             known |= set(split_digests(state.added))

@@ -1,4 +1,4 @@
-"""Who may ask: hosts and origins where there are no keys, content types; and what HEAD, HTTP/1.0 and pages get."""
+"""Access control: hosts and origins without API keys, content types, HEAD, HTTP/1.0 and web pages."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What one streamed chunk costs the edge in CPU time, without server and engine."""
+"""CPU time of one streamed chunk in the API, without server and engine."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What the operator is told about costs."""
+"""The report of step costs that a start prints."""
 
 import dataclasses
 import subprocess

@@ -68,7 +68,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def planned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Planned:
-    """What `aerie plan` refuses checkpoints with, "" where it does not. It is one line."""
+    """Return what `aerie plan` refuses checkpoints with, "" where it does not. It is one line."""
 
     def plan(target: Path, draft: Path | None = None) -> str:
         args: dict[str, Any] = {"model": {"path": str(target)}}

@@ -18,7 +18,7 @@ QWEN3_HEAD = flat(layer(2048, 12288, 32, 4, 151936)) | {"architectures": ["Llama
 
 
 def planned(name: str, folder: Path, models: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is printed of the shipped configuration `name` on eight GPUs. models: config.json of each folder."""
+    """Return what is printed of the shipped configuration `name` on eight GPUs. models: config.json of each folder."""
     shutil.copy(ROOT / "deploy" / f"{name}.yaml", folder)
     for model, config in models.items():
         path = folder / "models" / model

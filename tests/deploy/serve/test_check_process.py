@@ -1,4 +1,4 @@
-"""What the process of checks finds wrong reaches the command, and nothing else is printed for it."""
+"""Faults found by the check process reach the command; nothing else is printed for them."""
 
 import json
 import threading

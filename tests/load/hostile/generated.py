@@ -113,7 +113,7 @@ class Asked:
     cuts: list[int]
 
     def pieces(self) -> list[bytes]:
-        """What to send, in order."""
+        """Return what to send, in order."""
         places = sorted({cut % (len(self.body) + 1) for cut in self.cuts} | {0, len(self.body)})
         parts = [self.body[first:last] for first, last in itertools.pairwise(places)]
         if self.is_chunked:

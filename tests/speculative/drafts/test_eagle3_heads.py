@@ -74,7 +74,7 @@ def served(draft: Path, target: Path, group: TPGroup = SOLO, device: torch.devic
 
 
 def drafted(runner: DraftRunner, features: Tensor, ids: Tensor, chain: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """What `Reference.draft` gives, in two chunks of which the last row alone attends, then one token a step."""
+    """Return what `Reference.draft` gives, in two chunks of which the last row alone attends, then one token a step."""
     device = features.device
     table = torch.arange(1, NUM_PAGES + 1, dtype=torch.int32, device=device)[None]
     split = 5

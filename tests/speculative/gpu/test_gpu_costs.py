@@ -1,4 +1,4 @@
-"""What steps cost, measured on a GPU: by graphs where there are some, in bounded time, and unnoticed by requests."""
+"""Step costs measured on a GPU: by graphs where they exist, in bounded time, without effect on requests."""
 
 import dataclasses
 

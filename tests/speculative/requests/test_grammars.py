@@ -70,7 +70,7 @@ SCHEMAS = schemas(12)
 
 @cache
 def plainly() -> list[list[int]]:
-    """What plain decoding answers; every seventh request is free."""
+    """Return what plain decoding answers; every seventh request is free."""
     return run(embedded_spec(None), requests(SCHEMAS, 7))
 
 

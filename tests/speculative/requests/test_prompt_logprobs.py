@@ -38,7 +38,7 @@ def rows_of(part: PromptLogprobs, k: int = TOP) -> Rows:
 
 
 def collect(engine: LocalEngine, requests: list[Request], concurrency: int = 4) -> dict[str, Rows]:
-    """What each request heard of its prompt; what comes again must come equal."""
+    """Return what each request heard of its prompt; what comes again must come equal."""
     found: dict[str, Rows] = {request.request_id: {} for request in requests}
     begun: set[str] = set()
 

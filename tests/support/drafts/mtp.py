@@ -1,4 +1,4 @@
-"""What tests of every family's multi-token prediction module share: its states against a reference, and its answers."""
+"""Shared by the tests of every family's MTP module: its states against a reference, and its answers."""
 
 from collections.abc import Callable
 from pathlib import Path

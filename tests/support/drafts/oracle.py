@@ -1,4 +1,4 @@
-"""What drafts and draft KV must be, whatever the scheduler did: those of the same text computed alone.
+"""The oracle of drafts and draft KV, whatever the scheduler did: those of the same text computed alone.
 
 A draft is a function of the text and the sampling parameters, and so is the KV of every committed position. `Oracle`
 computes both for a text as one prompt of one request, in pages that nobody else has. `WatchedRank` stands between a
@@ -96,7 +96,7 @@ class Oracle:
         self._step = 0
 
     def drafted(self, text: tuple[int, ...], shape: int, sampling: SamplingParams) -> Drafted:
-        """What a request drafts in `shape` that has this text so far, the last token being its bonus token."""
+        """Return what a request drafts in `shape` that has this text so far, the last token being its bonus token."""
         sampling = SamplingParams(
             100, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed
         )

@@ -171,7 +171,7 @@ def _facts(source: Any) -> dict[str, str]:
 
 
 def take(model: str, shape: str, steps: int, max_running: int, deterministic: bool = False) -> dict[str, Any]:
-    """What `main` prints."""
+    """Return what `main` prints."""
     import triton
 
     from tests.support.kernels.triton_driver import Hopper

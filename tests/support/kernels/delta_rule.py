@@ -76,7 +76,7 @@ class Literal:
         return Literal(heads, weights, state, torch.zeros(3, heads.channels, dtype=torch.float64))
 
     def after(self, row: DeltaRows) -> tuple["Literal", Tensor]:
-        """What there is after one more token, and the token's output [Hv * dv]. row: of one row."""
+        """Return what there is after one more token, and the token's output [Hv * dv]. row: of one row."""
         heads, weights = self.heads, self.weights
         taps = torch.cat((self.history, row.qkv.double().cpu()))
         channels = F.silu((taps * weights.conv).sum(0))

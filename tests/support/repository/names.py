@@ -177,7 +177,7 @@ def _targets(node: ast.stmt) -> Iterator[str]:
 
 
 def _class_names(node: ast.ClassDef) -> set[str]:
-    """What a class binds, and its bases as "<Base>"."""
+    """Return what a class binds, and its bases as "<Base>"."""
     names = {f"<{ast.unparse(base).rpartition('.')[2].partition('[')[0]}>" for base in node.bases}
     for child in node.body:
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

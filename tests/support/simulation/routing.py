@@ -137,7 +137,7 @@ class SimulatedEngine:
         return self.engine.cost_s(len(self._rounds), num_tokens) if self.is_stepping else None
 
     def end_step(self) -> tuple[list[Request], list[Request]]:
-        """What got its first token, and what has ended."""
+        """Return what got its first token, and what has ended."""
         first, ended = [], []
         for request in self._rounds:
             request.num_out += TOKENS_PER_ROUND

@@ -153,7 +153,7 @@ class Engine:
         return chosen
 
     def round_ms(self, shape: int) -> float:
-        """What a round takes now, without noise."""
+        """Return what a round takes now, without noise."""
         if self.took is not None:
             return self.took[shape]
         return self.pace * self.costs.round_ms(shape, self.batch, self.batch * self.context)
@@ -166,10 +166,10 @@ class Engine:
         return (self.tokens - tokens) / (self.ms - ms)
 
     def static(self, shape: int) -> float:
-        """The same of one shape for ever."""
+        """Return tokens per ms of one static shape."""
         tokens = sum(float(self.chances[shape]) ** k for k in range(int(self.depth[shape]) + 1))
         return self.batch * tokens / self.round_ms(shape)
 
     def best(self) -> float:
-        """The same of the best shape."""
+        """Return tokens per ms of the best static shape."""
         return max(self.static(shape) for shape in range(len(self.shapes)))

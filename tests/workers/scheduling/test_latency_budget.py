@@ -53,7 +53,7 @@ def cost_tables(draw: st.DrawFn) -> CostTable:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    """What happens, one after the other: (what, two numbers)."""
+    """Return what happens, one after the other: (what, two numbers)."""
     kinds = ("submit", "submit", "step", "step", "step", "abort", "plan", "lose workers")
     event = st.tuples(st.sampled_from(kinds), st.integers(1, 60), st.integers(1, 30))
     return draw(st.lists(event, min_size=5, max_size=50))

@@ -68,7 +68,7 @@ class Walked:
         self.walk.run(tree.tokens, tree.children)
 
     def after(self, *tokens: int, node: int = 0) -> str:
-        """What is forced behind a node and tokens, the first of them the bonus, as far as it is."""
+        """Return what is forced behind a node and tokens, the first of them the bonus, as far as it is."""
         return TOKENIZER.decode(self.ids_after(*tokens, node=node), skip_special_tokens=False)
 
     def ids_after(self, *tokens: int, node: int = 0) -> list[int]:

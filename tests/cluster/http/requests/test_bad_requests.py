@@ -1,4 +1,4 @@
-"""What the edge refuses: with which status, in which form, naming which parameter."""
+"""Refused requests: status, form of the error, and the parameter that it names."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What one client may cost the ingress: time for its body, memory for its prompt."""
+"""Limits of one client at the ingress: time for its body, memory for its prompt."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""What the edge makes of parameters: what reaches the engine, and what is refused with status, form and parameter."""
+"""Parameters of requests: those that reach the engine, and those that are refused with status and name."""
 
 import json
 from typing import Any

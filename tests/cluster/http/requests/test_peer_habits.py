@@ -1,4 +1,4 @@
-"""What users of vLLM and SGLang are used to: keys that are null, their names of parameters, their routes."""
+"""Compatibility with vLLM and SGLang: null keys, names of parameters, routes."""
 
 from typing import Any
 

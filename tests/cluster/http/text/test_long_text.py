@@ -1,4 +1,4 @@
-"""What a long text costs before it is known to be too long, and whether its end is the end of the whole."""
+"""Cost of a text that is too long, and the encoded end of a truncated text."""
 
 import random
 import subprocess

@@ -1,4 +1,4 @@
-"""What users write in a chat is never changed and becomes no control token, whatever the template does with it."""
+"""Users' texts in chats are unchanged and never become control tokens, whatever the template does with them."""
 
 import json
 import time

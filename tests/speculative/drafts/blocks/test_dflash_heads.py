@@ -76,7 +76,7 @@ def served(draft: Path, target: Path, group: TPGroup = SOLO) -> DraftRunner:
 
 
 def block_logits(runner: DraftRunner, features: torch.Tensor, anchor: int, rows: int) -> torch.Tensor:
-    """What `BlockReference.logits` gives, of a context that is written in three parts of any sizes."""
+    """Return what `BlockReference.logits` gives, of a context that is written in three parts of any sizes."""
     table, none = torch.arange(1, NUM_PAGES + 1, dtype=torch.int32)[None], Attending.none(CPU)
     form = runner.model.form  # type: ignore[union-attr]
     for first, end in ((0, 7), (7, 8), (8, LENGTH)):
