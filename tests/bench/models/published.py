@@ -1,5 +1,5 @@
-"""Published models for `tests.bench.round`: config.json as `docs/models.md` lists them, a floor by bytes, and a block
-draft for one of them. Weights are dummies: routers choose by the tokens alone, and spread."""
+"""Published models for `tests.bench.round`: config.json as in `tests/deploy/config/published`, a floor by bytes, and a
+block draft for one of them. Weights are dummies: routers choose by the tokens alone, and spread."""
 
 import json
 from collections.abc import Sequence
