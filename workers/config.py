@@ -48,7 +48,7 @@ class SchedulerConfig:
         delay other requests, but may pay for long prompts of a mixture of experts.
     max_waiting: limit of queued requests, more get 429; none: only `max_waiting_bytes` counts.
     itl_target_ms: milliseconds between a request's tokens to which prompts may stretch a step; auto: derived from
-        measured step times, tripled under a backlog. A number is a fixed limit.
+        measured step times, tripled under a backlog. A number is a fixed limit; beyond it the batch grows slowly.
     max_waiting_bytes: host memory of queued requests, more get 429: 3 KB each and 4 bytes per prompt token; the default
         holds 15,000 requests of 3,500 tokens.
     """

@@ -19,6 +19,7 @@ import yaml
 
 from deploy.config.files import starting_point
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
+from tests.load.hostile.priority import NICENESS, outweigh
 from tests.support import ROOT
 
 READY_LIMIT_S = 180.0
@@ -104,6 +105,8 @@ def serve_process(
     try:
         server.wait_ready()
         started = server.below()
+        for each in started:
+            outweigh(each.pid, NICENESS)
         yield server
     finally:
         if process.poll() is None:

@@ -1,5 +1,6 @@
-"""Limits the time of a step, and so its prompt tokens. Used by the scheduler; pure. Constants were chosen by simulation
-(`tests.support.simulation.load`; figures in tests/bench/RESULTS.md)."""
+"""Limits the time of a step, and so its prompt tokens and the growth of the batch. Used by the scheduler; pure.
+Constants were chosen by simulation (`tests.support.simulation.load` and `closed_loop`; figures in
+tests/bench/RESULTS.md)."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ PATIENCE = 2.0  # deadline after arrival, in times the prompt's own time
 MAX_PATIENCE = 4.0  # bound on it while few prompts are pending, in times the target
 QUEUE_PATIENCE = 2.0  # bound on it while many are pending, in times the time of all of them
 MIN_MASK_WAIT_MS = 5.0
+GROWTH_SHARE = 0.1  # of the target by which another request may delay the others beyond their mean gap
+PATIENT_TARGETS = 800.0  # wait of a request, in times the target, that doubles the mean gap allowed for it
+SHAPE_SHARE, SHAPE_GAPS = 0.5, 1.25  # of the target and the mean gap, for a change to a slower shape
 _ROUNDING_MS = 1e-6
 
 
@@ -112,6 +116,26 @@ class LatencyBudget:
         stretched_ms = min(BACKLOG_SHARE * self.prompt_ms(backlog_tokens), self.limit_ms)
         rounds_ms = self.step_time.ms(Step(*rounds))
         return max(self.target_ms, stretched_ms, rounds_ms + MIN_SHARE * self.target_ms)
+
+    def growth_limit_ms(self, mean_gap_ms: float, waited_s: float) -> float:
+        """Maximum milliseconds of rounds that a request may join after waiting for `waited_s`.
+
+        mean_gap_ms: shortest mean gap between tokens of a running request; 0: unknown.
+
+        Beyond a target that is a number the batch grows as slowly as this mean, which follows it, so that any size is
+        reached and no gap is many times the others of its answer. The limit rises with the wait, so that no request
+        starves. "auto" is beyond all rounds that were measured.
+        """
+        if self.gives_way:
+            return math.inf
+        waited = waited_s * 1000 / (PATIENT_TARGETS * self.target_ms)
+        return max(self.target_ms, GROWTH_SHARE * self.target_ms + (1.0 + waited) * (mean_gap_ms or self.target_ms))
+
+    def shape_limit_ms(self, mean_gap_ms: float) -> float:
+        """Maximum milliseconds of rounds of a slower shape than the last."""
+        if self.gives_way:
+            return math.inf
+        return max(self.target_ms, SHAPE_SHARE * self.target_ms + SHAPE_GAPS * mean_gap_ms)
 
     def _chunk_ms(self, num_tokens: int) -> float:
         """Milliseconds of a step with only `num_tokens` prompt tokens."""

@@ -13,7 +13,7 @@ from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder, Sequence
 from workers.scheduling.shared_prefixes import SharedPrefixes
 from workers.scheduling.stats import SchedulerStats
-from workers.scheduling.step_time import Prediction
+from workers.scheduling.step_time import Prediction, Step
 
 MAX_PASSED = 64  # waiting requests without a compiled grammar that each step looks past
 MAX_ASKED = 8  # waiting requests whose common prefixes with running ones each step of a hybrid model looks for
@@ -34,6 +34,8 @@ class PrefillPlanner:
     Memory stays safe: an admitted request has room for its whole prompt beside all promised pages, and pages are taken
     from the youngest arrival. The oldest request, once admitted, can take every page and finish. While it waits, later
     arrivals cannot pass its deadline and running requests end; then it is admitted.
+
+    A number as the target bounds the batch, too (`LatencyBudget.growth_limit_ms`).
 
     budget: None until costs are known.
     """
@@ -72,20 +74,24 @@ class PrefillPlanner:
         """Milliseconds that a step may wait for its grammar masks. expected: the step's predicted time."""
         return MASK_WAIT_MS if self.budget is None or expected is None else self.budget.mask_wait_ms(expected.ms)
 
-    def plan(self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds) -> StepBudget:
+    def plan(
+        self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds, usual_shape: int | None = None
+    ) -> StepBudget:
         """Add prompt chunks of admitted and new requests beside `rounds`, while slots, pages and budget last. Return
         the used budget.
 
         drafted: the shape drafted after a prompt's last chunk, if its request speculates.
+        usual_shape: that later rounds verify; None: that of `rounds`.
         """
         queues, budget = self._queues, self._step_budget(rounds)
+        usual = rounds if usual_shape is None else rounds._replace(shape=usual_shape)
         admitted = sorted(queues.prefilling.values(), key=_ORDER, reverse=True)
         self.shared.begin()
         while budget.room(1, 0):
             first = admitted[-1] if admitted else None
             waiting = self._next_waiting(first, builder, rounds) if self._can_admit(builder) else None
             if waiting is not None:
-                builder.admits = self._admit(waiting, builder, budget)
+                builder.admits = self._may_grow(waiting, builder, usual) and self._admit(waiting, builder, budget)
                 if builder.admits:
                     self.shared.admitted(waiting)
                     count = self._plan_chunk(waiting, budget, builder, drafted)
@@ -119,6 +125,22 @@ class PrefillPlanner:
                 return sequence
             builder.held.add(sequence.number)
         return None
+
+    def _may_grow(self, sequence: Sequence, builder: PlanBuilder, rounds: StepRounds) -> bool:
+        """Whether a request may join the rounds. Beyond a target that is a number one joins rounds in a step, so that
+        each size's time is known before the next."""
+        budget, queues = self.budget, self._queues
+        if budget is None or budget.gives_way or not queues.active or sequence.max_len <= len(sequence.tokens) + 1:
+            return True
+        step_time, num_requests = budget.step_time, len(queues.active) + 1
+        grown = Step(rounds.shape, num_requests, rounds.kv_tokens + len(sequence.tokens))
+        ms = step_time.ms(grown) * max(1.0, step_time.slowdown)
+        if ms <= budget.target_ms:
+            return True
+        if rounds.num_requests and builder.inits:
+            return False
+        waited_s = self._clock() - sequence.submitted_s
+        return ms <= budget.growth_limit_ms(self._slot_pages.mean_gap_ms(), waited_s)
 
     def _can_admit(self, builder: PlanBuilder) -> bool:
         return builder.admits and not builder.preempted and self._slot_pages.num_free_slots > 0

@@ -1,9 +1,10 @@
 """Chooses the requests that run a round in a step, their tree shape, and their pages."""
 
+import math
 from collections.abc import Callable
 
 from workers.config import RoundShapes
-from workers.scheduling.latency_budget import StepRounds
+from workers.scheduling.latency_budget import LatencyBudget, StepRounds
 from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder
 from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
@@ -32,11 +33,14 @@ class RoundPlanner:
         self._last_slots = (-1, 0)  # changes of slots, and slots that run a round, when the next two were found
         self._speculates = self._is_rare = False  # whether a slot that runs a round wants drafts, or samples rarely
 
-    def shape(self, slots: Slots, kv_tokens: int, step_time: StepTime | None) -> int:
+    def shape(
+        self, slots: Slots, kv_tokens: int, step_time: StepTime | None, budget: LatencyBudget | None = None
+    ) -> int:
         """Return the shape that the next rounds verify and draft.
 
         slots: [n] that run a round.
         kv_tokens: committed tokens of all of them together.
+        budget: limits the time of a slower shape.
         """
         if self.choose_shape is not None:
             return self.choose_shape(self._shapes)
@@ -52,8 +56,16 @@ class RoundPlanner:
             self._shape_choice.reason = Reason.NOBODY
             return 0
         users, speculative = slot_pages.user, slot_pages.speculative
-        load = Load(slots, users, speculative, kv_tokens, with_prompts, self._speculates, self._is_rare)
-        return self._shape_choice.choose(load, step_time)
+        choice, limit_ms = self._shape_choice, math.inf
+        if budget is not None and not budget.gives_way and choice.max_round_ms(len(slots)) > budget.target_ms:
+            limit_ms = budget.shape_limit_ms(slot_pages.mean_gap_ms())
+        load = Load(slots, users, speculative, kv_tokens, with_prompts, self._speculates, self._is_rare, limit_ms)
+        return choice.choose(load, step_time)
+
+    def usual(self, shape: int) -> int:
+        """Return the shape of the rounds after this step's, whose shape may be a probe's."""
+        usual, is_probe = self._shape_choice.usual, self._shape_choice.reason is Reason.PROBE
+        return usual if is_probe and usual is not None else shape
 
     def reserve(self, builder: PlanBuilder, slots: Slots, shape: int) -> tuple[Slots, Int64s]:
         """Reserve pages for a round of `slots`, preempting the youngest requests until the pages suffice. Return the

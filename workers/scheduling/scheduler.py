@@ -212,10 +212,10 @@ class Scheduler:
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
         slots = slot_pages.round_slots()
         kv_tokens = self.rounds.kv_tokens(slots)
-        shape = self.rounds.shape(slots, kv_tokens, self.step_time)
+        shape = self.rounds.shape(slots, kv_tokens, self.step_time, self._prefill.budget)
         slots, ends = self.rounds.reserve(builder, slots, shape)
         rounds = self.rounds.load(slots, shape) if builder.preempted else StepRounds(shape, len(slots), kv_tokens)
-        budget = self._prefill.plan(builder, self._shapes[shape], rounds)
+        budget = self._prefill.plan(builder, self._shapes[shape], rounds, self.rounds.usual(shape))
         if builder.preempted and len(slots):  # a chunk of an older request may have preempted a younger one
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]

@@ -4,6 +4,7 @@ The scheduler asks once a step and reports what rounds accepted; `StepTime` says
 ranks. Pure: steps are the clock, and equal calls give equal answers.
 """
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -41,12 +42,14 @@ class Reason(StrEnum):
     BEST = "best"  # most tokens per millisecond
     PROMPTS = "prompts"  # the best of those that run beside prompt chunks
     SAMPLING = "sampling"  # the best of those that are captured for every kind of sampling
+    TARGET = "target"  # a better one would exceed the ITL target
     PROBE = "probe"  # to learn what it would accept, or how long it takes
 
 
 class ShapeChoice:
     """reason: of the last choice.
     expected: tokens per millisecond at the last evaluation, by shape name; empty while nothing is known.
+    usual: shape of the last step, or that it would have had without a probe; None without a choice.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -55,6 +58,7 @@ class ShapeChoice:
         self._acceptance = self._matches or self.survival
         self.reason = Reason.STATIC
         self.expected: dict[str, float] = {}
+        self.usual: int | None = None
         self._shapes = shapes
         self._all = tuple(range(len(shapes)))
         self._current = shapes.default  # runs unless a step may not have it
@@ -74,6 +78,10 @@ class ShapeChoice:
         self._num_learnt = 0
         self._num_plain = 0  # rounds without drafts since the last evaluation
         self._probes = ShapeProbes(self._acceptance, len(shapes))
+
+    def max_round_ms(self, num_requests: int) -> float:
+        """Upper bound on the milliseconds of a round of any shape, by the last evaluation; 0 without one."""
+        return 0.0 if self._rates is None else self._growth(num_requests) * max(self._rates.ms)
 
     def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
         """See `Survival.record`. The first rounds and those of probes are all learnt from, others every
@@ -122,7 +130,8 @@ class ShapeChoice:
             self._evaluate(load, step_time)
         rates = self._rates
         assert rates is not None
-        shape, allowed = self._without_probe(load, rates)
+        shape, allowed = self._within_limit(load, rates, *self._without_probe(load, rates))
+        self.usual = shape
         if not load.speculates:
             self._probes.current = None
         elif is_evaluated or self._probes.current is not None:
@@ -208,6 +217,22 @@ class ShapeChoice:
                 return self._beside, (self._beside,)
             self._beside = None
         return self._current, self._all
+
+    def _within_limit(self, load: Load, rates: Rates, shape: int, allowed: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Restrict the choice to the last shape and those within `Load.limit_ms`."""
+        if load.limit_ms == math.inf:
+            return shape, allowed
+        growth = self._growth(len(load.slots))
+        most_ms = [growth * ms * math.exp(error) for ms, error in zip(rates.ms, rates.errors, strict=True)]
+        within = [each for each in allowed if each == self.usual or most_ms[each] <= load.limit_ms]
+        if shape in within or not within:
+            return shape, within or allowed
+        self.reason = Reason.TARGET
+        return self.usual if self.usual in within else rates.least_loss(within), within
+
+    def _growth(self, num_requests: int) -> float:
+        """Bound on the growth of a round's time since the last evaluation."""
+        return max(1.0, num_requests / max(1, self._num_requests))
 
     def _best_of(self, allowed: Sequence[int], rates: Rates) -> int:
         return self._current if self._current in allowed else rates.least_loss(allowed)

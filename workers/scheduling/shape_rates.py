@@ -41,6 +41,7 @@ class Load(NamedTuple):
     kv_tokens: committed tokens of the n requests together.
     with_prompts: prompt chunks may run beside the rounds.
     speculates: one of the n requests wants drafts.
+    limit_ms: maximum milliseconds of rounds of a slower shape than the last.
     rare_sampling: one of them needs sampling that only `RoundShapes.unrestricted` shapes are captured for.
     """
 
@@ -51,6 +52,7 @@ class Load(NamedTuple):
     with_prompts: bool = False
     speculates: bool = True
     rare_sampling: bool = False
+    limit_ms: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from workers.config import RoundShape
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int64]
 
+MEAN_GAPS = 256  # rounds after which a request's mean gap follows a change of its pace
+
 
 class SlotLengths:
     """Arrays by slot.
@@ -26,6 +28,8 @@ class SlotLengths:
     speculative: whether it uses drafts.
     rare_sampling: see `SamplingParams`.
     drafted: index of the shape that the last plan drafted; 0: none.
+    last_token_s: when its newest tokens came.
+    gaps_since_s, num_gaps: start and number of the gaps between its tokens that `mean_gap_ms` averages.
     user: number of the slot's request; results for another number are stale.
     num_changes: increases when a slot is taken, starts to decode, or is freed.
     """
@@ -43,6 +47,8 @@ class SlotLengths:
         self.drafted = np.zeros(num_slots, np.int64)
         self.user = np.full(num_slots, -1, np.int64)
         self.last_token_s = np.zeros(num_slots, np.float64)
+        self.gaps_since_s = np.zeros(num_slots, np.float64)
+        self.num_gaps = np.zeros(num_slots, np.int64)
         self.num_changes = 0
 
     def start_decoding(self, slot: int) -> None:
@@ -70,10 +76,22 @@ class SlotLengths:
         self.max_pending[slots] += max_new_tokens
         self.min_pending[slots] += 1
 
+    def mean_gap_ms(self) -> float:
+        """Return the shortest mean gap between a running request's tokens; 0 without gaps. A mean is over `MEAN_GAPS`
+        to twice as many gaps, or all there are."""
+        slots = np.flatnonzero(self.decoding & (self.num_gaps > 0))
+        if len(slots) == 0:
+            return 0.0
+        many = slots[self.num_gaps[slots] >= 2 * MEAN_GAPS]
+        self.gaps_since_s[many] = (self.gaps_since_s[many] + self.last_token_s[many]) / 2
+        self.num_gaps[many] //= 2
+        means_s = (self.last_token_s[slots] - self.gaps_since_s[slots]) / self.num_gaps[slots]
+        return float(means_s.min()) * 1000
+
     def clear_lengths(self, slot: int) -> None:
         """The slot has no request any more."""
         self.num_changes += 1
         lengths = (self.committed, self.num_tokens, self.max_len, self.max_pending, self.min_pending, self.num_pages)
-        for values in (*lengths, self.decoding, self.speculative, self.rare_sampling, self.drafted):
+        for values in (*lengths, self.decoding, self.speculative, self.rare_sampling, self.drafted, self.num_gaps):
             values[slot] = 0
         self.user[slot] = -1

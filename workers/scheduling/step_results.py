@@ -67,6 +67,8 @@ class StepResults:
         took_s, self._last_s = min(result.elapsed_s, now - self._last_s), now
         if self.step_time is not None:
             self.step_time.observe(step.load, took_s * 1e3)
+            if step.expected is not None and step.num_rounds and step.expected.ms > 0.0:
+                self.step_time.slowdown = took_s * 1e3 / step.expected.ms
         outputs += _prompt_outputs(step, result) if step.asking else []
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
@@ -170,6 +172,8 @@ class StepResults:
         slot_pages.max_pending[rounds] -= step.max_new_tokens
         self._stats.inter_token_s.observe_all(now - slot_pages.last_token_s[rounds])
         slot_pages.last_token_s[slots] = now
+        slot_pages.num_gaps[rounds] += 1
+        slot_pages.gaps_since_s[slots[num_rounds:]] = now
         return before
 
     def _learn(self, step: InFlightStep, accepted: npt.NDArray[np.int32]) -> list[int]:

@@ -1,8 +1,7 @@
 """Milliseconds of a step: the table that a start measured, corrected by every step that ran.
 
-The one owner of step times: `workers.scheduling.step_results` reports finished steps to `observe`; the choice of
-shapes, the latency budget, the timing of plans, admission and Retry-After ask for predictions. Pure: the sum of the
-reported milliseconds is its clock.
+The one owner of step times: `workers.scheduling.step_results` reports finished steps to `observe`; the rest of this
+folder and `PlanTiming` ask for predictions. Pure: the sum of the reported milliseconds is its clock.
 """
 
 import functools
@@ -91,6 +90,7 @@ class StepTime:
 
     costs: the table, as measured.
     noise: standard deviation of one step's relative time, until steps tell.
+    slowdown: time of the last step with rounds, over its prediction.
     """
 
     def __init__(self, costs: CostTable, max_requests: int, noise: float = FIRST_NOISE) -> None:
@@ -110,7 +110,7 @@ class StepTime:
         self._covariance = np.diag(self._prior)
         self._variances = self._covariance.reshape(-1)[:: len(errors) + 1]  # a view of the diagonal
         self._noise = noise**2
-        self._surprise = 0.0
+        self._surprise, self.slowdown = 0.0, 1.0
         self._unlearnt_ms = 0.0  # of steps since the last that was learnt from
         self._few_ratios: dict[int, list[float]] = {}  # by the last of their parts; see `_middle_ratio`
         self._num_steps = 0

@@ -32,6 +32,7 @@ import httpx
 from tests.load.cpu_lent import CpuLent
 from tests.load.hostile.drawing import drawn
 from tests.load.hostile.plain_streams import ANSWER_LIMIT_S, ended, plain_streams
+from tests.load.hostile.priority import outweighing
 from tests.support.structured_output.hostile import grammars
 from workers.scheduling.plan import Grammar
 
@@ -105,7 +106,7 @@ class Attack:
         before = await self._restarts()
         async with plain_streams(str(self._client.base_url), self._model) as (process, alone):
             sampled = CpuLent(self._server, process.pid) if self._server else None
-            with sampled or contextlib.nullcontext():
+            with sampled or contextlib.nullcontext(), outweighing() if sampled else contextlib.nullcontext():
                 end_s = time.monotonic() + seconds
                 await asyncio.gather(*(self._hostile_until(end_s) for _ in range(NUM_STREAMS)))
                 plain = await ended(process)

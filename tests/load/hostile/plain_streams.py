@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import os
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import httpx
 import msgspec
 
 from tests.load.cpu_lent import OwnWait
+from tests.load.hostile.priority import STREAMS_NICENESS, outweigh
 from tests.support import ROOT
 
 PLAIN_TOKENS = 400
@@ -116,7 +116,7 @@ async def plain_streams(url: str, model: str) -> AsyncIterator[tuple[asyncio.sub
     """The process, and what it said of the answers alone; ends with the context."""
     program = [sys.executable, "-m", "tests.load.hostile.plain_streams", url, model]
     process = await asyncio.create_subprocess_exec(
-        *program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=_LINE_BYTES
+        *program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=_LINE_BYTES, start_new_session=True
     )
     try:
         yield process, await _said(process)
@@ -144,6 +144,5 @@ def _print(found: Plain) -> None:
 
 if __name__ == "__main__":
     gc.disable()  # a minute's garbage is little
-    with contextlib.suppress(OSError):
-        os.nice(-10)  # where it may: clients do not share the server's cores
+    outweigh("self", STREAMS_NICENESS)  # clients do not share the server's cores
     asyncio.run(_run(*sys.argv[1:3]))

@@ -94,13 +94,24 @@ class Watched(Simulation):
         slots = unpack_i32(plan.slots)
         return StepRounds(plan.shape, len(slots), int(self.scheduler.slot_pages.committed[slots].sum()))
 
+    def is_full(self, plan: StepPlan) -> bool:
+        """Whether another round would exceed a target that is a number, so that no waiting request is admitted."""
+        budget, rounds, queues = self.scheduler._prefill.budget, self.rounds(plan), self.scheduler.queues
+        assert budget is not None
+        kv_tokens = rounds.kv_tokens + max((len(sequence.tokens) for sequence in queues.waiting), default=0)
+        grown = Step(rounds.shape, len(queues.active) + 1, kv_tokens)
+        is_beyond = bool(rounds.num_requests) and budget.step_time.ms(grown) > budget.target_ms
+        return is_beyond and not budget.gives_way and not queues.prefilling
+
     def check_order(self, plan: StepPlan, before: dict[int, tuple[Sequence, int]]) -> None:
         """Whoever got tokens, all with earlier deadlines got all they needed, or begin like a prompt that got some; and
         some got tokens if any waited."""
         after = self.pending()
         given = {number: count - after.get(number, (None, 0))[1] for number, (_, count) in before.items()}
         served = [sequence.order for number, (sequence, _) in before.items() if given[number] > 0]
-        assert served or not before, "prompts wait, and a step carries none of them"
+        if not served:
+            assert not before or self.is_full(plan), "prompts wait, and a step carries none of them"
+            return
         page = self.page_size + self.lookahead
         begins = {sequence.tokens[:page].tobytes() for number, (sequence, _) in before.items() if given[number] > 0}
         for number, (sequence, count) in before.items():

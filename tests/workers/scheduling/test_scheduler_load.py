@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from tests.support.simulation.closed_loop import Clients, serve, two_cores
 from tests.support.simulation.graphs import SimulatedGraphs
 from tests.support.simulation.load import (
     H200,
@@ -89,3 +90,26 @@ def test_padding_makes_stairs():
     stairs = padded(H200)
     for tokens, bucket in ((1, 16), (16, 16), (17, 64), (513, 640), (1025, 1536), (2048, 2048)):
         assert stairs.step_ms(1, 8, 0, tokens) == pytest.approx(H200.step_ms(1, 8, 0, bucket))
+
+
+@pytest.mark.parametrize(("plain_ms", "chain_ms"), [(3.2, 9.5), (8.0, 12.0)])
+def test_a_burst_of_requests_makes_no_gap_of_a_stream_many_times_its_others(plain_ms: float, chain_ms: float) -> None:
+    """28 requests at once beside four streams, where rounds of all take three to four times the target: drafts pay
+    little or much. The batch grows, or the shape changes, in small steps; tokens per second are those without a bound,
+    but for what steps of fewer requests cost."""
+    streams, burst = Clients(4, 300), Clients(28, 30, (8.0, 8.5), 1.0)
+    bounded, free = (serve([streams, burst], two_cores(plain_ms, chain_ms), ms, 15.0, 0) for ms in (100.0, 1e4))
+    most = [
+        max(a.excess(100.0) for a in served.answers if a.clients is streams and len(a.times_s) > 12)
+        for served in (bounded, free)
+    ]
+    assert most[0] < 1.0 < most[1]
+    assert bounded.num_tokens / bounded.seconds > 0.88 * free.num_tokens / free.seconds
+    assert max(a.times_s[0] - a.sent_s for a in bounded.answers) < 10.0
+
+
+def test_a_target_below_every_round_holds_no_request_for_long() -> None:
+    """The batch grows while no request ends."""
+    served = serve([Clients(4, 300), Clients(20, 100, (1.0, 2.0))], two_cores(8.0, 12.0), 3.0, 1.0, 0)
+    assert served.max_rounds > 16
+    assert max(a.times_s[0] - a.sent_s for a in served.answers) < 15.0
