@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 
 from speculative.config import SpeculativeConfig
-from speculative.ops.acceptance import accept, accept_synthetic
+from speculative.ops.acceptance import accept, accept_commit, accept_synthetic
 from speculative.ops.tree_growth import best_tree
 from speculative.tree.nodes import NO_TOKEN, Tree, bare_roots, chain
 from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
 from tests.support.drafts.random_trees import random_candidates
+from tests.support.slots import enter
 from workers.config import PLAIN
+from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
+from workers.slots.slot_table import SlotTable
 
 
 @pytest.mark.parametrize("top_k,steps,width", [(1, 3, 4), (2, 2, 4), (4, 5, 16), (3, 4, 9), (8, 3, 60)])
@@ -80,12 +83,52 @@ def test_a_request_without_speculation_accepts_nothing() -> None:
     assert accepted.num_drafts.tolist() == [2, 0]
     assert accepted.tokens[0].tolist() == [1, 2, 3]
     assert accepted.tokens[1, 0] == 1
+    places = torch.arange(2)
+    synthetic = accept_synthetic(tree, chosen, torch.tensor([True, False]), 2, 3.0, places, places)
+    assert synthetic.num_drafts.tolist() == [2, 0]
 
 
 def test_a_bare_root_accepts_nothing() -> None:
     tree = bare_roots(torch.tensor([5]), 4)
     accepted = accept(tree, torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, dtype=torch.bool), 3)
     assert accepted.num_drafts.tolist() == [0]
+
+
+def test_a_commit_says_which_rows_hold_the_path_and_its_newest_token() -> None:
+    """Against a walk, beside a request that has finished, one at its limit, one that stops, one without drafts, and a
+    padding row."""
+    steps, width, before = 3, 9, 20
+    tree = best_tree(torch.arange(7) + 200, random_candidates(7, 3, steps, seed=4), width)
+    tree.tokens[5, 1:] = NO_TOKEN
+    tree.tokens[0, 2:] = NO_TOKEN  # the smallest tree with a draft
+    chosen = torch.full(tree.tokens.shape, 99)
+    for b in range(7):
+        for node in range(width - 1, 0, -1):  # of a node's children the best is chosen
+            chosen[b, tree.parents[b, node]] = tree.tokens[b, node].clamp_min(0)
+    table = SlotTable(6, 4, 128, torch.device("cpu"))
+    walks = [walk(tree, chosen, b) for b in range(7)]
+    for slot in range(6):
+        limit = before + (2 if slot == 3 else 50)
+        stops = (walks[4][1][0],) if slot == 4 else ()
+        init = SlotInit(slot, before, 10, limit, SamplingParams(9, 0.0, stop_token_ids=stops), pack_i32([1]), b"")
+        enter(table, init)
+    table.finished[2] = True
+    slots = torch.tensor([0, 1, 2, 3, 4, 5, 6])  # 6 is padding
+    expected = {2: 0, 3: 1, 4: 1, 6: 0}
+    found = accept_commit(slots, tree, chosen, table, steps)
+    for b, (path, tokens) in enumerate(walks):
+        count = expected.get(b, len(tokens))
+        assert found.commit.counts[b] == count and found.commit.tokens[b, :count].tolist() == tokens[:count]
+        drafts = 0 if b in (2, 6) else len(path) - 1
+        assert found.reported[b] == (drafts if count and b != 5 else -1)
+        assert found.path_rows[b, : drafts + 1].tolist() == [b * width + node for node in path[: drafts + 1]]
+        depth = max(count - 1, 0)
+        assert found.newest[b] == b * (steps + 1) + depth
+        length = before if b < 6 else 0
+        assert found.newest_position[b] == length + depth and table.seq_len[b] == length + count
+    assert max(len(tokens) for _, tokens in walks) == steps + 1 and int(found.newest_position.dtype == torch.int32)
+    alone = accept_commit(slots[:1], bare_roots(torch.tensor([7]), 1), torch.tensor([[8]]), table, steps)
+    assert alone.reported.tolist() == [-1] and alone.commit.tokens[0, 0] == 8
 
 
 @pytest.mark.parametrize("length", [1.0, 2.3, 3.0, 3.9, 4.0])
