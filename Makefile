@@ -7,7 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= deploy/eagle.yaml
 TORCH := torch==2.13.0
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+# Modules are compiled as they are first imported: pip would compile all of torch, transformers and Ray, on one core.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 
 .PHONY: serve test check test-rooms test-clusters test-slow test-faults test-hostile test-gpu bench bench-gpu load wheel docs clean
 
@@ -34,9 +35,10 @@ check: $(VENV)/.installed-test
 	nice $(BIN)/mypy
 	$(BIN)/python -m tests.house
 
-# Crosses of settings whose parts `make test` covers one by one.
+# Crosses of settings whose parts `make test` covers one by one. Hours.
 test-slow: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m slow
+	-$(BIN)/python -m pytest -m "slow and not ray" -n 2 --dist worksteal $(ROOM)
+	$(BIN)/python -m pytest -m "slow and ray" $$(grep -rl --include='test_*.py' 'mark\.ray' tests)
 
 # Every part killed or stopped under load; prints how long each fault lasted (tests/load/RESULTS.md). A quarter of an hour.
 test-faults: $(VENV)/.installed-test

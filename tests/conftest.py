@@ -1,7 +1,11 @@
-"""Skips GPU tests where there are too few GPUs, and says so. Builds the wheel once for all that need it. Gives every
-worker of pytest-xdist one core."""
+"""Skips GPU tests where there are too few GPUs, and says so; workers of pytest-xdist leave them out. Builds the wheel
+once for all that need it. Gives every worker of pytest-xdist one core. Starts what tries grammars at the tests' own
+priority."""
 
+import gc
 import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,23 @@ from tests.support.repository.wheel import build_wheel, install_wheel
 # more than they bring.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+
+# In the background of a shell Ctrl-C is ignored, here and in the processes that tests start, some of which send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the imported modules and the collected tests out of later garbage collections."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _grammar_processes() -> None:
+    from tests.support.structured_output import quick_templates
+
+    quick_templates.install()
 
 
 @pytest.fixture(scope="session")
@@ -26,14 +47,20 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install_wheel(wheel, tmp_path_factory.mktemp("installed"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu")) is not None]
     if not marked:
         return
     import torch
 
     present = torch.cuda.device_count()
+    missing = []
     for item, mark in marked:
         wanted = mark.kwargs.get("n", mark.args[0] if mark.args else 1)
         if present < wanted:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} GPU(s), this machine has {present}"))
+            missing.append(item)
+    if "PYTEST_XDIST_WORKER" in os.environ:  # thousands of reports that a test was skipped would take seconds
+        left = set(missing)
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=missing)

@@ -70,7 +70,7 @@ def meant(folder: Path) -> Path:
         pytest.param(["w8a16", "--group-size", "-1"], "Qwen2", marks=pytest.mark.slow),
         pytest.param(["w8a8"], "Qwen3Moe", marks=pytest.mark.slow),
         pytest.param(["fp8"], "Llama", marks=pytest.mark.slow),
-        (["mxfp4"], "Qwen3Moe"),
+        pytest.param(["mxfp4"], "Qwen3Moe", marks=pytest.mark.slow),
         (["nvfp4"], "Qwen3_5"),  # a scale of each matrix, of which one holds q, k and v
         pytest.param(["nvfp4"], "Qwen3Next", marks=pytest.mark.slow),
         (["fp8", "--ignore", "*.down_proj", "re:.*layers\\.0\\.self_attn"], "Llama"),

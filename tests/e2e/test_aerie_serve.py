@@ -78,7 +78,7 @@ def running(tmp_path: Path, installed: Path) -> Iterator[tuple[subprocess.Popen[
     }
     printed = subprocess.run([*AERIE, "config"], cwd=work, env=variables, stdout=subprocess.PIPE, check=True).stdout
     content = yaml.safe_load(printed)
-    content["applications"][0]["args"]["engine"]["drain_timeout_s"] = 90  # for a stream of 1,000 tokens
+    content["applications"][0]["args"]["engine"]["drain_timeout_s"] = 90  # for a stream of 400 tokens
     (work / "my.yaml").write_text(yaml.safe_dump(content))
     log = tmp_path / "log"
     with log.open("wb") as console:
@@ -127,7 +127,7 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert not behind, "what answers clients comes before what computes"
     used_gb = sum(child.memory_full_info().pss for child in children if child.is_running()) / 1e9
     assert used_gb < 6
-    long = {"model": "target", "prompt": "Count", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    long = {"model": "target", "prompt": "Count", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=60) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")

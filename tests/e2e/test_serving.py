@@ -183,7 +183,7 @@ def test_flushed_cache_finds_nothing_and_a_running_request_goes_on(server: Serve
 
     cached()
     assert cached() > 0
-    body = {"model": "target", "prompt": "go on", "max_tokens": 300, "stream": True, "ignore_eos": True}
+    body = {"model": "target", "prompt": "go on", "max_tokens": 150, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
         lines = (line for line in stream.iter_lines() if line)
         next(lines), next(lines)

@@ -127,7 +127,7 @@ LONG = (4096, 900, 512), (0, 0, 0), (0, 400, 0)
 
 CASES = (
     *(
-        Case(delta_rule_rounds, f"{len(batch)}x{width}-{_name(heads, dtype)}",
+        Case(delta_rule_rounds, f"{len(batch)}-{width}-{_name(heads, dtype)}",
              round_arguments(heads, batch, width, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
         for heads, dtype, batch, width, slow in (
             *((SMALL, dtype, batch, width, False) for dtype in TYPES for batch in BATCHES for width in (1, 4)),

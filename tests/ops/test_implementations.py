@@ -18,7 +18,7 @@ from torch import Tensor
 from attention.capability import Capability
 from attention.fp8 import FP8
 from attention.ops.operation import OPERATIONS, Implementation
-from tests.ops.case import TOLERANCE, Case
+from tests.ops.case import TOLERANCE, Case, pairwise
 from tests.support import DOCS
 from tests.support.kernels.triton_interpreter import INTERPRETED
 from tests.support.repository.pages import page_code
@@ -32,6 +32,9 @@ CASES: tuple[Case, ...] = tuple(
 )
 
 
+QUICK = {id(case) for case in pairwise([case for case in CASES if not case.slow])}
+
+
 def _parameters() -> list[Any]:
     return [
         pytest.param(case, each, id=f"{case.operation.__name__}-{each.name}-{case.name}", marks=_marks(case, each))
@@ -43,7 +46,7 @@ def _parameters() -> list[Any]:
 def _marks(case: Case, implementation: Implementation) -> list[pytest.MarkDecorator]:
     if not INTERPRETED or not implementation.name.startswith("triton"):
         return [pytest.mark.gpu]
-    return [pytest.mark.slow] if case.slow else []
+    return [] if id(case) in QUICK else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize("case,implementation", _parameters())
@@ -60,6 +63,15 @@ def test_an_implementation_is_its_reference(case: Case, implementation: Implemen
     _compare(case, *results)
     for position in case.written:
         _compare(case, ours[position], expected[position])
+
+
+def test_a_few_cases_have_every_pair_of_settings() -> None:
+    names = [f"{size}-{kind}-{dtype}" for size in (1, 2, 3) for kind in "abc" for dtype in ("f", "g")] + ["padding"]
+    found = [each.name for each in pairwise([Case(CASES[0].operation, name, lambda _: ()) for name in names])]
+    assert found[0] == names[0] and "padding" in found and 10 <= len(found) <= 12
+    assert {(a, b) for a, b, _ in (name.split("-") for name in found if "-" in name)} == {
+        (size, kind) for size in "123" for kind in "abc"
+    }
 
 
 def test_every_operation_has_cases() -> None:

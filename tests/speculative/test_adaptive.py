@@ -79,7 +79,7 @@ def plain(pair: Pair) -> list[list[int]]:
         return answers(engine, pair.prompts, with_rare=True)
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("shape", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
 def test_answers_do_not_change_when_shapes_do(pair: Pair, plain: list[list[int]], shape: str) -> None:
     speculative = pair.chain() if shape == "chain" else pair.tree()
     with graph_engine(spec(pair, speculative)) as engine:
@@ -109,7 +109,7 @@ def test_where_nothing_is_captured_any_shape_runs_beside_prompts(
     assert set(stats.steps_by_shape) == {s.name for s in shapes.shapes}
 
 
-@pytest.mark.parametrize("shape", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
+@pytest.mark.parametrize("shape", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
 def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) -> None:
     """All rounds, and all steps with prompt chunks that are captured for any shape."""
     speculative = pair.chain() if shape == "chain" else pair.tree()

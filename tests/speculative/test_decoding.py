@@ -1,5 +1,7 @@
 """The engine with and without speculation: the same tokens, whatever the shape, pages, ranks and neighbours."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,9 +46,8 @@ def plain(pair: Pair) -> list[list[int]]:
     "shape,page_size,chunk",
     [
         ("tree", 1, 7),
-        ("chain", 4, 32),
-        ("tree", 64, 512),
-        *slow(("chain", 1, 7), ("tree", 4, 32), ("chain", 64, 512)),
+        ("chain", 64, 512),
+        *slow(("chain", 1, 7), ("chain", 4, 32), ("tree", 4, 32), ("tree", 64, 512)),
     ],
 )
 def test_greedy_tokens_do_not_change(
@@ -64,11 +65,12 @@ def test_greedy_tokens_do_not_change_with_an_eagle3_head(pair: Pair, plain: list
         assert [r.output for r in run(pair, speculative)] == plain
 
 
-@pytest.mark.parametrize("draft_tp", [1, 2])
+@pytest.mark.parametrize("draft_tp", [1, *slow(2)])
 def test_two_ranks_agree_and_give_the_same_tokens(pair: Pair, plain: list[list[int]], draft_tp: int) -> None:
     costly = draft_tp == 1  # what steps cost is compared too, by `RankProcesses`
-    requests = run(pair, pair.chain(draft_tp=draft_tp, adaptive=False), tensor_parallel=2, measure_costs=costly)
-    assert [r.output for r in requests] == plain
+    few = replace(pair, prompts=pair.prompts[:7])
+    requests = run(few, few.chain(draft_tp=draft_tp, adaptive=False), tensor_parallel=2, measure_costs=costly)
+    assert [r.output for r in requests] == plain[:7]
     assert accepted_share(requests) > 0.5
 
 
@@ -81,10 +83,14 @@ def test_preempted_requests_lose_nothing(pair: Pair, plain: list[list[int]]) -> 
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(24, 0.7, top_k=8, top_p=0.9, seed=1 << 63),
-        *slow(SamplingParams(24, 1.0, seed=5), SamplingParams(24, 1.3, min_p=0.05, seed=11)),
-        SamplingParams(24, 0.9, presence_penalty=0.6, frequency_penalty=0.3, repetition_penalty=1.2, seed=3),
-        SamplingParams(24, 0.0, logit_bias={7: 3.0, 9: -50.0}, frequency_penalty=0.5),
+        SamplingParams(24, 0.7, top_k=8, top_p=0.9, presence_penalty=0.6, repetition_penalty=1.2, seed=1 << 63),
+        *slow(
+            SamplingParams(24, 1.0, seed=5),
+            SamplingParams(24, 1.3, min_p=0.05, seed=11),
+            SamplingParams(24, 0.7, top_k=8, top_p=0.9, seed=1 << 63),
+            SamplingParams(24, 0.9, presence_penalty=0.6, frequency_penalty=0.3, repetition_penalty=1.2, seed=3),
+            SamplingParams(24, 0.0, logit_bias={7: 3.0, 9: -50.0}, frequency_penalty=0.5),
+        ),
     ],
 )
 def test_sampled_tokens_do_not_change(pair: Pair, sampling: SamplingParams) -> None:
@@ -134,7 +140,7 @@ def test_logprobs_do_not_change(pair: Pair) -> None:
     for speculative in (None, pair.chain(), pair.tree()):
         with local_engine(pair.spec(speculative)) as engine:
             logprobs: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
-            requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(pair.prompts)]
+            requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(pair.prompts[:6])]
 
             def listen(output: object, into: dict[int, list[tuple[float, tuple[int, ...]]]] = logprobs) -> None:
                 items = output.logprobs or ()  # type: ignore[attr-defined]
@@ -150,7 +156,7 @@ def test_logprobs_do_not_change(pair: Pair) -> None:
 
 
 def test_a_stop_token_ends_an_accepted_run_at_every_offset(pair: Pair, plain: list[list[int]]) -> None:
-    cases = [(i, stop) for i, output in enumerate(plain[:4]) for stop in sorted(set(output))]
+    cases = [(i, stop) for i, output in enumerate(plain[:2]) for stop in sorted(set(output))]
     sampling = [SamplingParams(24, 0.0, stop_token_ids=(stop,)) for _, stop in cases]
     with local_engine(pair.spec(pair.chain())) as engine:
         requests = engine.generate([pair.prompts[i] for i, _ in cases], sampling, 6)
@@ -159,9 +165,10 @@ def test_a_stop_token_ends_an_accepted_run_at_every_offset(pair: Pair, plain: li
 
 
 def test_max_tokens_ends_an_accepted_run(pair: Pair) -> None:
-    lengths = [length for length in (1, 2, 3, 4, 5, 9) for _ in pair.prompts]
+    prompts = pair.prompts[:4]
+    lengths = [length for length in (1, 2, 3, 4, 5, 9) for _ in prompts]
     with local_engine(pair.spec(pair.chain())) as engine:
-        requests = engine.generate(pair.prompts * 6, [SamplingParams(length, 0.0) for length in lengths], 8)
+        requests = engine.generate(prompts * 6, [SamplingParams(length, 0.0) for length in lengths], 8)
     assert [len(r.output) for r in requests] == lengths
 
 

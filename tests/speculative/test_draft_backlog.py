@@ -5,6 +5,7 @@ import pytest
 import speculative.draft_backlog as backlog
 from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
+from tests.support.slow import slow
 from workers.config import RoundShapes
 from workers.scheduling.plan import SamplingParams
 
@@ -29,7 +30,7 @@ def run(pair: Pair, max_rounds: int, monkeypatch: pytest.MonkeyPatch, shape: str
         return [request.output for request in requests], list(engine.scheduler.stats.accepted_histogram)
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("shape", ["tree", *slow("chain")])
 def test_drafts_after_plain_rounds_are_accepted_as_if_each_had_written_its_kv(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:

@@ -14,6 +14,7 @@ from speculative.build import EngineSpec, plan_engine
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.test_decoding import accepted_share, run
+from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 
@@ -44,11 +45,11 @@ def plain(fp8_pair: Pair) -> list[list[int]]:
 @pytest.mark.parametrize(
     "shape,chunk,changes",
     [
-        ("none", 3, {"page_size": 1, "num_pages": 1600}),
-        ("none", 512, {"prefix_cache": False}),
         ("chain", 7, {"page_size": 64, "num_pages": 40}),
-        ("tree", 32, {}),
         ("tree", 512, {"draft_dtype": "fp8_e4m3"}),
+        *slow(
+            ("none", 3, {"page_size": 1, "num_pages": 1600}), ("none", 512, {"prefix_cache": False}), ("tree", 32, {})
+        ),
     ],
 )
 def test_tokens_are_those_of_plain_decoding(

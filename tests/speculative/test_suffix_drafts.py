@@ -19,6 +19,7 @@ from tests.speculative.test_graphs_while_serving import with_recordings
 from tests.support.drafts import fuzzed_requests
 from tests.support.drafts.fuzzed_requests import Key, serve_fuzzed
 from tests.support.known_models import make_known
+from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_target
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from workers.runner.local_engine import LocalEngine
@@ -128,8 +129,8 @@ def check_texts(engine: LocalEngine) -> int:
 @pytest.mark.parametrize(
     ("target", "seeds"),
     [
-        ("Qwen3_5", (1,)),  # recurrent states
         ("DeepseekV3", (1,)),  # latent rows
+        pytest.param("Qwen3_5", (1,), marks=SLOW),  # recurrent states
         *(pytest.param(kind, range(2, 8), marks=SLOW) for kind in ("Llama", "Qwen3_5", "DeepseekV3", "olmo2")),
     ],
     indirect=["target"],
@@ -144,7 +145,8 @@ def test_answers_are_those_of_plain_decoding(target: Target, seeds: Sequence[int
     assert min(vars(seen).values()) > 0, f"not all was met: {seen}"
 
 
-@pytest.mark.parametrize("target", ["olmo2", pytest.param("Qwen3_5", marks=SLOW)], indirect=True)
+# `test_ranks_agree_on_a_branch` has two ranks that look up the same texts
+@pytest.mark.parametrize("target", slow("olmo2", "Qwen3_5"), indirect=True)
 def test_two_ranks_agree_and_give_the_same_answers(target: Target) -> None:
     """Each holds the text; what they look up is compared in their answers, after every step."""
     seen = Seen()
@@ -152,7 +154,7 @@ def test_two_ranks_agree_and_give_the_same_answers(target: Target) -> None:
     assert seen.accepted > 0
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("adaptive", [True, *slow(False)])
 def test_a_shape_is_chosen_by_costs(pair: Pair, adaptive: bool) -> None:
     speculative = replace(SUFFIX, adaptive=adaptive)
     prompts = [prompt + prompt for prompt in pair.prompts[:5]]
@@ -230,7 +232,7 @@ def test_texts_of_the_longest_request_fit(pair: Pair) -> None:
         assert texts.shape[1] > 64 and torch.equal(texts[1:], torch.zeros_like(texts[1:]))
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize("kind", ["tree", *slow("chain")])
 def test_a_branch_beside_a_models_drafts_changes_no_token(pair: Pair, kind: str) -> None:
     """In rounds of any shape, greedy and drawn, with preemptions; some accepted drafts are of either branch."""
     speculative = replace(pair.chain() if kind == "chain" else pair.tree(), suffix_tokens=6, match_min=1)

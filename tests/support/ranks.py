@@ -27,7 +27,7 @@ def fresh_processes() -> BaseContext:
     if torch.cuda.device_count():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "speculative.local", "workers.runner.rank_processes", __name__])
+    context.set_forkserver_preload(["tests.support.rank_imports"])
     return context
 
 

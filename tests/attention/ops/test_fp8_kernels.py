@@ -26,6 +26,9 @@ pytestmark = MARKS
 LONG = 70 if INTERPRETED else 3000
 BY_HEADS = {"d32": (2, 32), "d64": (1, 64)} | ({} if INTERPRETED else {"d128": (2, 128), "d256": (2, 256)})
 LATENT = {"latent-32-32": (32, 32)} | ({} if INTERPRETED else {"latent-512-64": (512, 64)})
+# What the interpreter is asked by default: rounds by their number of rows, chunks by their window.
+QUICK = {("d32", 3), ("d64", 1), ("d64", 4), ("latent-32-32", 3), ("latent-32-32", 4)}
+QUICK |= {("d32", 20), ("d64", None), ("latent-32-32", 20)}
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -43,8 +46,14 @@ def queries(name: str, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*BY_HEADS, *LATENT])
-@pytest.mark.parametrize("rows,suffix_len,window,span", [(1, 1, None, None), (3, 9, 40, None), (4, 4, None, 64)])
+@pytest.mark.parametrize(
+    "name,rows,suffix_len,window,span",
+    [
+        pytest.param(name, *shape, marks=() if (name, shape[0]) in QUICK else pytest.mark.slow)
+        for name in (*BY_HEADS, *LATENT)
+        for shape in ((1, 1, None, None), (3, 9, 40, None), (4, 4, None, 64))
+    ],
+)
 def test_rounds_read_fp8_pages(
     name: str, dtype: torch.dtype, rows: int, suffix_len: int, window: int | None, span: int | None
 ) -> None:
@@ -65,8 +74,14 @@ def test_rounds_read_fp8_pages(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*BY_HEADS, *LATENT])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    "name,window",
+    [
+        pytest.param(name, window, marks=() if (name, window) in QUICK else pytest.mark.slow)
+        for name in (*BY_HEADS, *LATENT)
+        for window in (None, 20)
+    ],
+)
 def test_prompt_chunks_read_fp8_pages(name: str, dtype: torch.dtype, window: int | None) -> None:
     torch.manual_seed(3)
     starts, counts, page_size = [0, LONG, 7], [6, 5, 20], 8

@@ -82,7 +82,7 @@ def check(
 
 @pytest.mark.parametrize(
     "page_size,heads,rows,suffix_len",
-    [(1, 4, 1, 1), (64, 7, 5, 63), *slow((2, 5, 3, 3), (4, 8, 4, 9), (8, 16, 2, 2))],
+    [(64, 7, 5, 63), *slow((1, 4, 1, 1), (2, 5, 3, 3), (4, 8, 4, 9), (8, 16, 2, 2))],
 )
 def test_small_ragged_batches(page_size: int, heads: int, rows: int, suffix_len: int) -> None:
     check(Mode.VERIFY, rows, suffix_len, [0, 1, 77, 130], heads, page_size, torch.float32)
@@ -100,7 +100,7 @@ def test_tiles_of_half_types_in_a_window(rows: int, heads: int) -> None:
 
 @pytest.mark.parametrize(
     "mode,rows,suffix_len,heads",
-    [(Mode.DECODE, 1, 1, 16), (Mode.DRAFT_DECODE, 4, 12, 20), *slow((Mode.DRAFT_EXTEND, 3, 3, 8))],
+    [(Mode.DRAFT_DECODE, 4, 12, 20), *slow((Mode.DECODE, 1, 1, 16), (Mode.DRAFT_EXTEND, 3, 3, 8))],
 )
 def test_tiles_of_half_types(mode: Mode, rows: int, suffix_len: int, heads: int) -> None:
     """Tiles of 16 and 32 rows, with weights as first operand, and tiles of 64, run twice."""
@@ -155,7 +155,7 @@ def test_in_a_fixed_plan_a_row_is_the_same_in_a_tree_and_alone() -> None:
 
 
 @production
-@pytest.mark.parametrize("heads,latent", [(4, 128), (16, 512)])
+@pytest.mark.parametrize("heads,latent", [(4, 128), *slow((16, 512))])
 def test_in_a_fixed_plan_a_token_is_the_same_verified_and_decoded(heads: int, latent: int) -> None:
     """For every place in its tile, and every first position of its round."""
     torch.manual_seed(0)
@@ -263,7 +263,7 @@ def test_norms_rotation_and_write_equal_their_reference(q_size: int, has_norm: b
         close(ours, theirs, dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 70, *slow(21)])
+@pytest.mark.parametrize("rows", [70, *slow(1, 21)])
 def test_values_in_fp8_are_those_that_rounding_after_them_gives(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same tiles, to the bit; scales of a group side by side too, as many rows have them."""
     torch.manual_seed(7)
@@ -283,7 +283,7 @@ def test_values_in_fp8_are_those_that_rounding_after_them_gives(rows: int, monke
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("turned", [True, *slow(False)])
 def test_products_in_fixed_tiles_depend_on_their_row_alone(turned: bool) -> None:
     """With DeepSeek-V3's sizes."""
     both = torch.randn((16, 256, 512), device=DEVICE).to(torch.bfloat16)
@@ -315,7 +315,7 @@ def with_kernels(layer: LatentAttention, both: Tensor, angles: Angles, context: 
         return layer._partial(both, angles, context)
 
 
-@pytest.mark.parametrize("q_rank", [24, None])
+@pytest.mark.parametrize("q_rank", [24, *slow(None)])
 def test_a_layer_in_few_launches_is_the_layer(q_rank: int | None) -> None:
     torch.manual_seed(7)
     layer = random_attention(q_rank)

@@ -423,7 +423,7 @@ def _ingress() -> Iterator[int]:
         process.stdout.close()
 
 
-@pytest.mark.parametrize("of_a_cluster", [False, True])
+@pytest.mark.parametrize("of_a_cluster", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_requests_wait_for_the_ingress_that_follows_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_cluster: bool
 ) -> None:

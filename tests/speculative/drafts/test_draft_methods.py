@@ -63,7 +63,7 @@ def target_with_nextn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 4), (4, 3, 10)], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [pytest.param((3, 1, 4), marks=pytest.mark.slow), (4, 3, 10)], ids=["chain", "tree"])
 def test_a_method_of_another_family_drafts_through_the_same_rounds(
     pair: Pair, target_with_nextn: Path, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,7 +243,7 @@ def test_speculators_files_that_do_not_say_normalise_before_the_residual(pair: P
     [(Head(layers=2, fc_norm=True, norm_output=True), [1, 4, 5]), (Head(num_captured=0), []), (Head(), [2, 5, LAYERS])],
     ids=["two layers", "final state", "last layer"],
 )
-@pytest.mark.parametrize("shape", [(3, 1, 4), (4, 3, 10)], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [pytest.param((3, 1, 4), marks=pytest.mark.slow), (4, 3, 10)], ids=["chain", "tree"])
 def test_answers_are_those_without_a_draft(
     pair: Pair, tmp_path: Path, head: Head, ids: list[int], shape: tuple[int, int, int]
 ) -> None:

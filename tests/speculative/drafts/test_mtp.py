@@ -63,10 +63,10 @@ def plain(served: Pair) -> list[list[int]]:
     "shape,ranks,draft_tp,cache",
     [
         ((3, 1, 4), 1, None, None),
-        ((4, 3, 10), 1, None, CacheConfig(page_size=1, num_pages=1600)),
+        pytest.param((4, 3, 10), 1, None, CacheConfig(page_size=1, num_pages=1600), marks=pytest.mark.slow),
         ((4, 3, 10), 1, None, FEW_PAGES),
         pytest.param((3, 1, 4), 2, None, None, marks=pytest.mark.slow),  # the two after it have what it has
-        ((4, 3, 10), 2, 1, None),
+        pytest.param((4, 3, 10), 2, 1, None, marks=pytest.mark.slow),
         ((4, 3, 10), -2, None, None),
     ],
     ids=[

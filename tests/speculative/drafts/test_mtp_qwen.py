@@ -92,7 +92,6 @@ CASES: dict[str, tuple[tuple[int, int, int], int, CacheConfig | None, dict[str, 
 }
 # Of three families that share their rounds, each in some cases; all crosses are slow.
 QUICK = {
-    ("Qwen3_5", "chain"),
     ("Qwen3_5", "tree, few pages"),
     ("Qwen3_5Moe", "tree, 2 ranks, trimmed head"),
     ("Qwen3Next", "tree, pages of 1"),

@@ -144,6 +144,7 @@ SMALL = {
     "chain-adaptive": small(CHAIN, 4, adaptive=True),
     "tree-adaptive": small(TREE, 4, 3.4, adaptive=True),
 }
+QUICK = {"chain", "tree-adaptive"}
 
 
 def in_buckets(num_slots: int) -> Runner:
@@ -151,7 +152,9 @@ def in_buckets(num_slots: int) -> Runner:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", list(SMALL))
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+)
 def test_eager_rounds_equal_eager_rounds(name: str, tmp_path: Path) -> None:
     """The harness itself: requests end and begin, all kinds of rounds occur, and equal replicas stay equal, also after
     rounds of one alone."""

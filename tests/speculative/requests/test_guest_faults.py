@@ -42,7 +42,7 @@ def test_a_fault_for_one_request_ends_that_one_alone(pair: Pair, monkeypatch: py
             raise ZeroDivisionError("a bug")
         return original(*given)
 
-    with local_engine(pair.spec(pair.tree())) as engine:
+    with local_engine(pair.spec(pair.chain())) as engine:
 
         def run(names: str) -> dict[str, list[RequestOutput]]:
             kinds = [GUEST if i == 3 else OTHERS for i in range(8)]

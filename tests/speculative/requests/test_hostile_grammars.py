@@ -115,13 +115,13 @@ def test_a_grammar_without_a_way_on_ends_its_request_with_the_reason(
 
 
 @settings(
-    max_examples=3,
+    max_examples=2,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(asked=st.lists(grammars, min_size=5, max_size=5))
+@given(asked=st.lists(grammars, min_size=4, max_size=4))
 def test_any_grammar_ends_with_an_answer_or_a_reason(
     engine: LocalEngine, alone: list[list[int]], asked: list[Grammar]
 ) -> None:

@@ -87,7 +87,7 @@ def check(found: dict[str, Rows], expected: list[Rows]) -> None:
             assert (own_rank, own_ids) == (rank, ids)
 
 
-@pytest.mark.parametrize("kind", ["tree", "eagle3", *slow("plain", "chain")])
+@pytest.mark.parametrize("kind", ["eagle3", *slow("plain", "chain", "tree")])
 def test_prompt_logprobs_are_those_of_transformers(pair: Pair, expected: list[Rows], kind: str) -> None:
     speculative = {
         "plain": None,
@@ -104,10 +104,10 @@ def test_prompt_logprobs_are_those_of_transformers(pair: Pair, expected: list[Ro
 
 def test_two_ranks_give_the_same_prompt_logprobs(pair: Pair, expected: list[Rows]) -> None:
     with local_engine(pair.spec(pair.chain(), tensor_parallel=2)) as engine:
-        check(collect(engine, requests_of(pair.prompts)), expected)
+        check(collect(engine, requests_of(pair.prompts[:4])), expected[:4])
 
 
-@pytest.mark.parametrize("chunk", [1, 7, *slow(512)])
+@pytest.mark.parametrize("chunk", [7, *slow(1, 512)])
 def test_chunks_of_any_size_make_whole_prompts(
     pair: Pair, expected: list[Rows], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

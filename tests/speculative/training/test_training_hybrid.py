@@ -99,6 +99,7 @@ def test_a_module_with_experts_computes_what_is_served(tmp_path: Path, architect
     check_states(target, states)
 
 
+@pytest.mark.slow  # `test_a_module_with_experts_computes_what_is_served`, and the training of one without
 def test_the_module_of_a_mixture_of_experts_is_trained_and_served(
     tmp_path: Path, rows: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:

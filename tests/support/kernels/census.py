@@ -170,7 +170,9 @@ def _facts(source: Any) -> dict[str, str]:
     return facts
 
 
-def take(model: str, shape: str, steps: int, max_running: int, deterministic: bool = False) -> dict[str, Any]:
+def take(
+    model: str, shape: str, steps: int, max_running: int, deterministic: bool = False, share: float = 1.0
+) -> dict[str, Any]:
     """Return what `main` prints."""
     import triton
 
@@ -183,7 +185,7 @@ def take(model: str, shape: str, steps: int, max_running: int, deterministic: bo
         rank = Rank.built(model, shape, max_running, deterministic)
         rank.start()
         known = set(census.kernels)
-        rank.capture_rest()
+        rank.capture_rest(share)
         choice = random.Random(0)
         for _ in range(steps):
             counts = [_prompt_tokens(choice) for _ in range(choice.choice((1, 1, 2, 4)))]
@@ -279,12 +281,15 @@ class Rank:
                 probe._pretend(point.num_requests, 0 if point.chunk_tokens else point.context)
                 graphed.step(probe._batch(point))
 
-    def capture_rest(self) -> None:
-        """What an idle rank captures after its start, once a request has had a grammar."""
-        graphed = self.worker._strategy
+    def capture_rest(self, share: float = 1.0) -> None:
+        """What an idle rank captures after its start, once a request has had a grammar. share: of it, drawn."""
+        graphed, choice = self.worker._strategy, random.Random(1)
         graphed.want_masked()
-        while graphed.graphs.num_waiting:
-            graphed.capture_next(self.worker._group)
+        while (key := graphed._queue.next()) is not None:
+            if choice.random() < share:
+                graphed.capture_next(self.worker._group)
+            else:
+                graphed._queue.failed(key)
 
     @property
     def longest(self) -> int:
@@ -319,9 +324,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--max-running", type=int, default=MAX_RUNNING, help="48 at least")
+    parser.add_argument("--share", type=float, default=1.0, help="of the later captures")
     arguments = parser.parse_args()
     stand_in_for_a_gpu()
-    options = arguments.steps, arguments.max_running, arguments.deterministic
+    options = arguments.steps, arguments.max_running, arguments.deterministic, arguments.share
     print(json.dumps(take(arguments.model, arguments.shape, *options)))
 
 

@@ -238,6 +238,7 @@ def test_experts_that_cannot_be_dealt_out_are_refused(
         read_target_config(source, ranks, expert_parallel=True)
 
 
+@pytest.mark.slow  # experts with latent rows: `tests.workers.models.test_deepseek`
 def test_speculation_changes_no_token(tmp_path: Path) -> None:
     target = make_target(tmp_path / "t", architecture="Qwen3Moe", calm=0.01)
     check_speculation(tmp_path, target)

@@ -60,7 +60,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, settings: dict[
     assert by_us(target) == by_transformers(target)
 
 
-@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("truncate", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_yarn_is_anyones(tmp_path: Path, truncate: bool) -> None:
     rope = YARN | {"truncate": truncate}
     target = make_target(tmp_path / "target", architecture="Qwen3", rope_parameters=rope, num_hidden_layers=3)

@@ -42,7 +42,9 @@ def test_chains_and_cached_prefixes_change_no_token(tmp_path: Path, architecture
     check_chains_and_cached_prefixes(make_target(tmp_path / "target", architecture=architecture), tmp_path / "head")
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize(
+    "prefix", ["language_model.model.", pytest.param("model.language_model.", marks=pytest.mark.slow)]
+)
 def test_the_text_part_of_a_model_of_images_is_served(tmp_path: Path, prefix: str) -> None:
     """As published, and as transformers saves it since its release 4.52."""
     text = make_target(tmp_path / "text", architecture="Gemma3")

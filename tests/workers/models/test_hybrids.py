@@ -21,7 +21,7 @@ from workers.runner.deterministic import refusal
 KINDS = ("linear_attention", "full_attention")
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3_5", "Qwen3_5Moe", "Qwen3Next"])
+@pytest.mark.parametrize("architecture", ["Qwen3_5Moe", "Qwen3Next", *slow("Qwen3_5")])
 @pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, architecture: str, seed: int) -> None:
     """The last layer is a recurrent one, or one of attention."""
@@ -29,11 +29,11 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, architecture: s
     target = make_target(tmp_path / "target", seed=seed, architecture=architecture, **layers)
     expected = by_transformers(target)
     assert by_us(target) == expected
-    if seed == 0:
+    if seed == 0 and architecture == "Qwen3_5Moe":
         assert by_us(target, tensor_parallel=2) == expected
 
 
-@pytest.mark.parametrize("settings", [{"head_dim": 32, "linear_num_key_heads": 4}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("settings", [{"head_dim": 32, "linear_num_key_heads": 4, "tie_word_embeddings": True}])
 def test_sizes_of_heads_are_free(tmp_path: Path, settings: dict[str, Any]) -> None:
     settings |= {"linear_key_head_dim": 8, "linear_num_value_heads": 4}
     target = make_target(tmp_path / "target", architecture="Qwen3_5", **settings)

@@ -79,12 +79,12 @@ def requests_of(
     "settings",
     [
         {"architecture": "Llama", "tie_word_embeddings": True, "attention_bias": True},
-        {"architecture": "Llama", "rope_scaling": LLAMA3_ROPE},
-        {"architecture": "Llama", "num_key_value_heads": 4, "vocab_size": 101},
-        {"architecture": "Qwen2"},
-        {"architecture": "Qwen3", "head_dim": 32},
+        {"architecture": "Qwen3", "head_dim": 32, "rope_scaling": LLAMA3_ROPE},
         {"architecture": "Qwen3Moe", "norm_topk_prob": False, "mlp_only_layers": [1]},
         *slow(
+            {"architecture": "Llama", "rope_scaling": LLAMA3_ROPE},
+            {"architecture": "Llama", "num_key_value_heads": 4, "vocab_size": 101},
+            {"architecture": "Qwen2"},
             {"architecture": "Llama"},
             {"architecture": "Llama", "rope_scaling": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
             {"architecture": "Qwen3Moe"},

@@ -23,7 +23,7 @@ LATENT |= {"moe_intermediate_size": 64, "num_hidden_layers": 2}
 @pytest.mark.parametrize(
     "recipe,ranks,settings",
     [
-        (gptq(desc_act=True), 4, {}),
+        pytest.param(gptq(desc_act=True), 4, {}, marks=pytest.mark.slow),
         (pack_quantized(symmetric=False, ordered=True), 2, {"vocab_size": 101}),
         pytest.param(pack_quantized(8, None), 4, {"intermediate_size": 224}, marks=pytest.mark.slow),
         (awq(), 4, {"intermediate_size": 160}),  # 40 inputs of a rank: one group and a quarter
@@ -94,7 +94,7 @@ SHAPES: dict[str, tuple[Callable[[Pair], SpeculativeConfig], int]] = {
 
 
 @pytest.mark.parametrize(
-    "shape", [pytest.param(shape, marks=pytest.mark.slow if shape == "EAGLE-3" else ()) for shape in SHAPES]
+    "shape", [pytest.param(shape, marks=() if shape == "tree" else pytest.mark.slow) for shape in SHAPES]
 )
 def test_a_draft_in_16_bits_changes_no_token(packed: Pair, alone: list[list[int]], shape: str) -> None:
     make, ranks = SHAPES[shape]
@@ -117,7 +117,7 @@ def test_a_draft_in_4_bits_changes_no_token(packed: Pair, alone: list[list[int]]
     "family,quantises_module",
     [
         ("DeepseekV3", True),
-        ("Qwen3_5", False),
+        pytest.param("Qwen3_5", False, marks=pytest.mark.slow),
         pytest.param("DeepseekV3", False, marks=pytest.mark.slow),
         pytest.param("Qwen3_5", True, marks=pytest.mark.slow),
     ],

@@ -72,7 +72,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: 
         pytest.param("Qwen2", "gptq desc_act", marks=pytest.mark.slow),
         pytest.param("Qwen3Moe", "gptq", marks=pytest.mark.slow),
         ("Qwen3Moe", "pack-quantized g_idx, asymmetric"),
-        ("DeepseekV3", "awq"),
+        pytest.param("DeepseekV3", "awq", marks=pytest.mark.slow),
         pytest.param("DeepseekV3", "int-quantized", marks=pytest.mark.slow),
         pytest.param("DeepseekV3", "gptq desc_act", marks=pytest.mark.slow),
         ("Qwen3_5", "gptq asymmetric"),

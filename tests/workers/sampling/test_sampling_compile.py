@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from tests.attention.ops import test_triton_compile as compiling  # noqa: E402
+from tests.support.slow import slow  # noqa: E402
 from workers.ops.sampling import choose_triton as choose  # noqa: E402
 from workers.ops.sampling import draft_scores_triton as draft_scores  # noqa: E402
 from workers.ops.sampling import filters_triton as filters  # noqa: E402
@@ -64,7 +65,7 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["fp32", *slow("bf16")])
 @pytest.mark.parametrize("kernel,constants,warps", CASES, ids=lambda case: getattr(case, "__name__", None))
 def test_sampling_kernels_fit_hopper(
     kernel: Any, constants: dict[str, Any], warps: int, dtype: str, tmp_path: Path

@@ -1,8 +1,11 @@
 """What a step costs between the points that were measured, and how many prompt tokens a budget holds."""
 
+import itertools
+
 import msgspec
 import pytest
 
+from tests.support.slow import slow
 from workers.scheduling.cost_table import CostTable, RoundCosts, default_itl_target_ms
 from workers.scheduling.step_time import Step, StepTime
 
@@ -78,8 +81,10 @@ def test_a_budget_is_filled_and_kept(limit_ms: float, tokens: int) -> None:
     assert TABLE.step_ms(1, 8, 0, chunk_tokens_within(TABLE, limit_ms, Step(1, 8), 4096)) <= max(limit_ms, 5.4)
 
 
-@pytest.mark.parametrize("num_requests", [0, 1, 8, 20, 32, 40])
-@pytest.mark.parametrize("context_tokens", [0, 3000])
+@pytest.mark.parametrize(
+    ("num_requests", "context_tokens"),
+    [(0, 3000), (8, 0), (40, 3000), *slow((0, 0), *itertools.product((1, 20, 32), (0, 3000)), (8, 3000), (40, 0))],
+)
 def test_a_budget_is_filled_to_the_last_token(num_requests: int, context_tokens: int) -> None:
     """For any limit; in tables with jumps (padded sizes), with flat parts, and with a single size."""
     stairs = msgspec.structs.replace(

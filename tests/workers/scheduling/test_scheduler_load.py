@@ -27,7 +27,7 @@ from tests.support.simulation.load import (
 TARGET_MS = 25.0
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_plans_just_in_time_and_deadlines_bring_first_tokens_sooner(seed):
     load = poisson_load(18.0, 12.0, seed)
     *_, budget, in_time, by_deadline = policies(TARGET_MS).values()
@@ -57,7 +57,7 @@ def test_a_queue_of_long_prompts_does_not_grow_within_20_ms():
     assert max(thirds) < 1.0
 
 
-@pytest.mark.parametrize("rate", [12.0, 20.0])
+@pytest.mark.parametrize("rate", [12.0, pytest.param(20.0, marks=pytest.mark.slow)])
 def test_an_engine_that_has_just_started_is_nearly_as_quick_as_later(rate: float) -> None:
     """Three quarters of its graphs are still to come, and no idle moment does."""
     costs, load = padded(H200), poisson_load(rate, 20.0, 0)

@@ -35,7 +35,7 @@ def simulation(rng: random.Random, page_size: int, window: int, spare: int) -> S
     )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     page_size=st.sampled_from(sorted(POOLS)),

@@ -84,7 +84,7 @@ def test_the_next_turn_resumes_near_the_answers_end():
     sim.run()
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("max_in_flight", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 3))])
 def test_the_next_turn_resumes_near_the_answers_end_wherever_that_is(max_in_flight):
     """Also where the answer ends beside a page's end whose state a round in flight may write. A round has up to 4
     tokens, and what the last one commits is not kept. The prompt's state is at 28, the answer's first one at 48."""
@@ -152,7 +152,8 @@ def test_few_rows_save_most_of_what_prompts_have_in_common():
 @pytest.mark.parametrize(
     "seed, page_size, lookahead",
     [
-        *[(0, 1, 1), (1, 4, 0), (2, 4, 1), (3, 16, 1)],
+        *[(1, 4, 0), (3, 16, 1)],
+        *[pytest.param(s, p, a, marks=pytest.mark.slow) for s, p, a in ((0, 1, 1), (2, 4, 1))],
         *[pytest.param(s, p, a, marks=pytest.mark.slow) for s in range(4, 12) for p in sorted(POOLS) for a in (0, 1)],
     ],
 )

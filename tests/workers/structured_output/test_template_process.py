@@ -37,7 +37,7 @@ def niceness(pid: int) -> dict[int, int]:
 def test_imports_give_way_to_running_requests_and_the_process_that_fills_masks_does_not() -> None:
     """Engines compute on the same cores meanwhile, and their steps wait for masks."""
     with started("masks") as (template, pid):
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 120  # Python starts late on a busy machine
         while LOWEST_PRIORITY not in (seen := niceness(pid)).values():
             assert time.monotonic() < deadline_s, "nothing gave way"
             time.sleep(0.005)

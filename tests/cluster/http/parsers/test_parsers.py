@@ -13,6 +13,7 @@ from cluster.http.parsers.marks import THINKING_MARKS
 from cluster.http.parsers.output_parser import joined_deltas
 from cluster.http.parsers.table import PARSERS
 from tests.support.fake_engine import chat_tokenizer
+from tests.support.slow import slow
 
 DEEPSEEK_V3 = (
     "on it<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>\n"
@@ -133,9 +134,13 @@ def _parse(
     return whole, [(call.function.name, call.function.arguments) for call in calls], deltas
 
 
+@pytest.mark.parametrize("step", [3, *slow(1)])
 @pytest.mark.parametrize(("name", "answer", "content", "reasoning"), FORMS)
-def test_every_form_cut_at_every_place(name: OutputParserName, answer: str, content: str, reasoning: str) -> None:
-    for at in range(len(answer) + 1):
+def test_every_form_cut_at_every_place(
+    name: OutputParserName, answer: str, content: str, reasoning: str, step: int
+) -> None:
+    """Each form at other places than those of the form before it; slow: at every place."""
+    for at in range(FORMS.index((name, answer, content, reasoning)) % step, len(answer) + 1, step):
         whole, calls, _ = _parse(name, [answer[:at], answer[at:]])
         assert (whole.content, whole.reasoning, whole.finish) == (content, reasoning, "tool_calls"), at
         assert [(n, json.loads(a)) for n, a in calls] == [(n, json.loads(a)) for n, a in CALLS], at

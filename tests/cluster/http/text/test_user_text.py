@@ -57,7 +57,7 @@ def _control_tokens(ids: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(texts=st.lists(st.tuples(_text, _text), min_size=1, max_size=3))
 def test_no_text_of_a_user_makes_a_control_token(name: str, texts: list[tuple[str, str]]) -> None:
     edge = EDGES[name]

@@ -89,7 +89,7 @@ def test_preempted_requests_lose_nothing(pair: Pair, draft: Path, plain: list[li
     "sampling",
     [
         pytest.param(SamplingParams(24, 1.0, seed=5), marks=SLOW),
-        SamplingParams(24, 0.7, top_k=8, top_p=0.9, seed=1 << 63),
+        pytest.param(SamplingParams(24, 0.7, top_k=8, top_p=0.9, seed=1 << 63), marks=SLOW),
         pytest.param(
             SamplingParams(24, 0.9, presence_penalty=0.6, frequency_penalty=0.3, repetition_penalty=1.2, seed=3),
             marks=SLOW,
@@ -127,7 +127,8 @@ def test_heads_that_condition_on_the_token_before_change_no_token(
     requests = run(pair, trees, sampling, cache=CacheConfig(4, num_pages=40, prefix_cache=False))
     assert [r.output for r in requests] == off and sum(r.num_preemptions for r in requests) > 0
     chains = replace(chain(drafted, 5), method=kind)  # type: ignore[arg-type]
-    assert [r.output for r in run(pair, chains, sampling, tensor_parallel=ranks)] == off
+    few = replace(pair, prompts=pair.prompts[:5])
+    assert [r.output for r in run(few, chains, sampling, tensor_parallel=ranks)] == off[:5]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ CASES = [
     Case(page_size=16, num_pages=13, max_step_tokens=5, speculating=1.0, prefix_cache=True),
     Case(page_size=4, num_pages=55, max_step_tokens=64, speculating=0.6, prefix_cache=True, captured=True),
 ]
-QUICK = {("chain", 1), ("changing", 0)}
+QUICK = {("changing", 0)}
 CROSS = [
     pytest.param(name, seed, marks=() if (name, seed) in QUICK else SLOW)
     for name in SHAPES
@@ -197,11 +198,14 @@ def test_drafts_and_their_kv_are_those_of_the_text_alone(
     "shape,kind,from_anchor",
     [
         ("chain", "dflash", False),
-        ("tree", "dflash", True),
         ("tree", "dspark", True),
         ("chain", "dflash2", False),
         *slow(
-            ("tree", "dflash", False), ("chain", "dflash", True), ("chain", "dspark", True), ("tree", "dflash2", False)
+            ("tree", "dflash", True),
+            ("tree", "dflash", False),
+            ("chain", "dflash", True),
+            ("chain", "dspark", True),
+            ("tree", "dflash2", False),
         ),
     ],
 )

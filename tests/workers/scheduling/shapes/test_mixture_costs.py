@@ -34,7 +34,7 @@ def costs_of(shapes: RoundShapes) -> CostTable:
 
 
 @pytest.mark.parametrize("means", MEANS, ids=str)
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 8, 32])
 @pytest.mark.parametrize(
     "shapes, of_none, of_best", [(CHAIN_3, 0.985, 0.96), (TREE_8, 0.96, 0.93)], ids=["chain", "tree"]
 )

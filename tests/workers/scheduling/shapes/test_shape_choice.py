@@ -19,13 +19,19 @@ CASES = tuple(itertools.product((1024, 8192, 32768), (1.3, 2.0, 3.0, 4.5)))
 
 
 @pytest.mark.parametrize(
-    ("batch", "cases"),
+    ("shapes", "batch", "cases"),
     [
-        *(pytest.param(batch, CASES[i % 6 :: 6], id=str(batch)) for i, batch in enumerate(BATCHES)),
-        *(pytest.param(batch, CASES, id=f"{batch}, every case", marks=pytest.mark.slow) for batch in BATCHES),
+        *(
+            pytest.param((CHAIN, TREE)[i % 2], batch, CASES[i % 6 :: 6], id=f"{('chain', 'tree')[i % 2]}-{batch}")
+            for i, batch in enumerate(BATCHES)
+        ),
+        *(
+            pytest.param(shapes, batch, CASES, id=f"{name}-{batch}, every case", marks=pytest.mark.slow)
+            for name, shapes in (("chain", CHAIN), ("tree", TREE))
+            for batch in BATCHES
+        ),
     ],
 )
-@pytest.mark.parametrize("shapes", [CHAIN, TREE], ids=["chain", "tree"])
 def test_it_is_as_good_as_the_best_static_shape(
     shapes: RoundShapes, batch: int, cases: Sequence[tuple[int, float]]
 ) -> None:

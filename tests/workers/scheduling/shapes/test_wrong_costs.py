@@ -41,8 +41,11 @@ def test_plain_decoding_runs_where_it_is_best_whatever_the_start_measured(factor
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW)])
-@pytest.mark.parametrize("shapes", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("costs", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("costs", "shapes"),
+    [(CPU, CHAIN), (GPU, TREE), *(pytest.param(*both, marks=SLOW) for both in ((CPU, TREE), (GPU, CHAIN)))],
+    ids=["cpu-chain", "gpu-tree", "cpu-tree", "gpu-chain"],
+)
 def test_after_a_loaded_start_every_load_gets_its_shape(
     shapes: RoundShapes, costs: dict[RoundShapes, CostTable], seed: int
 ) -> None:

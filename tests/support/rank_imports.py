@@ -1,0 +1,10 @@
+"""What the process imports that forks the ranks of tests (`tests.support.ranks`)."""
+
+import pytest  # noqa: F401
+
+import speculative.local  # noqa: F401
+import tests.support.ranks  # noqa: F401
+import workers.runner.rank_processes  # noqa: F401
+from tests.support.structured_output import quick_templates
+
+quick_templates.install()
