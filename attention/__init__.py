@@ -4,7 +4,6 @@ distribution     name of the installed distribution, for remedies that name a pa
 config           configuration: page size and memory, backends by name
 metadata         the ragged shapes of a forward pass: requests in a round, prompt chunks
 capability       abilities of a device and the installed libraries; no other module tests for them
-nvrtc            the compiler of CUDA C++ that comes with PyTorch
 to_device        asynchronous copies from host memory
 lazy_import      objects that tables name, imported when they are chosen
 ops/             operations over KV; `ops.operation` says what an operation is

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 
 import torch
 
-from attention.nvrtc import nvrtc
-
 GENERATIONS = (
     (8, 0),
     (12, 0),
@@ -85,11 +83,6 @@ class Capability:
         """Whether our FP8 products run."""
         return self.compute is not None and self.compute[0] in _FP8_MAJORS
 
-    @property
-    def compiles_cuda(self) -> bool:
-        """Whether kernels in CUDA C++ can be compiled (`attention.ops.cuda_source`) and have their instructions."""
-        return self.reaches((8, 0)) and "nvrtc" in self.libraries
-
     def reaches(self, compute: tuple[int, int]) -> bool:
         """Whether this is a GPU of at least that compute capability."""
         return self.compute is not None and self.compute >= compute
@@ -104,10 +97,7 @@ class Capability:
 @cache
 def _of(kind: str, index: int | None) -> Capability:
     compute = torch.cuda.get_device_capability(index) if kind == "cuda" and torch.cuda.is_available() else None
-    libraries = {name for name in _LIBRARIES if is_installed(name)}
-    if kind == "cuda" and nvrtc() is not None:
-        libraries.add("nvrtc")
-    return Capability(kind, compute, frozenset(libraries))
+    return Capability(kind, compute, frozenset(name for name in _LIBRARIES if is_installed(name)))
 
 
 def is_installed(library: str) -> bool:

@@ -12,11 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from functools import partial
 from typing import Any, Protocol
 
 from attention.backend import NewUnderCaptureError
-from attention.ops.cuda_source import compiled_by
 from workers.runner.graphs.compile_jobs import KernelJob, is_cached, job_of
 from workers.runner.graphs.compile_processes import MAX_AT_ONCE, CompileProcesses, processes_of
 
@@ -61,7 +59,7 @@ class CompileAhead:
         self._processes = processes
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=_THREADS)
         self._kernels: dict[Hashable, Future[Any]] = {}
-        self._load_kernel: dict[Hashable, Callable[[Any], None]] = {}
+        self._finalize: dict[Hashable, Callable[[Any], None]] = {}
         self._has_warned = False
         self.num_missing = 0
         self.process_seconds: list[float] = []
@@ -74,19 +72,13 @@ class CompileAhead:
     @contextlib.contextmanager
     def dry_run(self) -> Iterator[None]:
         """Launch only kernels that are loaded, and compile the others, in this thread."""
-        with _mode(self), compiled_by(self._submit_source):
+        with _mode(self):
             yield
-
-    def _submit_source(self, key: Hashable, compile_kernel: Callable[[], bytes], load: Callable[[bytes], None]) -> None:
-        """Compile a kernel in CUDA C++ in a thread; NVRTC lets other threads run."""
-        if key not in self._kernels:
-            self._load_kernel[key] = load
-            self._kernels[key] = self._pool.submit(compile_kernel)
 
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:
         """Called by Triton. key: identifies source and options."""
         if key not in self._kernels:
-            self._load_kernel[key] = partial(_load, finalize)
+            self._finalize[key] = finalize
             is_here = is_cached(str(key), compile_kernel)
             self.num_missing += not is_here
             job = None if is_here or self._processes is None else job_of(str(key), compile_kernel)
@@ -117,28 +109,27 @@ class CompileAhead:
 
     def load_compiled(self) -> None:
         """Load the kernels compiled so far. Raises the error of a failed compilation."""
-        for key in [key for key in self._load_kernel if self._kernels[key].done()]:
-            self._load_kernel.pop(key)(self._kernels[key].result())
+        for key in [key for key in self._finalize if self._kernels[key].done()]:
+            self._load(key)
 
     def finish(self) -> None:
         """Wait for all kernels and load them; then they can be captured. Raises the error of the first failed
         compilation."""
-        waiting = {self._kernels[key]: key for key in self._load_kernel}
+        waiting = {self._kernels[key]: key for key in self._finalize}
         with contextlib.suppress(TimeoutError):
             for done in as_completed(waiting, timeout=LIMIT_S):
-                self._load_kernel.pop(waiting[done])(done.result())
+                self._load(waiting[done])
+
+    def _load(self, key: Hashable) -> None:
+        kernel = self._kernels[key].result()
+        self._finalize.pop(key)(kernel)
+        kernel._init_handles()
 
     def close(self) -> None:
         """End the threads and the processes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._processes is not None:
             self._processes.close()
-
-
-def _load(finalize: Callable[[Any], None], kernel: Any) -> None:
-    """Load a kernel of Triton's."""
-    finalize(kernel)
-    kernel._init_handles()
 
 
 def compile_processes(num_ranks: int) -> CompileProcesses:
