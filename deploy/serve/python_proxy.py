@@ -1,0 +1,40 @@
+"""Headers that Serve's Python proxy cannot read, cleaned before it reads them. Serve loads `middlewares` in the proxy's
+process, where HAProxy, whose configuration has the same rules (`deploy.haproxy.config`), is not used.
+
+The proxy (Ray 2.60) decodes some headers strictly: a byte that is not UTF-8 is a bare 500 on every path.
+"""
+
+import re
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from deploy.haproxy.config import OF_TRACES, SERVES_OWN
+
+ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
+_UNREADABLE = b"not printable"  # as a request id: the ingress refuses it in words
+_READABLE_ID = re.compile(rb"[!-~]{1,128}")
+_PRINTABLE = re.compile(rb"[ -~]*")
+_SERVES_OWN = re.compile(SERVES_OWN.encode(), re.IGNORECASE)
+_OF_TRACES = tuple(name.encode() for name in OF_TRACES)
+
+
+class CleanHeaders:
+    """Replaces request ids that are no ids, and removes headers by which clients would steer Serve."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["headers"] = [
+                (name, _UNREADABLE if name == b"x-request-id" and not _READABLE_ID.fullmatch(value) else value)
+                for name, value in scope["headers"]
+                if not _SERVES_OWN.match(name) and (name not in _OF_TRACES or _PRINTABLE.fullmatch(value))
+            ]
+        await self._app(scope, receive, send)
+
+
+def middlewares() -> list[Middleware]:
+    """Return what Serve puts around its proxy."""
+    return [Middleware(CleanHeaders)]
