@@ -12,6 +12,8 @@ import pytest
 
 from workers.structured_output.mask_process import template_process
 
+START_TIMEOUT_S = 280.0  # a busy machine may take minutes; pytest's own limit is 300 s
+
 
 def _started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
     *python, program = command
@@ -25,6 +27,7 @@ class QuickTemplate(template_process.Template):
         with pytest.MonkeyPatch.context() as patch:
             quick = SimpleNamespace(Popen=_started, DEVNULL=subprocess.DEVNULL)
             patch.setattr(template_process, "subprocess", quick)
+            patch.setattr(template_process, "START_TIMEOUT_S", START_TIMEOUT_S)
             super()._start()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import MODELS
+from workers.structured_output.mask_process import template_process
 from workers.structured_output.mask_process.template_process import LOWEST_PRIORITY, Kind, Template, Work
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness is a thread's on Linux alone")
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness is a t
 def started(kind: Kind) -> Iterator[tuple[Template, int]]:
     """A template, and its process."""
     made = Template(kind)
-    made.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template_process, "START_TIMEOUT_S", 280.0)  # a busy machine may take minutes
+        made.start()
     assert made._process is not None
     try:
         yield made, made._process.pid
