@@ -31,6 +31,14 @@ HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+ORIGINAL = {"original_max_position_embeddings": 64}
+GRANITE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 6.0,
+}
 # What an architecture has beside what all have.
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": MOE | {"num_experts": 6, "norm_topk_prob": True, "num_hidden_layers": 4},
@@ -84,6 +92,22 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "Olmo2": {"num_hidden_layers": 4},
+    "Olmo3": {
+        "num_hidden_layers": 4,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, **ORIGINAL},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "Granite": GRANITE,
+    "GraniteMoe": GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "GraniteMoeShared": GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 48},
+    "GraniteMoeHybrid": GRANITE
+    | {"num_local_experts": 0, "shared_intermediate_size": 48, "position_embedding_type": "rope"}
+    | {"layer_types": ["attention"] * 4, "mamba_n_heads": 8, "mamba_d_head": 16},
     "Glm4Moe": MOE
     | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_hidden_layers": 4}
     | {"use_qk_norm": True, "attention_bias": True},

@@ -8,11 +8,12 @@ from workers.layers.attention_sinks import AttentionSinks
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.kv_scales import KVScaleWeights
-from workers.layers.linear import QKV, QKVParallelLinear, RowParallelLinear
-from workers.layers.norm import RMSNorm, UnweightedRMSNorm
+from workers.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, kv_head_span, rank_span
+from workers.layers.norm import ProjectionNorm, RMSNorm, UnweightedRMSNorm, norm_projections
 from workers.ops.activation import sigmoid_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.rotary import Angles
+from workers.span import Span
 
 
 class Attention(AttentionLayer):
@@ -23,6 +24,7 @@ class Attention(AttentionLayer):
     input_size, output_size: row sizes of input and output.
     norm_eps: epsilon of the q and k norms per head (Qwen3); None without them.
     norm: class of these norms.
+    norms_projections: q and k norms are over all heads together, by `ProjectionNorm` (OLMo 2).
     gated: multiply each head's output by the sigmoid of a gate of its size (Qwen3-Next).
     value_norm: norm values per head, without a weight; needs norm_eps (Gemma 4).
     keys_as_values: there is no v_proj: values are keys before their norm and rotation (Gemma 4).
@@ -44,6 +46,7 @@ class Attention(AttentionLayer):
         o_bias: bool,
         norm_eps: float | None,
         norm: type[RMSNorm] = RMSNorm,
+        norms_projections: bool = False,
         gated: bool = False,
         value_norm: bool = False,
         keys_as_values: bool = False,
@@ -62,6 +65,13 @@ class Attention(AttentionLayer):
         self.q_norm = None if norm_eps is None else norm(head_dim, norm_eps)
         self.k_norm = None if norm_eps is None or not self.has_kv else norm(head_dim, norm_eps)
         self.v_norm = UnweightedRMSNorm(head_dim, norm_eps) if value_norm and norm_eps and self.has_kv else None
+        self._projection_norms: tuple[ProjectionNorm, ProjectionNorm] | None = None
+        if norms_projections:
+            assert norm_eps is not None and projections == QKV and not gated, "no family has both"
+            q_heads = rank_span(num_heads, group, "num_attention_heads")
+            kv_heads = Span(*kv_head_span(num_kv_heads, group), num_kv_heads)
+            norms = ProjectionNorm(q_heads, head_dim, norm_eps), ProjectionNorm(kv_heads, head_dim, norm_eps)
+            self.q_norm, self.k_norm = self._projection_norms = norms
         self.kv_scales = KVScaleWeights(layer) if self.has_kv else None
         self.gated = gated
         self.sinks = AttentionSinks(num_heads, group) if self.rule.has_sinks else None
@@ -91,12 +101,14 @@ class Attention(AttentionLayer):
         q, gate = heads[:, :num_q], None
         if self.gated:
             q, gate = q[:, 0::2], q[:, 1::2]
-        if self.q_norm is not None:
+        if self.q_norm is not None and self._projection_norms is None:
             q = self.q_norm(q)
         if not self.has_kv:
             return q, (), gate
         k, v = heads[:, num_q : num_q + self.num_kv_heads], heads[:, -self.num_kv_heads :]
-        if self.k_norm is not None:
+        if self._projection_norms is not None:
+            q, k = norm_projections(self._projection_norms, (q, k), self.o_proj.group)
+        elif self.k_norm is not None:
             k = self.k_norm(k)
         if self.v_norm is not None:
             v = self.v_norm(v)

@@ -52,8 +52,9 @@ class FeedForward(nn.Module, ABC):
 
 
 class DecoderLayer(nn.Module):
-    """h = x + attention(norm(x)), then h + mlp(norm(h)).
+    """h = x + r attention(norm(x)), then h + r mlp(norm(h)).
 
+    residual_multiplier: r (Granite); 1 for others.
     group: the ranks whose parts are summed.
     unsummed: the ranks whose parts of the layer's output the caller sums.
     tail: what is done to the stream after the layer's output is added; None: nothing.
@@ -67,9 +68,11 @@ class DecoderLayer(nn.Module):
         mlp: FeedForward,
         group: TPGroup,
         norm: type[RMSNorm] = RMSNorm,
+        residual_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
         self.group = self.unsummed = group
+        self.residual_multiplier = residual_multiplier
         self.tail: LayerTail | None = None
         self.input_layernorm = norm(hidden_size, rms_eps)
         self.self_attn = attention
@@ -87,11 +90,14 @@ class DecoderLayer(nn.Module):
         normed: [rows, hidden] the input norm's output, in the model's dtype or the attention's `fp8_inputs`.
         residual: [rows, hidden].
         """
-        attended = self.self_attn.partial(normed, angles, context)
+        attended = self._multiplied(self.self_attn.partial(normed, angles, context))
         residual = context.attending_rows(residual)
         norm = self.post_attention_layernorm
         normed, residual = norm.add_for_product(attended, residual, self.mlp.fp8_inputs, self.group)
-        return self.mlp.partial(normed, context.token_slots), residual
+        return self._multiplied(self.mlp.partial(normed, context.token_slots)), residual
+
+    def _multiplied(self, branch: Tensor) -> Tensor:
+        return branch if self.residual_multiplier == 1.0 else branch.mul_(self.residual_multiplier)
 
 
 class LayerTail(nn.Module, ABC):
@@ -117,6 +123,7 @@ class LayerInputs(nn.Module, ABC):
 class SandwichLayer(DecoderLayer):
     """h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h))), as Gemma 2 and later have it.
 
+    before: class of the norms of inputs; None: as `norm`. `NoNorm` for OLMo 2.
     A norm after attention or MLP needs the sum over all ranks, so that the layer returns its whole output.
     """
 
@@ -128,10 +135,13 @@ class SandwichLayer(DecoderLayer):
         mlp: FeedForward,
         group: TPGroup,
         norm: type[RMSNorm] = RMSNorm,
+        before: type[RMSNorm] | None = None,
     ) -> None:
         super().__init__(hidden_size, rms_eps, attention, mlp, group, norm)
         self.unsummed = SOLO
-        self.pre_feedforward_layernorm = norm(hidden_size, rms_eps)
+        before = before or norm
+        self.input_layernorm = before(hidden_size, rms_eps)
+        self.pre_feedforward_layernorm = before(hidden_size, rms_eps)
         self.post_feedforward_layernorm = norm(hidden_size, rms_eps)
 
     def forward(

@@ -1,5 +1,7 @@
 """RMSNorm (arXiv 1910.07467)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,7 @@ from workers.ops.fp8.norm import fp8_rms_norm
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.ops.norm import add_rms_norm, rms_norm
+from workers.span import Span
 
 
 class RMSNorm(WeightedModule):
@@ -80,6 +83,69 @@ class ZeroCentredRMSNorm(FullPrecisionRMSNorm):
     def load(self, key: WeightKey, full: Tensor) -> None:
         super().load(key, full)
         self.weight.data.add_(1.0)
+
+
+class NoNorm(RMSNorm):
+    """Stands where a layer has no norm (OLMo 2): returns its input, and of `add` the stream itself, which the caller
+    must not write to."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(0, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor, group: TPGroup = SOLO) -> tuple[Tensor, Tensor]:
+        residual += group.all_reduce(x)
+        return residual, residual
+
+    def for_product(self, x: Tensor, wanted: Fp8Inputs | None) -> Tensor:
+        return x
+
+    def add_for_product(
+        self, x: Tensor, residual: Tensor, wanted: Fp8Inputs | None, group: TPGroup = SOLO
+    ) -> tuple[Tensor, Tensor]:
+        return self.add(x, residual, group)
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return ()
+
+
+class ProjectionNorm(FullPrecisionRMSNorm):
+    """An RMSNorm over all heads of a projection, those of other ranks too (OLMo 2).
+
+    heads: this rank's; more ranks than heads hold each several times.
+    weight: [this rank's heads * head_dim] float32.
+    """
+
+    def __init__(self, heads: Span, head_dim: int, eps: float) -> None:
+        self.span = heads.times(head_dim)
+        super().__init__(self.span.size, eps)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        check_plain(full)
+        check_shape(full, (self.span.total,))
+        self.weight.data.copy_(full[self.span.first : self.span.end])
+
+    def scaled(self, x: Tensor, squares: Tensor, ranks: int) -> Tensor:
+        """x: [rows, heads, head_dim]. squares: [rows] float32, sums of x's squares over all ranks."""
+        copies = ranks * self.span.size // self.span.total
+        root = torch.rsqrt(squares / (copies * self.span.total) + self.eps)
+        wide = x.flatten(1).float() * root.unsqueeze(1) * self.weight
+        return wide.to(x.dtype).view(x.shape)
+
+
+def norm_projections(norms: Sequence[ProjectionNorm], parts: Sequence[Tensor], group: TPGroup) -> list[Tensor]:
+    """Norm this rank's heads of several projections, with one sum over the ranks.
+
+    parts: [rows, heads, head_dim] each.
+    returns: as `parts`.
+    """
+    if group.size == 1:
+        return [norm(part.flatten(1)).view(part.shape) for norm, part in zip(norms, parts, strict=True)]
+    squares = torch.stack([part.float().square().sum((1, 2)) for part in parts], 1)
+    sums = group.all_reduce(squares).unbind(1)
+    return [norm.scaled(part, each, group.size) for norm, part, each in zip(norms, parts, sums, strict=True)]
 
 
 class UnweightedRMSNorm(FullPrecisionRMSNorm):

@@ -1,6 +1,7 @@
 """Angles of rotary position embedding (RoPE, arXiv 2104.09864). The KV layout decides which dimensions are rotated."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,14 @@ class RotaryTable:
     def at(self, positions: Tensor) -> Angles:
         """The angles at positions [rows] int64, which are looked up where rows are turned (`KVLayout.store`)."""
         return Angles(self._cos, self._sin, positions)
+
+
+def rotary_tables(
+    ropes: Sequence[RopeConfig], head_dim: int, max_position: int, device: torch.device
+) -> list[RotaryTable]:
+    """Return a table per layer; layers whose RoPE is alike share one."""
+    tables = {rope: RotaryTable(rope, head_dim, max_position, device) for rope in dict.fromkeys(ropes)}
+    return [tables[rope] for rope in ropes]
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -140,6 +140,7 @@ class LMHead(LinearBase):
     """Logits of this rank's vocabulary shard. May share the embedding's weight.
 
     soft_cap: logits are soft_cap * tanh(logit / soft_cap); None: as they are.
+    divisor: of logits, before a soft cap (Granite).
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class LMHead(LinearBase):
         tied: VocabEmbedding | None = None,
         bias: bool = False,
         soft_cap: float | None = None,
+        divisor: float = 1.0,
     ) -> None:
         shard = VocabShard(vocab_size, group)
         rows = Span(shard.first, shard.end, vocab_size)
@@ -158,10 +160,13 @@ class LMHead(LinearBase):
         super().__init__(shape, bias, method)
         self.shard = shard
         self.soft_cap = soft_cap
+        self.divisor = divisor
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [rows, shard size] of hidden [rows, hidden_size]."""
         logits = self.method.multiply(hidden, self.bias)
+        if self.divisor != 1.0:
+            logits = logits.div_(self.divisor)
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return self.shard.mask_padding(logits)

@@ -7,6 +7,8 @@ qwen       Qwen's mixtures of experts and hybrids
 glm        GLM's mixtures of experts
 gpt_oss    gpt-oss: sinks, windows, experts with biases
 gemma      Gemma 2 and 3
+olmo       OLMo 2 and 3: norms after attention and MLP
+granite    Granite 3, and 4 without recurrent layers
 mistral    Mistral and Ministral: a Llama over windows; `phi3` one with packed matrices
 adapter    every other decoder of transformers
 moe        what families with experts share

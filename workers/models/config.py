@@ -94,7 +94,7 @@ class ModelConfig(ABC):
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATION = "quantization_config"
-_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
@@ -150,8 +150,8 @@ def rope_of(config: Mapping[str, Any], source: str) -> RopeConfig:
     """Raises ValueError that lists the kinds of scaling there are for any other."""
     scaling = rope_scaling_of(config, source)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    if kind not in _ROPE_KINDS:
-        raise ValueError(f"{source}: rope_type={kind!r} is not supported; it is one of {', '.join(_ROPE_KINDS)}")
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"{source}: rope_type={kind!r} is not supported; it is one of {', '.join(ROPE_KINDS)}")
     theta = number_of(scaling, "rope_theta", source, number_of(config, "rope_theta", source, 10000.0))
     if kind == "yarn":
         return _yarn_of(scaling, theta, source)

@@ -47,11 +47,16 @@ class TargetModel(nn.Module, ABC):
         """ids: [rows] int64. Writes the rows' KV into the context's pool."""
 
 
+def in_default_dtype(value: float) -> float:
+    """Round to torch's default dtype, which is the model's while it is built: transformers rounds some factors so."""
+    return float(torch.tensor(value, device="cpu").item())
+
+
 class Decoder(TargetModel):
     """rotary: what the layers' attention is given angles of, one table or one per layer. capture: layers whose input is
     returned beside the hidden states (what an EAGLE-3 head reads); for the stream that leaves the last layer every row
-    must attend there. embedding_scale: factor on the target's embedding, which drafts take without it. logit_cap: see
-    `LMHead`. layer_inputs: for the tails of layers."""
+    must attend there. embedding_scale: factor on the target's embedding, which drafts take without it. logit_cap,
+    logit_divisor: see `LMHead`. layer_inputs: for the tails of layers."""
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class Decoder(TargetModel):
         norm: type[RMSNorm] = RMSNorm,
         embedding_scale: float | None = None,
         logit_cap: float | None = None,
+        logit_divisor: float = 1.0,
         layer_inputs: LayerInputs | None = None,
     ) -> None:
         super().__init__()
@@ -70,14 +76,15 @@ class Decoder(TargetModel):
         self.group = group
         self.capture = capture
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, group)
-        # rounded to the model's type, as transformers does it
-        self.embedding_scale = None if embedding_scale is None else torch.tensor(embedding_scale, device="cpu").item()
+        self.embedding_scale = embedding_scale
         self.layers = nn.ModuleList(layers)
         self.rotary = [rotary] * len(self.layers) if isinstance(rotary, RotaryTable) else list(rotary)
         self.norm = norm(config.hidden_size, config.rms_eps)
         tied = self.embed_tokens if config.tie_embeddings else None
         self.layer_inputs = layer_inputs
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, group, tied, soft_cap=logit_cap)
+        self.lm_head = LMHead(
+            config.vocab_size, config.hidden_size, group, tied, soft_cap=logit_cap, divisor=logit_divisor
+        )
 
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         """ids: [rows] int64. Writes the rows' KV into the context's pool."""

@@ -1,8 +1,11 @@
-"""The layers of a model that attend over a window, by `layer_types` and `sliding_window` of config.json."""
+"""The layers of a model that attend over a window, by `layer_types` and `sliding_window` of config.json, and RoPE of
+either kind of layer."""
 
 from typing import Any
 
-from workers.models.config_fields import size_of
+from workers.layers.rotary import RopeConfig
+from workers.models.config import rope_of
+from workers.models.config_fields import number_of, section_of, size_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -27,3 +30,19 @@ def windows_of(
         return (None,) * num_layers
     window = size_of(config, "sliding_window", source)
     return tuple(window if kind == SLIDING and window < max_position else None for kind in kinds)
+
+
+def ropes_of(
+    config: dict[str, Any], source: str, full_theta: float, local_theta: float
+) -> tuple[RopeConfig, RopeConfig] | None:
+    """Return RoPE of layers that attend to all, and of layers with a window, where `rope_parameters` is by kind of
+    layer; else None. full_theta, local_theta: the bases of kinds that name none."""
+    nested = section_of(config, "rope_parameters", source)
+    if FULL not in nested and SLIDING not in nested:
+        return None
+    full, local = (dict(section_of(nested, kind, source)) for kind in (FULL, SLIDING))
+    default = number_of(config, "rope_theta", source, full_theta)
+    return (
+        rope_of({"rope_parameters": full, "rope_theta": default}, source),
+        rope_of({"rope_parameters": local, "rope_theta": local_theta}, source),
+    )

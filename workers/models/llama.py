@@ -1,7 +1,7 @@
 """Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ by three
 flags. EAGLE's heads (`speculative.drafts`) use the same layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,8 +14,8 @@ from workers.layers.attention import Attention
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.mlp import GatedMLP
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RopeConfig, RotaryTable
-from workers.models.config import ModelConfig, dtype_of, rope_of
+from workers.layers.rotary import RopeConfig, rotary_tables
+from workers.models.config import ROPE_KINDS, ModelConfig, dtype_of, rope_of
 from workers.models.config_fields import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -42,6 +42,11 @@ class LlamaConfig(ModelConfig):
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig, ...]:
+        """RoPE of each layer."""
+        return (self.rope,) * self.num_layers
 
     @property
     def cut_sizes(self) -> dict[str, int]:
@@ -133,6 +138,30 @@ def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) ->
         )
 
 
+def is_served(config: Mapping[str, Any]) -> bool:
+    """Other activations, biases of MLPs, other kinds of RoPE (`longrope`, `dynamic`) and Qwen2's windows are left to
+    the adapter."""
+    scalings = _ropes_in(config.get("rope_parameters") or config.get("rope_scaling"))
+    kinds = {scaling.get("rope_type") or scaling.get("type") or "default" for scaling in scalings}
+    plain = config.get("hidden_act") in (None, "silu") and not config.get("mlp_bias")
+    return plain and kinds.issubset(ROPE_KINDS) and not _has_windows(config)
+
+
+def _has_windows(config: Mapping[str, Any]) -> bool:
+    """Whether a Qwen2 or Qwen3 has a layer with a window: those from `max_window_layers` on, or by `layer_types`."""
+    full, layers = config.get("max_window_layers", 28), config.get("num_hidden_layers")
+    some = isinstance(full, int) and isinstance(layers, int) and full < layers
+    kinds = config.get("layer_types")
+    some = "sliding_attention" in kinds if isinstance(kinds, list) else some
+    return bool(config.get("use_sliding_window")) and some
+
+
+def _ropes_in(scaling: Any) -> list[dict[str, Any]]:
+    """Return the settings of RoPE, of all layers or by kind of layer."""
+    found = [scaling, *scaling.values()] if isinstance(scaling, dict) else []
+    return [each for each in found if isinstance(each, dict)]
+
+
 def make_attention(
     config: LlamaConfig,
     layer: int,
@@ -140,9 +169,10 @@ def make_attention(
     input_size: int,
     norm: type[RMSNorm] = RMSNorm,
     gated: bool = False,
+    norms_projections: bool = False,
 ) -> Attention:
-    """layer: index in the KV pool. input_size: hidden_size, or twice that in an EAGLE-3 head. norm, gated: see
-    `Attention`."""
+    """layer: index in the KV pool. input_size: hidden_size, or twice that in an EAGLE-3 head. norm, gated,
+    norms_projections: see `Attention`."""
     return Attention(
         layer,
         group,
@@ -155,6 +185,7 @@ def make_attention(
         o_bias=config.o_bias,
         norm_eps=config.rms_eps if config.qk_norm else None,
         norm=norm,
+        norms_projections=norms_projections,
         gated=gated,
         rule=config.score_rule(layer),
     )
@@ -170,9 +201,9 @@ def make_layer(config: LlamaConfig, layer: int, group: TPGroup) -> DecoderLayer:
 
 
 class LlamaForCausalLM(Decoder):
-    """See `Decoder`. Families whose layers differ override `make_layer` and `norm_type`.
+    """See `Decoder`, also for the factors. Families whose layers differ override `make_layer` and `norm_type`.
 
-    max_position: rows of the rotary table, on `device`.
+    max_position: rows of the rotary tables, on `device`.
     """
 
     make_layer: ClassVar[Callable[..., DecoderLayer]] = staticmethod(make_layer)
@@ -185,10 +216,14 @@ class LlamaForCausalLM(Decoder):
         max_position: int,
         device: torch.device,
         capture: tuple[int, ...] = (),
+        embedding_scale: float | None = None,
+        logit_cap: float | None = None,
+        logit_divisor: float = 1.0,
     ) -> None:
-        rotary = RotaryTable(config.rope, config.rotated_dim, max_position, device)
+        rotary = rotary_tables(config.layer_ropes, config.rotated_dim, max_position, device)
         layers = [self.make_layer(config, layer, group) for layer in range(config.num_layers)]
-        super().__init__(config, group, rotary, layers, capture, self.norm_type)
+        factors = (embedding_scale, logit_cap, logit_divisor)
+        super().__init__(config, group, rotary, layers, capture, self.norm_type, *factors)
 
 
 def weight_names(config: LlamaConfig) -> NameMap:
@@ -223,4 +258,4 @@ def text_weight_names(config: LlamaConfig) -> NameMap:
     )
 
 
-FAMILY = ModelFamily(read_config, LlamaForCausalLM, weight_names)
+FAMILY = ModelFamily(read_config, LlamaForCausalLM, weight_names, is_served)

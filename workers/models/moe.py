@@ -67,15 +67,18 @@ def moe_rules(ours: str, theirs: str) -> dict[str, str]:
     }
 
 
-def stacked_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
+def stacked_experts(
+    theirs: str, num_experts: int, gate_up_name: str = "gate_up_proj", down_name: str = "down_proj"
+) -> tuple[Packed, ...]:
     """Return the rules of a `NameMap` for experts whose bf16 checkpoints have one matrix of all gate and up
-    projections, gate above up, and one of all down projections. theirs: the experts' name in the checkpoint."""
+    projections, gate above up, and one of all down projections. theirs: the experts' name in the checkpoint.
+    gate_up_name, down_name: the matrices' names there."""
     experts = [f"{theirs}.{i}" for i in range(num_experts)]
     gate_up = tuple(f"{each}.{part}.weight" for each in experts for part in ("gate_proj", "up_proj"))
     return (
-        Packed(f"{theirs}.gate_up_proj", gate_up, lambda full, _: _stacked(full, num_experts, 2)),
+        Packed(f"{theirs}.{gate_up_name}", gate_up, lambda full, _: _stacked(full, num_experts, 2)),
         Packed(
-            f"{theirs}.down_proj",
+            f"{theirs}.{down_name}",
             tuple(f"{each}.down_proj.weight" for each in experts),
             lambda full, _: _stacked(full, num_experts, 1),
         ),

@@ -33,20 +33,25 @@ def weight_names(config: WindowedConfig) -> NameMap:
     llama = llama_names(config)
     kv = config.num_kv_heads * config.head_dim
 
-    def packed(block: str, name: str, rows: Mapping[str, int]) -> Packed:
-        theirs = f"model.layers.{{layer}}.{block}"
-        return Packed(
-            f"{theirs}.{name}.{{kind}}",
-            tuple(f"{theirs}.{part}.{{kind}}" for part in rows),
-            _splitter(tuple(rows.values()), ", ".join(rows)),
-        )
-
     heads = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
     halves = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
     return NameMap(
         llama.rules,
         ignored=llama.ignored,
-        packed=(packed("self_attn", "qkv_proj", heads), packed("mlp", "gate_up_proj", halves)),
+        packed=(
+            packed_rows("model.layers.{layer}.self_attn", "qkv_proj", heads),
+            packed_rows("model.layers.{layer}.mlp", "gate_up_proj", halves),
+        ),
+    )
+
+
+def packed_rows(theirs: str, name: str, rows: Mapping[str, int]) -> Packed:
+    """Return the rule of a `NameMap` for linear layers in one matrix. theirs: the module's name in the checkpoint.
+    name: the matrix's. rows: of each layer's outputs, in order."""
+    return Packed(
+        f"{theirs}.{name}.{{kind}}",
+        tuple(f"{theirs}.{part}.{{kind}}" for part in rows),
+        _splitter(tuple(rows.values()), ", ".join(rows)),
     )
 
 

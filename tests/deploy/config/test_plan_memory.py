@@ -2,6 +2,7 @@
 configurations are those as published; there are no weights."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,29 @@ def test_qwen3_6_35b_a3b_in_fp8_fits_a_gpu_of_48_gb(tmp_path: Path, capsys: pyte
     target, draft = (float(part.rpartition(" ")[2]) for part in line_of(printed, "weights").split(" GB of the ")[:2])
     assert 35 < target < 36.5 and draft < 1.3
     assert "chain, depth 3, 4 nodes verified" in line_of(printed, "draft")
+
+
+@pytest.mark.parametrize("name,model", [("gpt-oss-20b", "gpt-oss-20b"), ("gemma-4-26b-a4b", "gemma-4-26B-A4B-it")])
+def test_the_heads_of_files_say_what_the_plan_says(
+    name: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights and KV a token, to the digits that the head has; and the window's bytes."""
+    published = json.loads((Path(__file__).parent / "published" / f"{model}.json").read_text())
+    printed = planned(name, tmp_path, {model: published}, capsys)
+    head = (tmp_path / f"{name}.yaml").read_text().partition("proxy_location")[0]
+    weights = re.search(r"weights +([\d.]+)", head)
+    kilobytes = re.search(r"a request +(\d+) KB a token", head)
+    assert weights is not None and kilobytes is not None
+    target = re.search(r"([\d.]+) GB of the target", line_of(printed, "weights"))
+    per_token = re.search(r"KV takes (\d+) bytes per token", printed)
+    assert target is not None and per_token is not None
+    assert f"{float(target[1]):.1f}" == weights[1] and "served by" not in printed
+    # of a request of 16,384 tokens, as its head says in GB
+    per_request = re.search(r", and ([\d.]+) MB per request", printed)
+    whole = re.search(r"([\d.]+) GB (?:and [\d.]+ GB )?at 16,384 tokens", head)
+    assert per_request is not None and whole is not None
+    assert round(int(per_token[1]) / 1000) == int(kilobytes[1])
+    assert (16384 * int(per_token[1]) + 1e6 * float(per_request[1])) / 1e9 == pytest.approx(float(whole[1]), rel=0.02)
 
 
 def test_small_pages_of_latent_rows_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

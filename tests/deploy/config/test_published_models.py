@@ -1,6 +1,7 @@
 """What `aerie plan` says of models in use: rows of published/plans.md beside the printed plan.
 
-`published/NAME.json` is a config.json as published, without fields that no decoder reads. There are no weights.
+`published/NAME.json` is a config.json as published, without fields that no decoder reads. There are no weights. Two of
+Granite have their cards' sizes alone (3.1-3b-a800m, 4.0-micro).
 """
 
 import re

@@ -11,14 +11,14 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import SandwichLayer
 from workers.layers.mlp import GatedMLP
 from workers.layers.norm import ZeroCentredRMSNorm
-from workers.layers.rotary import RopeConfig, RotaryTable
+from workers.layers.rotary import RopeConfig
 from workers.models import llama
 from workers.models.config import rope_of, text_part
-from workers.models.config_fields import architecture_of, flag_of, number_of, section_of, size_of
-from workers.models.decoder import Decoder
+from workers.models.config_fields import architecture_of, flag_of, number_of, size_of
+from workers.models.decoder import in_default_dtype
 from workers.models.family import ModelFamily
-from workers.models.layer_kinds import FULL, SLIDING, windows_of
-from workers.models.llama import LlamaConfig, make_attention, text_weight_names
+from workers.models.layer_kinds import FULL, SLIDING, ropes_of, windows_of
+from workers.models.llama import LlamaConfig, LlamaForCausalLM, make_attention, text_weight_names
 from workers.ops.activation import ACTIVATIONS
 
 # transformers' defaults for fields that config.json leaves out.
@@ -44,6 +44,10 @@ class GemmaConfig(LlamaConfig):
     soft_cap: float | None
     logit_cap: float | None
     activation: str
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig, ...]:
+        return tuple(self.local_rope if local else self.rope for local in self.is_local)
 
     def score_rule(self, layer: int) -> ScoreRule:
         return ScoreRule(self.query_scale, window=self.windows[layer], soft_cap=self.soft_cap)
@@ -89,14 +93,9 @@ def _cap(config: Mapping[str, Any], key: str, source: str) -> float | None:
 def _ropes(config: dict[str, Any], source: str) -> tuple[RopeConfig, RopeConfig]:
     """Return RoPE of layers that attend to all, and of layers with a window: by kinds of layers, or as older exporters
     spell it."""
-    nested = section_of(config, "rope_parameters", source)
-    if FULL in nested or SLIDING in nested:
-        full, local = (section_of(nested, kind, source) for kind in (FULL, SLIDING))
-        default = number_of(config, "rope_theta", source, 10000.0)
-        return (
-            rope_of({"rope_parameters": dict(full), "rope_theta": default}, source),
-            rope_of({"rope_parameters": dict(local)}, source),
-        )
+    ropes = ropes_of(config, source, 10000.0, 10000.0)
+    if ropes is not None:
+        return ropes
     rope = rope_of(config, source)
     if architecture_of(config).startswith("Gemma2"):
         return rope, rope
@@ -109,8 +108,9 @@ def make_layer(config: GemmaConfig, layer: int, group: TPGroup) -> SandwichLayer
     return SandwichLayer(config.hidden_size, config.rms_eps, attention, mlp, group, ZeroCentredRMSNorm)
 
 
-class GemmaForCausalLM(Decoder):
-    """See `Decoder`. max_position: rows of the rotary tables, on `device`."""
+class GemmaForCausalLM(LlamaForCausalLM):
+    make_layer = staticmethod(make_layer)
+    norm_type = ZeroCentredRMSNorm
 
     def __init__(
         self,
@@ -120,17 +120,9 @@ class GemmaForCausalLM(Decoder):
         device: torch.device,
         capture: tuple[int, ...] = (),
     ) -> None:
-        ropes = [config.local_rope if local else config.rope for local in config.is_local]
-        tables = {rope: RotaryTable(rope, config.head_dim, max_position, device) for rope in dict.fromkeys(ropes)}
+        scale = in_default_dtype(config.hidden_size**0.5)
         super().__init__(
-            config,
-            group,
-            [tables[rope] for rope in ropes],
-            [make_layer(config, layer, group) for layer in range(config.num_layers)],
-            capture,
-            ZeroCentredRMSNorm,
-            embedding_scale=config.hidden_size**0.5,
-            logit_cap=config.logit_cap,
+            config, group, max_position, device, capture, embedding_scale=scale, logit_cap=config.logit_cap
         )
 
 

@@ -19,7 +19,7 @@ from workers.layers.rotary import RopeConfig, RotaryTable
 from workers.models import llama
 from workers.models.config import rope_of, text_part
 from workers.models.config_fields import MAX_EXPERTS, architecture_of, flag_of, number_of, section_of, size_of
-from workers.models.decoder import Decoder
+from workers.models.decoder import Decoder, in_default_dtype
 from workers.models.family import ModelFamily
 from workers.models.gemma.gemma4_layer import ExpertsBeside, Gemma4Layer, Gemma4Tail, PerLayerEmbedding
 from workers.models.layer_kinds import FULL, SLIDING, windows_of
@@ -285,7 +285,7 @@ class Gemma4ForCausalLM(Decoder):
             [make_layer(config, layer, group) for layer in range(config.num_layers)],
             capture,
             FullPrecisionRMSNorm,
-            embedding_scale=config.hidden_size**0.5,
+            embedding_scale=in_default_dtype(config.hidden_size**0.5),
             logit_cap=config.logit_cap,
             layer_inputs=PerLayerEmbedding(*inputs) if config.input_size else None,
         )

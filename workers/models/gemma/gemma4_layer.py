@@ -13,6 +13,7 @@ from workers.layers.norm import FullPrecisionRMSNorm
 from workers.layers.routing import Router
 from workers.layers.vocab import VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.models.decoder import in_default_dtype
 from workers.ops.activation import ACTIVATIONS
 from workers.ops.experts.gated import GatedActivation
 from workers.ops.experts.route import Routing, TokenSlots
@@ -145,7 +146,7 @@ class PerLayerEmbedding(LayerInputs):
         super().__init__()
         self.size = size
         self.embedding = VocabEmbedding(vocab_size, num_layers * size, group)
-        self.embedding_scale = torch.tensor(size**0.5, device="cpu").item()  # rounded to the model's type
+        self.embedding_scale = in_default_dtype(size**0.5)
         self.projection = ReplicatedLinear(hidden_size, num_layers * size)
         self.projection_scale = hidden_size**-0.5
         self.norm = FullPrecisionRMSNorm(size, rms_eps)
