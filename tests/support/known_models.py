@@ -54,7 +54,7 @@ def known_config(kind: str, **overrides: Any) -> Any:
 
     made = CONFIG_MAPPING[kind]
     usual = made()
-    settings = {name: value for name, value in _SIZES.items() if _can_be_set(usual, name)}
+    settings = {name: value for name, value in _SIZES.items() if can_be_set(usual, name)}
     if "kv_lora_rank" in settings:
         settings["num_key_value_heads"] = 4  # latents have a head each
     for name in getattr(made, "sub_configs", {}):
@@ -64,7 +64,7 @@ def known_config(kind: str, **overrides: Any) -> Any:
     return made(**(settings | _BESIDE.get(kind, {}) | overrides))
 
 
-def _can_be_set(config: Any, name: str) -> bool:
+def can_be_set(config: Any, name: str) -> bool:
     """Whether a configuration has the field: neither a property nor what differs by layer."""
     kind = type(config)
     given = getattr(kind, "attribute_map", {}).get(name, name)

@@ -79,9 +79,9 @@ class VocabShard:
         return self.group.all_gather_last(logits)[..., : self.vocab_size]
 
     def mask_padding(self, logits: Tensor) -> Tensor:
-        """Set padding columns of logits [rows, size] to minus infinity, in place."""
+        """Set padding columns of logits [..., size] to minus infinity, in place."""
         if self.end - self.first < self.size:
-            logits[:, self.end - self.first :] = float("-inf")
+            logits[..., self.end - self.first :] = float("-inf")
         return logits
 
 

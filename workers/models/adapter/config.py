@@ -5,11 +5,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attention.kv_cache.heads import HeadsLayout
@@ -18,7 +19,14 @@ from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.models.adapter.names import TransformersNames, conversions, expert_names, part_names, renamings
-from workers.models.adapter.survey import LENGTH_DEPENDENT, AttentionCall, UnservableError, make_model, survey
+from workers.models.adapter.survey import (
+    LENGTH_DEPENDENT,
+    AttentionCall,
+    UnservableError,
+    are_experts,
+    make_model,
+    survey,
+)
 from workers.models.config import ModelConfig, dtype_of
 from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, flag_of, ids_of, number_of, size_of
 from workers.quantization.quant_method import Unquantized
@@ -34,7 +42,7 @@ class AdapterConfig(ModelConfig):
     them), as transformers has it. cut: (name of a size, size) that ranks share. renamed, experts: see
     `workers.models.adapter.names`.
 
-    num_heads, num_kv_heads, head_dim: of the first layer.
+    num_heads, num_kv_heads, head_dim: of the first layer, as its KV is kept.
     """
 
     raw: str
@@ -75,6 +83,7 @@ class AdapterConfig(ModelConfig):
                 f"tensor_parallel={tensor_parallel}: does not divide {source} ({named}, num_key_value_heads="
                 f"{', '.join(map(str, sorted(kv)))}); try one of {[n for n in range(1, 129) if fits(n)]}"
             )
+        import_module("workers.models.adapter.ranks").check_ranks(self, tensor_parallel, source)
 
     @property
     def _shares_attention(self) -> bool:
@@ -87,7 +96,7 @@ class AdapterConfig(ModelConfig):
         layers: dict[HeadsLayout, list[int]] = {}
         for layer, call in enumerate(self.calls):
             first, end = kv_head_span(call.num_kv_heads, group)
-            layers.setdefault(HeadsLayout(end - first, call.head_dim, dtype), []).append(layer)
+            layers.setdefault(HeadsLayout(end - first, call.kept_dim, dtype), []).append(layer)
         return tuple(LayerGroup(tuple(which), layout) for layout, which in layers.items())
 
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
@@ -125,19 +134,22 @@ def _read(text: str, source: str) -> AdapterConfig:
     model = make_model(config)
     calls = survey(model)
     _check_layers(config, calls)
+    _check_embedding(model)
+    converted = conversions(model)
+    _check_experts(model, expert_names(converted))
     quant = read_quant_method(whole, source)
     if not isinstance(quant, Unquantized) and any(parameter.dim() == 3 for parameter in model.parameters()):
         raise UnservableError("has quantised experts, which only a family of its own could serve")
     first = calls[0]
     hidden = size_of({"hidden_size": getattr(config, "hidden_size", None)}, "hidden_size", source)
-    plan, converted = tuple(sorted(model.tp_plan.items())), conversions(model)
+    plan = tuple(sorted(model.tp_plan.items()))
     return AdapterConfig(
         architecture=architecture_of(whole),
         hidden_size=hidden,
         num_layers=size_of({"num_hidden_layers": len(calls)}, "num_hidden_layers", source, most=MAX_LAYERS),
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
-        head_dim=first.head_dim,
+        head_dim=first.kept_dim,
         vocab_size=size_of({"vocab_size": getattr(config, "vocab_size", None)}, "vocab_size", source),
         max_position=_max_position(config, source),
         rms_eps=number_of(raw, "rms_norm_eps", source, 1e-6),
@@ -197,6 +209,23 @@ def _check_layers(config: PreTrainedConfig, calls: tuple[AttentionCall, ...]) ->
     layers = getattr(config, "num_hidden_layers", len(calls))
     if layers != len(calls):
         raise UnservableError(f"has {layers} layers, of which {len(calls)} have attention that could be served")
+
+
+def _check_experts(model: PreTrainedModel, names: tuple[str, ...] | None) -> None:
+    """Refuse experts whose checkpoint has a tensor for each, and that are not computed as `GivenExperts`."""
+    for path, module in model.named_modules():
+        stacked = "down_proj" in module._parameters and module._parameters["down_proj"].dim() == 3
+        if names is not None and stacked and not are_experts(module):
+            raise UnservableError(f"has experts ({path}) with an activation or gate that Aerie has no operation for")
+
+
+def _check_embedding(model: PreTrainedModel) -> None:
+    """Refuse embeddings that do more than look a row up and multiply it by `scalar_embed_scale`."""
+    embedding = model.get_input_embeddings()
+    scaled = hasattr(embedding, "scalar_embed_scale") or not hasattr(embedding, "embed_scale")
+    changed = type(embedding).forward is not nn.Embedding.forward and not hasattr(embedding, "scalar_embed_scale")
+    if not isinstance(embedding, nn.Embedding) or changed or not scaled:
+        raise UnservableError(f"has an embedding of its own ({type(embedding).__name__})")
 
 
 def _max_position(config: PreTrainedConfig, source: str) -> int:

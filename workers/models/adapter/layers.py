@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
-from transformers.integrations.moe import _default_apply_gate
 
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
@@ -19,7 +17,7 @@ from workers.layers.linear_method import DenseLinearMethod, check_plain
 from workers.layers.vocab import VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
-from workers.models.adapter.survey import AttentionCall, UnservableError
+from workers.models.adapter.survey import AttentionCall, UnservableError, are_experts
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
@@ -105,18 +103,6 @@ class GivenExperts(Experts):
         """The kernels that choose by the router's logits would choose again: grouped products are as they are."""
 
 
-def are_experts(module: nn.Module) -> bool:
-    """Whether `GivenExperts` computes the same: experts with gates by SiLU, stacked as transformers stacks them."""
-    wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-    plain = getattr(type(module), "_apply_gate", None) is _default_apply_gate
-    return plain and all(getattr(module, name, None) is value for name, value in wanted.items()) and is_silu(module)
-
-
-def is_silu(module: nn.Module) -> bool:
-    """Whether the module's activation is SiLU."""
-    return isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
-
-
 class Leaf(WeightedModule):
     """A transformers module with tensors of its own and none of Aerie's layers. Each rank loads them whole; its
     `forward` is unchanged."""
@@ -160,7 +146,8 @@ class PagedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         call, whole = self._call, q.shape[1] == self._q.total
-        heads = _rows(q, self._q), (_rows(k, self._kv), _rows(_padded(v, call.head_dim), self._kv))
+        q, k, v = (_padded(each, call.kept_dim) for each in (q, k, v))
+        heads = _rows(q, self._q), (_rows(k, self._kv), _rows(v, self._kv))
         sinks = None if not self._rule.has_sinks else _own_sinks(options["s_aux"], self._q)
         out = self._passing.attend(self._layer, *heads, self._rule, sinks)[..., : call.value_dim]
         if not whole or self._q.size == self._q.total:
@@ -185,9 +172,9 @@ def _rows(heads: Tensor, mine: Span) -> Tensor:
     return rows.contiguous()
 
 
-def _padded(values: Tensor, size: int) -> Tensor:
-    missing = size - values.shape[-1]
-    return nn.functional.pad(values, (0, missing)) if missing else values
+def _padded(heads: Tensor, size: int) -> Tensor:
+    missing = size - heads.shape[-1]
+    return nn.functional.pad(heads, (0, missing)) if missing else heads
 
 
 class Passing:

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from attention.capability import Capability
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.models.adapter.config import AdapterConfig, transformers_config
 from workers.models.adapter.layers import PagedAttention, Passing, own_tensors, put_layers
-from workers.models.adapter.survey import LENGTH_DEPENDENT, UnservableError, decoder, make_model
+from workers.models.adapter.survey import UnservableError, decoder, keep_angles, make_model
 from workers.models.decoder import DecoderOutput, TargetModel
 from workers.ops.gemm.workspace import GEMMOptions
 
@@ -34,7 +35,7 @@ class TransformersModel(TargetModel):
         super().__init__()
         self.config, self.group, self.capture = config, group, capture
         theirs = make_model(transformers_config(json.loads(config.raw), config.architecture))
-        self._passing = Passing(device, {call.head_dim for call in config.calls})
+        self._passing = Passing(device, {call.kept_dim for call in config.calls})
         for layer, call in enumerate(config.calls):
             paged = PagedAttention(layer, call, config.score_rule(layer), group, self._passing)
             theirs.get_submodule(call.module).paged = paged
@@ -163,8 +164,33 @@ class _Constants(WeightedModule):
             owner = module if isinstance(module, PreTrainedModel) else owner
             if module._non_persistent_buffers_set:
                 kept = [tensor.clone() for _, tensor in own_tensors(module)]
+                _forget_constants(module)
                 owner._init_weights(module)
+                _check_constants(module)
                 for (_, tensor), value in zip(own_tensors(module), kept, strict=True):
                     tensor.data.copy_(value)
-            if getattr(module, "rope_type", None) in LENGTH_DEPENDENT:
-                module.rope_type = "default"  # `AdapterConfig.max_position` ends where its angles would change
+            keep_angles(module)  # `AdapterConfig.max_position` ends where they would change
+
+
+def _forget_constants(module: nn.Module) -> None:
+    """Mark every number of the module's constants, which have no values yet."""
+    for name in module._non_persistent_buffers_set:
+        constant = module._buffers[name]
+        if constant is not None and constant.dtype != torch.bool:
+            constant.fill_(_mark_of(constant))
+
+
+def _check_constants(module: nn.Module) -> None:
+    """Raises UnservableError where a constant was not computed: its memory would hold anything."""
+    for name in module._non_persistent_buffers_set:
+        constant = module._buffers[name]
+        if constant is None or constant.dtype == torch.bool or not Capability.of(constant.device).has_memory:
+            continue
+        marked = constant.isnan() if constant.is_floating_point() else constant == _mark_of(constant)
+        if bool(marked.any()):
+            kind = type(module).__name__
+            raise UnservableError(f"has a {kind} whose {name} transformers does not compute when weights are loaded")
+
+
+def _mark_of(constant: Tensor) -> float:
+    return float("nan") if constant.is_floating_point() else torch.iinfo(constant.dtype).min

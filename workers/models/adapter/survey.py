@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.scores import ScoreRule
@@ -17,6 +19,7 @@ from attention.scores import ScoreRule
 ATTENTION = "aerie"  # the name of our attention among those of transformers
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
 _ROWS = 3
+_MAX_REASON = 200  # letters of an error of transformers in a refusal
 _HARMLESS = {"dropout", "position_ids", "is_causal", "cache_position", "use_cache", "output_attentions"}
 
 
@@ -47,6 +50,13 @@ class AttentionCall:
     def rule(self) -> ScoreRule:
         return ScoreRule(self.scale, self.window, self.soft_cap, self.sinks)
 
+    @property
+    def kept_dim(self) -> int:
+        """Size of a head in the KV pool, where keys and values have one size, and pairs are rotated: the rest is
+        zeros."""
+        longest = max(self.head_dim, self.value_dim)
+        return longest + longest % 2
+
 
 def attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **options: Any
@@ -74,7 +84,7 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     except Exception as error:  # each class refuses what it cannot be in a way of its own
         if isinstance(error, KeyError) and error.args == (ATTENTION,):  # a table of its own attention classes
             raise _not_replaceable(config) from error
-        raise UnservableError(f"cannot be made by transformers: {_reason(error)}") from error
+        raise UnservableError(f"cannot be made by transformers: {reason_of(error)}") from error
     if not model._supports_attention_backend:
         raise _not_replaceable(model)
     if getattr(model, "_is_stateful", False):
@@ -91,8 +101,7 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     calls: list[AttentionCall] = []
     for path, module in model.named_modules():
         module.paged = _Recorder(path, module, calls)
-        if getattr(module, "rope_type", None) in LENGTH_DEPENDENT:
-            module.rope_type = "default"  # it would read the largest position, and there is no memory to read
+        keep_angles(module)  # it would read the largest position, and there is no memory to read
     ids = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), _marked_masks(model):
@@ -100,7 +109,7 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     except UnservableError:
         raise
     except Exception as error:  # a model's own code may raise anything
-        raise UnservableError(f"does not run as a decoder of tokens: {_reason(error)}") from error
+        raise UnservableError(f"does not run as a decoder of tokens: {reason_of(error)}") from error
     if not calls:
         raise UnservableError("has no attention that could be served")
     modules = [call.module for call in calls]
@@ -109,17 +118,45 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     return tuple(calls)
 
 
+def keep_angles(module: nn.Module) -> None:
+    """Let a module that computes rotary angles compute them alike for texts of any length. Some have a kind of RoPE for
+    each kind of layer."""
+    kinds = getattr(module, "rope_type", None)
+    if isinstance(kinds, dict):
+        module.rope_type = {layer: _kept(kind) for layer, kind in kinds.items()}  # type: ignore[assignment]
+    elif isinstance(kinds, str):
+        module.rope_type = _kept(kinds)  # type: ignore[assignment]
+
+
+def _kept(kind: str) -> str:
+    return "default" if kind in LENGTH_DEPENDENT else kind
+
+
 def _not_replaceable(made: PreTrainedConfig | PreTrainedModel) -> UnservableError:
     kind = type(made).__name__.removesuffix("Config")
     return UnservableError(f"is a {kind}, whose attention transformers does not let others replace")
 
 
-def _reason(error: Exception) -> str:
-    """Return the error's first line, with its type where that is what says something."""
+def reason_of(error: Exception) -> str:
+    """Return the error's first line, cut to 200 letters, with its type where that is what says something."""
     lines = str(error).strip().splitlines()
     if not lines:
         return repr(error)
-    return lines[0] if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {lines[0]}"
+    line = lines[0] if len(lines[0]) <= _MAX_REASON else f"{lines[0][:_MAX_REASON]}..."
+    return line if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {line}"
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether `workers.models.adapter.layers.GivenExperts` computes the same: experts with gates by SiLU, stacked as
+    transformers stacks them."""
+    wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    plain = getattr(type(module), "_apply_gate", None) is _default_apply_gate
+    return plain and all(getattr(module, name, None) is value for name, value in wanted.items()) and is_silu(module)
+
+
+def is_silu(module: nn.Module) -> bool:
+    """Whether the module's activation is SiLU."""
+    return isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:

@@ -6,14 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attention.scores import ScoreRule
 from speculative.config import SpeculativeConfig
 from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.known_models import known_config, make_known
+from tests.support.slow import slow
 from tests.support.tiny_models import make_eagle3
 from tests.workers.models.test_targets import by_transformers, by_us
 from workers.config import ModelSource
+from workers.distributed.tp_group import TPGroup
+from workers.layers.vocab import VocabShard
+from workers.models.config import ModelConfig
 from workers.models.loading import read_target_config
 
 # Each shows something that the others do not have. So do those of the next tests: cohere (attention and MLP side by
@@ -108,6 +113,68 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str, with
     target = make_known(tmp_path, kind)
     expected = by_transformers(target)
     assert by_us(target) == expected
+
+
+@pytest.mark.parametrize("value_dim", [40, *slow(33)])
+def test_values_may_be_longer_than_keys(tmp_path: Path, value_dim: int, without_families: None) -> None:
+    target = make_known(tmp_path, "deepseek_v3", v_head_dim=value_dim, num_hidden_layers=2)
+    assert by_us(target) == by_transformers(target)
+
+
+def read(folder: Path, kind: str, tensor_parallel: int = 1, **options: Any) -> ModelConfig:
+    known_config(kind, **options).save_pretrained(folder)
+    set_field(folder, "architectures", [architecture_of(kind)])
+    return read_target_config(ModelSource(path=str(folder), device="cpu"), tensor_parallel)
+
+
+def test_plans_that_do_not_fit_a_model_are_refused(tmp_path: Path) -> None:
+    """Cohere's norms of all heads, of which transformers' plan gives a rank a part."""
+    read(tmp_path, "cohere", 2)
+    read(tmp_path, "cohere", 1, use_qk_norm=True)
+    with pytest.raises(ValueError, match="tensor_parallel=2: transformers' plan .* does not fit it .*use tensor_p"):
+        read(tmp_path, "cohere", 2, use_qk_norm=True)
+
+
+def test_experts_of_another_activation_are_refused(tmp_path: Path) -> None:
+    read(tmp_path, "olmoe")
+    with pytest.raises(ValueError, match=r"experts \(model.layers.0.mlp.experts\) with an activation or gate that"):
+        read(tmp_path, "olmoe", hidden_act="gelu")
+
+
+def test_angles_of_one_kind_of_layer_may_depend_on_the_length(tmp_path: Path, without_families: None) -> None:
+    kinds = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    assert read(tmp_path, "gemma3_text", rope_parameters=kinds, max_position_embeddings=128).max_position == 128
+
+
+def test_padding_is_masked_in_logits_of_more_rows_than_a_shard_has_tokens() -> None:
+    """transformers' models call their head with a dimension more; rank 1 of 2 has 48 of 97 tokens."""
+    logits = VocabShard(97, TPGroup(1, 2)).mask_padding(torch.zeros(1, 60, 49))
+    assert logits.isinf().sum(1).tolist() == [[0] * 48 + [60]]
+
+
+def test_an_embedding_that_does_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Normed(torch.nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.normalize(super().forward(ids), dim=-1)
+
+    from transformers.models.olmo import modeling_olmo
+
+    monkeypatch.setattr(
+        modeling_olmo.OlmoForCausalLM, "get_input_embeddings", lambda self: Normed(96, 64, device="meta")
+    )
+    with pytest.raises(ValueError, match="has an embedding of its own .Normed."):
+        read(tmp_path, "olmo")
+
+
+def test_constants_that_transformers_does_not_compute_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_known(tmp_path, "helium", num_hidden_layers=1)
+    from transformers.models.helium import modeling_helium
+
+    monkeypatch.setattr(modeling_helium.HeliumPreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(ValueError, match="HeliumRotaryEmbedding whose .*inv_freq transformers does not compute"):
+        by_us(target)
 
 
 LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [9.0] * 8, "attention_factor": 1.1}

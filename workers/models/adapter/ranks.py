@@ -1,0 +1,84 @@
+"""Runs one rank's share of a model on the meta device: finds where transformers' plan does not fit the model, such as
+norms over heads that the plan cuts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.linear import LinearBase, kv_head_span, rank_span
+from workers.models.adapter.config import AdapterConfig
+from workers.models.adapter.layers import GivenExperts
+from workers.models.adapter.model import TransformersModel
+from workers.models.adapter.survey import AttentionCall, decoder, keep_angles, reason_of
+
+_ROWS = 3
+
+
+class _Shapes(TPGroup):
+    """Ranks of which there is only this one: results have their shapes alone."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.size, *x.shape)
+
+    def all_gather_last(self, x: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
+
+
+class _Attention:
+    """Stands for `PagedAttention`. Raises ValueError for heads that are neither this rank's nor all."""
+
+    def __init__(self, call: AttentionCall, group: TPGroup) -> None:
+        self._call = call
+        first, end = kv_head_span(call.num_kv_heads, group)
+        self._q = {rank_span(call.num_heads, group, "num_attention_heads").size, call.num_heads}
+        self._kv = {end - first, call.num_kv_heads}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+        sizes = (q.shape[3], k.shape[3], v.shape[3])
+        wanted = (self._call.head_dim, self._call.head_dim, self._call.value_dim)
+        if q.shape[1] not in self._q or not {k.shape[1], v.shape[1]} <= self._kv or sizes != wanted:
+            raise ValueError(f"attention gets heads of shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")
+        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+class _Product:
+    """Stands for a linear layer's product. Raises ValueError for other inputs than this rank's."""
+
+    def __init__(self, path: str, layer: LinearBase) -> None:
+        self._path, self._shape = path, layer.shape
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if x.shape[-1] != self._shape.in_features:
+            raise ValueError(f"{self._path} gets {x.shape[-1]} inputs instead of {self._shape.in_features}")
+        return x.new_empty(*x.shape[:-1], self._shape.out_features)
+
+
+def check_ranks(config: AdapterConfig, tensor_parallel: int, source: str) -> None:
+    """Raises ValueError, naming `source`, if a rank of `tensor_parallel` could not run its share."""
+    group, device = _Shapes(0, tensor_parallel), torch.device("meta")
+    ids = torch.zeros(1, _ROWS, dtype=torch.int64, device=device)
+    try:
+        with device, torch.no_grad():
+            model = TransformersModel(config, group, _ROWS, device)
+            for call in config.calls:
+                model.theirs.get_submodule(call.module).paged = _Attention(call, group)
+            for path, module in model.named_modules():
+                keep_angles(module)
+                if isinstance(module, LinearBase):
+                    module.method.multiply = _Product(path, module)  # type: ignore[method-assign, assignment]
+                if isinstance(module, GivenExperts):
+                    module.forward = lambda x, *routing: x  # type: ignore[method-assign]
+            hidden = decoder(model.theirs)(input_ids=ids, position_ids=ids, use_cache=False)[0]
+            model.lm_head(hidden.squeeze(0))
+    except Exception as error:  # a model's own code may raise anything
+        if str(error).startswith("tensor_parallel="):
+            raise
+        raise ValueError(
+            f"tensor_parallel={tensor_parallel}: transformers' plan of how ranks share {source} does not fit it "
+            f"({reason_of(error)}); use tensor_parallel: 1"
+        ) from error
