@@ -5,9 +5,11 @@ whose memory, streams or graphs differ between devices.
 """
 
 import sys
+from ctypes import CDLL
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -19,6 +21,7 @@ GENERATIONS = (
 )  # one of each GPU generation that tables distinguish
 _FP8_MAJORS = (9, 10)  # GPUs whose tensor cores multiply FP8 in our kernels
 _LIBRARIES = ("triton", "flashinfer")
+_NVRTC = "nvrtc"  # among the libraries: of torch's CUDA, see `nvrtc_path`
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,11 @@ class Capability:
         """Whether our FP8 products run."""
         return self.compute is not None and self.compute[0] in _FP8_MAJORS
 
+    @property
+    def compiles_cuda(self) -> bool:
+        """Whether our CUDA C++ kernels, which are written for Hopper, are compiled and run."""
+        return self.compute == (9, 0) and _NVRTC in self.libraries
+
     def reaches(self, compute: tuple[int, int]) -> bool:
         """Whether this is a GPU of at least that compute capability."""
         return self.compute is not None and self.compute >= compute
@@ -97,7 +105,26 @@ class Capability:
 @cache
 def _of(kind: str, index: int | None) -> Capability:
     compute = torch.cuda.get_device_capability(index) if kind == "cuda" and torch.cuda.is_available() else None
-    return Capability(kind, compute, frozenset(name for name in _LIBRARIES if is_installed(name)))
+    libraries = {name for name in _LIBRARIES if is_installed(name)}
+    if compute is not None and nvrtc_path() is not None:
+        libraries.add(_NVRTC)
+    return Capability(kind, compute, frozenset(libraries))
+
+
+@cache
+def nvrtc_path() -> str | None:
+    """Return the library that compiles CUDA C++ for torch's CUDA: in the wheels beside torch, or on the library path;
+    None without."""
+    if torch.version.cuda is None:
+        return None
+    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
+    for place in sorted((Path(torch.__file__).parents[1] / "nvidia").glob(f"*/lib/{name}")):
+        return str(place)
+    try:
+        CDLL(name)
+    except OSError:
+        return None
+    return name
 
 
 def is_installed(library: str) -> bool:

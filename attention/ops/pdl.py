@@ -49,6 +49,7 @@ The rule:
     fp8_gemm_wide           triggers   nothing
     packed_stream           triggers   the first codes and scales     constant
     packed_blocks           triggers   nothing
+    few_rows, wide (CUDA)   triggers   codes, scales and zeros        constant
     order_rows              triggers   nothing
     dequantize              triggers   codes, scales and zeros        constant
     gate_up_of_blocks       triggers   nothing

@@ -19,7 +19,7 @@ def import_operations() -> None:
         except ModuleNotFoundError:  # a room that is not installed has no operations
             continue
         for module in walk_packages(package.__path__, f"{room}."):
-            if not module.name.endswith(("_triton", "_flashinfer", "__main__")):
+            if not module.name.endswith(("_triton", "_flashinfer", "_cuda", "__main__")):
                 import_module(module.name)
 
 

@@ -29,10 +29,10 @@ from tests.bench.kernels.linear import PRODUCTS, Product, layers_of
 from tests.bench.machine import commit
 from workers.ops.activation import silu_mul
 from workers.ops.blocks import cdiv, next_power_of_2
-from workers.ops.gemm.workspace import Workspace
+from workers.ops.gemm.workspace import GEMMOptions, Workspace
 from workers.ops.packed.blocks_triton import packed_blocks
 from workers.ops.packed.order_rows_triton import order_rows
-from workers.ops.packed.product_triton import TritonPackedProduct
+from workers.ops.packed.product import choose_product
 from workers.ops.packed.tiles import BlockTiles, packed_workspace_size
 from workers.ops.packed.weight import PackedWeight, dequantize, empty
 
@@ -74,7 +74,7 @@ def multiply_of(name: str, product: Product, workspace: Workspace, rows: int) ->
     if name == TODAY:
 
         def today(x: Tensor, weight: PackedWeight) -> Tensor:
-            ours = TritonPackedProduct(weight, workspace, False)
+            ours = choose_product(weight, GEMMOptions(workspace, packed=True))
             return ours.multiply_gated(x) if product.gated else ours.multiply(x, None)
 
         return today

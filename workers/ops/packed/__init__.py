@@ -1,7 +1,7 @@
 """Weights of 4 or 8 bits with a scale per group of inputs, and products with 16-bit rows.
 
 weight    `PackedWeight`: `pack` builds one from a checkpoint's codes, `dequantize` is the reference
-product   y = x W^T + b; product_triton chooses a kernel by the number of rows:
+product   y = x W^T + b; cuda: int4 on Hopper; product_triton chooses a kernel by the number of rows:
   stream_triton      up to 32 rows: streams the codes into tensor cores (stream_steps_triton,
                      fragments_triton, decode_ptx, sums_triton)
   blocks_triton      up to some hundred rows: blocks of 64 outputs, by wgmma (order_rows_triton)

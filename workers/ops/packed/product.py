@@ -41,21 +41,39 @@ class PackedProduct:
         return silu_mul(self.multiply(x, None))
 
 
-PRODUCT = Implementation(
-    "triton",
-    "workers.ops.packed.product_triton:TritonPackedProduct",
-    lambda here: here.reaches((8, 0)),
-    lambda weight, options: (
-        options.workspace is not None and weight.scales.dtype.itemsize == 2 and weight.in_features % 8 == 0
+PRODUCTS = (
+    Implementation(
+        "cuda",
+        "workers.ops.packed.cuda.product_cuda:CudaPackedProduct",
+        lambda here: here.compiles_cuda,
+        lambda weight, options: (
+            options.workspace is not None
+            and weight.code == "int4"
+            and weight.row_scale is None
+            and weight.scales.dtype.itemsize == 2
+            and weight.in_features % 128 == 0
+            and (weight.group == weight.in_features or weight.group % 128 == 0)
+        ),
+        "int4, 16-bit rows and scales, inputs and groups a multiple of 128",
     ),
-    "16-bit rows and scales, inputs a multiple of 8",
+    Implementation(
+        "triton",
+        "workers.ops.packed.product_triton:TritonPackedProduct",
+        lambda here: here.reaches((8, 0)),
+        lambda weight, options: (
+            options.workspace is not None and weight.scales.dtype.itemsize == 2 and weight.in_features % 8 == 0
+        ),
+        "16-bit rows and scales, inputs a multiple of 8",
+    ),
 )
+"""The first that serves a layer's weight and options; else the reference."""
 
 
 def choose_product(weight: PackedWeight, options: GEMMOptions) -> PackedProduct:
     """Choose how to multiply 16-bit rows by a final weight, which must stay in place."""
     here = Capability.of(weight.codes.device)
-    if PRODUCT.needs(here) and PRODUCT.serves is not None and PRODUCT.serves(weight, options):
-        made: PackedProduct = PRODUCT.function(weight, options.workspace, options.deterministic)
-        return made
+    for each in PRODUCTS:
+        if each.needs(here) and each.serves is not None and each.serves(weight, options):
+            made: PackedProduct = each.function(weight, options.workspace, options.deterministic)
+            return made
     return PackedProduct(weight)

@@ -53,7 +53,7 @@ class TritonPackedProduct(PackedProduct):
     def _in_tiles(
         self, x: Tensor, bias: Tensor | None, out: Tensor, tiles: StreamTiles | BlockTiles, gated: bool
     ) -> Tensor:
-        x = _aligned(x)
+        x = aligned(x)
         if isinstance(tiles, StreamTiles):
             return packed_stream(x, self.weight, bias, self.workspace, tiles, out, gated)
         ordered = x if tiles.direct else order_rows(x)
@@ -64,7 +64,7 @@ class TritonPackedProduct(PackedProduct):
         tiles = fixed_tiles(*self._shape)
         for first in range(0, x.shape[0], FIXED_ROWS):
             rows = slice(first, first + FIXED_ROWS)
-            packed_stream(_aligned(x[rows]), self.weight, bias, self.workspace, tiles, out[rows])
+            packed_stream(aligned(x[rows]), self.weight, bias, self.workspace, tiles, out[rows])
         return out
 
     def _dequantized(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -86,6 +86,6 @@ class TritonPackedProduct(PackedProduct):
         return self.weight.out_features, self.weight.in_features
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Rows that start at multiples of 16 bytes."""
     return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()

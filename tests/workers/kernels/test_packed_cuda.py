@@ -1,0 +1,88 @@
+"""CUDA products with int4 weights against float64: every form of tiles. Needs a Hopper GPU."""
+
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from attention.capability import Capability  # noqa: E402
+from tests.workers.kernels.test_packed_product import BOUND, DENSE_BOUND, LARGE, error, weight_of  # noqa: E402
+from workers.ops.activation import silu_mul  # noqa: E402
+from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
+from workers.ops.packed.cuda.kernels_cuda import packed_cuda  # noqa: E402
+from workers.ops.packed.cuda.product_cuda import CudaPackedProduct  # noqa: E402
+from workers.ops.packed.cuda.tiles import FewRowsTiles, WideTiles  # noqa: E402
+from workers.ops.packed.product import choose_product  # noqa: E402
+from workers.ops.packed.tiles import packed_workspace_size  # noqa: E402
+from workers.ops.packed.weight import dequantize  # noqa: E402
+
+DEVICE = torch.device("cuda")
+HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE.compiles_cuda, reason="needs a Hopper GPU and NVRTC")]
+
+TILES: list[FewRowsTiles | WideTiles] = [
+    FewRowsTiles(1, 1, 8, 2, 16),
+    FewRowsTiles(1, 4, 4, 1, 4, rounded=True),
+    FewRowsTiles(2, 2, 4, 3, 8, programs=2),
+    FewRowsTiles(4, 4, 2, 8, 4, rounded=True),
+    FewRowsTiles(8, 4, 2, 5, 4, rounded=True),
+    WideTiles(32, True, 3, 2),
+    WideTiles(64, True, 1, 4, 0),
+    WideTiles(128, False, 4, 3),
+    WideTiles(256, False, 2, 2),
+]
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_those_of_float64(tiles: FewRowsTiles | WideTiles, dtype: torch.dtype) -> None:
+    """Outputs that fill no tile, fewer steps than stages, zeros, scales of a row, and rows that fill no tile."""
+    if isinstance(tiles, FewRowsTiles):
+        most, bound = 8 * tiles.row_tiles, (DENSE_BOUND if tiles.rounded else BOUND)[dtype]
+    else:
+        most, bound = 3 * tiles.block_m, DENSE_BOUND[dtype]
+    for (n, k), (group, zeros) in product(((70, 384), (640, 2048)), ((128, False), (0, True))):
+        weight = weight_of(n, k, "int4", group, zeros, dtype, DEVICE)
+        exact = dequantize(weight, torch.float32).double()
+        bias = torch.randn(n, device=DEVICE).to(dtype)
+        for rows in (1, most // 2 + 1, most):
+            x = torch.randn(rows, 2 * k, device=DEVICE).to(dtype)[:, :k]
+            expected = x.double() @ exact.T + bias.double()
+            out = torch.full((rows, n), float("nan"), dtype=dtype, device=DEVICE)
+            packed_cuda(x, weight, bias, tiles, out)
+            assert error(out, expected) < bound, (n, k, group, rows)
+            again = torch.empty_like(out)
+            assert torch.equal(out, packed_cuda(x, weight, bias, tiles, again)), "equal inputs, other bits"
+
+
+@pytest.mark.parametrize("tiles", [tiles for tiles in TILES if tiles.outputs > 64], ids=str)
+def test_gated_products_are_those_of_float64(tiles: FewRowsTiles | WideTiles) -> None:
+    most = 8 * tiles.row_tiles if isinstance(tiles, FewRowsTiles) else tiles.block_m
+    for n, k in ((384, 512), (1280, 1024)):
+        weight = weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE)
+        exact = dequantize(weight, torch.float32).double()
+        for rows in (1, most - 3, most):
+            x = torch.randn(rows, k, device=DEVICE).bfloat16()
+            expected = silu_mul((x.double() @ exact.T).float()).double()
+            out = torch.full((rows, n // 2), float("nan"), dtype=x.dtype, device=DEVICE)
+            packed_cuda(x, weight, None, tiles, out, gated=True)
+            # two roundings before the product, one after
+            assert error(out, expected) < 2 * DENSE_BOUND[torch.bfloat16], (n, k, rows)
+
+
+@pytest.mark.parametrize("n,k", [shape for shape in LARGE if shape[1] % 128 == 0])
+def test_products_of_known_models_are_those_of_float64(n: int, k: int) -> None:
+    weight = weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE)
+    workspace = Workspace.of_size(*packed_workspace_size([(n, k)]), DEVICE)
+    ours = choose_product(weight, GEMMOptions(workspace, packed=True))
+    assert isinstance(ours, CudaPackedProduct)
+    x, exact = torch.randn(257, k, device=DEVICE).bfloat16(), dequantize(weight, torch.float32).double()
+    expected = x.double() @ exact.T
+    for rows in (*range(1, 65, 3), 8, 16, 32, 65, 100, 128, 129, 256, 257):
+        bound = (BOUND if rows <= 16 else DENSE_BOUND)[torch.bfloat16]
+        assert error(ours.multiply(x[:rows], None), expected[:rows]) < bound, rows
+        gated = silu_mul(expected[:rows].float()).double()
+        assert error(ours.multiply_gated(x[:rows]), gated) < 2 * bound, rows

@@ -1,0 +1,188 @@
+"""CUDA C++ kernels, compiled by NVRTC when they are first used and launched by the driver.
+
+Used where Triton cannot say what a kernel needs. torch's wheels for CUDA bring NVRTC; without it
+(`Capability.compiles_cuda`) operations take their Triton kernels. Sources include no header. Compiled kernels are kept
+in Triton's cache.
+"""
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from triton.runtime.cache import get_cache_manager
+
+from attention.capability import nvrtc_path
+
+_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_TENSOR_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_CLUSTER, _EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: a value is a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel, loaded in one device's context.
+
+    threads: per program. shared_bytes: dynamic shared memory per program.
+    """
+
+    function: ctypes.c_void_p
+    threads: int
+    shared_bytes: int
+
+    def launch(self, grid: Sequence[int], cluster: tuple[int, int], early: bool, *arguments: object) -> None:
+        """Launch on the current stream.
+
+        cluster: programs of a cluster; (1, 1): none.
+        early: before the predecessor has ended (`attention.ops.pdl`).
+        arguments: tensors (None: a null pointer) and ints, which the kernel takes as pointers and 32-bit ints;
+            arrays of bytes, which it takes as structures.
+        """
+        values = [_value(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        attributes = (_Attribute * 2)()
+        count = 0
+        if cluster != (1, 1):
+            attributes[count].id = _CLUSTER
+            attributes[count].value[:3] = [*cluster, 1]
+            count += 1
+        if early:
+            attributes[count].id = _EARLY
+            attributes[count].value[0] = 1
+            count += 1
+        config = _Config(
+            (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid))),
+            (ctypes.c_uint * 3)(self.threads, 1, 1),
+            self.shared_bytes,
+            torch.cuda.current_stream().cuda_stream,
+            attributes,
+            count,
+        )
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None), "cuLaunchKernelEx")
+
+
+@cache
+def load(
+    device: int, source: str, name: str, defines: tuple[tuple[str, int], ...], threads: int, shared_bytes: int
+) -> Kernel:
+    """Compile a kernel if no earlier process has, and load it in the context of a device.
+
+    name: of an `extern "C"` function. defines: macros.
+
+    Raises RuntimeError with the compiler's log.
+    """
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    cubin, mode = compiled(source, defines, torch.cuda.get_device_capability(device)), ctypes.c_int(_RELAXED)
+    with torch.cuda.device(device):
+        # loading allocates memory, which other capture modes forbid
+        _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+        _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+        _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared_bytes), "cuFuncSetAttribute")
+        _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+    return Kernel(function, threads, shared_bytes)
+
+
+def compiled(source: str, defines: Sequence[tuple[str, int]], compute: tuple[int, int]) -> bytes:
+    """Return machine code for a compute capability, from Triton's cache if it is there."""
+    target = f"sm_{compute[0]}{compute[1]}{'a' if compute == (9, 0) else ''}"
+    options = [f"--gpu-architecture={target}", "-default-device", *(f"-D{key}={value}" for key, value in defines)]
+    key = hashlib.sha256("\n".join([source, str(torch.version.cuda), *options]).encode()).hexdigest()
+    kept, name = get_cache_manager(key), "kernel.cubin"
+    place = kept.get_file(name) or kept.put(_compile(source, options), name, binary=True)
+    return Path(place).read_bytes()
+
+
+def _compile(source: str, options: Sequence[str]) -> bytes:
+    nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None), "nvrtc")
+    flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), flags)
+    if failed:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"NVRTC error {failed}: {log.value.decode()}")
+    _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+    cubin = ctypes.create_string_buffer(size.value)
+    _check(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return cubin.raw
+
+
+def tensor_map(x: Tensor, columns: int, rows: int) -> ctypes.Array[ctypes.c_char]:
+    """Return a CUtensorMap, 128 bytes: boxes of `rows` by `columns` in the swizzle of 128 bytes; zeros outside x.
+
+    x: [any, any] bfloat16 or float16, last stride 1. columns: 64 at most. rows: 256 at most.
+    """
+    memory = ctypes.create_string_buffer(128 + 63)
+    place = -(-ctypes.addressof(memory) // 64) * 64  # the driver wants a multiple of 64
+    swizzle = promotion = 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+    failed = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place),
+        _TENSOR_MAP_TYPES[x.dtype],
+        2,
+        ctypes.c_void_p(x.data_ptr()),
+        (ctypes.c_uint64 * 2)(x.shape[1], x.shape[0]),
+        (ctypes.c_uint64 * 1)(x.stride(0) * x.element_size()),
+        (ctypes.c_uint32 * 2)(columns, rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        *(0, swizzle, promotion, 0),
+    )
+    _check(failed, "cuTensorMapEncodeTiled")
+    return ctypes.create_string_buffer(ctypes.string_at(place, 128), 128)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    place = nvrtc_path()
+    assert place is not None, "Capability.compiles_cuda"
+    for builtins in Path(place).parent.glob("libnvrtc-builtins.so.*") if os.sep in place else ():
+        ctypes.CDLL(str(builtins))  # NVRTC looks for it by name
+    return ctypes.CDLL(place)
+
+
+def _value(argument: object) -> ctypes.c_void_p | ctypes.c_int | ctypes.Array[ctypes.c_char]:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if argument is None:
+        return ctypes.c_void_p()
+    if isinstance(argument, ctypes.Array):
+        return argument
+    assert isinstance(argument, int)
+    return ctypes.c_int(argument)
+
+
+def _check(failed: int, call: str) -> None:
+    if failed:
+        raise RuntimeError(f"{call}: error {failed}")

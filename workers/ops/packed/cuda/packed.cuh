@@ -1,0 +1,114 @@
+// Device functions of `few_rows.cu` and `wide.cu`: barriers, copies, decoding.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+__device__ __forceinline__ void init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 phase) {
+    asm volatile(
+        "{\n.reg .pred p;\nL:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra L;\nD:\n}" ::"r"(barrier),
+        "r"(phase)
+        : "memory");
+}
+__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+        "r"(bytes), "r"(barrier)
+        : "memory");
+}
+// Copies of single threads, which an SM pipelines without limit: small bulk copies are slower.
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Arrive when this thread's copies are there.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ uint4 load(u32 from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+    return v;
+}
+__device__ __forceinline__ float4 load_of(u32 from, u32 rank) {
+    float4 v;
+    asm volatile(
+        "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "r"(from), "r"(rank)
+        : "memory");
+    return v;
+}
+__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool first) {
+#if HALF
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#endif
+    if (first)
+        asm volatile(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+    else
+        asm volatile(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#if HALF
+#define PAIR "f16x2"
+constexpr u32 MAGIC = 0x64006400, ZERO = 0xE408E408, MINUS = 0xE400E400, ONE = 0x3C003C00;
+#else
+#define PAIR "bf16x2"
+constexpr u32 MAGIC = 0x43004300, ZERO = 0xC308C308, MINUS = 0xC300C300, ONE = 0x3F803F80;
+#endif
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn." PAIR " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+// Four registers of a first operand. s0, s1: scales of outputs g and g + 8, if ROUNDED. z0, z1: what is added to
+// numbers of the exponent of MAGIC.
+__device__ __forceinline__ void decode(u32 (&a)[4], u32 word, u32 s0, u32 s1, u32 z0, u32 z1) {
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        u32 v;
+        asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(v) : "r"(word >> (4 * r)), "r"(MAGIC));
+        v = fma2(v, ONE, r % 2 ? z1 : z0);
+#if ROUNDED
+        v = fma2(v, r % 2 ? s1 : s0, 0x80008000);
+#endif
+        a[r] = v;
+    }
+}
+__device__ __forceinline__ u32 twice(u32 pair, int high) {
+    u32 v;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(v) : "r"(pair), "r"(high ? 0x3232 : 0x1010));
+    return v;
+}
+__device__ __forceinline__ float number(u32 pair, int high) {
+    float v;
+#if HALF
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, %2;\n}" : "=f"(v) : "r"(pair), "h"((u16)(pair >> (16 * high))));
+#else
+    v = __uint_as_float(high ? pair & 0xFFFF0000 : pair << 16);
+#endif
+    return v;
+}
+__device__ __forceinline__ u16 rounded(float v) {
+    u16 h;
+#if HALF
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+#endif
+    return h;
+}
+__device__ __forceinline__ float nearest(float v) { return number(rounded(v), 0); }
+

@@ -1,0 +1,36 @@
+"""The implementation of `workers.ops.packed.product` by CUDA C++ kernels for Hopper (`kernels_cuda`). What these do not
+serve takes the Triton kernels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.ops.packed.cuda.kernels_cuda import packed_cuda
+from workers.ops.packed.cuda.tiles import FewRowsTiles, WideTiles, cuda_tiles
+from workers.ops.packed.product_triton import TritonPackedProduct, aligned
+
+
+@dataclass(frozen=True)
+class CudaPackedProduct(TritonPackedProduct):
+    """Fields: see `TritonPackedProduct`."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        tiles = self._tiles(x, False)
+        if tiles is None or (bias is not None and bias.dtype != x.dtype):
+            return super().multiply(x, bias, out)
+        if out is None:
+            out = torch.empty((x.shape[0], self.weight.out_features), dtype=x.dtype, device=x.device)
+        return packed_cuda(aligned(x), self.weight, bias, tiles, out)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        tiles = self._tiles(x, True)
+        if tiles is None:
+            return super().multiply_gated(x)
+        out = torch.empty((x.shape[0], self.weight.out_features // 2), dtype=x.dtype, device=x.device)
+        return packed_cuda(aligned(x), self.weight, None, tiles, out, gated=True)
+
+    def _tiles(self, x: Tensor, gated: bool) -> FewRowsTiles | WideTiles | None:
+        if x.dtype != self.weight.scales.dtype or self.deterministic:
+            return None
+        return cuda_tiles(x.shape[0], self.weight.out_features, self.weight.in_features, gated)

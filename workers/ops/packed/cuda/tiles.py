@@ -1,0 +1,165 @@
+"""Tile sizes of the CUDA products with int4 weights (`kernels_cuda`)."""
+
+from dataclasses import dataclass, replace
+
+from workers.ops.blocks import cdiv, next_power_of_2
+from workers.ops.packed.weight import TILE
+
+STEP = 128  # inputs of a stage
+_MAX_CLUSTER = 8  # programs that any Hopper GPU schedules together
+_ROW_BYTES = 256 + 64  # of a stage's row in `few_rows.cu`
+
+
+@dataclass(frozen=True)
+class FewRowsTiles:
+    """Tiles of `few_rows.cu`.
+
+    row_tiles: tiles of 8 rows.
+    warps_n: warps with different outputs, 64 each; for a gated product half of them gate projections.
+    warps_k: warps that share a sum.
+    splits: programs of a cluster, which share a sum (split K).
+    stages: of 128 inputs, in shared memory; a multiple of `warps_k`.
+    programs: on a multiprocessor.
+    rounded: round weights with their scale; else multiply sums of 128 inputs by the scales.
+    """
+
+    row_tiles: int
+    warps_n: int
+    warps_k: int
+    splits: int
+    stages: int
+    programs: int = 1
+    rounded: bool = False
+
+    @property
+    def outputs(self) -> int:
+        return TILE * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_k
+
+    def shared_bytes(self, zeros: bool) -> int:
+        stage = (4096 + 128 * (1 + zeros)) * self.warps_n + 8 * _ROW_BYTES * self.row_tiles
+        sums = self.warps_n * self.warps_k * self.row_tiles * 2048
+        return max(self.stages * stage, sums) + 16 * self.stages
+
+    def defines(self, gated: bool, half: bool, zeros: bool) -> tuple[tuple[str, int], ...]:
+        """Return the macros of the kernel. half: rows and scales are float16, else bfloat16."""
+        assert self.stages % self.warps_k == 0 and not (gated and self.warps_n % 2)
+        return (
+            ("WN", self.warps_n),
+            ("WK", self.warps_k),
+            ("RT", self.row_tiles),
+            ("STAGES", self.stages),
+            ("SPLITS", self.splits),
+            ("PROGRAMS", self.programs),
+            ("ROUNDED", int(self.rounded)),
+            *_common(gated, half, zeros),
+        )
+
+
+@dataclass(frozen=True)
+class WideTiles:
+    """Tiles of `wide.cu`: 128 outputs, or 256 if `paired`, by `block_m` rows.
+
+    splits: programs of a cluster, which share a sum (split K).
+    stages: of 128 inputs, in shared memory.
+    in_flight: products that a warp group does not wait for.
+    """
+
+    block_m: int
+    paired: bool
+    splits: int
+    stages: int
+    in_flight: int = 1
+
+    threads = 384
+
+    @property
+    def outputs(self) -> int:
+        return 4 * TILE if self.paired else 2 * TILE
+
+    def shared_bytes(self, zeros: bool) -> int:
+        """zeros: as large as without them, because stages start at multiples of 1,024."""
+        stage = 256 * self.block_m + 64 * self.outputs + 1024
+        return max(self.stages * stage, 4 * self.outputs * self.block_m) + 16 * self.stages
+
+    def defines(self, gated: bool, half: bool, zeros: bool) -> tuple[tuple[str, int], ...]:
+        """As of `FewRowsTiles.defines`."""
+        return (
+            ("JW", 1 + self.paired),
+            ("ROWS", self.block_m),
+            ("STAGES", self.stages),
+            ("SPLITS", self.splits),
+            ("INFLIGHT", self.in_flight),
+            ("ROUNDED", 1),
+            *_common(gated, half, zeros),
+        )
+
+
+def _common(gated: bool, half: bool, zeros: bool) -> tuple[tuple[str, int], ...]:
+    return ("GATED", int(gated)), ("HALF", int(half)), ("ZEROS", int(zeros))
+
+
+# Warps with different outputs, warps that share a sum, stages, and programs on a multiprocessor, by tiles of 8 rows and
+# form of the product, on an H200 with int4 in groups of 128. Microseconds of a layer of Llama-3.1-8B with its norms,
+# Triton's kernels and these: 49.6 and 47.6 at 1 row, 57.5 and 54.5 at 8, 72.3 and 61.2 at 16, 95.4 and 84.6 at 32. What
+# is not listed takes Triton's: up to 8 rows, the other products are faster alone and slower in a layer (52.6, 60.9).
+_FEW_ROWS: dict[tuple[int, str], tuple[int, int, int, int]] = {
+    (1, "gated"): (2, 4, 8, 2),
+    (2, "gated"): (2, 4, 8, 2),
+    (2, "more outputs"): (1, 8, 24, 1),
+    (2, "as many"): (1, 8, 16, 1),
+    (2, "more inputs"): (1, 8, 24, 1),
+    (4, "as many"): (1, 8, 8, 1),
+}
+_PROGRAMS = 90  # to have at least, by splitting sums
+
+# Rows of a block, whether it has 256 outputs, and stages, by the power of two that rows round up to and form of the
+# product. Microseconds of a layer's products: 120 and 95 at 64 rows, 160 and 126 at 128, 277 and 210 at 256.
+_WIDE: dict[tuple[int, str], tuple[int, bool, int]] = {
+    (32, "gated"): (32, True, 4),
+    (32, "more outputs"): (32, True, 4),
+    (64, "gated"): (64, True, 6),
+    (64, "more outputs"): (64, True, 6),
+    (64, "as many"): (64, False, 4),
+    (64, "more inputs"): (64, True, 6),
+    (128, "gated"): (128, True, 4),
+    (128, "more outputs"): (128, False, 5),
+    (128, "as many"): (128, False, 5),
+    (128, "more inputs"): (128, True, 4),
+    (256, "gated"): (256, False, 3),
+    (256, "more outputs"): (256, False, 3),
+    (256, "as many"): (128, False, 5),
+    (256, "more inputs"): (128, False, 5),
+}
+
+
+def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> FewRowsTiles | WideTiles | None:
+    """Return tiles for a weight [n, k]; None: the kernels do not serve it, or Triton's are faster."""
+    if k % STEP or (gated and n % (2 * TILE)):
+        return None
+    bucket, steps = max(8, next_power_of_2(rows)), k // STEP
+    form = "gated" if gated else "more outputs" if n > k else "more inputs" if k > n else "as many"
+    if (bucket, form) in _WIDE:
+        block_m, paired, stages = _WIDE[bucket, form]
+        wide = WideTiles(block_m, paired, 1, stages)
+        return replace(wide, splits=_wide_splits(cdiv(n, wide.outputs) * cdiv(rows, block_m), steps))
+    if (bucket // 8, form) not in _FEW_ROWS:
+        return None
+    warps_n, warps_k, stages, programs = _FEW_ROWS[bucket // 8, form]
+    tiles, splits = cdiv(n, TILE * warps_n), 1
+    while tiles * splits < _PROGRAMS and splits < _MAX_CLUSTER and 4 * splits * warps_k <= steps:
+        splits *= 2
+    stages = min(stages, cdiv(cdiv(steps, splits), warps_k) * warps_k)
+    return FewRowsTiles(bucket // 8, warps_n, warps_k, splits, stages, programs)
+
+
+def _wide_splits(tiles: int, steps: int) -> int:
+    """Programs that share a sum. Clusters of more than two leave some multiprocessors idle, so fewer of them fit."""
+    splits = 1
+    for more in (2, 3, 4, 6):
+        if more * tiles <= (128 if more == 2 else 100) and 2 * more <= steps:
+            splits = more
+    return splits

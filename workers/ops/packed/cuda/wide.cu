@@ -1,0 +1,186 @@
+// y = x W^T, or silu(x G^T) * (x U^T), for 17 to some hundred rows and int4 weights. `kernels_cuda` compiles it, and
+// writes the device function `wgmma`.
+//
+// JW: blocks of 64 outputs of each of two warp groups (GATED: the first group has gate, the second up projections).
+// ROWS: rows, 32 to 256. STAGES: of 128 inputs, in shared memory. SPLITS: programs of a cluster, which share a sum.
+// HALF: float16, else bfloat16. ZEROS: weights have zeros. INFLIGHT: products that a warp group does not wait for.
+//
+// A warp of the third group copies codes, scales and, by a tensor map, rows that `order_rows` has ordered. The other
+// groups decode codes into the first operand of wgmma, in registers. Rows that one thread copies 4 bytes at a time, or in
+// copies of 256 bytes, took twice as long (tests/bench/EXPERIMENTS.md).
+
+constexpr int WN = 2 * JW;
+constexpr int CODES = 4096 * WN, SCALES = 128 * WN * (1 + ZEROS), X = ROWS * 256;
+constexpr int STAGE = X + CODES + (SCALES + 1023) / 1024 * 1024;
+constexpr int RT = ROWS / 8, CELLS = WN * 4 * RT, RED = CELLS * 512;
+constexpr int MEMORY = STAGES * STAGE > RED ? STAGES * STAGE : RED;
+constexpr int OWN = GATED ? WN / 2 : WN;
+constexpr int CONSUMERS = 256, MOVERS = 128;
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+
+__device__ __forceinline__ u64 descriptor(u32 at) {
+    return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) wide(
+    const __grid_constant__ TensorMap x, int all_rows, const char* __restrict__ codes,
+    const char* __restrict__ scales, const char* __restrict__ zeros, const u16* __restrict__ bias,
+    u16* __restrict__ out, int n_out, int blocks, int steps, int group_steps) {
+    extern __shared__ __align__(1024) char memory[];
+    const u32 base = (u32)__cvta_generic_to_shared(memory);
+    const u32 full = base + MEMORY, empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, rank = blockIdx.y;
+    const int first_row = blockIdx.z * ROWS, rows = min(ROWS, all_rows - first_row);
+    const int first = steps * rank / SPLITS, count = steps * (rank + 1) / SPLITS - first;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            init(full + 8 * s, 1);
+            init(empty + 8 * s, CONSUMERS / 32);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const int g = lane / 4, t = lane % 4;
+    if (warp >= CONSUMERS / 32) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        const int mover = warp - CONSUMERS / 32, mine = lane % WN, half = blocks / 2;
+        int block;
+        if (GATED) block = mine < OWN ? min(tile * OWN + mine, half - 1) : half + min(tile * OWN + mine - OWN, half - 1);
+        else block = min(tile * WN + mine, blocks - 1);
+        const char* my_codes = codes + ((u64)block * steps + first) * 4096;
+        const char* my_scales = (lane < 2 * WN ? scales : zeros) + (u64)block * (group_steps ? steps / group_steps : 1) * 128;
+        auto weights = [&](int s) {
+            u32 at = base + s % STAGES * STAGE + X, barrier = full + 8 * (s % STAGES);
+            if (lane == 0) expect(barrier, CODES + SCALES + X);
+            __syncwarp();
+            if (lane < WN) copy(at + 4096 * mine, my_codes + (u64)s * 4096, 4096, barrier);
+            else if (lane < (2 + ZEROS) * WN)
+                copy(at + CODES + 128 * (lane - WN), my_scales + (group_steps ? (first + s) / group_steps : 0) * 128, 128, barrier);
+        };
+        auto inputs = [&](int s) {
+            const u32 at = base + s % STAGES * STAGE, barrier = full + 8 * (s % STAGES);
+            if (lane < 2)
+                asm volatile(
+                    "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                        at + lane * (ROWS * 128)),
+                    "l"(&x), "r"((first + s) * 128 + lane * 64), "r"(first_row), "r"(barrier)
+                    : "memory");
+        };
+        if (mover == 0) {
+            for (int s = 0; s < min(STAGES, count); s++) weights(s);
+            asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            for (int s = 0; s < min(STAGES, count); s++) inputs(s);
+            for (int s = STAGES; s < count; s++) {
+                wait(empty + 8 * (s % STAGES), (s / STAGES + 1) & 1);
+                weights(s);
+                inputs(s);
+            }
+        }
+        __syncwarp();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int group = warp / 4, i = warp % 4;
+        float acc[JW][4 * RT];
+#pragma unroll
+        for (int j = 0; j < JW; j++)
+#pragma unroll
+            for (int r = 0; r < 4 * RT; r++) acc[j][r] = 0.f;
+        for (int s = 0; s < count; s++) {
+            const int slot = s % STAGES;
+            const u32 at = base + slot * STAGE, weights = at + X;
+            wait(full + 8 * slot, (s / STAGES) & 1);
+            u32 s0[JW], s1[JW], z0[JW], z1[JW];
+#pragma unroll
+            for (int j = 0; j < JW; j++) {
+                u32 pair;
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(weights + CODES + 128 * (group * JW + j) + 16 * g + 4 * i));
+                s0[j] = twice(pair, 0), s1[j] = twice(pair, 1), z0[j] = ZERO, z1[j] = ZERO;
+#if ZEROS
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(weights + CODES + 128 * (WN + group * JW + j) + 16 * g + 4 * i));
+                z0[j] = twice(pair, 0) | MINUS, z1[j] = twice(pair, 1) | MINUS;
+#endif
+            }
+            const u64 b = descriptor(at);
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                uint4 q[JW];
+#pragma unroll
+                for (int j = 0; j < JW; j++) q[j] = load(weights + 4096 * (group * JW + j) + 2048 * c + 512 * i + 16 * lane);
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    u32 a[JW][4];
+#pragma unroll
+                    for (int j = 0; j < JW; j++)
+                        decode(a[j], k == 0 ? q[j].x : k == 1 ? q[j].y : k == 2 ? q[j].z : q[j].w, s0[j], s1[j], z0[j], z1[j]);
+                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                    for (int j = 0; j < JW; j++) wgmma(acc[j], a[j], b + (c * ROWS * 128 + k * 32) / 16);
+                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(INFLIGHT) : "memory");
+                }
+            }
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            __syncwarp();
+            if (lane == 0) arrive(empty + 8 * slot);
+        }
+        asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+#pragma unroll
+        for (int j = 0; j < JW; j++)
+#pragma unroll
+            for (int m = 0; m < RT; m++) {
+                const float* v = acc[j] + 4 * m;
+                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
+                                 base + (((group * JW + j) * 4 + i) * RT + m) * 512 + lane * 16),
+                             "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                             : "memory");
+            }
+        asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+    }
+#if SPLITS > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+    if (warp < CONSUMERS / 32) {
+        auto sum = [&](int cell) {
+            float4 total = load_of(base + cell * 16, 0);
+#pragma unroll
+            for (int q = 1; q < SPLITS; q++) {
+                float4 v = load_of(base + cell * 16, q);
+                total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+            }
+            return total;
+        };
+        constexpr int OUT_CELLS = CELLS / WN * OWN * 32;
+        const int end = OUT_CELLS * (rank + 1) / SPLITS;
+        for (int cell = OUT_CELLS * rank / SPLITS + threadIdx.x; cell < end; cell += CONSUMERS) {
+            const int where = cell / 32, m = where % RT * 8 + 2 * (cell % 4);
+            const int n = (tile * OWN + where / (4 * RT)) * 64 + where / RT % 4 * 16 + cell % 32 / 4;
+            if (m >= rows) continue;
+            float4 v4 = sum(cell);
+            float v[4] = {v4.x, v4.y, v4.z, v4.w};
+#if GATED
+            float4 u4 = sum(cell + OUT_CELLS);
+            float u[4] = {u4.x, u4.y, u4.z, u4.w};
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                float gate = nearest(v[r]);
+                v[r] = nearest(gate / (1.f + __expf(-gate))) * nearest(u[r]);
+            }
+#endif
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const int row = m + r % 2, column = n + r / 2 * 8;
+                if (row < rows && column < n_out) {
+                    float total = v[r];
+                    if (bias) total += number(bias[column], 0);
+                    out[(u64)(first_row + row) * n_out + column] = rounded(total);
+                }
+            }
+        }
+    }
+#if SPLITS > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
