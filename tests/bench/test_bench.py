@@ -71,7 +71,8 @@ def test_unknown_benchmark_is_refused_with_the_list(capsys: pytest.CaptureFixtur
     assert "nothing: no such benchmark; there are cpu, round" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bench", ["round", pytest.param("sampling", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bench", ["round", "sampling"])
 def test_bench_of_rounds_can_be_tried_without_a_gpu(bench: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.bench", bench, "--tiny", "--shapes", "chain", "--batches", "2"],

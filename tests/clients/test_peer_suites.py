@@ -46,7 +46,10 @@ files = ["entrypoints/test_it.py"]
 """
 
 
-@pytest.mark.parametrize(("known", "status"), [("", 1), ('"test_answer[[]bye]" = "the model says hello"', 0)])
+@pytest.mark.parametrize(
+    ("known", "status"),
+    [('"test_answer[[]bye]" = "the model says hello"', 0), pytest.param("", 1, marks=pytest.mark.slow)],
+)
 async def test_new_failures_are_told_apart_from_known_ones(
     known: str,
     status: int,

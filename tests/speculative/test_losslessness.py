@@ -80,7 +80,11 @@ def reference(num_prompts: int) -> list[list[int]]:
     "arm,num_prompts",
     [
         *(pytest.param(arm, NUM_PROMPTS, marks=SLOW, id=f"all-{_name(arm)}") for arm in ARMS),
-        *(pytest.param(arm, 40, id=_name(arm)) for arm in ARMS if arm.speculative is not None and arm.page_size == 1),
+        *(
+            pytest.param(arm, 40, id=_name(arm), marks=SLOW if arm.speculative is CHAIN else ())
+            for arm in ARMS
+            if arm.speculative is not None and arm.page_size == 1
+        ),
     ],
 )
 def test_greedy_answers_are_equal_to_the_token(arm: Arm, num_prompts: int) -> None:

@@ -166,7 +166,11 @@ def plain() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("shape", "ranks", "draft_tp", "least"),
-    [(CHAIN, 1, None, 2.0), (TREE, 2, None, 2.3), pytest.param(TREE, 2, 1, 2.3, marks=pytest.mark.slow)],
+    [
+        (CHAIN, 1, None, 2.0),
+        pytest.param(TREE, 2, None, 2.3, marks=pytest.mark.slow),
+        pytest.param(TREE, 2, 1, 2.3, marks=pytest.mark.slow),
+    ],
     ids=["chain", "tree, 2 ranks", "tree, 2 ranks, draft whole on each"],
 )
 def test_a_quarter_of_the_vocabulary_changes_no_token(

@@ -90,7 +90,7 @@ def test_choices_in_any_language(engine: LocalEngine, alone: list[list[int]]) ->
     assert [request.output for request in assert_choices(engine).free] == alone
 
 
-@pytest.mark.parametrize("speculative", [TREE, *slow(None)], ids=["tree", "plain"])
+@pytest.mark.parametrize("speculative", slow(TREE, None), ids=["tree", "plain"])
 def test_choices_in_any_language_on_other_engines(speculative: SpeculativeConfig | None) -> None:
     with local_engine(embedded_spec(speculative)) as engine:
         assert_choices(engine)

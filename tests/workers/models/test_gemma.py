@@ -31,7 +31,7 @@ def test_layers_whose_window_hides_nothing_keep_their_rope(tmp_path: Path) -> No
     assert by_us(target) == by_transformers(target)
 
 
-@pytest.mark.parametrize("architecture", [pytest.param("Gemma2", marks=pytest.mark.slow), "Gemma3"])
+@pytest.mark.parametrize("architecture", [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 def test_trees_ranks_and_few_pages_change_no_token(tmp_path: Path, architecture: str) -> None:
     check_trees_on_ranks(make_target(tmp_path / "target", architecture=architecture), tmp_path / "head")
 

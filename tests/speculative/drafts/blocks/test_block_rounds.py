@@ -110,7 +110,7 @@ SAMPLED = SamplingParams(24, 0.7, top_k=8, top_p=0.9, seed=1 << 63)
 @pytest.mark.parametrize(
     "kind,sampling,ranks",
     [
-        ("dspark", SAMPLED, 1),
+        pytest.param("dspark", SAMPLED, 1, marks=SLOW),
         pytest.param("dspark", GREEDY, 2, marks=SLOW),
         pytest.param("dflash2", SAMPLED, 2, marks=SLOW),
         pytest.param("dflash2", GREEDY, 1, marks=SLOW),
