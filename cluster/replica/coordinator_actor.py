@@ -10,6 +10,7 @@ import msgspec
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.coordinator.stats import go_on_from
+from cluster.linux import raise_open_files
 from cluster.logs import use_logs
 from cluster.plan import ReplicaPlan
 from cluster.start_log import StartLog
@@ -25,6 +26,7 @@ class EagleCoordinator:
     load."""
 
     async def __init__(self, plan: ReplicaPlan, engine_id: str, transport: Transport) -> None:  # type: ignore[misc]
+        raise_open_files()
         StartLog("coordinator").done("actor began")
         use_logs(plan.rank.log_format, f"coordinator {engine_id}")
         self._engine_config = plan.engine

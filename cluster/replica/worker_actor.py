@@ -21,7 +21,7 @@ from cluster.environment import (
     set_visible_devices,
     visible_devices,
 )
-from cluster.linux import give_way
+from cluster.linux import give_way, raise_open_files
 from cluster.logs import use_logs
 from cluster.placement import RankPlace
 from cluster.plan import RankPlan
@@ -43,6 +43,7 @@ class Worker:
     def __init__(self, plan: RankPlan, rank: int | None) -> None:
         """rank: None for a spare, which has imported all that a rank needs and waits for `take_rank`."""
         set_process_environment(plan.threads)
+        raise_open_files()
         self._plan = plan
         self._log = StartLog("spare" if rank is None else f"rank {rank}")
         if rank is not None:

@@ -76,6 +76,8 @@ def test_who_gets_a_rank_and_when_it_ends(begun: Begun) -> None:
     assert rank is not None and attach(begun.folder, begun.plan, 1) is None, "only one actor has it"
     facts = rank.facts()
     assert facts.pid in [process.pid for process in ranks] and facts.device == "cpu, 1 thread(s)"
+    status = Path(f"/proc/{facts.pid}/status").read_text()
+    assert int(status.partition("FDSize:")[2].split()[0]) >= 4096, "the table of open files would grow beside threads"
     os.kill(begun.process.pid, signal.SIGKILL)  # the server's end is that of its ranks
     with pytest.raises(RankLostError):
         rank.build()
