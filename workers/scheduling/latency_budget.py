@@ -19,7 +19,7 @@ QUEUE_PATIENCE = 2.0  # bound on it while many are pending, in times the time of
 MIN_MASK_WAIT_MS = 5.0
 GROWTH_SHARE = 0.1  # of the target by which another request may delay the others beyond their mean gap
 PATIENT_TARGETS = 800.0  # wait of a request, in times the target, that doubles the mean gap allowed for it
-SHAPE_SHARE, SHAPE_GAPS = 0.5, 1.25  # of the target and the mean gap, for a change to a slower shape
+SHAPE_SHARE, SHAPE_GAPS = 0.25, 1.25  # of the target and the mean gap, for a change to a slower shape
 _ROUNDING_MS = 1e-6
 
 

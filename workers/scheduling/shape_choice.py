@@ -16,7 +16,7 @@ from workers.scheduling.acceptance.match_survival import MatchSurvival
 from workers.scheduling.acceptance.survival import Ints, Survival
 from workers.scheduling.shape_probes import FIRST_RESULTS, ShapeProbes
 from workers.scheduling.shape_rates import Load, Rates
-from workers.scheduling.step_time import StepTime
+from workers.scheduling.step_time import Step, StepTime
 
 __all__ = ["Load", "Reason", "ShapeChoice"]
 
@@ -81,7 +81,8 @@ class ShapeChoice:
 
     def max_round_ms(self, num_requests: int) -> float:
         """Upper bound on the milliseconds of a round of any shape, by the last evaluation; 0 without one."""
-        return 0.0 if self._rates is None else self._growth(num_requests) * max(self._rates.ms)
+        growth = max(1.0, num_requests / max(1, self._num_requests))  # since then
+        return 0.0 if self._rates is None else growth * max(self._rates.ms)
 
     def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
         """See `Survival.record`. The first rounds and those of probes are all learnt from, others every
@@ -130,7 +131,7 @@ class ShapeChoice:
             self._evaluate(load, step_time)
         rates = self._rates
         assert rates is not None
-        shape, allowed = self._within_limit(load, rates, *self._without_probe(load, rates))
+        shape, allowed = self._within_limit(load, step_time, rates, *self._without_probe(load, rates))
         self.usual = shape
         if not load.speculates:
             self._probes.current = None
@@ -218,21 +219,22 @@ class ShapeChoice:
             self._beside = None
         return self._current, self._all
 
-    def _within_limit(self, load: Load, rates: Rates, shape: int, allowed: Sequence[int]) -> tuple[int, Sequence[int]]:
-        """Restrict the choice to the last shape and those within `Load.limit_ms`."""
+    def _within_limit(
+        self, load: Load, step_time: StepTime, rates: Rates, shape: int, allowed: Sequence[int]
+    ) -> tuple[int, Sequence[int]]:
+        """Restrict the choice to the last shape and those within `Load.limit_ms`, one standard error later."""
         if load.limit_ms == math.inf:
             return shape, allowed
-        growth = self._growth(len(load.slots))
-        most_ms = [growth * ms * math.exp(error) for ms, error in zip(rates.ms, rates.errors, strict=True)]
-        within = [each for each in allowed if each == self.usual or most_ms[each] <= load.limit_ms]
+        found = [step_time.predict(Step(each, len(load.slots), load.kv_tokens)) for each in allowed]
+        within = [
+            each
+            for each, expected in zip(allowed, found, strict=True)
+            if each == self.usual or expected.ms * math.exp(expected.error) <= load.limit_ms
+        ]
         if shape in within or not within:
             return shape, within or allowed
         self.reason = Reason.TARGET
         return self.usual if self.usual in within else rates.least_loss(within), within
-
-    def _growth(self, num_requests: int) -> float:
-        """Bound on the growth of a round's time since the last evaluation."""
-        return max(1.0, num_requests / max(1, self._num_requests))
 
     def _best_of(self, allowed: Sequence[int], rates: Rates) -> int:
         return self._current if self._current in allowed else rates.least_loss(allowed)
