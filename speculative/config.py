@@ -1,7 +1,7 @@
 """Configuration of speculation: draft, tree, placement."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from attention.config import MIN_WINDOW
@@ -147,7 +147,7 @@ class SpeculativeConfig:
         """The shapes that its engine has."""
         if self.method == "suffix":
             return suffix_shapes(self.num_steps, self.adaptive)
-        return shapes_of(self.shape, self.adaptive, self.suffix_tokens)
+        return replace(shapes_of(self.shape, self.adaptive, self.suffix_tokens), drafted_by=self.method)
 
 
 def with_method_defaults(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class RoundShapes:
     keeps_tokens: ranks hold the tokens of running requests, because drafts are copied from them.
     model_free: no model drafts, so drafts cost nothing and are as deep as the default, whatever a round verifies; a
         plain round drafts, too, and a text without a match has none.
+    drafted_by: the draft's method, for metrics.
     """
 
     shapes: tuple[RoundShape, ...] = (PLAIN,)
@@ -148,6 +149,7 @@ class RoundShapes:
     eager: bool = False
     keeps_tokens: bool = False
     model_free: bool = False
+    drafted_by: str = "model"
 
     def __post_init__(self) -> None:
         assert self.shapes[0] == PLAIN and 0 <= self.default < len(self.shapes)

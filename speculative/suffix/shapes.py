@@ -19,4 +19,5 @@ def suffix_shapes(num_tokens: int, adaptive: bool) -> RoundShapes:
         adaptive=adaptive,
         keeps_tokens=True,
         model_free=True,
+        drafted_by="suffix",
     )

@@ -106,7 +106,7 @@ class SchedulerStats(msgspec.Struct):
         dict[str, int],
         Metric(
             "aerie:spec_decode_accepted_tokens_by_branch",
-            "Accepted drafts, by what drafted them: a model, or the request's own text (suffix)",
+            "Accepted drafts, by the draft's method; suffix: copied from the request's own text",
             label="branch",
         ),
     ] = msgspec.field(default_factory=dict)
@@ -204,9 +204,9 @@ class SchedulerStats(msgspec.Struct):
         """Count one finished request."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
-    def count_accepted(self, num_accepted: int, num_copied: int) -> None:
-        """Count accepted drafts, of which num_copied were copied from the requests' own text."""
-        for branch, number in (("model", num_accepted - num_copied), ("suffix", num_copied)):
+    def count_accepted(self, method: str, num_accepted: int, num_copied: int) -> None:
+        """Count accepted drafts of `method`, of which num_copied were copied from the requests' own text."""
+        for branch, number in ((method, num_accepted - num_copied), ("suffix", num_copied)):
             if number:
                 self.accepted_by_branch[branch] = self.accepted_by_branch.get(branch, 0) + number
 

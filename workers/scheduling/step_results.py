@@ -210,7 +210,7 @@ class StepResults:
         stats.step_s.observe(result.elapsed_s)
         accepted = unpack_i32(result.accepted)
         num_copied = int(unpack_i32(result.matches).reshape(-1, 3)[accepted >= 0, 2].sum()) if result.matches else 0
-        stats.count_accepted(int(accepted[accepted > 0].sum()), num_copied)
+        stats.count_accepted(self._shapes.drafted_by, int(accepted[accepted > 0].sum()), num_copied)
         for num_accepted, count in enumerate(np.bincount(accepted[accepted >= 0]).tolist()):
             stats.accepted_histogram[num_accepted] += count
 

@@ -6,6 +6,7 @@ import { metric, parseMetrics } from "./figures.js";
 
 const EVERY_MS = 2000;
 const POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos_total";
+const BRANCHES = "aerie:spec_decode_accepted_tokens_by_branch_total";
 const DRAFTS = "vllm:spec_decode_num_drafts_total";
 const TOKENS = "vllm:generation_tokens_total";
 
@@ -33,6 +34,7 @@ async function update() {
     showEngines(health.engines ?? [], now);
     showServer(now);
     showPositions(samples);
+    showBranches(samples);
     last = now;
   } catch (error) {
     state.textContent = "not reachable";
@@ -89,12 +91,27 @@ function showServer(now) {
   document.getElementById("server").replaceChildren(...nodes);
 }
 
+/** How much a counter grew since the page opened. */
+function since(samples, name, labels) {
+  return (metric(samples, name, labels) ?? 0) - (metric(first, name, labels) ?? 0);
+}
+
+/** What each method drafted of the accepted tokens; a branch that is copied from the text is the method "suffix". */
+function showBranches(samples) {
+  const drafts = since(samples, DRAFTS);
+  const branches = new Set(samples.filter((sample) => sample.name === BRANCHES).map((sample) => sample.labels.branch));
+  const nodes = Array.from(branches).flatMap((branch) => {
+    const accepted = since(samples, BRANCHES, { branch });
+    return [element("dt", "", branch), element("dd", "", drafts > 0 ? (accepted / drafts).toFixed(2) : "–")];
+  });
+  document.getElementById("branches").replaceChildren(...nodes);
+}
+
 function showPositions(samples) {
-  const since = (name, labels) => (metric(samples, name, labels) ?? 0) - (metric(first, name, labels) ?? 0);
-  const drafts = since(DRAFTS);
+  const drafts = since(samples, DRAFTS);
   const positions = samples.filter((sample) => sample.name === POSITIONS).map((sample) => sample.labels.position);
   const bars = positions.map((position) => {
-    const share = drafts > 0 ? since(POSITIONS, { position }) / drafts : 0;
+    const share = drafts > 0 ? since(samples, POSITIONS, { position }) / drafts : 0;
     const bar = element("div", "bar");
     const track = element("div", "track");
     const fill = element("div", "fill");

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.http.page.files import PAGE_ROUTES
@@ -105,7 +106,7 @@ def _script(prompt: list[int], sampling: SamplingParams) -> Iterable[Step]:
 
 
 def _engine() -> FakeEngine:
-    stats = SchedulerStats(accepted_histogram=[1, 0, 1])
+    stats = SchedulerStats(accepted_histogram=[1, 0, 1], accepted_by_branch={"dspark": 1, "suffix": 1})
     ranks = {"heartbeat_age_s": (0.2, 0.3), "rank_steps": (7, 7), "rank_step_s": (1.0, 1.0)}
     return FakeEngine(_script, engines=[EngineStats("engine-0", "ready", scheduler=stats, num_running=3, **ranks)])
 
@@ -155,6 +156,12 @@ async def test_page_shows_tokens_by_origin_side_by_side_and_the_engines() -> Non
         await tab.until("document.getElementById('engines').textContent.includes('engine-0: ready, 3 running')")
         assert await tab.evaluate("document.querySelectorAll('.engine tr').length") == 3
         assert await tab.evaluate("document.querySelectorAll('#positions .bar').length") == 2
+        # Nothing was accepted since the page opened; then eight drafts in four rounds.
+        branches = "document.getElementById('branches').textContent"
+        assert await tab.evaluate(branches) == "dspark–suffix–"
+        later = SchedulerStats(accepted_histogram=[2, 1, 1, 2], accepted_by_branch={"dspark": 4, "suffix": 5})
+        engine.engines = [msgspec.structs.replace(engine.engines[0], scheduler=later)]
+        await tab.until(f"{branches} === 'dspark0.75suffix1.00'")
         assert await tab.evaluate("document.getElementById('state').textContent") == "ready"
         assert not tab.messages, tab.messages
 
