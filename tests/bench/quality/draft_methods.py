@@ -6,16 +6,19 @@ Greedy answers to the first turns of each file's questions (JSON lines with "tur
 prompts, and to prompts that end in the beginning of a text to copy. Static arms verify their whole shape in every
 round, so their tokens a round do not depend on the machine. Adaptive arms choose by costs that are measured as a start
 measures them. Tokens a second are those of the process's CPU time while decoding, one thread, the best of --passes.
---heads: block heads beside the EAGLE-3 head. --processes: arms at the same time. A table for each batch size, then one
-JSON line; --plot writes a bar chart.
+--heads: block heads beside the EAGLE-3 head. --processes: arms at the same time. For each batch size a table, and one
+of each adaptive arm's rate over the best static one's: as measured, and with one time for all rounds of a shape, which
+a busy machine disturbs less. Then one JSON line; --plot writes a bar chart.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +46,9 @@ class Row:
     tokens_per_cpu_s: float
     tokens_per_s: float
     differing_answers: int
+    tokens: int
+    cpu_s: float
+    steps: dict[str, int]  # by the shape that they verified
 
 
 def arms(heads: list[Path]) -> dict[str, SpeculativeConfig | None]:
@@ -53,6 +59,7 @@ def arms(heads: list[Path]) -> dict[str, SpeculativeConfig | None]:
         "suffix 15": suffix,
         "EAGLE-3 chain of 3": CHAIN,
         "EAGLE-3 chain of 5": dataclasses.replace(CHAIN, num_steps=5, num_draft_tokens=6),
+        "EAGLE-3 tree of 8": dataclasses.replace(TREE, num_steps=4, top_k=2, num_draft_tokens=8),
         "EAGLE-3 tree of 16": TREE,
         "EAGLE-3 tree of 16 + suffix 8": dataclasses.replace(TREE, suffix_tokens=8),
         "EAGLE-3 tree, adaptive": TREE,
@@ -61,13 +68,16 @@ def arms(heads: list[Path]) -> dict[str, SpeculativeConfig | None]:
         method, depth = draft_method(folder), block_shape(folder)["num_steps"]
         chain = SpeculativeConfig(str(folder), method=method, num_steps=depth, num_draft_tokens=depth + 1)  # type: ignore[arg-type]
         tree = dataclasses.replace(chain, top_k=4, num_draft_tokens=16)
+        for shape in tree.shape.smaller():
+            found[f"{method} {shape.name}"] = dataclasses.replace(
+                tree, num_steps=shape.num_steps, top_k=shape.top_k, num_draft_tokens=shape.width
+            )
         found |= {
-            f"{method} chain of 3": dataclasses.replace(chain, num_steps=3, num_draft_tokens=4),
             f"{method} chain of {depth}": chain,
             f"{method} tree of 16": tree,
             f"{method} tree of 16 + suffix 8": dataclasses.replace(tree, suffix_tokens=8),
-            f"{method} chain, adaptive": chain,
             f"{method} tree, adaptive": tree,
+            f"{method} tree + suffix 8, adaptive": dataclasses.replace(tree, suffix_tokens=8),
         }
     return {
         name: config and dataclasses.replace(config, adaptive=name.endswith("adaptive"))
@@ -119,13 +129,15 @@ def best_of(
         clocks = [(time.process_time(), time.perf_counter())]
         engine.generate(prompts, SamplingParams(1, 0.0), batch)
         clocks.append((time.process_time(), time.perf_counter()))
+        before = Counter(engine.scheduler.stats.steps_by_shape)
         requests = engine.generate(prompts, sampling, batch)
         clocks.append((time.process_time(), time.perf_counter()))
         cpu_s, wall_s = (clocks[2][i] - 2 * clocks[1][i] + clocks[0][i] for i in range(2))  # less prompts alone
         accepted = sum(k * n for request in requests for k, n in enumerate(request.acceptance_histogram))
         per_round = 1 + accepted / max(1, sum(request.num_rounds for request in requests))
         count = sum(len(request.output) - 1 for request in requests)
-        row = Row(name, text, batch, per_round, count / cpu_s, count / wall_s, 0)
+        steps = dict(Counter(engine.scheduler.stats.steps_by_shape) - before)
+        row = Row(name, text, batch, per_round, count / cpu_s, count / wall_s, 0, count, cpu_s, steps)
         best = row if best is None or row.tokens_per_cpu_s > best.tokens_per_cpu_s else best
     assert best is not None
     return best, [list(request.output) for request in requests]
@@ -152,6 +164,7 @@ def main() -> int:
     rows = run(chosen, given)
     for batch in given.batches:
         print(f"\nbatch {batch}: tokens a round / tokens per CPU second\n", *lines(rows, batch), sep="\n")
+        print("\nadaptive over the best static arm: measured / by shape\n", *ratios(rows, batch), sep="\n")
     if given.plot is not None:
         plot(rows, given.plot)
     found = [dataclasses.asdict(row) for row in rows]
@@ -181,6 +194,38 @@ def lines(rows: list[Row], batch: int) -> list[str]:
     of = {(row.arm, row.text): row for row in rows if row.batch == batch}
     cells = {key: f"{row.tokens_per_round:.2f} / {row.tokens_per_cpu_s:.0f}" for key, row in of.items()}
     return table(["drafts", *kinds], [(name, *(cells[name, kind] for kind in kinds)) for name in names])
+
+
+def ratios(rows: list[Row], batch: int) -> list[str]:
+    """Return the table of adaptive arms' rates over the best other arm's, by text."""
+    rows = [row for row in rows if row.batch == batch]
+    kinds, names = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("text", "arm"))
+    of = {(row.arm, row.text): row for row in rows}
+    step_s = {name: _step_s([of[name, kind] for kind in kinds]) for name in names if not name.endswith("adaptive")}
+
+    def modelled(row: Row) -> float:
+        """Tokens a second if every step of a shape took what it takes on average in the static arm of that shape."""
+        draft = row.arm.split()[0]
+        static = {shape: s for name, times in step_s.items() if name.split()[0] == draft for shape, s in times.items()}
+        times = step_s["none"] | static | step_s.get(row.arm, {})
+        return row.tokens / sum(count * times.get(shape, math.nan) for shape, count in row.steps.items())
+
+    found = []
+    for name in names:
+        if name in step_s:
+            continue
+        measured, by_shape = (
+            [rate(of[name, kind]) / max(rate(of[other, kind]) for other in step_s) for kind in kinds]
+            for rate in (lambda row: row.tokens_per_cpu_s, modelled)
+        )
+        found.append((name, *(f"{a:.2f} / {b:.2f}" for a, b in zip(measured, by_shape, strict=True))))
+    return table(["drafts", *kinds], found)
+
+
+def _step_s(rows: list[Row]) -> dict[str, float]:
+    """CPU seconds of a step, by shape, of a static arm: of all its texts together."""
+    steps = sum((Counter(row.steps) for row in rows), Counter[str]())
+    return dict.fromkeys(steps, sum(row.cpu_s for row in rows) / max(1, steps.total()))
 
 
 def plot(rows: list[Row], path: Path) -> None:
