@@ -24,9 +24,9 @@ from speculative.training.blocks.loss import Objective
 from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, Unrolling
 from speculative.training.eagle3_files import MODEL_TYPES, make_readable
 from speculative.training.samples import Sample
-from workers.models.llama import read_config
+from workers.models.registry import family_of
 
-_MIN_TARGET_LAYERS = 6
+_MODEL_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # of targets: transformers' name of their configuration
 _MAX_CAPTURED = 5  # of the target's layers, as z-lab's heads
 
 
@@ -83,18 +83,14 @@ KINDS = {
 
 
 def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, Any]:
-    """The config.json of a head that reads up to five of the target's layers, from the second to the third last.
+    """The config.json of a head that reads up to five of the target's layers.
 
-    Raises `TrainingError` for a target of an architecture or depth that is not supported.
+    Raises `TrainingError` for a target of an architecture that is not supported.
     """
     config = target.config
-    if config.model_type not in MODEL_TYPES:
-        raise TrainingError(f"target: model_type={config.model_type!r} is not supported; use {', '.join(MODEL_TYPES)}")
+    if config.model_type not in _MODEL_TYPES:
+        raise TrainingError(f"target: model_type={config.model_type!r} is not supported; use {', '.join(_MODEL_TYPES)}")
     count = config.num_hidden_layers
-    if count < _MIN_TARGET_LAYERS:
-        raise TrainingError(f"target: has {count} layers; a block head captures some of at least {_MIN_TARGET_LAYERS}")
-    steps = min(_MAX_CAPTURED, count - 3) - 1
-    layers = [round(1 + i * (count - 4) / steps) for i in range(steps + 1)]
     return {
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
@@ -105,7 +101,7 @@ def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, An
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": dict(config.rope_parameters),
+        "rope_parameters": _whole_rotation(config.rope_parameters),
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "attention_bias": False,
@@ -113,14 +109,33 @@ def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, An
         "dtype": "bfloat16",
         "block_size": options.block_size,
         "num_target_layers": count,
-        **KINDS[options.method].config(options, layers),
+        **KINDS[options.method].config(options, captured_layers(count)),
     }
+
+
+def captured_layers(num_layers: int) -> list[int]:
+    """The layers whose output a head reads: up to five, from the second to the third last; of a target of fewer than six
+    layers, all but the last."""
+    steps = min(_MAX_CAPTURED, num_layers - 3) - 1
+    if steps < 2:
+        return list(range(num_layers - 1))
+    return [round(1 + i * (num_layers - 4) / steps) for i in range(steps + 1)]
+
+
+def _whole_rotation(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The target's rotary embedding over the whole width of a head: Qwen3's layers rotate all of it."""
+    own = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    return {key: value for key, value in rope.items() if key not in own}
 
 
 def read_block_config(kind: str, config: Mapping[str, Any], target: PreTrainedModel, folder: Path) -> DFlash:
     """The engine's description of the head. Raises `TrainingError` for one that the engine refuses."""
+    architecture = type(target).__name__
+    raw = {**target.config.to_dict(), "architectures": [architecture]}
     try:
-        return KINDS[kind].method.read(str(folder), config, read_config(target.config.to_dict(), "target"))
+        return KINDS[kind].method.read(
+            str(folder), config, family_of(architecture, "target").read_config(raw, "target")
+        )
     except ValueError as error:
         raise TrainingError(str(error)) from None
 

@@ -20,15 +20,23 @@ from speculative.drafts.blocks.dflash2 import DFlash2
 from speculative.drafts.blocks.dspark import DSpark
 from speculative.drafts.registry import read_draft
 from speculative.training import TrainingError
-from speculative.training.blocks.files import BlockOptions, block_config, build_block_head, read_block_config
+from speculative.training.blocks.files import (
+    BlockOptions,
+    block_config,
+    build_block_head,
+    captured_layers,
+    read_block_config,
+)
 from speculative.training.blocks.head import BlockHead
 from speculative.training.blocks.loss import Objective, block_loss, draw_anchors
+from speculative.training.commands import load_target
 from speculative.training.draft import DraftVocabulary, Unrolling, view_target
 from speculative.training.rows import read_conversations
 from speculative.training.samples import Sample, collate
 from speculative.training.steps.time_limit import TimeLimit
 from speculative.training.target import build_tokenizer
 from tests.speculative.training.conftest import VOCAB_SIZE, run
+from tests.support import ROOT
 from tests.support.drafts import block_reference
 from tests.support.drafts.block_reference import BlockHead as Sizes
 from tests.support.drafts.block_reference import BlockReference
@@ -199,6 +207,36 @@ def test_heads_are_trained_saved_measured_and_read_by_the_engine(
         state = json.loads((tmp_path / method / "checkpoint-25" / "trainer_state.json").read_text())
         losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
         assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+def test_a_head_of_a_small_hybrid_is_trained_and_read_by_the_engine(kind: str, tmp_path: Path) -> None:
+    """It reads every layer but the last, and rotates whole heads, of which the target rotates a quarter."""
+    folder = ROOT / "tests" / "models" / "hybrid_tiny"
+    _, target = load_target(folder, torch.device("cpu"), torch.float32)
+    config = block_config(target, BlockOptions(kind, BLOCK, 1, mask_token_id=0, rank=12))
+    head = build_block_head(target, read_block_config(kind, config, target, tmp_path), Objective(0.5), seed=3)
+    batch = collate([Sample(tuple(range(5, 25)), 4), Sample(tuple(range(40, 51)), 3)])
+    vocabulary = DraftVocabulary.of(torch.arange(512), 512)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.01)
+    losses = []
+    for _ in range(12):
+        torch.manual_seed(0)  # the same blocks
+        loss = head.batch_loss(head, target, vocabulary, batch, Unrolling(head.method.form.max_depth, 0.8, 64))
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = read_draft(kind, str(tmp_path), str(folder), read_target_config(ModelSource(path=str(folder)), 1))
+    assert read.capture == (1, 2, 3) and read.max_num_steps == head.method.form.max_depth
+
+
+def test_heads_read_layers_from_the_second_to_the_third_last() -> None:
+    """Of small targets all but the last; as z-lab's heads of 36 layers."""
+    assert [captured_layers(count) for count in (2, 4, 6, 8)] == [[0], [0, 1, 2], [1, 2, 3], [1, 2, 3, 4, 5]]
+    assert captured_layers(36) == [1, 9, 17, 25, 33]
 
 
 def test_a_time_limit_ends_the_schedule_and_steps_may_end_it_earlier() -> None:
