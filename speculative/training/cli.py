@@ -117,9 +117,9 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "train-draft",
         help="train a draft for a target model",
-        description="Trains an EAGLE-3 head or a block head for a Llama, Qwen2 or Qwen3 model, a block head for a dense "
-        "Qwen3.5, or the own module for multi-token prediction of a DeepSeek-V3, Qwen3.5 or Qwen3-Next further; saved in "
-        "the published layout.",
+        description="Trains an EAGLE-3 head or a block head for a Llama, Qwen2 or Qwen3 model, a block head for a "
+        "dense Qwen3.5, or the own module for multi-token prediction of a DeepSeek-V3, Qwen3.5 or Qwen3-Next further; "
+        "saved in the published layout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model")

@@ -114,8 +114,8 @@ def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, An
 
 
 def captured_layers(num_layers: int) -> list[int]:
-    """The layers whose output a head reads: up to five, from the second to the third last; of a target of fewer than six
-    layers, all but the last."""
+    """The layers whose output a head reads: up to five, from the second to the third last; all but the last of a target
+    of fewer than six."""
     steps = min(_MAX_CAPTURED, num_layers - 3) - 1
     if steps < 2:
         return list(range(num_layers - 1))

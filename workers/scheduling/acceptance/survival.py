@@ -19,7 +19,9 @@ Bools = npt.NDArray[np.bool_]
 
 ENGINE_WINDOW = 2048.0  # rounds after which the engine's estimate has forgotten all but 1 / e
 REQUEST_WINDOW = 64.0  # rounds after which a request's own estimate has forgotten all but 1 / e
-REQUEST_PRIOR = 24.0  # weight of the engine's estimate in a request's own, in rounds
+REQUEST_PRIOR = 8.0  # weight of the engine's estimate in a request's own over all depths, in drafts
+DEPTH_PRIOR = 24.0  # weight of that in its own estimate of one depth, in rounds
+MAX_RATIO = 50.0  # limit of a request's odds relative to the engine's, over all depths
 SHAPE_PRIOR = 4.0  # minimum weight, in rounds, of the estimate of another shape or of the depth above
 OTHERS_PRIOR = 32.0  # maximum additional weight, one for each round of the other shape
 OTHERS_COUNT = 512.0  # rounds of another shape that make as sure as one of its own
@@ -42,7 +44,9 @@ class Survival:
     where q is the chain's probability, and b is above 1 for wider trees.
 
     Each request counts its own accepted nodes, and those that the engine's estimate expected. The ratio of the two odds
-    scales its probabilities in every shape, so rounds of one shape teach about all.
+    scales its probabilities in every shape, so rounds of one shape teach about all. Depths that a request has hardly
+    reached follow the ratio over all its depths, so that a text whose drafts fail early is not expected to accept the
+    later ones.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -158,11 +162,14 @@ class Survival:
 
     def _odds_ratios(self, slots: Ints) -> Floats:
         """Return [depth, n]: the odds that a request's node is accepted if its parent was, relative to the engine's."""
-        usual = REQUEST_PRIOR * self._chances[self._last][:, None]
+        chances = self._chances[self._last][:, None]
         hits, trials, expected = self._counts[:, :, slots]
-        trials, hits, expected = trials + REQUEST_PRIOR, hits + usual, expected + usual
-        ratios: Floats = hits * (trials - expected) / ((trials - hits) * expected)
-        return ratios
+        total = trials.sum(0)
+        usual = REQUEST_PRIOR * np.where(total > 0, expected.sum(0) / np.maximum(total, EPSILON), 0.5)
+        over_all = _odds_ratio(hits.sum(0) + usual, total + REQUEST_PRIOR, expected.sum(0) + usual)
+        odds = chances / (1.0 - chances) * np.clip(over_all, 1.0 / MAX_RATIO, MAX_RATIO)
+        own, engine = DEPTH_PRIOR * odds / (1.0 + odds), DEPTH_PRIOR * chances
+        return _odds_ratio(hits + own, trials + DEPTH_PRIOR, expected + engine)
 
     def _clear_reused(self, slots: Ints, users: Ints) -> None:
         """Forget the former requests of slots that have new ones."""
@@ -184,6 +191,12 @@ class Survival:
         weight = SHAPE_PRIOR + np.where(is_reference, 0.0, np.minimum(self._trials.max(0), OTHERS_PRIOR))
         found: Floats = (self._hits + weight * prior) / (self._trials + weight)
         return np.minimum(np.maximum(found, EDGE), 1.0 - EDGE)
+
+
+def _odds_ratio(hits: Floats, trials: Floats, expected: Floats) -> Floats:
+    """Return the odds of `hits` among `trials` relative to those of `expected`."""
+    ratio: Floats = hits * (trials - expected) / ((trials - hits) * expected)
+    return ratio
 
 
 def odds_of(chances: Floats, evidence: Floats) -> Floats:

@@ -94,6 +94,17 @@ def test_requests_differ() -> None:
         assert high if accepts[i] else low
 
 
+def test_a_text_whose_drafts_fail_early_promises_little_of_deep_trees() -> None:
+    """Six rounds after texts that accept 4.9 tokens: depths that it never reached follow those where it failed."""
+    rounds = Rounds(4)
+    rounds.run(TREE, [0.9] * 5, 300)
+    rounds.users = rounds.users + 100
+    for step in range(6):
+        accepted = [0, 1, 0, 0] if step % 2 else [1, 0, 0, 1]
+        rounds.record(TREE, TREE, np.array(accepted, np.int32))
+    assert rounds.tokens()[TREE] < 2.6 and rounds.tokens()[CHAIN] < 1.9
+
+
 def test_a_slot_s_next_request_is_not_its_last_one() -> None:
     rounds = Rounds(2)
     for _ in range(100):
@@ -111,7 +122,8 @@ def test_requests_without_drafts_count_one_token() -> None:
     rounds.record(CHAIN, CHAIN, np.full(4, -1, np.int32))
     some = np.array([True, False, False, True])
     tokens, _ = rounds.survival.expected_tokens(rounds.slots, rounds.users, some)
-    assert tokens[CHAIN] == pytest.approx(2 + 2 * rounds.tokens()[CHAIN], abs=0.1)
+    alone = rounds.survival.expected_tokens(rounds.slots[some], rounds.users[some], np.ones(2, np.bool_))[0]
+    assert tokens[CHAIN] == pytest.approx(2 + alone[CHAIN]) and alone[CHAIN] > 6
     assert rounds.survival.expected_tokens(rounds.slots, rounds.users, ~(some | True))[0].tolist() == [4.0] * 4
     assert rounds.survival.expected_tokens(rounds.slots[:0], rounds.users[:0], some[:0])[0].tolist() == [0.0] * 4
 
