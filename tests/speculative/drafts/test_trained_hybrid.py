@@ -7,6 +7,7 @@ trees, on text that was learnt.
 
 import pytest
 
+from speculative.config import Method
 from tests.speculative.drafts.test_trained_mtp import CHAIN, TREE, accepted_tokens, answers
 from tests.support import ROOT
 
@@ -32,5 +33,21 @@ def test_its_module_changes_no_token(
 ) -> None:
     """Greedy and drawn. In float32 on one machine, see `test_trained_mtp`."""
     requests = answers(shape, ranks, page_size, MODEL, draft_vocab_size=rows)
+    assert [request.output for request in requests] == plain
+    assert accepted_tokens(requests) > least
+
+
+@pytest.mark.parametrize(
+    "method,shape,ranks,least",
+    [
+        pytest.param("dspark", (8, 4, 16), 1, 3.0, id="DSpark, tree"),
+        pytest.param("dflash2", (7, 1, 8), 1, 3.0, id="DFlash2, chain"),
+        pytest.param("dflash2", (7, 4, 16), 2, 3.0, id="DFlash2, tree, 2 ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_its_block_heads_change_no_token(
+    plain: list[list[int]], method: Method, shape: tuple[int, int, int], ranks: int, least: float
+) -> None:
+    requests = answers(shape, ranks, model=MODEL, draft=str(MODEL / method), method=method)
     assert [request.output for request in requests] == plain
     assert accepted_tokens(requests) > least

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from attention.config import CacheConfig
 from speculative.build import EngineSpec
-from speculative.config import SpeculativeConfig
+from speculative.config import Method, SpeculativeConfig
 from speculative.local import LocalEngine, local_engine
 from tests.support import ROOT
 from tests.support.prompts import held_out_prompts
@@ -44,10 +44,16 @@ def prompts() -> list[list[int]]:
 
 
 def answers(
-    shape: tuple[int, int, int] | None, ranks: int = 1, page_size: int = 16, model: Path = MODEL, **settings: Any
+    shape: tuple[int, int, int] | None,
+    ranks: int = 1,
+    page_size: int = 16,
+    model: Path = MODEL,
+    draft: str = "",
+    method: Method = "mtp",
+    **settings: Any,
 ) -> list[Request]:
     """Return greedy and sampled answers to every prompt; ranks compare tokens in every step. settings: the draft's."""
-    speculative = None if shape is None else SpeculativeConfig("", "mtp", *shape, adaptive=False, **settings)
+    speculative = None if shape is None else SpeculativeConfig(draft, method, *shape, adaptive=False, **settings)
     worker = WorkerConfig(
         ModelSource(str(model), dtype="float32", device="cpu"),
         CacheConfig(page_size, num_pages=8192 // page_size),
