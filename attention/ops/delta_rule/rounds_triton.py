@@ -6,7 +6,7 @@ A program's tile has the slot's committed rows, then its new rows. A committed r
 all of them, its ancestors and itself. One UT transform over the tile gives the outputs of the new rows and what the
 committed rows add to the state. Its products are as exact as float32 has them, so the state is that of the recurrence.
 
-Where committed and new rows together exceed `max_tile_rows`, one launch replays the committed rows and a second one
+Where committed and new rows together exceed MAX_TILE_ROWS, one launch replays the committed rows and a second one
 computes the new rows from the written state: a tile of all would take more shared memory than a multiprocessor has.
 """
 
@@ -119,6 +119,8 @@ def _delta_round(
     leads = is_new & (h == key_head * (HV // HK))  # one value head of a key head writes its channels
     q = _convolved(key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
     k = _convolved(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
+    if not REPLAYS:  # a wide tile; the compiler's products of 64 rows of bfloat16 were wrong on an H200
+        q, k = q.to(tl.float32), k.to(tl.float32)
     k_scale = norm_factors(k)
     decay = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
     since = tl.minimum(decay[:, None] - decay[None, :], 0.0)  # as in `formulas.block`
@@ -169,13 +171,9 @@ def _delta_round(
 
 
 FEW_PROGRAMS = 512  # about four for each multiprocessor
-
-
-def max_tile_rows(itemsize: int) -> int:
-    """Rows of a tile with committed and new rows of `itemsize` bytes a number, at most. At keys and values of 128 a
-    tile of 64 takes 80 KB of shared memory with bfloat16 and 256 KB with float32, of 227 KB that there are; with new
-    rows alone 192 KB (`tests.attention.ops.test_delta_compile`)."""
-    return 64 if itemsize < 4 else 32
+# Rows of a tile with committed and new rows, at most. At keys and values of 128, in float32, a tile of 64 takes 256 KB of
+# shared memory, of 227 KB that there are; with new rows alone 192 KB (`tests.attention.ops.test_delta_compile`).
+MAX_TILE_ROWS = 32
 
 
 def round_rows(width: int, path: int) -> int:
@@ -183,9 +181,9 @@ def round_rows(width: int, path: int) -> int:
     return max(16, int(triton.next_power_of_2(path + width)))
 
 
-def round_launches(width: int, path: int, itemsize: int) -> tuple[tuple[int, bool, bool], ...]:
+def round_launches(width: int, path: int) -> tuple[tuple[int, bool, bool], ...]:
     """Each launch of a round: its tile's rows, and whether the tile has the committed and the new rows."""
-    if (rows := round_rows(width, path)) <= max_tile_rows(itemsize):
+    if (rows := round_rows(width, path)) <= MAX_TILE_ROWS:
         return ((rows, True, True),)
     return (round_rows(0, path), True, False), (round_rows(width, 0), False, True)
 
@@ -210,7 +208,7 @@ def delta_rule_rounds(
     assert weights.conv.is_contiguous() and width <= kept.pending.shape[1]
     assert all(each.is_contiguous() for each in (kept.state, kept.conv, kept.pending, kept.committed))
     path = kept.committed.shape[1]
-    for tile, replays, answers in round_launches(width, path, rows.qkv.element_size()):
+    for tile, replays, answers in round_launches(width, path):
         part, warps = round_tiles(tile, heads.value_dim, heads.value_heads * batch)
         _delta_round[(heads.value_heads, batch)](
             rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,

@@ -94,13 +94,13 @@ def test_rounds_fit_hopper(width: int, path: int, programs: int, tmp_path: Path)
 Launch = tuple[int, bool, bool]
 
 
-def widest(path: int, itemsize: int) -> dict[Launch, int]:
+def widest(path: int) -> dict[Launch, int]:
     """The kinds of launch of rounds of 1 to MAX_ROWS rows, and the widest round of each. Equal launches differ in
     numbers alone, not in the shapes of their tiles."""
     return {
         launch: width
         for width in range(1, MAX_ROWS + 1)
-        for launch in rounds_triton.round_launches(width, min(path, width), itemsize)
+        for launch in rounds_triton.round_launches(width, min(path, width))
     }
 
 
@@ -115,7 +115,7 @@ def shared_of(launch: Launch, width: int, path: int, heads: DeltaHeads, itemsize
 
 def test_the_widest_round_has_its_shared_memory() -> None:
     """A tile of its 126 rows takes 288 KB."""
-    first, second = rounds_triton.round_launches(MAX_ROWS, MAX_ROWS, 2)
+    first, second = rounds_triton.round_launches(MAX_ROWS, MAX_ROWS)
     assert first == (64, True, False) and second == (64, False, True)
     for launch in (first, second):
         assert shared_of(launch, MAX_ROWS, MAX_ROWS, QWEN, 2) <= SHARED_PER_SM
@@ -126,7 +126,7 @@ def test_the_widest_round_has_its_shared_memory() -> None:
 @pytest.mark.parametrize("heads", [QWEN, SMALL], ids=["128x128", "16x16"])
 @pytest.mark.parametrize("path", [PATH, MAX_ROWS])
 def test_rounds_of_every_width_have_their_shared_memory(path: int, heads: DeltaHeads, itemsize: int) -> None:
-    for launch, width in widest(path, itemsize).items():
+    for launch, width in widest(path).items():
         assert shared_of(launch, width, path, heads, itemsize) <= SHARED_PER_SM, (launch, width)
 
 

@@ -35,7 +35,7 @@ def _kernels() -> Iterator[None]:
 def test_lives_of_slots_are_the_recurrence(seed: int, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, within 2e-4 of the largest number: the last norm enlarges small outputs' rounding by up to 100.
     most_rows: of a tile with committed and new rows; with more, rounds take two launches."""
-    monkeypatch.setattr(rounds_triton, "max_tile_rows", lambda itemsize: most_rows)
+    monkeypatch.setattr(rounds_triton, "MAX_TILE_ROWS", most_rows)
     rng = random.Random(seed)
     lives = DeltaLives(HEADS, torch.float32, rng, 2e-4, DEVICE)
     lives.run_chunks([(0, 70), (1, 2)], 3)
