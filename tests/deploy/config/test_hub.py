@@ -16,8 +16,8 @@ from cluster.config import ConfigError
 from deploy.config import hub as hub_module
 from deploy.config.files import starting_point
 from deploy.config.hub import is_hub_name, missing_files, model_folder, with_downloads
+from tests.deploy.config.fake_hub import COMMIT, REVISION, FakeHub, checkpoint, running_hub
 from tests.support import MODELS, ROOT
-from tests.support.fake_hub import COMMIT, REVISION, FakeHub, checkpoint, running_hub
 
 SMALL = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"w", "weights.bin": b"x"}
 PARTS = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
