@@ -171,8 +171,8 @@ def _delta_round(
 
 
 FEW_PROGRAMS = 512  # about four for each multiprocessor
-# Rows of a tile with committed and new rows, at most. At keys and values of 128, in float32, a tile of 64 takes 256 KB of
-# shared memory, of 227 KB that there are; with new rows alone 192 KB (`tests.attention.ops.test_delta_compile`).
+# Rows of a tile with committed and new rows, at most. At keys and values of 128, in float32, a tile of 64 takes 256 KB
+# of shared memory, of 227 KB that there are; with new rows alone 192 KB (`tests.attention.ops.test_delta_compile`).
 MAX_TILE_ROWS = 32
 
 
