@@ -142,7 +142,7 @@ def is_served(config: Mapping[str, Any]) -> bool:
     """Other activations, biases of MLPs, other kinds of RoPE (`longrope`, `dynamic`) and Qwen2's windows are left to
     the adapter."""
     scalings = _ropes_in(config.get("rope_parameters") or config.get("rope_scaling"))
-    kinds = {scaling.get("rope_type") or scaling.get("type") or "default" for scaling in scalings}
+    kinds = {str(scaling.get("rope_type") or scaling.get("type") or "default") for scaling in scalings}
     plain = config.get("hidden_act") in (None, "silu") and not config.get("mlp_bias")
     return plain and kinds.issubset(ROPE_KINDS) and not _has_windows(config)
 

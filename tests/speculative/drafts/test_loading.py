@@ -41,6 +41,7 @@ def edited(source: Path, folder: Path, **changes: Any) -> Path:
             "quant_method='bitsandbytes' is not .*: auto-round, awq, .*; use",
         ),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "needs 'original_max_position_embeddings'"),
+        ({"rope_parameters": {"rope_type": [1]}}, "^model [^ ]*t: "),
         ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),
     ],
 )

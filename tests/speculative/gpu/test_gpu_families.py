@@ -39,7 +39,7 @@ def gpt_oss_in_mxfp4(folder: Path) -> Path:
 
 DENSE: dict[str, Callable[[Path], Path]] = {
     **{name: own(name) for name in ("Llama", "Qwen3", "Gemma2", "Gemma3")},
-    "adapter": lambda folder: make_known(folder / "target", "olmo2"),
+    "adapter": lambda folder: make_known(folder / "target", "seed_oss"),
 }
 EXPERTS: dict[str, Callable[[Path], Path]] = {  # which a GPU multiplies in bfloat16 only
     **{name: own(name) for name in ("GptOss", "Glm4Moe", "Qwen2Moe")},

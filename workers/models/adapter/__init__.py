@@ -5,6 +5,7 @@ survey     runs a model on the meta device and records its attention calls
 names      checkpoint names of the tensors of its modules
 config     `AdapterConfig`, made of both; says why a model is not served
 layers     puts our layers into the model
+ranks      tries a rank's share of a model on the meta device
 model      `TransformersModel`, the target that the runner calls
 family     the row that `workers.models.registry` takes for every other architecture
 """

@@ -201,7 +201,7 @@ def test_angles_that_depend_on_the_length_are_served_up_to_the_original_one(
 @pytest.mark.parametrize(
     "kind", [pytest.param(each, marks=pytest.mark.slow) for each in ("olmo2", "granite", "mixtral")]
 )  # that two ranks share layers of the adapter, `test_prompts_longer_than_windows` shows
-def test_shards_together_are_the_model(tmp_path: Path, kind: str) -> None:
+def test_shards_together_are_the_model(tmp_path: Path, kind: str, without_families: None) -> None:
     target = make_known(tmp_path, kind)
     assert by_us(target, tensor_parallel=2) == by_transformers(target)
 
@@ -219,7 +219,7 @@ def test_experts_of_4_bits_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["granite", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_a_head_that_reads_its_layers_changes_no_token(tmp_path: Path, kind: str) -> None:
+def test_a_head_that_reads_its_layers_changes_no_token(tmp_path: Path, kind: str, without_families: None) -> None:
     target = make_known(tmp_path / "target", kind, head_dim=16)
     ids = [0, 2, 4]  # the last is what leaves the layers
     head = make_eagle3(tmp_path / "head", target, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
@@ -247,8 +247,8 @@ def test_what_would_be_computed_wrongly_is_refused(tmp_path: Path, kind: str, wo
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    known_config("granite").save_pretrained(tmp_path)
-    set_field(tmp_path, "architectures", ["GraniteForCausalLM"])
+    known_config("cohere").save_pretrained(tmp_path)
+    set_field(tmp_path, "architectures", ["CohereForCausalLM"])
     set_field(tmp_path, "model_type", "unheard_of")
     set_field(tmp_path, "auto_map", {"AutoModelForCausalLM": "modeling.Model"})
     with pytest.raises(ValueError, match="code that the checkpoint brings along"):
