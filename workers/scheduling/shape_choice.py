@@ -22,9 +22,13 @@ __all__ = ["Load", "Reason", "ShapeChoice"]
 
 EVALUATE_EVERY = 8  # steps; estimates hardly move in fewer
 EVALUATE_EVERY_MS = 64.0  # milliseconds of rounds between evaluations, if steps are faster
-EVALUATION_MS = 0.3  # host time of one evaluation
-EVALUATING_SHARE = 1 / 64  # share of the time for evaluations
-EVALUATIONS_AHEAD_MS = 12 * EVALUATION_MS  # evaluation time that may be spent in advance
+EVALUATION_MS = 0.45  # host time of one evaluation, whose code has left the caches; an H200's host
+EVALUATING_SHARE = 1 / 256  # share of the time for evaluations where rounds wait for the host,
+IDLE_SHARE = 1 / 32  # and of the time of a round beyond BUSY_MS
+BUSY_MS = 1.5  # host time of a round: a longer one leaves the host idle
+FIRST_EVALUATED = 200  # steps
+FIRST_EVALUATIONS_MS = 12 * EVALUATION_MS  # evaluation time of the first rounds
+EVALUATIONS_AHEAD_MS = 4 * EVALUATION_MS  # evaluation time that may be spent in advance later
 EVALUATE_LATER = 1.5  # growth of the steps between evaluations after a change of shape, up to the limits above
 CHANGING_EVERY_MS = 16.0  # instead, while another shape seems better, a probe runs or the batch has changed
 LEARN_EVERY_MS = 1.0  # milliseconds of rounds between records: each takes 2 microseconds of the host
@@ -71,7 +75,7 @@ class ShapeChoice:
         self._until_evaluation = 0
         self._step = 0
         self._evaluated = 0  # the last step with an evaluation
-        self._evaluations_ms = EVALUATIONS_AHEAD_MS  # that evaluations may take now
+        self._evaluations_ms = FIRST_EVALUATIONS_MS  # that evaluations may take now
         self._interval = float(EVALUATE_EVERY)  # steps between evaluations
         self._lost = 0.0  # time lost since the current shape is not the best, in rounds
         self._unlearnt_ms = 0.0
@@ -151,7 +155,7 @@ class ShapeChoice:
         if self._matches is not None and self._matches.has_moved(load.slots):
             return True
         round_ms = self._rates.ms[self._current]
-        self._evaluations_ms += round_ms * EVALUATING_SHARE
+        self._evaluations_ms += round_ms * EVALUATING_SHARE + max(0.0, round_ms - BUSY_MS) * IDLE_SHARE
         if self._evaluations_ms < 0.0:
             return False
         if self._until_evaluation <= 0:
@@ -162,7 +166,9 @@ class ShapeChoice:
     def _evaluate(self, load: Load, step_time: StepTime) -> None:
         """Estimate all shapes anew, and change the current one if that saves enough. The best shape is the one that
         loses least, also beside prompt chunks, because a chunk adds the same time to rounds of any shape."""
-        self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS) - EVALUATION_MS
+        self._evaluations_ms -= EVALUATION_MS
+        if self._step > FIRST_EVALUATED:
+            self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS)
         self._acceptance.age(self._num_plain)
         self._num_plain = 0
         self._rates = rates = Rates.of(load, self._current, self._acceptance, step_time, self._shapes.model_free)

@@ -86,6 +86,25 @@ def test_of_rounds_faster_than_learning_only_some_are_learnt_from(took_ms: float
     assert (most - 0.2) * 300 < learnt <= most * 300, learnt
 
 
+def test_rounds_that_wait_for_the_host_are_rarely_evaluated() -> None:
+    """An evaluation takes as long as one of the embedded pair's rounds on an H200, where answers that end and begin
+    had one follow the other: 5 % of the time."""
+    engine = Engine(CHAIN, 8, 1024, chances_of(CHAIN, 3.0), took=(0.5, 0.6, 0.7), request_steps=30)
+    engine.rate(400)
+    evaluate, count = engine.choice._evaluate, 0
+
+    def counted(load: Load, step_time: StepTime) -> None:
+        nonlocal count
+        count += 1
+        evaluate(load, step_time)
+
+    engine.choice._evaluate = counted  # type: ignore[method-assign]
+    for batch in (8, 5, 8, 3) * 8:
+        engine.batch = batch
+        engine.rate(25)
+    assert 2 <= count <= 12, count
+
+
 def test_plain_rounds_are_left_when_drafts_become_right() -> None:
     """They tell nothing of drafts: probes do, and cost little."""
     engine = Engine(CHAIN, 64, 1024, chances_of(CHAIN, 1.1))
