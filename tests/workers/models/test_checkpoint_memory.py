@@ -1,6 +1,6 @@
 """A checkpoint of ten times the memory that a rank may use loads: files are mapped, and a rank copies its share.
 
-pytest -s -m slow tests/workers/models/test_large_checkpoints.py
+pytest -s -m slow tests/workers/models/test_checkpoint_memory.py
 """
 
 import json
