@@ -5,6 +5,7 @@ Serve's, or JSON objects with the request's id. Set up once in each process.
 import contextvars
 import json
 import logging
+import re
 import sys
 import time
 from typing import Literal, TextIO
@@ -14,6 +15,7 @@ _FIELDS = "fields"
 MARK = "aerie| "  # begins every line of text that an operator is to read
 
 # The client's name of the request that the current task carries out; "" outside of one.
+REQUEST_ID = re.compile(r"[!-~]{1,128}")  # ids that clients may give their requests
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 

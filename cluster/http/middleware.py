@@ -2,7 +2,6 @@
 unchanged."""
 
 import logging
-import re
 import time
 import uuid
 
@@ -18,11 +17,10 @@ from cluster.http.origins import Origins
 from cluster.http.page.files import PAGE_ROUTES
 from cluster.http.sending import suited
 from cluster.http.tracing import ARRIVED
-from cluster.logs import fields, request_id
+from cluster.logs import REQUEST_ID, fields, request_id
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID = re.compile(r"[!-~]{1,128}")
 # Probes carry no keys, and the page asks for one.
 OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/health_generate", "/ping"}) | PAGE_ROUTES
 QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # asked again and again: no line in the log

@@ -9,11 +9,12 @@ import re
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.logs import REQUEST_ID
 from deploy.haproxy.config import OF_TRACES, SERVES_OWN
 
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
 _UNREADABLE = b"not printable"  # as a request id: the ingress refuses it in words
-_READABLE_ID = re.compile(rb"[!-~]{1,128}")
+_READABLE_ID = re.compile(REQUEST_ID.pattern.encode())
 _PRINTABLE = re.compile(rb"[ -~]*")
 _SERVES_OWN = re.compile(SERVES_OWN.encode(), re.IGNORECASE)
 _OF_TRACES = tuple(name.encode() for name in OF_TRACES)

@@ -124,17 +124,13 @@ class LatencyBudget:
 
         Beyond a target that is a number the batch grows as slowly as this mean, which follows it, so that any size is
         reached and no gap is many times the others of its answer. The limit rises with the wait, so that no request
-        starves. "auto" is beyond all rounds that were measured.
+        starves. For targets that are a number: "auto" is beyond all rounds that were measured.
         """
-        if self.gives_way:
-            return math.inf
         waited = waited_s * 1000 / (PATIENT_TARGETS * self.target_ms)
         return max(self.target_ms, GROWTH_SHARE * self.target_ms + (1.0 + waited) * (mean_gap_ms or self.target_ms))
 
     def shape_limit_ms(self, mean_gap_ms: float) -> float:
-        """Maximum milliseconds of rounds of a slower shape than the last."""
-        if self.gives_way:
-            return math.inf
+        """Maximum milliseconds of rounds of a slower shape than the last, for targets that are a number."""
         return max(self.target_ms, SHAPE_SHARE * self.target_ms + SHAPE_GAPS * mean_gap_ms)
 
     def _chunk_ms(self, num_tokens: int) -> float:

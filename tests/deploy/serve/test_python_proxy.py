@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.http.middleware import REQUEST_ID
+from cluster.logs import REQUEST_ID
 from deploy.serve.python_proxy import ENVIRONMENT, middlewares
 
 _STEERING = (b"x-session-id", b"serve_multiplexed_model_id", b"serve-multiplexed-model-id")

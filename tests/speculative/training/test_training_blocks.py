@@ -234,7 +234,7 @@ def test_a_head_of_a_small_hybrid_is_trained_and_read_by_the_engine(kind: str, t
 
 
 def test_heads_read_layers_from_the_second_to_the_third_last() -> None:
-    """Of small targets all but the last; as z-lab's heads of 36 layers."""
+    """A target of fewer than six layers: all but the last. One of 36 layers: those that z-lab chose."""
     assert [captured_layers(count) for count in (2, 4, 6, 8)] == [[0], [0, 1, 2], [1, 2, 3], [1, 2, 3, 4, 5]]
     assert captured_layers(36) == [1, 9, 17, 25, 33]
 

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
+from attention.lazy_import import load
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
@@ -83,7 +83,7 @@ class AdapterConfig(ModelConfig):
                 f"tensor_parallel={tensor_parallel}: does not divide {source} ({named}, num_key_value_heads="
                 f"{', '.join(map(str, sorted(kv)))}); try one of {[n for n in range(1, 129) if fits(n)]}"
             )
-        import_module("workers.models.adapter.ranks").check_ranks(self, tensor_parallel, source)
+        load("workers.models.adapter.ranks:check_ranks")(self, tensor_parallel, source)  # which runs our model
 
     @property
     def _shares_attention(self) -> bool:
@@ -222,9 +222,8 @@ def _check_experts(model: PreTrainedModel, names: tuple[str, ...] | None) -> Non
 def _check_embedding(model: PreTrainedModel) -> None:
     """Refuse embeddings that do more than look a row up and multiply it by `scalar_embed_scale`."""
     embedding = model.get_input_embeddings()
-    scaled = hasattr(embedding, "scalar_embed_scale") or not hasattr(embedding, "embed_scale")
-    changed = type(embedding).forward is not nn.Embedding.forward and not hasattr(embedding, "scalar_embed_scale")
-    if not isinstance(embedding, nn.Embedding) or changed or not scaled:
+    is_plain = type(embedding).forward is nn.Embedding.forward and not hasattr(embedding, "embed_scale")
+    if not isinstance(embedding, nn.Embedding) or not (is_plain or hasattr(embedding, "scalar_embed_scale")):
         raise UnservableError(f"has an embedding of its own ({type(embedding).__name__})")
 
 

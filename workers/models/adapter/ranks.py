@@ -11,9 +11,7 @@ from workers.layers.linear import LinearBase, kv_head_span, rank_span
 from workers.models.adapter.config import AdapterConfig
 from workers.models.adapter.layers import GivenExperts
 from workers.models.adapter.model import TransformersModel
-from workers.models.adapter.survey import AttentionCall, decoder, keep_angles, reason_of
-
-_ROWS = 3
+from workers.models.adapter.survey import NUM_ROWS, AttentionCall, decoder, keep_angles, reason_of
 
 
 class _Shapes(TPGroup):
@@ -61,10 +59,10 @@ class _Product:
 def check_ranks(config: AdapterConfig, tensor_parallel: int, source: str) -> None:
     """Raises ValueError, naming `source`, if a rank of `tensor_parallel` could not run its share."""
     group, device = _Shapes(0, tensor_parallel), torch.device("meta")
-    ids = torch.zeros(1, _ROWS, dtype=torch.int64, device=device)
+    ids = torch.zeros(1, NUM_ROWS, dtype=torch.int64, device=device)
     try:
         with device, torch.no_grad():
-            model = TransformersModel(config, group, _ROWS, device)
+            model = TransformersModel(config, group, NUM_ROWS, device)
             for call in config.calls:
                 model.theirs.get_submodule(call.module).paged = _Attention(call, group)
             for path, module in model.named_modules():

@@ -18,7 +18,7 @@ from attention.scores import ScoreRule
 
 ATTENTION = "aerie"  # the name of our attention among those of transformers
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
-_ROWS = 3
+NUM_ROWS = 3  # of a model's trial on the meta device
 _MAX_REASON = 200  # letters of an error of transformers in a refusal
 _HARMLESS = {"dropout", "position_ids", "is_causal", "cache_position", "use_cache", "output_attentions"}
 
@@ -102,7 +102,7 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     for path, module in model.named_modules():
         module.paged = _Recorder(path, module, calls)
         keep_angles(module)  # it would read the largest position, and there is no memory to read
-    ids = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
+    ids = torch.zeros(1, NUM_ROWS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), _marked_masks(model):
             decoder(model)(input_ids=ids, position_ids=ids, use_cache=False)

@@ -9,6 +9,7 @@ from attention.capability import Capability
 from attention.ops.operation import Implementation
 from workers.ops.activation import silu_mul
 from workers.ops.gemm.workspace import GEMMOptions
+from workers.ops.packed.cuda.tiles import STEP
 from workers.ops.packed.weight import PackedWeight, dequantize
 
 
@@ -51,10 +52,10 @@ PRODUCTS = (
             and weight.code == "int4"
             and weight.row_scale is None
             and weight.scales.dtype.itemsize == 2
-            and weight.in_features % 128 == 0
-            and (weight.group == weight.in_features or weight.group % 128 == 0)
+            and weight.in_features % STEP == 0
+            and (weight.group == weight.in_features or weight.group % STEP == 0)
         ),
-        "int4, 16-bit rows and scales, inputs and groups a multiple of 128",
+        f"int4, 16-bit rows and scales, inputs and groups a multiple of {STEP}",
     ),
     Implementation(
         "triton",
