@@ -22,9 +22,14 @@ def check_finite(
     elsewhere: Set[str] = frozenset(),
 ) -> None:
     """Raise ValueError naming file and tensor where weights of `model` are NaN or infinite. Reads every weight once on
-    its device, without a copy, and waits once. read: the checkpoint's tensors again, which happens only to name those
-    that are wrong. elsewhere, source: as of `load_weights`."""
-    modules = [(path, module) for path, module in weighted_modules(model) if path not in elsewhere]
+    its device, without a copy, and waits once. Modules that load no tensor are left out: `finish` fills theirs later.
+
+    read: the checkpoint's tensors again, which happens only to name those that are wrong.
+    elsewhere, source: as of `load_weights`.
+    """
+    modules = [
+        (path, module) for path, module in weighted_modules(model) if path not in elsewhere and module.weight_keys()
+    ]
     bad = _not_finite(modules)
     if not bad:
         return

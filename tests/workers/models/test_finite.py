@@ -1,23 +1,26 @@
-"""NaN and infinite weights end a load with the file and the tensor; finite ones of every type pass."""
+"""NaN and infinite weights end a load with the file and the tensor; finite ones of every type pass. What
+stood in the memory before plays no part."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from tests.support.tiny_models import make_target
+from tests.support.tiny_models import FAMILY_SETTINGS, make_target
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
+from workers.models.decoder import TargetModel
 from workers.models.finite import _is_finite
-from workers.models.loading import load_target, read_target_config
+from workers.models.loading import _memory_for, load_target, read_target_config
 
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, group: TPGroup = SOLO, dtype: str = "auto") -> None:
+def load(folder: Path, group: TPGroup = SOLO, dtype: str = "auto") -> TargetModel:
     source = ModelSource(path=str(folder), dtype=dtype)  # type: ignore[arg-type]
-    load_target(source, read_target_config(source, group.size), group, CPU, 16)
+    return load_target(source, read_target_config(source, group.size), group, CPU, 16)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -46,6 +49,22 @@ def test_weights_that_overflow_the_type_are_told_from_damaged_ones(tmp_path: Pat
     load(folder)
     with pytest.raises(ValueError, match=r"weights of norm overflow torch.float16; set dtype: bfloat16"):
         load(folder, dtype="float16")
+
+
+def _nan_memory(planned: Tensor, device: torch.device) -> Tensor:
+    """Memory as a device may give it: the worst that can stand there."""
+    memory = _memory_for(planned, device)
+    return memory.fill_(float("nan") if memory.is_floating_point() else -1)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", *FAMILY_SETTINGS])
+def test_a_load_fills_every_weight_and_checks_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    folder = make_target(tmp_path, architecture=architecture)
+    monkeypatch.setattr("workers.models.loading._memory_for", _nan_memory)
+    model = load(folder)
+    assert [name for name, weight in model.named_parameters() if weight.isnan().any()] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
