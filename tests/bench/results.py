@@ -1,6 +1,6 @@
-"""Today's figures: `results.jsonl`, and the tables of RESULTS.md that are made of them.
+"""Today's figures: `results.jsonl`, the tables of RESULTS.md and the pictures of docs/ that are made of them.
 
-    python -m tests.bench results     # writes the tables; a test fails where the page differs
+    python -m tests.bench results     # writes them; a test fails where they differ
 
 A line of `results.jsonl` is one figure (`Figure`). To record a measurement, change or add its line and run the command.
 """
@@ -109,7 +109,11 @@ def _short(value: Number | str | None) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(page(PAGE.read_text(), figures()))
+    from tests.bench import plots
+
+    found = figures()
+    PAGE.write_text(page(PAGE.read_text(), found))
+    plots.write(found)
 
 
 if __name__ == "__main__":

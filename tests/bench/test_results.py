@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.bench.__main__ import BENCHES
+from tests.bench.plots import DOCS, PLOTS
 from tests.bench.results import PAGE, Figure, figures, lines, page
 from tests.bench.served import ROOT
 
@@ -37,6 +38,11 @@ def test_tables_of_a_page_are_those_of_the_file() -> None:
     """After a change of `results.jsonl`: python -m tests.bench results."""
     assert PAGE.read_text() == page(PAGE.read_text(), figures())
     assert {figure.place[0] for figure in figures()} == set(re.findall("^### (.*)$", PAGE.read_text(), re.M))
+
+
+def test_pictures_are_those_of_the_file() -> None:
+    for name, plot in PLOTS.items():
+        assert (DOCS / name).read_text() == plot(figures()), name
 
 
 def test_both_pages_stay_short() -> None:
