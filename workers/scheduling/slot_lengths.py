@@ -76,15 +76,23 @@ class SlotLengths:
         self.max_pending[slots] += max_new_tokens
         self.min_pending[slots] += 1
 
+    def take_tokens(self, rounds: Slots, first: Slots, now_s: float) -> None:
+        """Tokens came at `now_s`: the next ones of the requests in `rounds`, the first ones of those in `first`.
+        From twice `MEAN_GAPS` gaps on, a slot forgets the older half of them."""
+        for slots in (rounds, first):
+            self.last_token_s[slots] = now_s
+        self.gaps_since_s[first] = now_s
+        self.num_gaps[rounds] += 1
+        many = rounds[self.num_gaps[rounds] >= 2 * MEAN_GAPS]
+        self.gaps_since_s[many] = (self.gaps_since_s[many] + now_s) / 2
+        self.num_gaps[many] //= 2
+
     def mean_gap_ms(self) -> float:
         """Return the shortest mean gap between a running request's tokens; 0 without gaps. A mean is over `MEAN_GAPS`
         to twice as many gaps, or all there are."""
         slots = np.flatnonzero(self.decoding & (self.num_gaps > 0))
         if len(slots) == 0:
             return 0.0
-        many = slots[self.num_gaps[slots] >= 2 * MEAN_GAPS]
-        self.gaps_since_s[many] = (self.gaps_since_s[many] + self.last_token_s[many]) / 2
-        self.num_gaps[many] //= 2
         means_s = (self.last_token_s[slots] - self.gaps_since_s[slots]) / self.num_gaps[slots]
         return float(means_s.min()) * 1000
 

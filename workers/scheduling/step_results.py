@@ -171,9 +171,7 @@ class StepResults:
         slot_pages.committed[rounds] += emitted_by_round  # a prompt's KV was counted when its chunks were planned
         slot_pages.max_pending[rounds] -= step.max_new_tokens
         self._stats.inter_token_s.observe_all(now - slot_pages.last_token_s[rounds])
-        slot_pages.last_token_s[slots] = now
-        slot_pages.num_gaps[rounds] += 1
-        slot_pages.gaps_since_s[slots[num_rounds:]] = now
+        slot_pages.take_tokens(rounds, slots[num_rounds:], now)
         return before
 
     def _learn(self, step: InFlightStep, accepted: npt.NDArray[np.int32]) -> list[int]:

@@ -6,6 +6,7 @@ import pytest
 from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
 from attention.kv_cache.prefix_cache import Match, PrefixCache
 from workers.scheduling.plan import unpack_i32
+from workers.scheduling.slot_lengths import MEAN_GAPS
 from workers.scheduling.slot_pages import SlotPages
 
 PAGE = 4
@@ -77,3 +78,18 @@ def test_pages_of_a_request_without_a_slot_are_those_that_the_cache_has(pages: S
     assert unpack_i32(pages.take_cleared()).tolist() == [DUMMY_PAGE]
     assert pages.fit_slot(enter(pages, 1, 0), 19 * PAGE) == 0
     assert unpack_i32(pages.take_cleared()).tolist() == held
+
+
+def test_the_mean_gap_forgets_an_old_pace_whether_it_is_asked_or_not(pages: SlotPages) -> None:
+    """10 ms a token, then 30: a mean is over at most twice `MEAN_GAPS` gaps, and a question changes nothing."""
+    slot, first = np.array([enter(pages, 0)]), np.array([], np.int64)
+    pages.decoding[slot] = True
+    pages.take_tokens(first, slot, now := 100.0)
+    assert pages.mean_gap_ms() == 0.0
+    for number in range(8 * MEAN_GAPS):
+        pages.take_tokens(slot, first, now := now + (0.01 if number < 4 * MEAN_GAPS else 0.03))
+        if number == 2 * MEAN_GAPS - 2:  # the last before the older half is forgotten
+            means = [pages.mean_gap_ms() for _ in range(3)]
+            assert means == pytest.approx([10.0] * 3)
+    assert MEAN_GAPS <= pages.num_gaps[slot[0]] < 2 * MEAN_GAPS
+    assert pages.mean_gap_ms() == pytest.approx(30.0 - 20.0 / 2**4)  # each `MEAN_GAPS` gaps halve what is left of it
