@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.tiny_models import FAMILY_SETTINGS, make_target
+from tests.support.tiny_models import FAMILY_SETTINGS, VOCAB, make_target
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.models.decoder import TargetModel
@@ -61,10 +61,11 @@ def _nan_memory(planned: Tensor, device: torch.device) -> Tensor:
 def test_a_load_fills_every_weight_and_checks_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
-    folder = make_target(tmp_path, architecture=architecture)
+    folder = make_target(tmp_path, architecture=architecture, vocab_size=VOCAB + (architecture != "Gemma4"))
     monkeypatch.setattr("workers.models.loading._memory_for", _nan_memory)
-    model = load(folder)
-    assert [name for name, weight in model.named_parameters() if weight.isnan().any()] == []
+    for group in (SOLO, TPGroup(1, 2)):
+        model = load(folder, group)
+        assert [name for name, weight in model.named_parameters() if weight.isnan().any()] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
