@@ -1,7 +1,6 @@
-"""Training: a small chat target with an EAGLE-3 or a block head, a small DeepSeek-V3 and a small Qwen3.5 with their
-MTP modules, and drafts for targets that exist.
+"""Training: a small chat target, and drafts for any target: EAGLE-3 and block heads, and the target's MTP module.
 
-    cli              options of `aerie train-target`, `train-deepseek`, `train-hybrid` and `train-draft`
+    cli              options of `aerie train-target` and `train-draft`
     commands         what these commands do
     fit_options      the trainer's arguments from a command's
     rows             JSON and JSONL rows in several forms -> conversations
@@ -19,9 +18,7 @@ MTP modules, and drafts for targets that exist.
     mtp_files        MTP modules in their checkpoints, trained further
     experts          a router and experts over whole sequences
     deepseek_layers  DeepSeek-V3's layer and MTP module over whole sequences
-    deepseek         a small DeepSeek-V3: shape, training, published folder layout
     hybrid_layers    Qwen3.5's layer of gated attention, its experts and MTP module over whole sequences
-    hybrid           a small Qwen3.5: shape, training, published folder layout
 
 `deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. From the
 engine they use the descriptions of models and drafts, nothing else.

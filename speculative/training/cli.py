@@ -1,5 +1,4 @@
-"""Adds `train-target`, `train-deepseek`, `train-hybrid` and `train-draft` to the `aerie` command. Imports no torch
-before one runs."""
+"""Adds `train-target` and `train-draft` to the `aerie` command. Imports no torch before one runs."""
 
 from __future__ import annotations
 
@@ -20,8 +19,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Registers the commands; each sets `run`, the "module:function" that takes the parsed
     arguments and returns the exit code."""
     _add_target(subparsers)
-    _add_deepseek(subparsers)
-    _add_hybrid(subparsers)
     _add_draft(subparsers)
 
 
@@ -64,7 +61,7 @@ def _add_target(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Trains a tokenizer and a small Llama-architecture chat model on your rows.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _add_common(parser, lr=1e-3, epochs=12.0, batch_tokens=16384)
+    add_common(parser, lr=1e-3, epochs=12.0, batch_tokens=16384)
     shape = parser.add_argument_group("model")
     shape.add_argument("--vocab-size", type=int, default=4096, help="tokens of the tokenizer")
     shape.add_argument("--hidden-size", type=at_least(1), default=512)
@@ -73,44 +70,9 @@ def _add_target(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     shape.add_argument("--heads", type=at_least(1), default=8)
     shape.add_argument("--kv-heads", type=at_least(1), default=2)
     shape.add_argument("--max-positions", type=at_least(2), default=2048)
-    _add_chat(parser)
+    add_chat(parser)
     parser.add_argument("--strip-calc-marks", action="store_true", help="take GSM8K's <<48/2=24>> marks out")
     parser.set_defaults(run="speculative.training.cli:run", function="run_train_target")
-
-
-def _add_deepseek(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    module = _add_with_module(subparsers, "deepseek", "DeepSeek-V3", "latent attention, experts", megabytes=31)
-    module.add_argument(
-        "--router-bias-speed", type=at_least(0, float), default=1e-3, help="change of a router's bias per step"
-    )
-
-
-def _add_hybrid(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    _add_with_module(subparsers, "hybrid", "Qwen3.5", "gated delta rule, gated attention", megabytes=21)
-
-
-def _add_with_module(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, model: str, parts: str, megabytes: int
-) -> argparse._ArgumentGroup:
-    """The command `train-NAME` for a small target with a module for multi-token prediction. Returns the group of the
-    module's options. megabytes: of size "small"."""
-    parser = subparsers.add_parser(
-        f"train-{name}",
-        help=f"train a small chat model of {model}'s shape",
-        description=f"Trains a small model of {model}'s architecture ({parts}) and its module for multi-token "
-        "prediction together on your rows.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    _add_common(parser, lr=2e-3, epochs=12.0, batch_tokens=16384)
-    sizes = f"{megabytes} MB, or 1 MB for tests on a CPU"
-    parser.add_argument("--size", choices=("small", "tiny"), default="small", help=sizes)
-    parser.add_argument("--tokenizer", type=Path, help="use this model folder's tokenizer instead of a new one")
-    _add_chat(parser)
-    module = parser.add_argument_group("module")
-    module.add_argument("--mtp-steps", type=at_least(1), default=3, help="steps it is unrolled on its own outputs")
-    module.add_argument("--mtp-weight", type=at_least(0, float), default=0.3, help="its loss's, beside the target's")
-    parser.set_defaults(run="speculative.training.cli:run", function=f"run_train_{name}")
-    return module
 
 
 def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -126,7 +88,7 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--method", choices=("eagle3", *BLOCK_METHODS, "mtp"), default="eagle3", help="a head, or the target's module"
     )
-    _add_common(parser, lr=3e-4, epochs=4.0, batch_tokens=8192)
+    add_common(parser, lr=3e-4, epochs=4.0, batch_tokens=8192)
     draft = parser.add_argument_group("head")
     draft.add_argument("--draft-vocab", type=at_least(1), help="tokens the draft may propose; 32000 when not given")
     draft.add_argument("--intermediate-size", type=at_least(1), help="width of its MLP; the target's when not given")
@@ -168,7 +130,7 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run="speculative.training.cli:run", function="run_train_draft")
 
 
-def _add_chat(parser: argparse.ArgumentParser) -> None:
+def add_chat(parser: argparse.ArgumentParser) -> None:
     """The options of a target trained from scratch."""
     training = parser.add_argument_group("target training")
     training.add_argument("--dropout", type=_share, default=0.1, help="on the outputs of attention, MLP and experts")
@@ -178,7 +140,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--preview", nargs="*", default=[], metavar="PROMPT", help="prompts to answer at the end")
 
 
-def _add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, batch_tokens: int) -> None:
+def add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, batch_tokens: int) -> None:
     parser.add_argument(
         "--data",
         nargs="+",

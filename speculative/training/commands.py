@@ -1,5 +1,4 @@
-"""The commands `aerie train-target`, `train-deepseek`, `train-hybrid` and `train-draft`: from parsed arguments to a
-saved model folder.
+"""The commands `aerie train-target` and `train-draft`: from parsed arguments to a saved model folder.
 
 Under `torchrun` each process trains on its share of the batches; the first one regenerates, saves, measures and prints.
 """
@@ -8,19 +7,17 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from speculative.training import TrainingError, TrainingInterrupted, hybrid
+from speculative.training import TrainingError, TrainingInterrupted
 from speculative.training.blocks.files import KINDS, BlockKind
 from speculative.training.checkpoints import checkpoints
-from speculative.training.deepseek import SIZES, build_deepseek, save_deepseek, train_deepseek
 from speculative.training.draft import DraftKind, measure_acceptance, train_draft
 from speculative.training.eagle3_files import Eagle3Kind
 from speculative.training.fit_options import fit_arguments
@@ -29,9 +26,6 @@ from speculative.training.mtp_files import MtpKind
 from speculative.training.rows import Conversation, Turn, read_conversations, split_validation, without_calc_marks
 from speculative.training.samples import Sample, answer_prompts, encode_answers, read_samples, write_samples
 from speculative.training.target import ChatData, build_target, build_tokenizer, save_target, train_target
-from speculative.training.trainer import FitArguments
-
-ModelT = TypeVar("ModelT")
 
 DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind, **dict.fromkeys(KINDS, BlockKind)}
 
@@ -67,43 +61,6 @@ def run_train_target(arguments: argparse.Namespace) -> int:
     if options.should_save:
         save_target(model, tokenizer, arguments.output)
         finish("target", arguments, losses)
-        preview(arguments.output, arguments.preview, options.device)
-    return 0
-
-
-def run_train_deepseek(arguments: argparse.Namespace) -> int:
-    """Train a small DeepSeek-V3 with its module and save them; print losses and the experts' shares. Returns 0."""
-    return _train_with_module(arguments, "deepseek", SIZES, build_deepseek, train_deepseek, save_deepseek)
-
-
-def run_train_hybrid(arguments: argparse.Namespace) -> int:
-    """Train a small Qwen3.5 with its module and save them; print losses. Returns 0."""
-    steps = hybrid.build_hybrid, hybrid.train_hybrid, hybrid.save_hybrid
-    return _train_with_module(arguments, "hybrid", hybrid.SIZES, *steps)
-
-
-def _train_with_module(
-    arguments: argparse.Namespace,
-    title: str,
-    sizes: Mapping[str, dict[str, int]],
-    build: Callable[[dict[str, int], PreTrainedTokenizerBase, int], ModelT],
-    train: Callable[[ChatData, ModelT, FitArguments, argparse.Namespace], list[float]],
-    save: Callable[[ModelT, PreTrainedTokenizerBase, Path], None],
-) -> int:
-    """Train a small model and its module together, from the parts that its family has."""
-    options = fit_arguments(arguments)
-    train_rows, held = split_rows(arguments)
-    shape = sizes[arguments.size]
-    if arguments.tokenizer:
-        tokenizer = read_tokenizer(arguments.tokenizer)
-    else:
-        tokenizer = build_tokenizer(train_rows, shape["vocab_size"], shape["max_position_embeddings"])
-    model = build(shape, tokenizer, arguments.seed)
-    data = ChatData(train_rows, held, tokenizer, min(arguments.max_length, shape["max_position_embeddings"]))
-    losses = train(data, model, options, arguments)
-    if options.should_save:
-        save(model, tokenizer, arguments.output)
-        finish(title, arguments, losses)
         preview(arguments.output, arguments.preview, options.device)
     return 0
 
@@ -257,16 +214,6 @@ def load_target(
             "describes; download it again"
         )
     return tokenizer, model.to(device).eval()
-
-
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's folder. Raises `TrainingError` if there is none."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        cause = str(error).strip().partition("\n")[0]
-        raise TrainingError(f"tokenizer={folder}: cannot be loaded ({cause}); give the folder of a model") from None
-    return tokenizer
 
 
 def preview(folder: Path, prompts: Sequence[str], device: torch.device) -> None:

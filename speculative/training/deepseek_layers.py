@@ -79,10 +79,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(model.hidden_size, model.expert_width, model.routing.num_experts)
         self.shared_experts = GatedMLP(model.hidden_size, model.shared_width) if model.shared_width else None
 
-    def forward(self, x: Tensor, live: Tensor | None = None) -> Tensor:
-        """[B, T, H] -> [B, T, H]. live: [B, T] bool."""
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, H]."""
         flat = x.flatten(0, 1)
-        chosen, weight = self.gate(flat, None if live is None else live.flatten())
+        chosen, weight = self.gate(flat)
         out: Tensor = self.experts(flat, chosen, weight).view_as(x)
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
@@ -99,12 +99,10 @@ class DeepseekLayer(nn.Module):
             RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2)
         )
 
-    def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache, live: Tensor | None = None
-    ) -> Tensor:
-        """The residual stream [B, T, H] after the layer. live: [B, T] bool, false for padding."""
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
+        """The residual stream [B, T, H] after the layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden), live)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
 
@@ -113,21 +111,6 @@ def mtp_head(method: DeepseekMtp) -> MtpHead:
     model = method.model
     assert isinstance(model, DeepseekConfig), "only its architecture is trained"
     return MtpHead(method, DeepseekLayer(model, 0), model, model.rms_eps)
-
-
-def initialise(module: nn.Module) -> None:
-    """Draw matrices with a standard deviation of 0.02 from the global RNG, set norms to ones."""
-    for name, parameter in module.named_parameters():
-        if parameter.dim() >= 2:
-            nn.init.normal_(parameter, std=0.02)
-        else:
-            assert "norm" in name, f"{name} is no norm"
-            nn.init.ones_(parameter)
-
-
-def routers(module: nn.Module) -> list[Router]:
-    """The module's routers."""
-    return [part for part in module.modules() if isinstance(part, Router)]
 
 
 def layer_tensors(layer: nn.Module, name: str) -> dict[str, Tensor]:

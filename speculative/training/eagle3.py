@@ -77,8 +77,8 @@ class GatedMLP(nn.Module):
         self.up_proj = linear(hidden, width)
         self.down_proj = linear(width, hidden)
 
-    def forward(self, x: Tensor, live: Tensor | None = None) -> Tensor:
-        """[.., H] -> [.., H]. live: unused; a mixture of experts needs it."""
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., H] -> [.., H]."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 

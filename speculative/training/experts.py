@@ -18,13 +18,9 @@ _EXPERTS = ".mlp.experts."
 
 
 class Router(nn.Module):
-    """Chooses experts in float32, and counts the choices in training mode.
-
-    counts: [experts] float32, choices by live rows since `balance` was last called.
-    """
+    """Chooses experts in float32."""
 
     e_score_correction_bias: Tensor
-    counts: Tensor
 
     def __init__(self, hidden: int, routing: Routing) -> None:
         super().__init__()
@@ -32,26 +28,12 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden))
         if routing.has_bias:
             self.register_buffer("e_score_correction_bias", torch.zeros(routing.num_experts))
-        self.register_buffer("counts", torch.zeros(routing.num_experts), persistent=False)
 
-    def forward(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The chosen experts [N, k] int64 and their weights [N, k] float32 for rows [N, H]. live: [N] bool, false for
-        padding."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The chosen experts [N, k] int64 and their weights [N, k] float32 for rows [N, H]."""
         bias = self.e_score_correction_bias if self.routing.has_bias else None
         with torch.autocast(x.device.type, enabled=False):
-            chosen, weight = route(functional.linear(x.float(), self.weight.float()), bias, self.routing)
-        if self.training:
-            ones = torch.ones_like(weight) if live is None else live.to(weight.dtype)[:, None].expand_as(weight)
-            self.counts.index_add_(0, chosen.flatten(), ones.detach().flatten())
-        return chosen, weight
-
-    @torch.no_grad()
-    def balance(self, speed: float) -> None:
-        """Lower the bias of experts with more than an even share and raise the others', by a fixed step (arXiv
-        2412.19437, section 2.1.2)."""
-        if self.routing.has_bias:
-            self.e_score_correction_bias += speed * torch.sign(self.counts.mean() - self.counts)
-        self.counts.zero_()
+            return route(functional.linear(x.float(), self.weight.float()), bias, self.routing)
 
 
 class Experts(nn.Module):

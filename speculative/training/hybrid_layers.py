@@ -73,10 +73,10 @@ class GatedExperts(nn.Module):
         self.shared_expert = GatedMLP(size, experts.shared_width)
         self.shared_expert_gate = linear(size, 1)
 
-    def forward(self, x: Tensor, live: Tensor | None = None) -> Tensor:
-        """[B, T, H] -> [B, T, H]. live: [B, T] bool, false for padding."""
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, H]."""
         flat = x.flatten(0, 1)
-        chosen, weight = self.gate(flat, None if live is None else live.flatten())
+        chosen, weight = self.gate(flat)
         out: Tensor = self.experts(flat, chosen, weight).view_as(x)
         shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return out + shared
@@ -93,12 +93,10 @@ class HybridLayer(nn.Module):
         self.input_layernorm = ZeroCentredRMSNorm(model.hidden_size, model.rms_eps)
         self.post_attention_layernorm = ZeroCentredRMSNorm(model.hidden_size, model.rms_eps)
 
-    def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache, live: Tensor | None = None
-    ) -> Tensor:
-        """The residual stream [B, T, H] after the layer. live: [B, T] bool, false for padding."""
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
+        """The residual stream [B, T, H] after the layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden), live)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
 
@@ -106,13 +104,6 @@ def mtp_head(method: QwenMtp) -> MtpHead:
     """The trainable module, of zeros and fresh matrices."""
     model = method.model
     return MtpHead(method, HybridLayer(model), model, model.rms_eps, ZeroCentredRMSNorm)
-
-
-def initialise(head: MtpHead) -> None:
-    """Draw matrices with a standard deviation of 0.02 from the global RNG; norms stay zeros, which mean ones."""
-    for parameter in head.parameters():
-        if parameter.dim() >= 2:
-            nn.init.normal_(parameter, std=0.02)
 
 
 def module_tensors(head: MtpHead) -> dict[str, Tensor]:

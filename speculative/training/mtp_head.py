@@ -32,7 +32,7 @@ class RotatedConfig(Protocol):
 class MtpHead(TrainedDraft):
     """The trainable module; embedding and vocabulary head are the target's.
 
-    layer: called with (hidden [B, T, H], cos, sin, cache, live) for the residual stream after it.
+    layer: called with (hidden [B, T, H], cos, sin, cache) for the residual stream after it.
     norm: makes a norm of (size, eps).
     """
 
@@ -63,14 +63,14 @@ class MtpHead(TrainedDraft):
         final: Tensor = output.last_hidden_state
         return final
 
-    def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int, live: Tensor | None = None) -> list[Tensor]:
+    def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
         """The output of the last norm, which is the recurrent state, in each step. captured: the target's final hidden
-        state. live: [B, T] bool, false for padding."""
+        state."""
         hidden, cache, steps = captured, BranchCache(), []
         for step in range(num_steps):
             cos, sin = rotation(self._rotated.rope, self.frequencies, embeddings.shape[1], step)
             joined = torch.cat((self.enorm(shift_left(embeddings, step + 1)), self.hnorm(hidden)), dim=-1)
-            hidden = self.norm(self.layer(self.eh_proj(joined), cos, sin, cache, live))
+            hidden = self.norm(self.layer(self.eh_proj(joined), cos, sin, cache))
             steps.append(hidden)
         return steps
 

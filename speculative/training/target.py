@@ -194,7 +194,6 @@ def fit_target(
     *,
     dropout: float,
     title: str,
-    after_step: Callable[[], None] | None = None,
 ) -> list[float]:
     """Train a model from scratch in place on the device; return the logged losses.
 
@@ -215,7 +214,6 @@ def fit_target(
         options,
         title=title,
         evaluate=(lambda: evaluate(held)) if held else None,
-        after_step=after_step,
     )
 
 

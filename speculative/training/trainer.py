@@ -96,13 +96,11 @@ def fit(
     *,
     title: str,
     evaluate: Callable[[], dict[str, float]] | None = None,
-    after_step: Callable[[], None] | None = None,
 ) -> list[float]:
     """Train the model in place on the samples and return the logged losses, those before a resume included.
 
     loss_of: scalar loss of a batch; the first argument is the model, wrapped if there are several processes.
     evaluate: figures to print every `eval_steps` steps and at the end.
-    after_step: called after each optimizer step, for state without a gradient.
 
     A checkpoint is kept every `save_steps` steps, at the end, and at Ctrl-C. A resume with more steps follows the
     learning rate of the longer training.
@@ -122,7 +120,7 @@ def fit(
     if arguments.resume:
         checkpoint = str(checkpoint_to_resume(output, arguments.settings, arguments.max_steps, _Session.__name__))
     with interrupts_between_steps() as is_interrupted, contextlib.closing(_Session(title, arguments)) as session:
-        session.is_interrupted, session.after_step = is_interrupted, after_step
+        session.is_interrupted = is_interrupted
         session.limit = TimeLimit(arguments.max_seconds)
         trainer = _StepTrainer(
             loss_of,
@@ -210,7 +208,6 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
     title: str
     arguments: FitArguments
     is_interrupted: Callable[[], bool] = bool
-    after_step: Callable[[], None] | None = None
     limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
     bar: Any = None
 
@@ -224,8 +221,6 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, **shown)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.after_step is not None:
-            self.after_step()
         self.bar.update()
         if self.limit.share() >= 1:
             control.should_log = control.should_training_stop = True

@@ -64,8 +64,6 @@ def test_help_does_not_import_torch_or_ray() -> None:
         "chat",
         "bench",
         "train-target",
-        "train-deepseek",
-        "train-hybrid",
         "train-draft",
         "token-map",
         "tekken",

@@ -1,7 +1,7 @@
 """Speculation changes no token of a trained Qwen3.5 with its own module: the state of recurrent layers after chains and
 trees, on text that was learnt.
 
-`tests/models/hybrid_tiny` was made by `aerie train-hybrid --size tiny` (its README says how), with the tokenizer of
+`tests/models/hybrid_tiny` was made by `tests.support.targets` (its README says how), with the tokenizer of
 `deepseek_tiny`, so that both have the same prompts.
 """
 

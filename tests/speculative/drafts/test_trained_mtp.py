@@ -1,7 +1,7 @@
 """Speculation changes no token of a trained model of DeepSeek-V3's shape with its own module: latent attention, experts
 in groups whose routers are balanced, chain and tree.
 
-`tests/models/deepseek_tiny` was made by `aerie train-deepseek --size tiny` (its README says how). A random
+`tests/models/deepseek_tiny` was made by `tests.support.targets` (its README says how). A random
 model (`test_mtp`) has texts of its own kind and drafts that are right by construction; here both are learnt.
 """
 

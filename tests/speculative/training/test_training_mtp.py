@@ -14,17 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from speculative.training import TrainingError
 from speculative.training.commands import DRAFTS
-from speculative.training.deepseek import (
-    SIZES,
-    DeepseekTarget,
-    build_deepseek,
-    save_deepseek,
-)
-from speculative.training.deepseek_layers import routers
 from speculative.training.experts import Experts, Router
 from speculative.training.mtp_files import read_module, save_module
 from tests.speculative.training.conftest import run
 from tests.support.drafts.mtp import check_trained
+from tests.support.targets.__main__ import main
+from tests.support.targets.deepseek import SIZES, Balance, DeepseekTarget, build_deepseek, save_deepseek
 from workers.ops.experts.route import Routing
 
 SHAPE = SIZES["tiny"] | {
@@ -49,8 +44,9 @@ def model(tokenizer: PreTrainedTokenizerBase) -> DeepseekTarget:
         torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else torch.nn.init.uniform_(
             parameter, 0.5, 1.5
         )
-    for router in routers(model):
-        torch.nn.init.uniform_(router.e_score_correction_bias, -0.2, 0.2)
+    for part in model.modules():
+        if isinstance(part, Router):
+            torch.nn.init.uniform_(part.e_score_correction_bias, -0.2, 0.2)
     for tensor in model.state_dict().values():
         tensor.copy_(tensor.bfloat16())  # what is saved
     return model.eval()
@@ -96,13 +92,14 @@ def test_the_bias_of_a_router_evens_out_who_is_chosen() -> None:
     router = Router(16, Routing(8, 2, "sigmoid", 4, 2, 2, has_bias=True, normalise=True)).train()
     torch.nn.init.normal_(router.weight, std=0.05)
     router.weight.data += torch.linspace(-0.2, 0.2, 8)[:, None]
-    x = torch.randn(256, 16) + 0.5
+    x, balance = torch.randn(256, 16) + 0.5, Balance([router])
+    balance.live = torch.arange(256) < 200
     used = []
     for _ in range(300):
-        router(x, torch.arange(256) < 200)
-        assert int(router.counts.sum()) == 2 * 200  # not the padding
-        used.append(router.counts / router.counts.mean())
-        router.balance(0.01)
+        router(x)
+        assert int(balance.counts[0].sum()) == 2 * 200  # not the padding
+        used.append(balance.shares())
+        balance.step(0.01)
     assert float(used[0].max()) > 3 and float(used[0].min()) < 0.05
     assert float(used[-1].max()) < 2 and float(used[-1].min()) > 0.3
 
@@ -113,7 +110,7 @@ def test_the_module_of_a_trained_model_is_trained_further(
     """From the checkpoint's own module, on the target's own answers."""
     target, draft = tmp_path / "target", tmp_path / "draft"
     common = f"--data {rows} --batch-tokens 512 --val-fraction 0.1 --warmup-steps 2"
-    assert run(f"train-deepseek --size tiny {common} --output {target} --steps 2 --mtp-steps 1") == 0
+    assert main(f"deepseek --size tiny {common} --output {target} --steps 2 --mtp-steps 1 --device cpu".split()) == 0
     assert "least_used_expert" in capsys.readouterr().out
     made = "--regenerate --temperatures 0 --max-new-tokens 5 --ttt-length 2 --measure-depths 3"
     assert run(f"train-draft --method mtp {common} --target {target} --output {draft} --steps 2 {made}") == 0

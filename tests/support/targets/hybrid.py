@@ -1,8 +1,8 @@
 """A small model of Qwen3.5's architecture with its MTP module: shape, training, and the published folder layout.
 
-`aerie train-hybrid` trains target and module together: three layers of the gated delta rule before each one of gated
+Target and module are trained together: three layers of the gated delta rule before each one of gated
 attention (arXiv 2412.06464). The target is transformers' own model, whose reference of the chunked rule has gradients;
-the module is `hybrid_layers`'. It uses the target's embedding and vocabulary head.
+the module is `speculative.training.hybrid_layers`'. It uses the target's embedding and vocabulary head.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5Tex
 
 from speculative.drafts.mtp_qwen import QwenMtp
 from speculative.training import TrainingError
-from speculative.training.deepseek import joint_loss
 from speculative.training.eagle3_files import token_ids
-from speculative.training.hybrid_layers import initialise, module_tensors, mtp_head
+from speculative.training.hybrid_layers import module_tensors, mtp_head
 from speculative.training.mtp_files import write_checkpoint
 from speculative.training.samples import Batch, Sample, attention_masks
 from speculative.training.target import ChatData, answer_loss, fit_target
 from speculative.training.trainer import FitArguments
+from tests.support.targets.deepseek import joint_loss
 from workers.models.registry import family_of
 
 # Dimensions by their names in config.json. small: 21 MB in bf16.
@@ -83,7 +83,7 @@ class HybridTarget(nn.Module):
     def forward(self, tokens: Tensor, live: Tensor, mtp_steps: int) -> list[Tensor]:
         """Logits [B, T, vocabulary]: the target's for the next token, then each module step's for one token later."""
         hidden = self.hidden(tokens)
-        steps = self.mtp.unroll(self.model.model.embed_tokens(tokens), hidden, mtp_steps, live) if mtp_steps else []
+        steps = self.mtp.unroll(self.model.model.embed_tokens(tokens), hidden, mtp_steps) if mtp_steps else []
         return [self.model.lm_head(states) for states in (hidden, *steps)]
 
 
@@ -99,14 +99,16 @@ def build_hybrid(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, s
     raw = {name: value for name, value in raw.items() if value is not None}
     torch.manual_seed(seed)
     model = HybridTarget(config, raw).float()
-    initialise(model.mtp)
+    for parameter in model.mtp.parameters():
+        if parameter.dim() >= 2:  # norms stay zeros, which mean ones
+            nn.init.normal_(parameter, std=0.02)
     return model
 
 
 def train_hybrid(
     data: ChatData, model: HybridTarget, options: FitArguments, arguments: argparse.Namespace
 ) -> list[float]:
-    """Train the model in place and return the logged losses. arguments: `train-hybrid`'s."""
+    """Train the model in place and return the logged losses."""
     steps = arguments.mtp_steps if arguments.mtp_weight > 0 else 0
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:

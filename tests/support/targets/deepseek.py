@@ -1,8 +1,8 @@
 """A small model of DeepSeek-V3's architecture with its MTP module: shape, training, and the published folder layout.
 
-`aerie train-deepseek` trains target and module together: latent attention with low-rank queries, a dense first layer,
+Target and module are trained together: latent attention with low-rank queries, a dense first layer,
 then a shared expert and experts in groups behind a sigmoid router whose bias keeps them evenly used. Paper: arXiv
-2412.19437, sections 2.1, 2.2 and 4.2. `aerie train-draft --method mtp` (`mtp_files`) trains a module further.
+2412.19437, sections 2.1, 2.2 and 4.2.
 
 In a checkpoint the module is one more layer after the target's, without its copies of embedding and vocabulary head.
 """
@@ -12,26 +12,27 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedTokenizerBase
 
 from speculative.drafts.mtp_deepseek import ARCHITECTURES, DeepseekMtp
 from speculative.training import TrainingError
 from speculative.training.deepseek_layers import (
     DeepseekLayer,
-    initialise,
     layer_tensors,
     module_tensors,
     mtp_head,
-    routers,
 )
 from speculative.training.eagle3 import BranchCache, RMSNorm, linear
 from speculative.training.eagle3_files import token_ids
+from speculative.training.experts import Router
 from speculative.training.mtp_files import write_checkpoint
 from speculative.training.mtp_head import rotation
 from speculative.training.samples import Batch, Sample, collate, plan_batches
@@ -105,6 +106,42 @@ def deepseek_config(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase
     }
 
 
+class Balance:
+    """Keeps the experts of each router evenly used.
+
+    live: [N] bool, false for padding, of the rows that the routers get; None: all are live.
+    counts: for each router [experts] float32, choices of live rows in training mode since the last `step`.
+    """
+
+    def __init__(self, routers: Sequence[Router]) -> None:
+        self.live: Tensor | None = None
+        self.counts = [torch.zeros(len(router.weight)) for router in routers]
+        self._routers = routers
+        for index, router in enumerate(routers):
+            router.register_forward_hook(partial(self._count, index))
+
+    def _count(self, index: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor]) -> None:
+        if router.training:
+            chosen, weight = output
+            ones = (
+                torch.ones_like(weight) if self.live is None else self.live.to(weight.dtype)[:, None].expand_as(weight)
+            )
+            counts = self.counts[index] = self.counts[index].to(chosen.device)
+            counts.index_add_(0, chosen.flatten(), ones.detach().flatten())
+
+    def shares(self) -> Tensor:
+        """Choices of each expert as multiples of an even share [routers, experts]."""
+        return torch.stack([counts / counts.mean() for counts in self.counts])
+
+    @torch.no_grad()
+    def step(self, speed: float) -> None:
+        """Lower the bias of experts with more than an even share and raise the others', by a fixed step (arXiv
+        2412.19437, section 2.1.2)."""
+        for router, counts in zip(self._routers, self.counts, strict=True):
+            router.e_score_correction_bias += speed * torch.sign(counts.mean() - counts)
+            counts.zero_()
+
+
 class DeepseekTarget(nn.Module):
     """The target over whole sequences, with gradients, and its module."""
 
@@ -122,20 +159,22 @@ class DeepseekTarget(nn.Module):
         self.mtp = mtp_head(DeepseekMtp.read(source, raw, config))
         self.mtp.use_head(self.lm_head)
         self.register_buffer("frequencies", frequencies(config.rope, config.rotated_dim), persistent=False)
+        self.balance = Balance([part for part in self.modules() if isinstance(part, Router)])
 
-    def hidden(self, tokens: Tensor, live: Tensor | None = None) -> Tensor:
-        """The final hidden states [B, T, H] of tokens [B, T]. live: [B, T] bool, false for padding."""
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The final hidden states [B, T, H] of tokens [B, T]."""
         cos, sin = rotation(self.shape.rope, self.frequencies, tokens.shape[1])
         hidden = self.embed_tokens(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, BranchCache(), live)
+            hidden = layer(hidden, cos, sin, BranchCache())
         final: Tensor = self.norm(hidden)
         return final
 
     def forward(self, tokens: Tensor, live: Tensor, mtp_steps: int) -> list[Tensor]:
         """Logits [B, T, vocabulary]: the target's for the next token, then each module step's for one token later."""
-        hidden = self.hidden(tokens, live)
-        steps = self.mtp.unroll(self.embed_tokens(tokens), hidden, mtp_steps, live) if mtp_steps else []
+        self.balance.live = live.flatten()
+        hidden = self.hidden(tokens)
+        steps = self.mtp.unroll(self.embed_tokens(tokens), hidden, mtp_steps) if mtp_steps else []
         return [self.lm_head(states) for states in (hidden, *steps)]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -157,6 +196,16 @@ def build_deepseek(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase,
     model = DeepseekTarget(deepseek_config(shape, tokenizer), "the new model")
     initialise(model)
     return model
+
+
+def initialise(module: nn.Module) -> None:
+    """Draw matrices with a standard deviation of 0.02 from the global RNG, set norms to ones."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() >= 2:
+            nn.init.normal_(parameter, std=0.02)
+        else:
+            assert "norm" in name, f"{name} is no norm"
+            nn.init.ones_(parameter)
 
 
 def joint_loss(
@@ -186,14 +235,12 @@ def expert_shares(
     model: DeepseekTarget, samples: Sequence[Sample], batch_tokens: int, mtp_steps: int, device: torch.device
 ) -> tuple[float, float]:
     """The least and the most used expert's rows over the samples, as a multiple of an even share, of all routers."""
-    model.train()  # routers count in training mode only
-    for router in routers(model):
-        router.balance(0)  # resets the counts
+    model.train()  # rows are counted in training mode only
+    model.balance.step(0)  # resets the counts
     for indices in plan_batches([len(s.tokens) for s in samples], batch_tokens, 0):
         joint_loss(model, collate([samples[i] for i in indices]).to(device), 0.0, mtp_steps)
-    shares = torch.stack([router.counts / router.counts.mean() for router in routers(model)])
-    for router in routers(model):
-        router.balance(0)
+    shares = model.balance.shares()
+    model.balance.step(0)
     model.eval()
     return float(shares.min()), float(shares.max())
 
@@ -201,7 +248,7 @@ def expert_shares(
 def train_deepseek(
     data: ChatData, model: DeepseekTarget, options: FitArguments, arguments: argparse.Namespace
 ) -> list[float]:
-    """Train the model in place and return the logged losses. arguments: `train-deepseek`'s."""
+    """Train the model in place and return the logged losses."""
     steps = arguments.mtp_steps if arguments.mtp_weight > 0 else 0
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -212,13 +259,11 @@ def train_deepseek(
         loss = answer_loss(held, options, lambda batch: joint_loss(model, batch, 0.0))
         return {"validation_loss": loss, "least_used_expert": least, "most_used_expert": most}
 
-    def balance() -> None:
-        for router in routers(model):
-            router.balance(arguments.router_bias_speed)
-
-    return fit_target(
-        model, data, options, loss_of, evaluate, dropout=arguments.dropout, title="deepseek", after_step=balance
-    )
+    after_step = register_optimizer_step_post_hook(lambda *_: model.balance.step(arguments.router_bias_speed))
+    try:
+        return fit_target(model, data, options, loss_of, evaluate, dropout=arguments.dropout, title="deepseek")
+    finally:
+        after_step.remove()
 
 
 def save_deepseek(model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
