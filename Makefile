@@ -9,6 +9,9 @@ CONFIG ?= deploy/eagle.yaml
 TORCH := torch==2.13.0
 # Modules are compiled as they are first imported: pip would compile all of torch, transformers and Ray, on one core.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
+# Images for containers often set it. Each of the hundreds of processes that tests and servers start would then compile
+# torch, Ray and transformers again: 126 s of CPU for one start of `aerie serve`, not 43.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test check test-rooms test-clusters test-slow test-faults test-hostile test-gpu bench bench-gpu load wheel docs clean
 
