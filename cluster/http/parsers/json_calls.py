@@ -5,6 +5,8 @@ import json
 import re
 from typing import NamedTuple
 
+from cluster.http.text.json_text import parsed_repaired
+
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 _SCALAR_END = re.compile(r"[\s,}\]]")
 _KEY = re.compile(r'\s*[{,]?\s*("(?:[^"\\]|\\.)*")\s*:\s*')
@@ -162,7 +164,7 @@ class CallObject:
 
     def _name(self) -> list[CallPart]:
         try:
-            name = json.loads(self._value)
+            name = parsed_repaired(self._value)
         except ValueError:
             name = None
         if not isinstance(name, str):

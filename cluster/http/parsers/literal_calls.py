@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.http.parsers.json_calls import CallPart
 from cluster.http.parsers.marks import cut
+from cluster.http.text.json_text import without_surrogates
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 GEMMA_END, GEMMA_QUOTE = "<tool_call|>", '<|"|>'
@@ -117,7 +118,7 @@ def python_call(text: str) -> list[CallPart] | None:
             return None
         arguments = {str(keyword.arg): _python_value(keyword.value) for keyword in node.keywords if keyword.arg}
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        return [CallPart(ast.unparse(node.func), ""), CallPart(None, written)]
+        return [CallPart(ast.unparse(node.func), ""), CallPart(None, without_surrogates(written))]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
@@ -217,6 +218,7 @@ def _gemma_key(text: str, at: int) -> tuple[str, int]:
 def _scalar(text: str) -> Any:
     try:
         value = json.loads(text)
+        json.dumps(value, allow_nan=False)  # NaN and 1e999 are read, and are no JSON
     except ValueError:
         return text
     return value if isinstance(value, int | float | None) else text

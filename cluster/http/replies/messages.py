@@ -27,6 +27,7 @@ from cluster.http.schema.messages_reply import (
     ToolUseBlock,
 )
 from cluster.http.schema.response import FinishReason
+from cluster.http.text.json_text import parsed_repaired
 
 _STOP_REASONS: dict[FinishReason, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -128,8 +129,8 @@ class MessagesForm:
 def _arguments(call: ToolCall) -> dict[str, Any]:
     """Parse the arguments of a call; {} if the answer was cut, because a part of a JSON text is not JSON."""
     try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}")
-    except msgspec.DecodeError:
+        arguments = parsed_repaired(call.function.arguments or "{}")
+    except ValueError:
         return {}
     return arguments if isinstance(arguments, dict) else {}
 

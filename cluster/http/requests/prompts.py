@@ -1,6 +1,5 @@
 """Prompts of every form a client may send, as token ids. Raises ApiError for what cannot be one."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError, invalid, too_long
 from cluster.http.schema.message import NO_PARAMETERS, Message, MessageToolCall, RefusalPart, TextPart, Tool
 from cluster.http.text.chat_template import ChatTemplateError
+from cluster.http.text.json_text import parsed_repaired
 from cluster.http.text.long_text import Kept
 from cluster.http.text.tokenizer import ChatTokenizer, TooManyTokensError
 from cluster.http.text.user_text import ChatText
@@ -159,9 +159,10 @@ def _tool_call(call: MessageToolCall, where: str) -> dict[str, Any]:
     arguments = call.function.arguments
     if not isinstance(arguments, dict):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise invalid(f"{where}.function.arguments", f"{where}.function.arguments must be JSON") from None
+            arguments = parsed_repaired(arguments or "{}")
+        except ValueError as error:
+            param = f"{where}.function.arguments"
+            raise invalid(param, f"{param} must be JSON: {error}") from None
     turn = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return turn if call.id is None else {"id": call.id, **turn}
 

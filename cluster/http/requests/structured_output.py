@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError, invalid, unsupported
+from cluster.http.text.json_text import parsed
 from workers.scheduling.plan import Grammar, GrammarKind
 from workers.structured_output.json_schema import checked_schema
 from workers.structured_output.schema_keywords import UnsupportedSchemaError
@@ -176,8 +177,8 @@ class GrammarMaker:
 
 def _parsed(param: str, text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parsed(text)
+    except ValueError as error:
         raise invalid(param, f"{param} is not JSON: {error}") from None
 
 

@@ -12,6 +12,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 
 from cluster.http.errors import ApiError, invalid, unsupported
+from cluster.http.text.json_text import MAX_NESTING, is_too_deep
 
 # name -> (why it is refused, values that ask for nothing and so are accepted). null always asks for nothing.
 Refusals = dict[str, tuple[str, tuple[Any, ...]]]
@@ -76,6 +77,8 @@ def parse_body(raw: bytes, kind: type[Body], strict: bool = False) -> tuple[Body
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise invalid(None, f"The request body is not valid JSON: {reason}", "invalid_json") from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING and is_too_deep(values):
+        raise invalid(None, f"The request body is nested more than {MAX_NESTING} deep", "invalid_json")
     if not isinstance(values, dict):
         raise invalid(None, "The request body must be a JSON object", "invalid_json")
     return checked_body(values, kind, strict)

@@ -9,6 +9,7 @@ harmony_prompt   the same for gpt-oss, by the rules of its format
 typescript       schemas of tools in it
 template_limits  how long that may take, and become
 user_text        which parts of it users wrote
+json_text        JSON within strings
 detokenizer      tokens to text, one at a time
 stop_strings     where an answer's text ends
 """

@@ -1,0 +1,83 @@
+"""JSON within strings: arguments of tool calls, and schemas given as text. Models write some of it.
+
+Python's parser reads what UTF-8 cannot express (half of a surrogate pair), and nesting that later recursion fails on.
+"""
+
+import json
+import math
+import re
+from typing import Any
+
+# Nested objects and lists. Rendering a chat takes a few Python frames for each level, of the 1,000 that there are;
+# pydantic's serializer takes 255.
+MAX_NESTING = 200
+# An escaped backslash, a whole surrogate pair, or half of one.
+_ESCAPES = re.compile(
+    r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def parsed(text: str) -> Any:
+    """Return the value of a client's JSON text. Raises ValueError: it is not JSON, nested too deeply, or has NaN, a
+    number beyond a float's or half of a surrogate pair."""
+    value = _loaded(text, parse_constant=_finite, parse_float=_finite)
+    if repaired(text) != text:
+        raise ValueError(r"it has half of a surrogate pair, such as \ud83d alone")
+    return value
+
+
+def parsed_repaired(text: str) -> Any:
+    """Return the value of a JSON text that a model wrote, `repaired`; it may have line ends in its strings. Raises
+    ValueError: it is not JSON, or nested too deeply."""
+    return _loaded(repaired(text), strict=False)
+
+
+def repaired(text: str) -> str:
+    """A JSON text with U+FFFD for escaped halves of surrogate pairs: a model that writes an emoji as escapes may stop,
+    or err, in the middle."""
+    if "\\u" not in text:
+        return text
+    return _ESCAPES.sub(lambda found: "\\ufffd" if found[1] else found[0], text)
+
+
+def without_surrogates(text: str) -> str:
+    """A text with U+FFFD for halves of surrogate pairs."""
+    return _SURROGATES.sub("\ufffd", text)
+
+
+def is_too_deep(value: Any) -> bool:
+    """Return whether a value of JSON is nested more than `MAX_NESTING` deep. Recursion would meet Python's limit."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            part
+            for each in level
+            if isinstance(each, dict | list)
+            for part in (each.values() if isinstance(each, dict) else each)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _loaded(text: str, **options: Any) -> Any:
+    """options: of `json.loads`."""
+    try:
+        value = json.loads(text, **options)
+    except RecursionError:
+        raise _too_deep() from None
+    if is_too_deep(value):
+        raise _too_deep()
+    return value
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text[:40]} is no number of JSON")
+    return float(text)
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it is nested more than {MAX_NESTING} deep")
