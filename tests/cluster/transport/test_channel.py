@@ -140,6 +140,20 @@ def test_heartbeats_before_the_coordinator_connects_go_nowhere(context, tmp_path
     channel.close()
 
 
+def test_why_a_rank_ends_is_received_although_it_closes_at_once(context, tmp_path):
+    """A text that exceeds the sockets' buffers, so that most of it leaves after `close`."""
+    transport, text = Transport(folder=str(tmp_path)), "Traceback" * 500_000
+    link = RankLink(context, transport, f"ipc://{tmp_path}/r0", 0)
+    channel = RankChannel(context, transport, 0, 1, "r0")
+    link.send(encode(plan(0)))
+    assert receive(channel).step == 0
+    channel.fail(text)
+    channel.close()
+    assert link.socket.poll(5000), "the reason is lost"
+    assert link.receive() == RankFailure(0, 1, text)
+    link.close()
+
+
 def die_connected(folder):
     context = zmq.Context()
     channel = RankChannel(context, Transport(folder=folder), 0, 1, "r0")
