@@ -1,5 +1,5 @@
-"""Rotary position embedding (arXiv 2104.09864) in torch, in the half-split order of most checkpoints and in DeepSeek's:
-what layouts do on CPUs, and what the kernel `attention.ops.rope_store_triton` is compared with."""
+"""Rotary position embedding (arXiv 2104.09864) in torch, in the half-split order of most checkpoints and in DeepSeek's.
+Layouts use it on CPUs; tests compare the kernel `attention.ops.rope_store_triton` with it."""
 
 import torch
 from torch import Tensor

@@ -9,7 +9,7 @@ from attention.distribution import version
 from deploy.config.model_options import add_options as add_model_options
 from deploy.quantize.names import SCHEMES
 from deploy.server_options import add_options as add_server_options
-from speculative.training.cli import add_commands as add_training
+from speculative.training.cli import add_command as add_train_draft
 from speculative.training.cli import at_least
 
 DEFAULT_CONFIG = "eagle"
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     keys = "print keys with defaults and meanings instead, of these sections (default: all)"
     config.add_argument("--keys", nargs="*", metavar="SECTION", help=keys)
     config.set_defaults(run="deploy.config.files:run")
-    add_training(commands)
+    add_train_draft(commands)
     _add_quantize(commands)
     _add_token_map(commands)
     _add_tekken(commands)

@@ -45,7 +45,7 @@ class LocalGpus:
 
     @staticmethod
     def listed(text: str) -> "LocalGpus":
-        """From the output of nvidia-smi: one line with a compute capability for each GPU."""
+        """Parse nvidia-smi's output, which has a line with the compute capability of each GPU."""
         found = [match for line in text.splitlines() if (match := re.fullmatch(r"(\d+)\.(\d+)", line.strip()))]
         kinds = {(int(match[1]), int(match[2])) for match in found}
         return LocalGpus(len(found), kinds.pop() if len(kinds) == 1 else None)

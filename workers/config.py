@@ -190,9 +190,9 @@ class RoundShapes:
     def beside_chunks(self, num_requests: int, rare_sampling: bool = False) -> tuple[int, ...]:
         """Return the indices of the shapes that rounds of `num_requests` run beside prompt chunks, ascending.
 
-        Up to `FEW_REQUESTS` requests: the default alone, whose rows are few among a chunk's. With more: non-speculative
-        decoding, and the widest shape that can accept all of its rows, because the other rows of a tree cost many
-        requests more than they bring.
+        Up to `FEW_REQUESTS` requests: the default alone, because its rows are few beside a chunk's. With more requests:
+        non-speculative decoding, and the widest shape whose rows can all be accepted, because the other rows of a tree
+        would cost more than they gain.
 
         rare_sampling: the step needs what only `unrestricted` shapes are captured for.
         """

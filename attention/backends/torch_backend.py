@@ -26,8 +26,8 @@ class TorchBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class _PreparedDecode(Prepared):
-    """hidden_of: by page size and window, [B, 1, 1, R, length] bool, True where a row must not look: of the positions
-    that `_pages_seen` gives."""
+    """hidden_of: by page size and window, [B, 1, 1, R, length] bool, true where a row must not attend. The positions
+    are those of the pages from `_pages_seen`."""
 
     batch: DecodeBatch
     hidden_of: dict[tuple[int, int | None], Tensor]

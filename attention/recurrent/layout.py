@@ -56,5 +56,5 @@ def slot_bytes(groups: Iterable[StateGroup], sizes: StateSizes) -> int:
 
 
 def snapshot_bytes(groups: Iterable[StateGroup], state_dtype: torch.dtype) -> int:
-    """Bytes of one snapshot, whose state is of `state_dtype`, in all layers of `groups`, on this rank."""
+    """Bytes of one snapshot in all layers of `groups` on this rank. state_dtype: of its states."""
     return sum(len(group.layers) * group.layout.bytes_per_snapshot(state_dtype) for group in groups)

@@ -45,5 +45,5 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--draft {folder}: its config.json cannot be read ({error})") from None
+        raise ConfigError(f"--draft {folder}: its config.json cannot be read ({error}); download it again") from None
     return found

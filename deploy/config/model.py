@@ -105,7 +105,8 @@ def _with_own_draft(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vllm_keys(arguments: argparse.Namespace, report: Callable[[str], None] = lambda note: None) -> Changes:
-    """The keys that options of `vllm serve` become. report: hears what differs. Raises ConfigError."""
+    """The keys that options of `vllm serve` become. report: called with a line for each option that means something
+    else here. Raises ConfigError."""
     try:
         keys, notes = vllm_options.changes(vllm_options.given(arguments))
     except OptionError as error:

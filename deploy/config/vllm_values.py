@@ -43,7 +43,7 @@ def one_of(table: Mapping[str, Any], remedy: str = "") -> Callable[[Any], Any]:
 
 
 def only(value: str, remedy: str) -> Callable[[Any], Changes]:
-    """An option of which one value is what Aerie does."""
+    """Accept one value of an option, which is what Aerie does; refuse others with `remedy`."""
 
     def read(given: Any) -> Changes:
         if str(given).lower() != value:

@@ -30,11 +30,11 @@ FAULT = 1  # exit code of a server that ended by a fault: Ray's logs stay until 
 
 
 def run_guarded(run: Callable[[Callable[[], None]], int]) -> int:
-    """Run `run` in a child process; returns its exit code in this process, after all that it started has ended and no
-    file of it is left, and `run`'s own result in the child. Where there is no Linux, just run it.
+    """Run `run` in a child process. In this process, return its exit code once all processes that it started have
+    ended and its files are removed; in the child, return `run`'s own result. Outside of Linux, just run it.
 
-    `run` gets a function to call once it ends by itself on a signal; before that a signal ends it, and all below it, at
-    once."""
+    `run` gets a function, and calls it once it handles signals itself. Until then a signal ends it and all processes
+    below it at once."""
     if sys.platform != "linux":
         return run(lambda: None)
     try:

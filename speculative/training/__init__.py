@@ -1,15 +1,14 @@
-"""Training: a small chat target, and drafts for any target: EAGLE-3 and block heads, and the target's MTP module.
+"""Training of drafts: EAGLE-3 heads, block heads, and the target's own MTP module.
 
-    cli              options of `aerie train-target` and `train-draft`
-    commands         what these commands do
-    fit_options      the trainer's arguments from a command's
+    cli              options of `aerie train-draft`
+    commands         what the command does
+    fit_options      the trainer's arguments from the command's
     rows             JSON and JSONL rows in several forms -> conversations
     samples          conversations -> token sequences, and their batches
     generation       a target's own answers to prompts
     trainer          the optimisation, on transformers' `Trainer`
     checkpoints      a training's checkpoints, and the one that a resume continues
     steps            steps replayed from CUDA graphs, and their time limit
-    target           a small Llama, its tokenizer and its training
     draft            a draft's loss against a frozen target, its training and its acceptance
     eagle3           the EAGLE-3 head over whole sequences, unrolled on its own outputs
     eagle3_files     the published folder layout of a head

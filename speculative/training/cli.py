@@ -1,4 +1,4 @@
-"""Adds `train-target` and `train-draft` to the `aerie` command. Imports no torch before one runs."""
+"""Adds `train-draft` to the `aerie` command. Imports no torch before it runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,11 @@ from speculative.training import TrainingError
 HEAD_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Registers the commands; each sets `run`, the "module:function" that takes the parsed
-    arguments and returns the exit code."""
-    _add_target(subparsers)
-    _add_draft(subparsers)
-
-
 def run(arguments: argparse.Namespace) -> int:
-    """Run the function of `commands` that the parser named. Raises TrainingError."""
+    """Train a draft. Raises TrainingError."""
     if find_spec("accelerate") is None:
         raise TrainingError("training needs accelerate, which is not installed: pip install 'aerie-serve[train]'")
-    return int(load(f"speculative.training.commands:{arguments.function}")(arguments))
+    return int(load("speculative.training.commands:run_train_draft")(arguments))
 
 
 def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
@@ -54,28 +47,8 @@ def _share(text: str) -> float:
     return float(text)
 
 
-def _add_target(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "train-target",
-        help="train a small chat model from scratch",
-        description="Trains a tokenizer and a small Llama-architecture chat model on your rows.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add_common(parser, lr=1e-3, epochs=12.0, batch_tokens=16384)
-    shape = parser.add_argument_group("model")
-    shape.add_argument("--vocab-size", type=int, default=4096, help="tokens of the tokenizer")
-    shape.add_argument("--hidden-size", type=at_least(1), default=512)
-    shape.add_argument("--intermediate-size", type=at_least(1), default=896)
-    shape.add_argument("--layers", type=at_least(1), default=8)
-    shape.add_argument("--heads", type=at_least(1), default=8)
-    shape.add_argument("--kv-heads", type=at_least(1), default=2)
-    shape.add_argument("--max-positions", type=at_least(2), default=2048)
-    add_chat(parser)
-    parser.add_argument("--strip-calc-marks", action="store_true", help="take GSM8K's <<48/2=24>> marks out")
-    parser.set_defaults(run="speculative.training.cli:run", function="run_train_target")
-
-
-def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command. It sets `run`: the "module:function" that takes the arguments and returns the exit code."""
     parser = subparsers.add_parser(
         "train-draft",
         help="train a draft for a target model",
@@ -127,17 +100,7 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     measure.add_argument(
         "--measure-depths", type=at_least(1), nargs="+", default=[3, 5], help="chain lengths to measure"
     )
-    parser.set_defaults(run="speculative.training.cli:run", function="run_train_draft")
-
-
-def add_chat(parser: argparse.ArgumentParser) -> None:
-    """The options of a target trained from scratch."""
-    training = parser.add_argument_group("target training")
-    training.add_argument("--dropout", type=_share, default=0.1, help="on the outputs of attention, MLP and experts")
-    training.add_argument(
-        "--prompt-weight", type=at_least(0, float), default=0.3, help="weight of prompt tokens in the loss"
-    )
-    training.add_argument("--preview", nargs="*", default=[], metavar="PROMPT", help="prompts to answer at the end")
+    parser.set_defaults(run="speculative.training.cli:run")
 
 
 def add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, batch_tokens: int) -> None:

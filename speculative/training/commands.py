@@ -1,4 +1,4 @@
-"""The commands `aerie train-target` and `train-draft`: from parsed arguments to a saved model folder.
+"""`aerie train-draft`: from parsed arguments to a saved draft.
 
 Under `torchrun` each process trains on its share of the batches; the first one regenerates, saves, measures and prints.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from speculative.training import TrainingError, TrainingInterrupted
@@ -23,52 +23,16 @@ from speculative.training.eagle3_files import Eagle3Kind
 from speculative.training.fit_options import fit_arguments
 from speculative.training.generation import generate_answers, stop_tokens
 from speculative.training.mtp_files import MtpKind
-from speculative.training.rows import Conversation, Turn, read_conversations, split_validation, without_calc_marks
+from speculative.training.rows import Conversation, read_conversations, split_validation
 from speculative.training.samples import Sample, answer_prompts, encode_answers, read_samples, write_samples
-from speculative.training.target import ChatData, build_target, build_tokenizer, save_target, train_target
 
 DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind, **dict.fromkeys(KINDS, BlockKind)}
-
-
-def run_train_target(arguments: argparse.Namespace) -> int:
-    """Train tokenizer and model and save them; print losses and the answers to `--preview`. Returns 0."""
-    options = fit_arguments(arguments)
-    transformers_logging.disable_progress_bar()  # one bar per saved checkpoint would break ours
-    heads, kv_heads = arguments.heads, arguments.kv_heads
-    if arguments.hidden_size % (2 * heads) or heads % kv_heads:
-        raise TrainingError(
-            f"heads={heads}: must divide hidden_size={arguments.hidden_size} into even parts, and kv_heads={kv_heads} "
-            "must divide it; try heads of 64"
-        )
-    train, held = split_rows(arguments, arguments.strip_calc_marks)
-    config = LlamaConfig(
-        vocab_size=arguments.vocab_size,
-        hidden_size=arguments.hidden_size,
-        intermediate_size=arguments.intermediate_size,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=arguments.hidden_size // heads,
-        max_position_embeddings=arguments.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-    )
-    tokenizer = build_tokenizer(train, arguments.vocab_size, arguments.max_positions)
-    model = build_target(config, tokenizer, arguments.seed)
-    data = ChatData(train, held, tokenizer, min(arguments.max_length, arguments.max_positions))
-    losses = train_target(data, model, options, dropout=arguments.dropout, prompt_weight=arguments.prompt_weight)
-    if options.should_save:
-        save_target(model, tokenizer, arguments.output)
-        finish("target", arguments, losses)
-        preview(arguments.output, arguments.preview, options.device)
-    return 0
 
 
 def run_train_draft(arguments: argparse.Namespace) -> int:
     """Train and save a draft for `--target`; print its loss and its acceptance by depth. Returns 0."""
     options = fit_arguments(arguments)
-    train, held = split_rows(arguments)
+    train, held = split_validation(read_conversations(arguments.data), arguments.val_fraction, arguments.seed)
     tokenizer, target = load_target(arguments.target, options.device, torch.bfloat16 if options.bf16 else torch.float32)
     draft = DRAFTS[arguments.method](arguments, target)
     with options.main_process_first():
@@ -90,16 +54,6 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
         finish("draft", arguments, losses)
         measure_saved(arguments, draft, target, tokenizer, {"validation": held_samples})
     return 0
-
-
-def split_rows(
-    arguments: argparse.Namespace, strip_calc_marks: bool = False
-) -> tuple[list[Conversation], list[Conversation]]:
-    """The conversations of `--data` to train on, and those held out."""
-    conversations = read_conversations(arguments.data)
-    if strip_calc_marks:
-        conversations = [without_calc_marks(conversation) for conversation in conversations]
-    return split_validation(conversations, arguments.val_fraction, arguments.seed)
 
 
 def finish(title: str, arguments: argparse.Namespace, losses: Sequence[float]) -> None:
@@ -214,16 +168,3 @@ def load_target(
             "describes; download it again"
         )
     return tokenizer, model.to(device).eval()
-
-
-def preview(folder: Path, prompts: Sequence[str], device: torch.device) -> None:
-    """Print the saved model's greedy answer to each prompt."""
-    if not prompts:
-        return
-    tokenizer, model = load_target(folder, device, torch.bfloat16)
-    asked = answer_prompts([Conversation((Turn("user", prompt),)) for prompt in prompts], tokenizer)
-    answers = generate_answers(
-        model, tokenizer, asked, temperature=0.0, max_new_tokens=300, batch_size=16, seed=0, progress=False
-    )
-    for answer in answers:
-        print("---", tokenizer.decode(answer.tokens), sep="\n")

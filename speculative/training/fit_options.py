@@ -1,4 +1,4 @@
-"""The trainer's arguments from those of a training command."""
+"""The trainer's arguments from the command's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speculative.training.trainer import FitArguments
 # A resume may change these: they change neither what a step computes nor which steps there are, except how many.
 _FREE_OPTIONS = (
     *("run", "resume", "output", "device", "graphs", "generate_batch", "steps", "epochs", "keep_checkpoint"),
-    *("checkpoint_every", "eval_every", "minutes", "preview", "measure", "measure_rows", "measure_depths"),
+    *("checkpoint_every", "eval_every", "minutes", "measure", "measure_rows", "measure_depths"),
 )
 
 

@@ -24,7 +24,6 @@ _PAIRS = (
     *(("instruction", "response"), ("instruction", "output")),
     *(("prompt", "response"), ("prompt", "completion")),
 )
-_CALC_MARK = re.compile(r"<<[^<>]*>>")
 
 
 class RowError(TrainingError):
@@ -77,11 +76,6 @@ def split_validation(
     held = random.Random(seed).sample(single, round(len(single) * fraction))
     chosen = set(held)
     return [conversation for conversation in conversations if conversation not in chosen], held
-
-
-def without_calc_marks(conversation: Conversation) -> Conversation:
-    """The conversation with GSM8K's calculator marks `<<48/2=24>>` taken out."""
-    return Conversation(tuple(Turn(turn.role, _CALC_MARK.sub("", turn.content)) for turn in conversation.turns))
 
 
 def _files(path: Path) -> list[Path]:

@@ -63,7 +63,6 @@ def test_help_does_not_import_torch_or_ray() -> None:
         "config",
         "chat",
         "bench",
-        "train-target",
         "train-draft",
         "token-map",
         "tekken",

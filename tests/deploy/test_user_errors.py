@@ -1,4 +1,4 @@
-"""`aerie train-target`, `train-draft` and `eval-draft`: what the user can put right is one line on stderr that says
+"""`aerie train-draft` and `eval-draft`: what the user can put right is one line on stderr that says
 how, and exit status 2."""
 
 import json
@@ -15,7 +15,8 @@ from speculative.training.samples import LENGTH_STEP
 from tests.support import MODELS
 
 ROW = {"question": "What is 1 plus 1?", "answer": "2"}
-SMALL = ("--layers=6", "--hidden-size=32", "--heads=4", "--kv-heads=2", "--intermediate-size=48", "--vocab-size=300")
+TRAIN = ("train-draft", "--target", MODELS / "target", "--device", "cpu")
+SMALL = ("--draft-vocab=300", "--intermediate-size=48", "--ttt-length=1", "--batch-tokens=64", "--val-fraction=0")
 
 Refused = Callable[..., str]
 
@@ -72,8 +73,7 @@ def test_data_that_cannot_be_read(refused: Refused, tmp_path: Path, content: byt
     if content is not None:
         data.write_bytes(content)
     for command in (
-        ["train-target", "--output", tmp_path / "out", "--data", data],
-        ["train-draft", "--target", MODELS / "target", "--output", tmp_path / "out", "--data", data],
+        [*TRAIN, "--output", tmp_path / "out", "--data", data],
         ["eval-draft", _config(tmp_path), "--prompts", data],
     ):
         line = refused(*command)
@@ -105,7 +105,7 @@ def test_target_whose_weights_are_another_models(refused: Refused, tmp_path: Pat
 def test_checkpoint_to_resume_that_is_absent_or_damaged(
     refused: Refused, capfd: pytest.CaptureFixture[str], tmp_path: Path, rows: Path
 ) -> None:
-    train = ["train-target", "--output", tmp_path / "out", "--data", rows, *SMALL, "--steps", 1, "--device", "cpu"]
+    train = [*TRAIN, "--output", tmp_path / "out", "--data", rows, *SMALL, "--steps", 1]
     assert "holds no checkpoint; start without --resume" in refused(*train, "--resume")
     assert main(list(map(str, train))) == 0
     capfd.readouterr()
@@ -122,7 +122,7 @@ def test_checkpoint_to_resume_that_is_absent_or_damaged(
 
 def test_output_that_is_a_file(refused: Refused, tmp_path: Path, rows: Path) -> None:
     (tmp_path / "out").touch()
-    train = ["train-target", "--output", tmp_path / "out", "--data", rows, *SMALL, "--steps", 1, "--device", "cpu"]
+    train = [*TRAIN, "--output", tmp_path / "out", "--data", rows, *SMALL, "--steps", 1]
     assert f"{tmp_path}/out" in refused(*train)
 
 
@@ -134,23 +134,23 @@ def test_output_that_is_a_file(refused: Refused, tmp_path: Path, rows: Path) -> 
         ("--epochs 0", "argument --epochs: 0: must be above 0"),
         ("--checkpoint-every 0", "argument --checkpoint-every: 0: must be at least 1"),
         ("--lr nan", "argument --lr: nan: must be above 0"),
-        ("--dropout 1", "argument --dropout: 1: must be at least 0 and under 1"),
+        ("--val-fraction 1", "argument --val-fraction: 1: must be at least 0 and under 1"),
         ("--batch-tokens 63", f"argument --batch-tokens: 63: must be at least {LENGTH_STEP}"),
     ],
 )
 def test_number_out_of_range(capfd: pytest.CaptureFixture[str], tmp_path: Path, flags: str, text: str) -> None:
     """The parser says so, before anything is imported or read."""
     with pytest.raises(SystemExit) as ended:
-        main(["train-target", "--output", str(tmp_path / "out"), "--data", "absent", *flags.split()])
+        main([*map(str, TRAIN), "--output", str(tmp_path / "out"), "--data", "absent", *flags.split()])
     assert ended.value.code == 2 and text in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_device_that_does_not_exist(refused: Refused, tmp_path: Path, rows: Path) -> None:
-    assert "device=tpu9: " in refused("train-target", "--output", tmp_path, "--data", rows, "--device", "tpu9")
+    assert "device=tpu9: " in refused(*TRAIN[:3], "--output", tmp_path, "--data", rows, "--device", "tpu9")
 
 
 def test_loss_that_is_not_finite(capfd: pytest.CaptureFixture[str], tmp_path: Path, rows: Path) -> None:
-    train = ["train-target", "--output", tmp_path / "out", "--data", rows, *SMALL, "--steps", 40, "--device", "cpu"]
+    train = [*TRAIN, "--output", tmp_path / "out", "--data", rows, *SMALL, "--steps", 40]
     torch.set_num_threads(1)
     assert main([*map(str, train), "--lr", "1e30", "--warmup-steps", "0"]) == 2
     *_, line = capfd.readouterr().err.splitlines()  # after the progress bar

@@ -203,7 +203,7 @@ def connect(
         if not reason:
             try:
                 step(regions, region_bytes(limits[size], size), group, rank, size, device)
-            except RuntimeError as error:  # torch's for: no peer access, handles not shared, refused by the driver
+            except RuntimeError as error:  # no peer access, handles not shared, refused by the driver
                 failure = f"rank {rank}: {str(error).splitlines()[0]}"
             reason = problems_of_all(failure, group)
     if not reason:

@@ -129,7 +129,7 @@ def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) ->
     if act != "silu":
         raise ValueError(f"{source}: hidden_act={act!r} is not supported; only silu is")
     if config.get("mlp_bias"):
-        raise ValueError(f"{source}: mlp_bias=true is not supported")
+        raise ValueError(f"{source}: mlp_bias=true is not supported; use a checkpoint without it")
     full_layers = size_of(config, "max_window_layers", source, 0, least=0)
     if config.get("use_sliding_window") and full_layers < num_layers:
         raise ValueError(

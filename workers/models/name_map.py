@@ -81,7 +81,7 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class NameMap:
-    """From our modules and keys to names of the checkpoint, which is read off backwards when it is loaded.
+    """Names of the checkpoint for our modules and keys. Loading a checkpoint uses the map backwards.
 
     rules: path of a module of ours -> the checkpoint's module. Both may have holes in braces: one in the path stands
     for one component and fills the same hole of the name; {part} and {expert} of the name are the key's. The first rule

@@ -46,7 +46,9 @@ def read_quant_method(config: Mapping[str, Any], source: str) -> QuantMethod:
     if not quantization:
         return Unquantized()
     if not isinstance(quantization, dict):
-        raise ValueError(f"{source}: config.json: quantization_config={quantization!r}: must be an object")
+        raise ValueError(
+            f"{source}: config.json: quantization_config={quantization!r}: must be an object; download it again"
+        )
     name = quantization.get("quant_method")
     if not isinstance(name, str) or name not in QUANT_METHODS:
         known = ", ".join(sorted(QUANT_METHODS))

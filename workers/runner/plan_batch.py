@@ -56,7 +56,7 @@ class PlanBatches:
         wait.
 
         entries: `entries_of(plan)`.
-        failed: receives requests that cannot enter as they are, by number.
+        failed: gets the requests that cannot start as they were sent, by number.
         """
         table, padding = self._slots, self._slots.padding_slot
         drafting = plan.drafting or bytes(len(entries))

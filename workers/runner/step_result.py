@@ -125,7 +125,7 @@ def _token_logprobs(tensors: Logprobs, entry: int, count: int, k: int) -> tuple[
 
 
 def _scores_of(chunk: Chunk, ranking: PromptRanking, rows: slice) -> PromptLogprobs:
-    """Return a chunk's log-probabilities: these rows of the ranking."""
+    """Return a chunk's log-probabilities. rows: the chunk's in `ranking`."""
     return PromptLogprobs(
         start=chunk.start + 1,
         logprobs=ranking.logprobs[rows].numpy().astype("<f4").tobytes(),

@@ -138,14 +138,14 @@ class SlotPages(SlotLengths):
         return (num_positions + self.page_size - 1) >> self._shift
 
     def prompt_pages_missing(self, more_tokens: int) -> int:
-        """Pages that admitted prompts without rounds still need, each for `more_tokens` beyond its own."""
+        """Pages that requests need whose prompts still run, each for its prompt and `more_tokens`."""
         slots = np.flatnonzero((self.user >= 0) & ~self.decoding)
         needed = (self.num_tokens[slots] + (more_tokens + self.page_size - 1)) >> self._shift
         return int((needed - self.num_pages[slots]).sum())
 
     def windows_fit(self, num_tokens: int, more_tokens: int) -> bool:
-        """Whether a new request of `num_tokens` has room for its window beside those of the others, each after
-        `more_tokens` beyond its own."""
+        """Whether a new request of `num_tokens` has room for its window beside the others' windows, once each request
+        has `more_tokens` more."""
         if self.windows is None:
             return True
         wanted = (self.num_tokens + (more_tokens + self.page_size - 1)) >> self._shift

@@ -101,7 +101,9 @@ class StateSaves:
         return passed[0] - start if len(passed) > 1 else count
 
     def plan_chunk(self, slot: int, start: int, tokens: npt.NDArray[np.int32], turn_ends: tuple[int, ...] = ()) -> None:
-        """The plan has the slot's prompt `tokens` from `start` on: save a state, if there is a reason and a row.
+        """Plan to save a state within a chunk, where one is wanted and a row is free.
+
+        tokens: of the slot's prompt, from position `start` on, which the plan computes.
         turn_ends: tokens that end a turn of a conversation."""
         end = start + len(tokens)
         saves = self._slots[slot]
@@ -221,7 +223,7 @@ class StateSaves:
         return of_prompts + [row for row in of_answers if row >= 0]
 
     def _save(self, slot: int, position: int, kind: SnapshotKind) -> bool:
-        """Save a prompt's state in the plan being built; whether there was a row for it."""
+        """Save a prompt's state in the plan being built. Return whether a row was free."""
         row = self._cache.lend_row(position - self._slots[slot].last, kind)
         if row is not None:
             self._put(slot, position, row, kind)

@@ -8,7 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def borders(chunk, inside, qo_ptr, starts_ptr, at_ptr):
-    """Return first row, rows, and rows before the snapshot (0 for none or all) of one or several chunks."""
+    """Return the first row of each chunk, its number of rows, and its number of rows before the snapshot. The last is 0
+    if the snapshot lies at an end of the chunk or outside."""
     first = tl.load(qo_ptr + chunk, mask=inside, other=0)
     rows = tl.load(qo_ptr + chunk + 1, mask=inside, other=0) - first
     border = tl.load(at_ptr + chunk, mask=inside, other=-1) - tl.load(starts_ptr + chunk, mask=inside, other=0)

@@ -41,8 +41,8 @@ def log_decay(a, a_log, dt_bias):
 
 @triton.jit
 def before(i, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
-    """Return the address of the channels of token i before the new rows: three of the history, then the committed
-    rows."""
+    """Return the address of token i's channels. Tokens 0 to 2 are the convolution's history, the others rows that have
+    been committed since."""
     return tl.where(i < 3, conv_ptr + i * C, committed_ptr + (i - 3) * R)
 
 

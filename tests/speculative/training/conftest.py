@@ -13,10 +13,11 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attention.lazy_import import load
 from speculative.drafts.eagle3 import Eagle3
-from speculative.training.cli import add_commands
+from speculative.training.cli import add_command
 from speculative.training.eagle3_files import draft_config, read_draft_config
 from speculative.training.rows import Conversation, Turn
-from speculative.training.target import build_target, build_tokenizer
+from tests.support.targets.__main__ import main as train_target
+from tests.support.targets.llama import build_target, build_tokenizer
 
 VOCAB_SIZE, MAX_POSITIONS = 300, 256
 
@@ -78,8 +79,13 @@ def rows(tmp_path: Path, conversations: list[Conversation]) -> Path:
 
 
 def run(line: str) -> int:
-    """`aerie LINE`, of the commands that train."""
+    """`aerie train-draft ...`."""
     parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(required=True))
+    add_command(parser.add_subparsers(required=True))
     arguments = parser.parse_args([*line.split(), "--device", "cpu"])
     return int(load(arguments.run)(arguments))
+
+
+def train_small(line: str) -> int:
+    """`python -m tests.support.targets ...`."""
+    return train_target([*line.split(), "--device", "cpu"])

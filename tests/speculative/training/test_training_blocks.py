@@ -34,12 +34,12 @@ from speculative.training.draft import DraftVocabulary, Unrolling, view_target
 from speculative.training.rows import read_conversations
 from speculative.training.samples import Sample, collate
 from speculative.training.steps.time_limit import TimeLimit
-from speculative.training.target import build_tokenizer
-from tests.speculative.training.conftest import VOCAB_SIZE, run
+from tests.speculative.training.conftest import VOCAB_SIZE, run, train_small
 from tests.support import ROOT
 from tests.support.drafts import block_reference
 from tests.support.drafts.block_reference import BlockHead as Sizes
 from tests.support.drafts.block_reference import BlockReference
+from tests.support.targets.llama import build_tokenizer
 from workers.config import ModelSource
 from workers.models.loading import read_target_config
 
@@ -184,7 +184,7 @@ def test_heads_are_trained_saved_measured_and_read_by_the_engine(
     target = tmp_path / "target"
     small = "--vocab-size 300 --hidden-size 32 --intermediate-size 48 --layers 7 --heads 4 --kv-heads 2"
     common = f"--data {rows} --batch-tokens 512 --val-fraction 0.2"
-    assert run(f"train-target {common} --output {target} --steps 2 {small} --max-positions 256") == 0
+    assert train_small(f"llama {common} --output {target} --steps 2 {small} --max-positions 256") == 0
     made = "--block-size 6 --draft-layers 1 --head-rank 8 --gamma 3 --lr 1e-2 --warmup-steps 2"
     measured = f"--max-new-tokens 9 --max-length 128 --measure-rows 3 --measure-depths 3 9 --measure {rows}"
     text = f"--regenerated {tmp_path}/dflash/regenerated.jsonl"

@@ -1,4 +1,4 @@
-"""Both commands from their arguments to saved folders, and their refusals."""
+"""Trainings of a target and of drafts from their arguments to saved folders, and their refusals."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from deploy.cli import main
-from speculative.training import TrainingError, cli, draft, target
+from speculative.training import TrainingError, TrainingInterrupted, cli, draft
 from speculative.training.fit_options import choose_device
-from tests.speculative.training.conftest import run
+from tests.speculative.training.conftest import run, train_small
+from tests.support.targets import llama
+from tests.support.targets.__main__ import main as train_target
 
 SMALL = "--layers 7 --hidden-size 32 --heads 4 --kv-heads 2 --intermediate-size 48 --vocab-size 300 --max-positions 128"
 
@@ -36,7 +38,7 @@ def test_a_target_then_its_draft_are_trained_and_measured(
     """Also: whoever the umask lets can read what is saved; safetensors' own files are private."""
     target, draft = tmp_path / "target", tmp_path / "draft"
     common = f"--data {rows} --batch-tokens 512 --val-fraction 0.2"
-    assert run(f"train-target {common} --output {target} --steps 3 {SMALL} --preview Hello") == 0
+    assert train_small(f"llama {common} --output {target} --steps 3 {SMALL} --preview Hello") == 0
     assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == 2
     assert "validation_loss" in capsys.readouterr().out
     made = f"--regenerate --max-new-tokens 9 --draft-vocab 64 --ttt-length 3 --max-length 128 --measure {rows}"
@@ -53,14 +55,14 @@ def test_a_training_is_not_overwritten(tmp_path: Path, rows: Path) -> None:
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint-3" / "trainer_state.json").touch()
     with pytest.raises(TrainingError, match=r"holds a training's checkpoint; add --resume"):
-        run(f"train-target --data {rows} --output {tmp_path}/out")
+        train_small(f"llama --data {rows} --output {tmp_path}/out")
 
 
 def test_resume_without_a_whole_checkpoint_is_refused(tmp_path: Path, rows: Path) -> None:
     """A process that is killed while it saves leaves a folder without the state, which is written last."""
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
     with pytest.raises(TrainingError, match=r"out holds no checkpoint; start without --resume"):
-        run(f"train-target --data {rows} --output {tmp_path}/out --resume")
+        train_small(f"llama --data {rows} --output {tmp_path}/out --resume")
 
 
 def test_a_target_folder_without_a_model_is_refused(tmp_path: Path, rows: Path) -> None:
@@ -70,7 +72,7 @@ def test_a_target_folder_without_a_model_is_refused(tmp_path: Path, rows: Path) 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path, rows: Path) -> None:
     with pytest.raises(TrainingError, match="heads=5: must divide hidden_size=512"):
-        run(f"train-target --data {rows} --output {tmp_path}/out --heads 5")
+        train_small(f"llama --data {rows} --output {tmp_path}/out --heads 5")
 
 
 def test_training_without_accelerate_says_what_to_install(
@@ -78,7 +80,7 @@ def test_training_without_accelerate_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     with pytest.raises(TrainingError, match=r"accelerate, which is not installed: pip install 'aerie-serve\[train\]'"):
-        run(f"train-target --data {rows} --output {tmp_path}/out")
+        run(f"train-draft --target {tmp_path} --data {rows} --output {tmp_path}/out")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -92,21 +94,21 @@ def test_a_finished_training_goes_on_with_more_steps(
 ) -> None:
     """The steps that both have are computed once, and what is saved is what the longer training made."""
     out = tmp_path / "target"
-    train = f"train-target --data {rows} --batch-tokens 512 --val-fraction 0 --output {out} {SMALL}"
-    assert run(f"{train} --steps 3") == 0
+    train = f"llama --data {rows} --batch-tokens 512 --val-fraction 0 --output {out} {SMALL}"
+    assert train_small(f"{train} --steps 3") == 0
     first = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
     weights = (out / "model.safetensors").read_bytes()
-    assert run(f"{train} --steps 5 --resume") == 0
+    assert train_small(f"{train} --steps 5 --resume") == 0
     second = json.loads((out / "checkpoint-5" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in second] == [1, 3, 5] and second[: len(first)] == first
     assert (out / "model.safetensors").read_bytes() != weights
     with pytest.raises(TrainingError, match=r"steps=4: the training in .*target has done 5; give more with --steps"):
-        run(f"{train} --steps 4 --resume")
+        train_small(f"{train} --steps 4 --resume")
     with pytest.raises(
         TrainingError, match=r"lr=0.2: the checkpoint .*checkpoint-5 was made with 0.001; give the same"
     ):
-        run(f"{train} --steps 5 --resume --lr 0.2")
-    assert run(f"{train} --steps 5 --resume --no-keep-checkpoint") == 0
+        train_small(f"{train} --steps 5 --resume --lr 0.2")
+    assert train_small(f"{train} --steps 5 --resume --no-keep-checkpoint") == 0
     assert not list(out.glob("checkpoint-*"))
 
 
@@ -114,26 +116,29 @@ def test_ctrl_c_keeps_what_is_trained_and_a_resume_equals_an_unbroken_run(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a target with dropout, and for a draft; to the last bit."""
-    small = "--steps 5 --draft-vocab 64 --ttt-length 2 --measure-rows 1 --max-new-tokens 2 --max-length 128"
-    for name, command, module, loss in (
-        ("target", f"train-target --steps 5 --batch-tokens 512 {SMALL}", target, "target_loss"),
-        ("draft", f"train-draft --target {tmp_path}/target {small}", draft, "draft_loss"),
-    ):
-        out, whole = tmp_path / name, tmp_path / f"{name} whole"
-        train = f"{command} --data {rows} --val-fraction 0.1 --device cpu --warmup-steps 1 --output".split()
-        with monkeypatch.context() as patched:
-            patched.setattr(module, loss, _interrupting(getattr(module, loss), call=3))
-            capfd.readouterr()
-            assert main([*train, str(out)]) == 130
-        said = capfd.readouterr().err
-        kept = (
-            f"{name}: stopped after step 3 of 5; {out}/checkpoint-3 keeps it: the same command with --resume continues"
-        )
-        assert said.splitlines()[-1] == kept and "loss=" in said and "Traceback" not in said
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert main([*train, str(out), "--resume"]) == 0
-        assert main([*train, str(whole)]) == 0
-        assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    common = f"--steps 5 --data {rows} --val-fraction 0.1 --device cpu --warmup-steps 1 --output"
+    made = f"llama --batch-tokens 512 {SMALL} {common}".split()
+    target, whole = tmp_path / "target", tmp_path / "whole target"
+    kept = "{0}: stopped after step 3 of 5; {1}/checkpoint-3 keeps it: the same command with --resume continues"
+    with monkeypatch.context() as patched, pytest.raises(TrainingInterrupted) as ended:
+        patched.setattr(llama, "target_loss", _interrupting(llama.target_loss, call=3))
+        train_target([*made, str(target)])
+    assert str(ended.value) == kept.format("target", target)
+    assert train_target([*made, str(target), "--resume"]) == train_target([*made, str(whole)]) == 0
+    assert (target / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+    small = "--draft-vocab 64 --ttt-length 2 --measure-rows 1 --max-new-tokens 2 --max-length 128"
+    made = f"train-draft --target {target} {small} {common}".split()
+    head, whole = tmp_path / "draft", tmp_path / "whole draft"
+    with monkeypatch.context() as patched:
+        patched.setattr(draft, "draft_loss", _interrupting(draft.draft_loss, call=3))
+        capfd.readouterr()
+        assert main([*made, str(head)]) == 130
+    said = capfd.readouterr().err
+    assert said.splitlines()[-1] == kept.format("draft", head) and "loss=" in said and "Traceback" not in said
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert main([*made, str(head), "--resume"]) == main([*made, str(whole)]) == 0
+    assert (head / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 def _interrupting(function: Callable[..., Any], call: int) -> Callable[..., Any]:
@@ -152,7 +157,7 @@ def _interrupting(function: Callable[..., Any], call: int) -> Callable[..., Any]
 def test_two_processes_train_one_draft(tmp_path: Path, rows: Path) -> None:
     """Under torchrun, with half of the batches each; the first regenerates and saves."""
     common = f"--data {rows} --steps 3 --batch-tokens 512 --val-fraction 0"
-    assert run(f"train-target {common} --output {tmp_path}/target {SMALL}") == 0
+    assert train_small(f"llama {common} --output {tmp_path}/target {SMALL}") == 0
     text = "--regenerate --max-new-tokens 5 --draft-vocab 64 --max-length 128 --ttt-length 2"
     train = f"train-draft {common} --target {tmp_path}/target --output {tmp_path}/draft {text}"
     started = "torch.distributed.run --nproc-per-node 2 -m deploy.cli"

@@ -16,9 +16,8 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from speculative.training.mtp_files import read_module, save_module
-from tests.speculative.training.conftest import run
+from tests.speculative.training.conftest import run, train_small
 from tests.support.drafts.mtp import check_states, check_trained
-from tests.support.targets.__main__ import main
 from tests.support.targets.hybrid import SIZES, HybridTarget, build_hybrid, save_hybrid
 from tests.support.tiny_models import add_qwen_mtp, make_target
 from workers.config import ModelSource, WorkerConfig
@@ -127,7 +126,7 @@ def test_the_module_of_a_trained_model_is_trained_further(
     """From the checkpoint's own module, on the target's own answers."""
     target, draft = tmp_path / "target", tmp_path / "draft"
     common = f"--data {rows} --batch-tokens 512 --val-fraction 0.1 --warmup-steps 2"
-    assert main(f"hybrid --size tiny {common} --output {target} --steps 2 --mtp-steps 1 --device cpu".split()) == 0
+    assert train_small(f"hybrid --size tiny {common} --output {target} --steps 2 --mtp-steps 1") == 0
     assert json.loads((target / "config.json").read_text())["mtp_num_hidden_layers"] == 1
     before = load_file(target / "model.safetensors")
     again = f"train-draft --method mtp --target {target} --output {draft} {common} --regenerate --temperatures 0"

@@ -16,9 +16,8 @@ from speculative.training import TrainingError
 from speculative.training.commands import DRAFTS
 from speculative.training.experts import Experts, Router
 from speculative.training.mtp_files import read_module, save_module
-from tests.speculative.training.conftest import run
+from tests.speculative.training.conftest import run, train_small
 from tests.support.drafts.mtp import check_trained
-from tests.support.targets.__main__ import main
 from tests.support.targets.deepseek import SIZES, Balance, DeepseekTarget, build_deepseek, save_deepseek
 from workers.ops.experts.route import Routing
 
@@ -110,7 +109,7 @@ def test_the_module_of_a_trained_model_is_trained_further(
     """From the checkpoint's own module, on the target's own answers."""
     target, draft = tmp_path / "target", tmp_path / "draft"
     common = f"--data {rows} --batch-tokens 512 --val-fraction 0.1 --warmup-steps 2"
-    assert main(f"deepseek --size tiny {common} --output {target} --steps 2 --mtp-steps 1 --device cpu".split()) == 0
+    assert train_small(f"deepseek --size tiny {common} --output {target} --steps 2 --mtp-steps 1") == 0
     assert "least_used_expert" in capsys.readouterr().out
     made = "--regenerate --temperatures 0 --max-new-tokens 5 --ttt-length 2 --measure-depths 3"
     assert run(f"train-draft --method mtp {common} --target {target} --output {draft} --steps 2 {made}") == 0

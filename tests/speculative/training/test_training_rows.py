@@ -13,8 +13,8 @@ from speculative.training.rows import (
     Turn,
     read_conversations,
     split_validation,
-    without_calc_marks,
 )
+from tests.support.targets.llama import without_calc_marks
 
 
 @pytest.mark.parametrize(

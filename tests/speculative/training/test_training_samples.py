@@ -18,7 +18,7 @@ from speculative.training.samples import (
     plan_steps,
     prompt_tokens,
 )
-from speculative.training.target import train_tokenizer
+from tests.support.targets.llama import train_tokenizer
 
 
 def test_the_tokenizer_round_trips_arbitrary_unicode(tokenizer: PreTrainedTokenizerBase) -> None:

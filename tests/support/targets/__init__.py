@@ -1,4 +1,3 @@
-"""Small targets with a module for multi-token prediction, trained from scratch: `python -m tests.support.targets
-deepseek --size tiny --data ROWS --output FOLDER` made `tests/models/deepseek_tiny`, the kind `hybrid` made
-`tests/models/hybrid_tiny`.
-"""
+"""Small targets, trained from scratch: `python -m tests.support.targets KIND --data ROWS --output FOLDER`. `llama` made
+the embedded pair's target (deploy/models), `deepseek` and `hybrid`, which have a module for multi-token prediction, the
+models of tests/models."""

@@ -1,17 +1,21 @@
-"""`python -m tests.support.targets deepseek|hybrid --data ROWS --output FOLDER`."""
+"""Train a small target: `python -m tests.support.targets llama|deepseek|hybrid --data ROWS --output FOLDER`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
-from speculative.training.cli import add_chat, add_common, at_least
-from speculative.training.commands import finish, preview, split_rows
+from speculative.training.cli import add_common, at_least
+from speculative.training.commands import finish, load_target
 from speculative.training.fit_options import fit_arguments
-from speculative.training.target import ChatData, build_tokenizer
-from tests.support.targets import deepseek, hybrid
+from speculative.training.generation import generate_answers
+from speculative.training.rows import Conversation, Turn, read_conversations, split_validation
+from speculative.training.samples import answer_prompts
+from tests.support.targets import deepseek, hybrid, llama
 
 KINDS = {
     "deepseek": (deepseek.SIZES, deepseek.build_deepseek, deepseek.train_deepseek, deepseek.save_deepseek),
@@ -20,20 +24,30 @@ KINDS = {
 
 
 def main(line: Sequence[str] | None = None) -> int:
-    """Train a target and its module together, save them, print losses."""
+    """Train a target, with its module if it has one, and save it; print losses and the answers to `--preview`."""
     arguments = parser().parse_args(line)
     options = fit_arguments(arguments)
-    sizes, build, train, save = KINDS[arguments.kind]
-    rows, held = split_rows(arguments)
-    shape = sizes[arguments.size]
-    longest = shape["max_position_embeddings"]
-    tokenizer = (
-        AutoTokenizer.from_pretrained(arguments.tokenizer)
-        if arguments.tokenizer
-        else build_tokenizer(rows, shape["vocab_size"], longest)
-    )
-    model = build(shape, tokenizer, arguments.seed)
-    data = ChatData(rows, held, tokenizer, min(arguments.max_length, longest))
+    transformers_logging.disable_progress_bar()  # one bar per saved checkpoint would break ours
+    conversations = read_conversations(arguments.data)
+    if arguments.kind == "llama":
+        config, train, save = llama.llama_config(arguments), llama.train_target, llama.save_target
+        vocab_size, longest = config.vocab_size, config.max_position_embeddings
+        if arguments.strip_calc_marks:
+            conversations = [llama.without_calc_marks(conversation) for conversation in conversations]
+    else:
+        sizes, build, train, save = KINDS[arguments.kind]
+        shape = sizes[arguments.size]
+        vocab_size, longest = shape["vocab_size"], shape["max_position_embeddings"]
+    rows, held = split_validation(conversations, arguments.val_fraction, arguments.seed)
+    if arguments.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    else:
+        tokenizer = llama.build_tokenizer(rows, vocab_size, longest)
+    if arguments.kind == "llama":
+        model = llama.build_target(config, tokenizer, arguments.seed)
+    else:
+        model = build(shape, tokenizer, arguments.seed)
+    data = llama.ChatData(rows, held, tokenizer, min(arguments.max_length, longest))
     losses = train(data, model, options, arguments)
     if options.should_save:
         save(model, tokenizer, arguments.output)
@@ -42,18 +56,38 @@ def main(line: Sequence[str] | None = None) -> int:
     return 0
 
 
+def preview(folder: Path, prompts: Sequence[str], device: torch.device) -> None:
+    """Print the saved model's greedy answer to each prompt."""
+    if not prompts:
+        return
+    tokenizer, model = load_target(folder, device, torch.bfloat16)
+    asked = answer_prompts([Conversation((Turn("user", prompt),)) for prompt in prompts], tokenizer)
+    settings = {"temperature": 0.0, "max_new_tokens": 300, "batch_size": 16, "seed": 0}
+    for answer in generate_answers(model, tokenizer, asked, progress=False, **settings):
+        print("---", tokenizer.decode(answer.tokens), sep="\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    """The options of `aerie train-target`, and those of a module."""
+    """Options of the trainer, of a Llama's shape, and of a module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("kind", choices=list(KINDS))
-    add_common(parser, lr=2e-3, epochs=12.0, batch_tokens=16384)
-    parser.add_argument("--size", choices=("small", "tiny"), default="small", help="21 to 31 MB, or 1 MB for tests")
+    parser.add_argument("kind", choices=["llama", *KINDS])
+    add_common(parser, lr=1e-3, epochs=12.0, batch_tokens=16384)
     parser.add_argument("--tokenizer", type=Path, help="use this model folder's tokenizer instead of a new one")
-    add_chat(parser)
-    parser.add_argument("--mtp-steps", type=at_least(1), default=3, help="steps it is unrolled on its own outputs")
-    parser.add_argument("--mtp-weight", type=at_least(0, float), default=0.3, help="its loss's, beside the target's")
-    parser.add_argument("--router-bias-speed", type=float, default=1e-3, help="change of a router's bias per step")
-    parser.set_defaults(run="", function="")
+    parser.add_argument("--dropout", type=float, default=0.1, help="on the outputs of attention, MLP and experts")
+    parser.add_argument("--prompt-weight", type=float, default=0.3, help="weight of prompt tokens in the loss")
+    parser.add_argument("--preview", nargs="*", default=[], metavar="PROMPT", help="prompts to answer at the end")
+    shape = parser.add_argument_group("llama")
+    for name, default in (
+        *(("vocab-size", 4096), ("hidden-size", 512), ("intermediate-size", 896), ("layers", 8), ("heads", 8)),
+        *(("kv-heads", 2), ("max-positions", 2048)),
+    ):
+        shape.add_argument(f"--{name}", type=at_least(1), default=default)
+    shape.add_argument("--strip-calc-marks", action="store_true", help="take GSM8K's <<48/2=24>> marks out")
+    module = parser.add_argument_group("deepseek, hybrid")
+    module.add_argument("--size", choices=("small", "tiny"), default="small", help="21 to 31 MB, or 1 MB for tests")
+    module.add_argument("--mtp-steps", type=at_least(1), default=3, help="steps it is unrolled on its own outputs")
+    module.add_argument("--mtp-weight", type=float, default=0.3, help="its loss's, beside the target's")
+    module.add_argument("--router-bias-speed", type=float, default=1e-3, help="change of a router's bias per step")
     return parser
 
 

@@ -36,8 +36,8 @@ from speculative.training.experts import Router
 from speculative.training.mtp_files import write_checkpoint
 from speculative.training.mtp_head import rotation
 from speculative.training.samples import Batch, Sample, collate, plan_batches
-from speculative.training.target import ChatData, answer_loss, fit_target
 from speculative.training.trainer import FitArguments
+from tests.support.targets.llama import ChatData, answer_loss, fit_target
 from workers.layers.rotary import frequencies
 from workers.models.deepseek import DeepseekConfig, read_config
 

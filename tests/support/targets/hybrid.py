@@ -23,9 +23,9 @@ from speculative.training.eagle3_files import token_ids
 from speculative.training.hybrid_layers import module_tensors, mtp_head
 from speculative.training.mtp_files import write_checkpoint
 from speculative.training.samples import Batch, Sample, attention_masks
-from speculative.training.target import ChatData, answer_loss, fit_target
 from speculative.training.trainer import FitArguments
 from tests.support.targets.deepseek import joint_loss
+from tests.support.targets.llama import ChatData, answer_loss, fit_target
 from workers.models.registry import family_of
 
 # Dimensions by their names in config.json. small: 21 MB in bf16.

@@ -25,8 +25,8 @@ def _add_biases(
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Add the biases of outputs n of this program's experts, times the weights of these in rows m. Four at a time, so
-    that their reads overlap."""
+    """Add to rows m and outputs n of `total` the biases of this program's experts, times the experts' weights. Four
+    experts at a time, so that their reads overlap."""
     for first in range(split, most, 4 * SPLITS):
         for each in tl.static_range(4):
             block = first + each * SPLITS

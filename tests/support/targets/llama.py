@@ -1,13 +1,11 @@
-"""A small Llama-architecture chat model: its byte-level BPE tokenizer, its training from scratch, and its Hugging Face
-folder.
-
-`aerie train-target` calls it. The model is small enough to live in a repository, so that speculation can be tried and
-tested end to end without a download.
-"""
+"""A small Llama chat model: its byte-level BPE tokenizer, its training from scratch, and its Hugging Face folder. What
+trains the other targets, too, stands here."""
 
 from __future__ import annotations
 
+import argparse
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +45,7 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 SYSTEM_PROMPT = "You are a helpful assistant."
+_CALC_MARK = re.compile(r"<<[^<>]*>>")
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,34 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def without_calc_marks(conversation: Conversation) -> Conversation:
+    """The conversation with GSM8K's calculator marks `<<48/2=24>>` taken out."""
+    return Conversation(tuple(Turn(turn.role, _CALC_MARK.sub("", turn.content)) for turn in conversation.turns))
+
+
+def llama_config(arguments: argparse.Namespace) -> LlamaConfig:
+    """The shape that the command line names. Raises TrainingError."""
+    heads, kv_heads = arguments.heads, arguments.kv_heads
+    if arguments.hidden_size % (2 * heads) or heads % kv_heads:
+        raise TrainingError(
+            f"heads={heads}: must divide hidden_size={arguments.hidden_size} into even parts, and kv_heads={kv_heads} "
+            "must divide it; try heads of 64"
+        )
+    return LlamaConfig(
+        vocab_size=arguments.vocab_size,
+        hidden_size=arguments.hidden_size,
+        intermediate_size=arguments.intermediate_size,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=arguments.hidden_size // heads,
+        max_position_embeddings=arguments.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    )
 
 
 def build_target(config: LlamaConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
@@ -218,17 +245,17 @@ def fit_target(
 
 
 def train_target(
-    data: ChatData, model: LlamaForCausalLM, options: FitArguments, *, dropout: float, prompt_weight: float
+    data: ChatData, model: LlamaForCausalLM, options: FitArguments, arguments: argparse.Namespace
 ) -> list[float]:
-    """Train the model in place and return the logged losses. prompt_weight: of a prompt's token; an answer's has 1."""
+    """Train the model in place and return the logged losses."""
 
     def evaluate(held: Sequence[Sample]) -> dict[str, float]:
         return {"validation_loss": answer_loss(held, options, lambda batch: target_loss(model, batch, 0.0))}
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        return target_loss(model, batch, prompt_weight)
+        return target_loss(model, batch, arguments.prompt_weight)
 
-    return fit_target(model, data, options, loss_of, evaluate, dropout=dropout, title="target")
+    return fit_target(model, data, options, loss_of, evaluate, dropout=arguments.dropout, title="target")
 
 
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
