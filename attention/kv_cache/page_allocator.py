@@ -122,25 +122,3 @@ class PageAllocator:
                 break
             count += 1
         return count
-
-    def is_free(self) -> list[bool]:
-        """Whether each page, by number, is free; page 0 is not."""
-        free = set(self._free)
-        return [page in free for page in range(self.num_pages + 1)]
-
-    def check_integrity(self, held: Iterable[Sequence[int]], cached: Iterable[int]) -> None:
-        """Assert that the counts match the holders' page lists (`held`) and the cache's pages."""
-        holders = [0] * (self.num_pages + 1)
-        for pages in held:
-            for page in pages:
-                assert 0 < page <= self.num_pages, f"page {page} is outside 1..{self.num_pages}"
-                holders[page] += 1
-        flags = bytearray(self.num_pages + 1)
-        for page in cached:
-            assert not flags[page], f"page {page} is cached twice"
-            flags[page] = 1
-        assert holders == self._holders, "reference counts differ from the holders' page lists"
-        assert flags == self._cached, "cached flags differ from the prefix cache's pages"
-        free = sorted(self._free)
-        assert free == [p for p in range(1, self.num_pages + 1) if not holders[p] and not flags[p]], "free list differs"
-        assert self._num_held == sum(count > 0 for count in holders), "number of held pages differs"

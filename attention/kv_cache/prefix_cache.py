@@ -223,11 +223,6 @@ class PrefixCache:
             self._leaves.push(leaf)
         return freed
 
-    def check_snapshots(self, lent: list[int]) -> None:
-        """Assert that every row is free, in the tree, or one of `lent`."""
-        assert self.snapshots is not None
-        self.snapshots.check_integrity(list(self._nodes()), lent)
-
     def pages(self) -> Iterator[int]:
         """Every page in the tree."""
         return (page for node in self._nodes() for page in node.pages)

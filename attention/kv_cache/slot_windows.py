@@ -7,7 +7,7 @@ order: a window page that the plan under construction takes from one page and at
 steps of its new owner, and not by later steps of its former one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -107,10 +107,6 @@ class SlotWindows:
         """
         needed = np.minimum(wanted, self.max_per_slot) - (num_pages - self.first)
         return self.pages.num_available - int(np.maximum(needed, 0)[in_use].sum())
-
-    def held(self, tables: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
-        """The pages in each slot's window."""
-        return (table[first:] for table, first in zip(tables, self.first.tolist(), strict=True))
 
 
 def pages_per_request(window: int, page_size: int, round_tokens: int) -> int:

@@ -132,23 +132,6 @@ class Snapshots:
             self._rates.was_there(_group(snapshot), snapshot.recorded - since, self._now - since)
             snapshot.recorded = self._now
 
-    def check_integrity(self, nodes: list[Node], lent: list[int]) -> None:
-        """Assert that rows, links and the tree agree. nodes: all of the tree. lent: rows of running requests."""
-        hanging = [snapshot for node in nodes for snapshot in node.snapshots]
-        assert {id(each) for each in hanging} == {id(each) for each in self._saved.values()}, (
-            "snapshots outside the tree"
-        )
-        rows = [*self._free, *self._returned, *self._saved, *lent]
-        assert sorted(rows) == list(self.rows), f"rows {sorted(rows)} of {self.rows}"
-        for node in nodes:
-            ends = [snapshot.end for snapshot in node.snapshots]
-            assert ends == sorted(set(ends)) and all(node.depth < end <= node.end for end in ends), "misplaced"
-            for snapshot in node.snapshots:
-                assert snapshot.node is node and self._saved[snapshot.row] is snapshot
-                assert snapshot.before is node.deepest(snapshot.end - 1), "another snapshot is before it"
-                assert snapshot in (self._first if snapshot.before is None else snapshot.before.after)
-        assert sum(len(each.after) for each in hanging) + len(self._first) == len(hanging), "linked twice"
-
 
 def _group(snapshot: Snapshot) -> Group:
     return Group(snapshot.kind, not snapshot.after)

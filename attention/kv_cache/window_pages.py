@@ -155,22 +155,6 @@ class WindowPages:
         self._updates.clear()
         return flat
 
-    def check_integrity(self, held: Iterable[Sequence[int]], is_free: Sequence[bool]) -> None:
-        """Assert that the counts match the holders' pages (`held`), and that free pages have no window page."""
-        holders = [0] * (self._num_pages + 1)
-        for pages in held:
-            for page in pages:
-                holders[page] += 1
-        assert holders == self._holders, "holders of window pages differ from the requests' windows"
-        attached = [page for page in range(1, self._num_pages + 1) if self.of[page]]
-        assert not any(is_free[page] for page in attached), "a free page has a window page"
-        assert all(self.of[page] for page in range(1, self._num_pages + 1) if holders[page])
-        unheld = {page for page in attached if not holders[page]}
-        assert unheld == self._passed.keys() | self._useful.keys() and not self._passed.keys() & self._useful.keys()
-        assert not unheld or self._keeps
-        owned = [self.of[page] for page in attached] + self._free
-        assert sorted(owned) == list(range(1, self.num_window_pages + 1)), "a window page is lost, or has two owners"
-
     def _queue_of(self, page: int) -> OrderedDict[int, None]:
         return self._passed if page in self._passed else self._useful
 

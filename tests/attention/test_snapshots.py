@@ -11,6 +11,7 @@ from attention.kv_cache.prefix_cache import PrefixCache
 from attention.kv_cache.radix_node import SnapshotKind
 from attention.kv_cache.reuse_rates import Group
 from attention.kv_cache.snapshots import Snapshots
+from tests.support.simulation.integrity import check_pages, check_snapshots
 
 SIZE, NUM_PAGES, ROWS = 2, 24, range(5, 9)
 KIND = SnapshotKind.PROMPT
@@ -67,7 +68,7 @@ def test_a_split_leaves_snapshots_at_their_pages():
     other = tokens_of(*range(6), 70, 71, 72, 73, 74)
     assert resumed(allocator, cache, other) == (5, 6, rows[2])
     assert resumed(allocator, cache, tokens_of(*range(13))) == (6, 12, rows[0])
-    cache.snapshots.check_integrity(list(cache._nodes()), [])
+    check_snapshots(cache, [])
 
 
 def test_a_second_state_of_the_same_tokens_gives_its_row_back():
@@ -82,7 +83,7 @@ def test_a_second_state_of_the_same_tokens_gives_its_row_back():
     assert third != second, "a step of the plan being built may still write it"
     cache.snapshots.give_back(third)
     cache.snapshots.plan_ended()
-    cache.snapshots.check_integrity(list(cache._nodes()), [])
+    check_snapshots(cache, [])
 
 
 def test_a_state_whose_pages_are_gone_is_not_kept():
@@ -364,8 +365,8 @@ class CacheMachine(RuleBasedStateMachine):
     def nothing_is_lost(self):
         if not hasattr(self, "cache"):
             return
-        self.allocator.check_integrity(self.held, self.cache.pages())
-        self.snapshots.check_integrity(list(self.cache._nodes()), self.lent)
+        check_pages(self.allocator, self.held, self.cache.pages())
+        check_snapshots(self.cache, self.lent)
         assert len(self.states) == self.snapshots.num_saved
 
 

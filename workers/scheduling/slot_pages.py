@@ -251,17 +251,6 @@ class SlotPages(SlotLengths):
             return b"", b""
         return pack_i32(self.windows.pages.take_updates()), pack_i32(self.windows.spoilt.take())
 
-    def check_integrity(self) -> None:
-        """Assert that slots, pages and the prefix cache are consistent."""
-        self.allocator.check_integrity(self.pages, [] if self.cache is None else self.cache.pages())
-        if self.windows is not None:
-            self.windows.pages.check_integrity(self.windows.held(self.pages), self.allocator.is_free())
-        assert [len(pages) for pages in self.pages] == self.num_pages.tolist(), "page counts differ from the page lists"
-        assert sorted(self._free_slots) == np.flatnonzero(self.user < 0).tolist(), "free slots differ"
-        assert (self.max_pending >= 0).all() and (self.min_pending >= 0).all(), "more results than plans"
-        if self.cache is not None and self.saves is not None:
-            self.cache.check_snapshots(self.saves.rows())
-
     def _make_room(self, need: int) -> int:
         """Evict until `need` pages are free. Return the number of missing pages; evict nothing if it would not
         suffice."""

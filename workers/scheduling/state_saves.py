@@ -216,12 +216,6 @@ class StateSaves:
             else:
                 self._snapshots.give_back(row)
 
-    def rows(self) -> list[int]:
-        """The rows that requests hold."""
-        of_prompts = [row for each in self._slots.values() for row, _ in each.planned.values()]
-        of_answers = [each.row for each in self._slots.values()] + self.former.tolist()
-        return of_prompts + [row for row in of_answers if row >= 0]
-
     def _save(self, slot: int, position: int, kind: SnapshotKind) -> bool:
         """Save a prompt's state in the plan being built. Return whether a row was free."""
         row = self._cache.lend_row(position - self._slots[slot].last, kind)

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
+from tests.support.simulation.integrity import check_pages
 
 
 def test_hands_out_every_page_but_the_dummy_once():
@@ -56,13 +57,13 @@ def test_an_empty_pool_is_refused_with_a_remedy():
 def test_integrity_check_finds_a_lost_and_a_doubly_held_page():
     allocator = PageAllocator(4)
     pages = allocator.allocate(2)
-    allocator.check_integrity([pages], [])
+    check_pages(allocator, [pages], [])
     with pytest.raises(AssertionError, match="reference counts differ"):
-        allocator.check_integrity([pages[:1]], [])
+        check_pages(allocator, [pages[:1]], [])
     with pytest.raises(AssertionError, match="reference counts differ"):
-        allocator.check_integrity([pages, pages[1:]], [])
+        check_pages(allocator, [pages, pages[1:]], [])
     with pytest.raises(AssertionError, match="cached flags differ"):
-        allocator.check_integrity([pages], pages[:1])
+        check_pages(allocator, [pages], pages[:1])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -89,5 +90,5 @@ def test_counts_stay_right_under_random_use(seed):
             gone = rng.sample(sorted(cached), rng.randint(1, len(cached)))
             allocator.uncache(gone)
             cached -= set(gone)
-        allocator.check_integrity(held, cached)
+        check_pages(allocator, held, cached)
         assert allocator.num_available == allocator.num_free + allocator.num_evictable

@@ -8,6 +8,7 @@ import pytest
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
 from attention.kv_cache.prefix_digests import prompt_digests
+from tests.support.simulation.integrity import check_pages
 
 
 def tokens_of(*values):
@@ -63,7 +64,7 @@ def test_duplicates_are_named_and_stay_the_callers():
     assert kept == [*first, second[2]]
     allocator.release(second)
     assert allocator.num_free == 10 - 3
-    allocator.check_integrity([], cache.pages())
+    check_pages(allocator, [], cache.pages())
 
 
 def test_oldest_leaf_goes_first_and_held_pages_never():
@@ -133,7 +134,7 @@ def test_matches_what_a_dictionary_of_prefixes_says(page_size, lookahead):
         kept = cache.insert(tokens, own)
         for i, page in enumerate(kept, 1):
             inserted[tokens[: i * page_size + lookahead].tobytes()] = page
-        allocator.check_integrity([own], cache.pages())
+        check_pages(allocator, [own], cache.pages())
         allocator.release(own)
     assert cache.evict(num_pages) == num_pages - allocator.num_free or allocator.num_free == num_pages
     assert allocator.num_free == num_pages
@@ -147,7 +148,7 @@ def test_reset_forgets_everything():
     cache.reset()
     assert cache.match(tokens_of(*range(16))).pages == []
     assert cache.evict(1) == 0
-    allocator.check_integrity([], cache.pages())
+    check_pages(allocator, [], cache.pages())
 
 
 def test_pages_are_shared_between_requests_of_one_salt_only() -> None:

@@ -4,6 +4,7 @@ import numpy as np
 
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
+from tests.support.simulation.integrity import check_pages
 
 
 def _tokens(*values: int) -> np.ndarray:
@@ -22,7 +23,7 @@ def test_a_cleared_cache_finds_nothing_and_all_its_pages_are_free() -> None:
     assert cache.clear() == 3
     assert allocator.num_free == 7 and cache.clear() == 0
     assert cache.match(_tokens(1, 2, 3, 4, 5)).pages == []
-    allocator.check_integrity([], cache.pages())
+    check_pages(allocator, [], cache.pages())
 
 
 def test_held_pages_stay_their_holders_and_may_be_inserted_again() -> None:
@@ -32,13 +33,13 @@ def test_held_pages_stay_their_holders_and_may_be_inserted_again() -> None:
     cache.insert(_tokens(*range(6)), pages)
     shared = cache.match(_tokens(*range(5))).pages  # a second holder of two of them
     assert cache.clear() == 3
-    allocator.check_integrity([pages, shared], [])
+    check_pages(allocator, [pages, shared], [])
     assert allocator.num_held == 3 and allocator.num_free == 4
     assert cache.insert(_tokens(*range(6)), pages) == pages
     allocator.release(pages)
     allocator.release(shared)
     assert allocator.num_evictable == 3 and cache.evict(9) == 3
-    allocator.check_integrity([], cache.pages())
+    check_pages(allocator, [], cache.pages())
 
 
 def test_a_forgotten_text_takes_those_with_its_first_page_along_and_no_other() -> None:
@@ -53,10 +54,10 @@ def test_a_forgotten_text_takes_those_with_its_first_page_along_and_no_other() -
     held = cache.match(_tokens(1, 2, 3, 4, 5, 9)).pages
     forgotten = cache.forget(_tokens(1, 2, 3, 4, 5, 9))
     assert len(forgotten) == 3 and set(held) < set(forgotten)
-    allocator.check_integrity([held], cache.pages())
+    check_pages(allocator, [held], cache.pages())
     assert cache.match(_tokens(1, 2, 3, 4, 6, 9)).pages == [] and cache.forget(_tokens(1, 2, 3)) == []
     assert cache.num_cached(_tokens(2, 2, 3, 4, 5, 9)) == cache.num_cached(_tokens(1, 2, 3, 4, 5, 9), b"salt") == 4
     assert {d for d, here in cache.take_changes().items() if here} == set(cache.digests()) < before
     allocator.release(held)
     assert allocator.num_free == 5 and cache.evict(9) == 4
-    allocator.check_integrity([], cache.pages())
+    check_pages(allocator, [], cache.pages())

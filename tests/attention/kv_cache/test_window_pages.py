@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.window_pages import WindowPages, WindowSizes
+from tests.support.simulation.integrity import check_windows, free_pages
 
 PAGE = 4
 
@@ -35,7 +36,7 @@ def test_pages_that_a_window_has_passed_go_first_while_they_are_many() -> None:
     pages.release([3, 4, 5, 6, 7, 8], passed=True)
     pages.allocate(range(11, 17))
     assert [page for page in range(1, 9) if pages.of[page]] == [1, 2], "all that were passed"
-    pages.check_integrity([range(11, 17)], [False] * 31)
+    check_windows(pages, [range(11, 17)], [False] * 31)
 
 
 def test_a_prefix_that_is_used_again_is_kept_as_an_end_is() -> None:
@@ -59,7 +60,7 @@ def test_a_free_page_has_no_window_page(keeps: bool) -> None:
     assert pages.num_available == 3 and pages.num_free == (0 if keeps else 3)
     allocator.release(held)
     assert pages.num_free == 3 and not any(pages.of[page] for page in held)
-    pages.check_integrity([], allocator.is_free())
+    check_windows(pages, [], free_pages(allocator))
 
 
 def test_the_same_tokens_in_another_page_inherit_its_window_page() -> None:
@@ -69,8 +70,8 @@ def test_the_same_tokens_in_another_page_inherit_its_window_page() -> None:
     pages.take_updates()
     pages.move(3, 9)
     assert pages.take_updates() == [9, taken, 3, 0]
-    pages.check_integrity([[9]], [False] * 31)
+    check_windows(pages, [[9]], [False] * 31)
     pages.release([9])
     pages.move(9, 4)
     assert pages.num_resumable([4]) == 1 and pages.num_available == 2
-    pages.check_integrity([], [False] * 31)
+    check_windows(pages, [], [False] * 31)

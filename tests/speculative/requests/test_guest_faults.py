@@ -8,6 +8,7 @@ import pytest
 import workers.runner.step_result as step_result
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
+from tests.support.simulation.integrity import check_queues
 from workers.scheduling.plan import SamplingParams, unpack_i32
 from workers.scheduling.request import FinishReason, Request, RequestOutput
 from workers.slots import slot_table
@@ -55,7 +56,7 @@ def test_a_fault_for_one_request_ends_that_one_alone(pair: Pair, monkeypatch: py
         monkeypatch.setattr(module, function, raising)
         disturbed = run("b")
         assert engine.scheduler.kv_usage == 0
-        engine.scheduler.queues.check_integrity()
+        check_queues(engine.scheduler.queues)
     last = disturbed.pop("3")[-1]
     assert last.finish_reason is FinishReason.ERROR
     assert last.error == f"{reason}: ZeroDivisionError: a bug"

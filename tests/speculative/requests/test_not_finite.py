@@ -7,6 +7,7 @@ from attention.config import CacheConfig
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
+from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB
 from workers.config import SchedulerConfig
@@ -76,7 +77,7 @@ def test_a_request_whose_logits_are_nan_ends_alone(pair: Pair, shape: str, kind:
         assert sorted(outputs(healthy)) == sorted(undisturbed)
         assert outputs(run(engine, prompts, sampling, "after")) == undisturbed
         assert engine.scheduler.kv_usage == 0
-        engine.scheduler.queues.check_integrity()
+        check_queues(engine.scheduler.queues)
         pools = engine.executor._batches._pools  # type: ignore[attr-defined]
         spoilt = engine.scheduler.slot_pages.spoilt.pages
         for pool in pools:

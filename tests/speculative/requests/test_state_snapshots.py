@@ -20,6 +20,7 @@ from speculative.local import local_engine
 from tests.support.clients.conversations import Conversations
 from tests.support.drafts.oracle import capture
 from tests.support.engine_plans import as_captured
+from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
@@ -69,7 +70,7 @@ def turns(engine: LocalEngine, conversations: Conversations, count: int, seed: i
             if output.finish_reason is not None:
                 conversations.ended(output.request)
                 running -= 1
-        engine.scheduler.queues.check_integrity()
+        check_queues(engine.scheduler.queues)
     return requests
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from tests.support.simulation.integrity import check_queues
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
@@ -47,7 +48,7 @@ def serve_fuzzed(
             continue
         engine.step()
         after_step()
-    scheduler.queues.check_integrity()
+    check_queues(scheduler.queues)
     ended = [(request, key) for request, key in submitted if request.request_id not in aborted]
     for request, _ in ended:
         seen.accepted += sum(k * n for k, n in enumerate(request.acceptance_histogram))

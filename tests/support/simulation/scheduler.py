@@ -7,6 +7,7 @@ from typing import Literal
 from attention.config import CacheConfig
 from attention.kv_cache.window_pages import WindowSizes
 from tests.support.scripted import KvModel, ScriptedExecutor, StateModel, scripted_output
+from tests.support.simulation.integrity import check_queues
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import SamplingParams, StepPlan, unpack_i32
@@ -110,7 +111,7 @@ class Simulation:
     def schedule(self) -> StepPlan | None:
         """One plan, checked and sent."""
         plan = self.scheduler.schedule()
-        self.scheduler.queues.check_integrity()
+        check_queues(self.scheduler.queues)
         if plan is not None:
             self.plans.append(plan)
             self.peak_running = max(self.peak_running, len(unpack_i32(plan.slots)))
@@ -124,7 +125,7 @@ class Simulation:
         """The oldest result."""
         self.executor.submit(self.backlog.popleft())
         outputs = self.scheduler.apply(self.executor.take())
-        self.scheduler.queues.check_integrity()
+        check_queues(self.scheduler.queues)
         for output in outputs:
             request_id = output.request.request_id
             assert request_id not in self.finished, "tokens after the end"

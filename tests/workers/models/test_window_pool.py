@@ -9,6 +9,7 @@ from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.local import local_engine
 from tests.speculative.requests.test_not_finite import POISON, outputs, run, target_of
+from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow
 from tests.support.target_answers import CHAIN, TREE, drafted
 from tests.support.tiny_models import make_target
@@ -64,7 +65,7 @@ def test_windows_that_take_each_others_pages_change_no_token(
         first, second = engine.generate([prompts()[2]] * 2, GREEDY, 1)
         assert first.output == second.output == expected[2] and second.cached_tokens == 88  # of 90
         assert allocator.windows.num_available == allocator.windows.num_window_pages
-        engine.scheduler.queues.check_integrity()
+        check_queues(engine.scheduler.queues)
 
 
 def test_nan_in_a_window_page_does_not_reach_its_next_owner(tmp_path: Path) -> None:

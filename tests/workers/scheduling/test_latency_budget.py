@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.simulation.integrity import check_queues
 from tests.support.simulation.scheduler import Simulation
 from workers.config import SchedulerConfig
 from workers.scheduling.cost_table import CostTable, RoundCosts
@@ -132,7 +133,7 @@ class Watched(Simulation):
                 self.new_worker_group(self.scheduler.epoch + 1)
             elif what == "abort" and requests:
                 self.scheduler.abort(requests.pop(first % len(requests)).request_id)
-            self.scheduler.queues.check_integrity()
+            check_queues(self.scheduler.queues)
         self.run()
         return requests
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.support.simulation.integrity import check_queues
 from tests.support.simulation.scheduler import Simulation, random_prompt
 from tests.support.slow import slow
 from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
@@ -49,7 +50,7 @@ def test_every_request_gets_its_script_whatever_happens(seed, page_size, lookahe
             if sim.scheduler.abort(victim.request_id) is not None:
                 aborted.add(victim.request_id)
                 assert victim.state is RequestState.FINISHED
-            sim.scheduler.queues.check_integrity()
+            check_queues(sim.scheduler.queues)
         if rng.random() < 0.01:
             sim.new_worker_group(sim.scheduler.epoch + 1)
         sim.step()

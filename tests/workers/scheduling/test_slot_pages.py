@@ -5,6 +5,7 @@ import pytest
 
 from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
 from attention.kv_cache.prefix_cache import Match, PrefixCache
+from tests.support.simulation.integrity import check_slots
 from workers.scheduling.plan import unpack_i32
 from workers.scheduling.slot_lengths import MEAN_GAPS
 from workers.scheduling.slot_pages import SlotPages
@@ -38,7 +39,7 @@ def test_a_released_slots_changes_are_dropped_and_those_of_others_are_sent(pages
     pages.release(first, TOKENS, 0)
     assert updates(pages) == {(second, index): page for index, page in enumerate(held)}
     assert updates(pages) == {}
-    pages.check_integrity()
+    check_slots(pages)
     assert not pages.speculative[first] and pages.speculative[second]
 
 
@@ -53,7 +54,7 @@ def test_equal_pages_are_shared_as_far_as_is_asked(pages: SlotPages) -> None:
     assert pages.allocator.num_free == free + 2
     pages.share(second, TOKENS)
     assert pages.pages[second] == pages.pages[first] and list(updates(pages)) == [(second, 2)]
-    pages.check_integrity()
+    check_slots(pages)
 
 
 def test_pages_that_may_hold_nan_are_zeroed_before_their_next_owner(pages: SlotPages) -> None:

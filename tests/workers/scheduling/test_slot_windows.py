@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attention.kv_cache.window_pages import WindowSizes
+from tests.support.simulation.integrity import check_queues
 from tests.support.simulation.scheduler import Simulation, random_prompt
 from workers.config import RoundShapes
 from workers.scheduling.request import QueueFullError, Request, RequestTooLargeError
@@ -64,7 +65,7 @@ def test_no_window_page_is_freed_too_early_or_lost(seed: int, page_size: int, wi
             victim = rng.choice(requests)
             if sim.scheduler.abort(victim.request_id) is not None:
                 aborted.add(victim.request_id)
-            sim.scheduler.queues.check_integrity()
+            check_queues(sim.scheduler.queues)
         if rng.random() < 0.01:
             sim.new_worker_group(sim.scheduler.epoch + 1)
         sim.step()

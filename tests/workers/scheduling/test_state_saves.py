@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.support.simulation.integrity import check_queues
 from tests.support.simulation.prefix_loads import possible_tokens, prompt_heavy
 from tests.support.simulation.scheduler import Simulation, random_prompt
 from tests.support.simulation.states import hits
@@ -138,7 +139,7 @@ def test_a_failed_request_leaves_no_state():
     slot_pages.spoil(sequence.slot, sequence.known_tokens(), b"")
     sim.scheduler.queues.finish(sequence, FinishReason.ERROR, 0, 0.0)
     assert sim.scheduler.prefix_cache.snapshots.num_saved == 0
-    sim.scheduler.queues.check_integrity()
+    check_queues(sim.scheduler.queues)
 
 
 def test_few_rows_save_most_of_what_prompts_have_in_common():
@@ -187,7 +188,7 @@ def test_states_are_right_whatever_happens(seed, page_size, lookahead):
             victim = rng.choice(requests)
             if sim.scheduler.abort(victim.request_id) is not None:
                 aborted.add(victim.request_id)
-            sim.scheduler.queues.check_integrity()
+            check_queues(sim.scheduler.queues)
         if rng.random() < 0.01:
             sim.new_worker_group(sim.scheduler.epoch + 1)
         sim.step()

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
 from attention.kv_cache.prefix_cache import Match
 from workers.scheduling.plan import SlotInit, pack_i32
 from workers.scheduling.queues.grammar_queue import GrammarQueue
@@ -196,17 +194,6 @@ class RequestQueues:
         self.by_slot.clear()
         self.slot_pages.reset()
         return [sequence.request for sequence in lost]
-
-    def check_integrity(self) -> None:
-        """Assert that queue and slots are consistent."""
-        self.waiting.check_integrity()
-        assert all(number == sequence.number for number, sequence in self.active.items())
-        assert self.prefilling.items() <= self.active.items()
-        assert not {sequence.number for sequence in self.waiting} & set(self.active), "someone who runs waits too"
-        assert sorted(s.slot for s in self.active.values()) == np.flatnonzero(self.slot_pages.user >= 0).tolist()
-        assert {s.slot: s for s in self.active.values()} == self.by_slot
-        assert len(self._by_id) == len(self.active) + len(self.waiting)
-        self.slot_pages.check_integrity()
 
     def _leave_slot(self, sequence: Sequence, num_kept: int, has_ended: bool) -> None:
         self.slot_pages.release(sequence.slot, sequence.known_tokens(), num_kept, has_ended)

@@ -74,18 +74,6 @@ class WaitingQueue:
         for sequence in sequences:
             self._count(sequence, 1, len(sequence.tokens) - sequence.num_cached)
 
-    def check_integrity(self) -> None:
-        """Assert that order and totals are right."""
-        sequences = self._sequences
-        assert sequences == sorted(sequences, key=_ORDER), "the queue is out of order"
-        assert self._backlog.keys() == {sequence.number for sequence in sequences}
-        assert self.load == (
-            len(sequences),
-            sum(len(sequence.prompt) for sequence in sequences),
-            sum(sequence.request.sampling.max_tokens for sequence in sequences),
-            sum(self._backlog.values()),
-        )
-
     def _count(self, sequence: Sequence, sign: int, backlog: int) -> None:
         load = self.load
         if sign > 0:
