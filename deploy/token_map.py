@@ -48,5 +48,5 @@ def _vocab_size(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     if not isinstance(size, int):
-        raise ConfigError(f"{folder / 'config.json'}: has no vocab_size")
+        raise ConfigError(f"{folder / 'config.json'}: has no vocab_size; give the folder of a language model")
     return size

@@ -111,7 +111,8 @@ class SpeculativeConfig:
         copies = self.method == "suffix" or self.suffix_tokens > 0
         if not copies and (self.match_min, self.match_max) != (2, 16):
             raise ValueError(
-                f"match_min={self.match_min}, match_max={self.match_max}: are of method suffix and of suffix_tokens"
+                f"match_min={self.match_min}, match_max={self.match_max}: are of method suffix and of suffix_tokens; "
+                "leave them out"
             )
         if not 1 <= self.match_min <= self.match_max <= MAX_MATCH:
             raise ValueError(
@@ -125,7 +126,8 @@ class SpeculativeConfig:
             )
         if self.suffix_tokens and self.synthetic_acceptance_length is not None:
             raise ValueError(
-                f"suffix_tokens={self.suffix_tokens}: no branch is copied with synthetic_acceptance_length"
+                f"suffix_tokens={self.suffix_tokens}: no branch is copied with synthetic_acceptance_length; leave one "
+                "of them out"
             )
         if self.method != "suffix":
             return

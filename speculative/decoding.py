@@ -1,8 +1,9 @@
 """`SpeculativeDecoding`: one step of an engine with a draft.
 
-verify -> accept -> commit -> draft-extend -> draft -> tree build, without the draft's parts where drafts are only
-copied from the text (`speculative.suffix`). The trees that a step drafts are verified by the next
-step. Prompt chunks share the passes of target and draft: each stage has a half for rounds and a half for chunks, and
+verify -> accept -> commit -> draft-extend -> draft -> tree build. Drafts that are only copied from the text
+(`speculative.suffix`) need no draft-extend and no draft pass. The next step verifies the trees that a step drafts.
+
+Prompt chunks share the passes of target and draft: each stage has a half for rounds and a half for chunks, and
 `workers.runner.batch.RowLayout` says which rows belong to which. A `DraftModel` hides how a draft works; verification
 only sees tokens.
 """

@@ -1,4 +1,4 @@
-"""From a checkpoint of 16 bits to one of fewer: `aerie quantize`."""
+"""`aerie quantize`: makes a checkpoint of fewer bits from one of 16."""
 
 import argparse
 import os

@@ -157,7 +157,7 @@ class Drafter:
     def _noisy(self, logits: Tensor, batch: DraftBatch, positions: Tensor) -> Tensor:
         """Return logits [B * R, shard size] with the target's noise and filters where a request is random.
 
-        positions: [B, R] int64 of the tokens that they are of.
+        positions: [B, R] int64, of the tokens to draw from the logits.
         """
         if not batch.needs.random:
             return logits

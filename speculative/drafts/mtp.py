@@ -1,6 +1,6 @@
-"""Modules for multi-token prediction that come with a target: the target's final hidden state and the next token's
-embedding through one projection and one more layer of the target's kind. One module drafts every depth; embedding and
-vocabulary head are the target's. Families: `mtp_deepseek`, `mtp_qwen`."""
+"""Modules for multi-token prediction (MTP) that come with a target. A module projects the target's final hidden state
+and the next token's embedding to one vector, and runs one more layer of the target's kind on it. One module drafts
+every depth; embedding and vocabulary head are the target's. Families: `mtp_deepseek`, `mtp_qwen`."""
 
 from dataclasses import dataclass
 from typing import ClassVar

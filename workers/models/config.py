@@ -176,7 +176,7 @@ def _proportion_of(scaling: Mapping[str, Any], source: str) -> float:
 def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfig:
     for key in ("factor", "original_max_position_embeddings"):
         if scaling.get(key) is None:
-            raise ValueError(f"{source}: rope_type='yarn' needs {key!r} in rope_scaling")
+            raise ValueError(f"{source}: rope_type='yarn' needs {key!r} in rope_scaling; download it again")
     factor = number_of(scaling, "factor", source, 1.0)
     whole, part = mscale_of(scaling, "mscale", source, 1.0), mscale_of(scaling, "mscale_all_dim", source)
     default = yarn_magnitude(factor, whole) / yarn_magnitude(factor, part)

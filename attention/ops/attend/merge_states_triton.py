@@ -31,7 +31,8 @@ def merge_rows(
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:
-        # The counts were written before the predecessor, which has waited: see `attention.ops.pdl`.
+        # The counts may be read before the wait: the kernel that wrote them ended before the predecessor began its work
+        # (see `attention.ops.pdl`).
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if count > 1:

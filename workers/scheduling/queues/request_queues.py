@@ -106,7 +106,7 @@ class RequestQueues:
         )
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """Its last chunk is planned: it runs rounds from the next plan on."""
+        """The prompt's last chunk is planned: the request runs rounds from the next plan on."""
         del self.prefilling[sequence.number]
         sequence.request.state = RequestState.RUNNING
         self.slot_pages.start_decoding(sequence.slot)

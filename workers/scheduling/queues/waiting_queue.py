@@ -1,8 +1,8 @@
-"""Requests that wait for a slot, in the order of admission, and what they add up to. Owned by
+"""Requests that wait for a slot, in the order of admission, and their totals. Owned by
 `workers.scheduling.queues.request_queues`.
 
-A burst may leave ten thousand requests here, and every step and every arrival asks how much waits: totals are kept, so
-that no question costs time by the length of the queue.
+A burst may leave ten thousand requests here, and every step and every arrival asks for the totals. So they are kept up
+to date instead of summed.
 """
 
 from bisect import bisect_left, insort
