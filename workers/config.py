@@ -68,7 +68,7 @@ class SchedulerConfig:
             raise ValueError(f"itl_target_ms={self.itl_target_ms}: must be above 0 milliseconds; or auto")
 
     def resolved(self, device_type: str) -> "SchedulerConfig":
-        """With numbers for what an engine on such a device ("cpu", "cuda") settles before it is built."""
+        """Return it with a number for `max_step_tokens`. device_type: "cpu" or "cuda"."""
         if self.max_step_tokens != "auto":
             return self
         return replace(self, max_step_tokens=MAX_STEP_TOKENS[device_type])

@@ -126,16 +126,16 @@ class EngineLayout:
         return StateSizes(rows=self.mask_width, path=self.shapes.max_new_tokens)
 
     def with_slots(self, num_slots: int) -> "EngineLayout":
-        """With a number for `max_running`."""
+        """Return it with a number for `max_running`."""
         return replace(self, scheduler=self.scheduler.with_slots(num_slots))
 
     def with_pages(self, pages: int, windows: int = 0) -> "EngineLayout":
-        """With so many KV pages, and window pages."""
+        """Return it with these numbers of KV pages and window pages."""
         return replace(self, known_pages=pages, known_window_pages=windows)
 
     def with_snapshots(self, kv_bytes: int) -> "EngineLayout":
-        """With as many saved states as `cache.state_snapshots` asks for. kv_bytes: of pages and saved states
-        together."""
+        """Return it with the number of saved states that `cache.state_snapshots` asks for. kv_bytes: of pages and saved
+        states together."""
         if not self.bytes_per_snapshot or not self.cache.prefix_cache:
             return self
         asked = self.cache.state_snapshots

@@ -119,7 +119,7 @@ class WindowPages:
             if self._keeps:
                 self._queue_of(page).pop(page)
             self._detach(page)
-            self._updates.pop(page, None)  # whoever gets the page next attaches another one
+            self._updates.pop(page, None)  # the page's next holder attaches another one
 
     def move(self, source: int, target: int) -> None:
         """Attach the window page of `source`, with its holders, to `target`, whose tokens are the same and which has

@@ -276,7 +276,7 @@ class CoordinatorLoop:
 
     def _housekeep(self, now: float) -> None:
         self.streams.check_waiting()
-        self.streams.states.changed()  # told now and then whatever happens, so that silence means something
+        self.streams.states.changed()  # sent now and then in any case, so that silence means something
         if self._worker_group is not None and self.status == "ready":
             self._model_check.turn(now)
         if self._worker_group is not None:

@@ -51,7 +51,7 @@ class PlanTiming:
         self._last_result_s = -math.inf
 
     def due_s(self) -> float:
-        """From when on the next plan may be sent: -inf for at once, inf for not before another result."""
+        """Time from which the next plan may be sent: -inf for at once, inf for after another result."""
         if not self._in_flight:
             return -math.inf
         if len(self._in_flight) >= self._max_in_flight:

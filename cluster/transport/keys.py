@@ -11,7 +11,8 @@ _KV_NAMESPACE = b"aerie"
 
 
 def make_transport(one_node: bool, application: str) -> Transport:
-    """For sockets of this process: ipc files in a private folder if everything runs on one node, else tcp with keys.
+    """Return the transport of this process's sockets: ipc files in a private folder if everything runs on one node,
+    else tcp with keys.
 
     The caller removes the folder."""
     if one_node:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Its lines; floats with three significant digits or none behind the point."""
+    """Return the lines of a table. Floats have three significant digits, or none after the point from 100 on."""
     texts = [[_cell(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (list(head), *texts)) for i in range(len(head))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in (head, *texts)]

@@ -58,7 +58,7 @@ def model_folder(given: str, revision: str | None) -> Path:
 @functools.cache
 def _downloaded(given: str, name: str, revision: str | None) -> Path:
     """Once a process: a start asks several times."""
-    # Half a second to import, for those who need it.
+    # Takes half a second to import.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

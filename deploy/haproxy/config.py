@@ -82,9 +82,9 @@ def has_routes(config: str) -> bool:
 
 
 def _with_waiting(config: str, last: str, next_ports: Sequence[int]) -> str:
-    """`config` whose routes keep requests for `NEXT_WAIT_S` where no server of theirs can be reached, trying once a
-    second those and, in turn, `next_ports`, where the HAProxies that come next listen, since several may come in a
-    second; health checks are told at once. Routes without servers have those of `last` for as long as they listen.
+    """Let routes keep requests for `NEXT_WAIT_S` while none of their servers can be reached; health checks are answered
+    at once. Every second such a request tries the route's servers and, in turn, `next_ports`, where the next HAProxies
+    listen: several may come in a second. Routes without servers use those of `last` while these listen.
 
     Serve (Ray 2.60) names no server from an update's arrival until it has imported and built the application again,
     seconds in which the former ingresses serve as before; nor while the only ingress is replaced. One that is about to
@@ -122,8 +122,8 @@ def _servers(section: str) -> list[tuple[str, str]]:
 
 
 def _with_defaults(config: str, folder: Path) -> str:
-    """With time limits, answers where HAProxy leaves the choice, and no request on a connection that another client's
-    left: where the ingress has gone meanwhile it would be lost, and a new connection tries the next one."""
+    """Add time limits and the answers to faults. Let no request use a connection that served another client: if the
+    ingress has gone meanwhile, the request would be lost, whereas a new connection tries the next ingress."""
     config = re.sub(r"(?m)^(\s*default-server .*)$", rf"\1 tcp-ut {_UNHEARD_S}s", config)
     config = config.replace("http-reuse always", "http-reuse safe")
     # Pipes for splicing would take a fifth of the open files, and events are too short for them.
@@ -139,8 +139,9 @@ def _with_defaults(config: str, folder: Path) -> str:
 
 
 def _with_frontend(config: str, port: int) -> str:
-    """With limits of connections, and without what this server does not do. port: to listen on, too, for requests that
-    the former HAProxy has kept waiting.
+    """Add limits of connections, and remove what this server does not do.
+
+    port: listen on it, too, for requests that the former HAProxy has kept waiting.
 
     Requests above a limit are refused in words, and their connections closed. Where there are connections enough, an
     address that has nearly all of them is cut off, because one that says nothing takes up room for `HEADER_LIMIT_S`.

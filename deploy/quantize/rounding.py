@@ -137,7 +137,7 @@ def packed(meant: Tensor, scheme: Scheme, scales: Scales, dtype: torch.dtype) ->
 def quantised(weight: Tensor, scheme: Scheme, largest: float, moments: Tensor | None) -> dict[str, Tensor]:
     """Return the packed tensors of a matrix [rows, columns].
 
-    largest: as of `find_scales`. moments: as of `compensated`; None: inputs are not known.
+    largest: see `find_scales`. moments: see `compensated`; None: inputs are not known.
     """
     diagonal = None if moments is None else moments.diagonal()
     size = _PACKED if moments is None else _COMPENSATED

@@ -109,7 +109,7 @@ class Console:
             self.receive(line, f"({name} pid={batch.get('pid')}) ")
 
     def end_server(self) -> None:
-        """From here on log what others write, because they end as they should: they would report each other as lost."""
+        """From now on only log what other processes write: while they end, they report each other as lost."""
         self._is_ending = True
 
     def end_start(self) -> None:
@@ -265,7 +265,7 @@ def _open_log(path: Path) -> TextIO:
 
 
 def show_ray_lines(console: Console) -> None:
-    """From here on what Ray's processes write goes to `console`, not to this process's stdout (Ray 2.60)."""
+    """Send what Ray's processes write to `console` instead of this process's stdout (Ray 2.60)."""
     from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
     def receive(batch: Mapping[str, Any]) -> None:

@@ -10,8 +10,9 @@ _KERNELS = "TRITON_CACHE_DIR"
 
 
 def do_without_home(environment: MutableMapping[str, str], folder: Path, say: Callable[[str], None]) -> None:
-    """Change `environment` so that a Ray of this machine and its workers need no home folder, if there is none that can
-    be written. folder: private, and gone with the server. say: hears about it."""
+    """Change `environment` so that a Ray of this machine and its workers need no home folder, if it cannot be written.
+
+    folder: private, removed with the server. say: prints a line."""
     token = token_path(environment)
     wanted = {
         "RAY_AUTH_TOKEN_PATH": token,

@@ -17,7 +17,7 @@ SERVING_MODULES = (
     "ray.serve._private.replica",
     "deploy.app",
 )
-CORES_TO_PREPARE = 8  # from which on processes are begun before they are wanted
+CORES_TO_PREPARE = 8  # from this number on processes start before they are needed
 
 
 def join_ray(address: str | None) -> None:

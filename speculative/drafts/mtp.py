@@ -34,7 +34,8 @@ class Mtp(DraftMethod):
 
 
 class MtpModel(DraftModel):
-    """Its recurrent state, which takes the place of the target's hidden state, is the output of its last norm.
+    """A module on one rank. The output of its last norm is its recurrent state, which later draft steps use in place of
+    the target's hidden state.
 
     Both families read the output of the target's last norm. Its weight makes a difference: a Qwen3.5 accepted 1.80
     tokens a round with the state before the norm and 2.74 with the one after it (ModelTC/LightLLM#1402; also

@@ -37,7 +37,7 @@ class Attending:
 
     @staticmethod
     def none(device: torch.device) -> "Attending":
-        """For a pass that only writes KV."""
+        """Return that of a pass that only writes KV."""
         return Attending(torch.empty(0, dtype=torch.int64, device=device), None, None)
 
 

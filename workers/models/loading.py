@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a target on this rank: configuration, checks and weights."""
+"""Loads a checkpoint folder as the target of this rank: configuration, checks and weights."""
 
 import logging
 import time

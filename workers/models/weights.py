@@ -59,7 +59,7 @@ def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Itera
 
 
 def counted(tensors: Iterable[CheckpointTensor], folder: str | Path, advance: Advance) -> Iterator[CheckpointTensor]:
-    """The tensors; `advance` hears after each how many bytes have been taken, and how many the files have."""
+    """The tensors. `advance` is called after each with the bytes that have been taken and the bytes of all files."""
     total, taken = num_checkpoint_bytes(folder), 0
     for each in tensors:
         yield each

@@ -50,7 +50,7 @@ class PackedScheme(LinearLayout):
     has_row_scale: bool = False
 
     def __str__(self) -> str:
-        """For the log, such as "int4 in groups of 128"."""
+        """Name for the log, such as "int4 in groups of 128"."""
         return f"{self.code}, a scale per output" if self.group is None else f"{self.code} in groups of {self.group}"
 
     @property

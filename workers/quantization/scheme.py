@@ -32,7 +32,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def __str__(self) -> str:
-        """For the log, such as "int4 in groups of 128"."""
+        """Name for the log, such as "int4 in groups of 128"."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class DecodeWorkspace:
 
     @staticmethod
     def create(tiles: DecodeTiles, head_dim: int, num_programs: int, device: torch.device) -> "DecodeWorkspace":
-        """For a budget of up to `num_programs` items x columns: twice as many partials (see `plan_items`)."""
+        """Allocate partials for up to `num_programs` items x columns: twice as many (see `plan_items`)."""
         partials = 2 * num_programs
         return DecodeWorkspace(
             torch.empty(partials * tiles.block_m * head_dim, dtype=torch.float32, device=device),
@@ -134,7 +134,7 @@ class DecodeWorkspace:
 
     @staticmethod
     def merged_apart(num_rows: int, head_dim: int, device: torch.device) -> "DecodeWorkspace":
-        """For `num_rows` rows of partials, all merged by the second kernel."""
+        """Allocate `num_rows` rows of partials, which the second kernel merges."""
         return DecodeWorkspace(
             torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.float32, device=device),

@@ -24,7 +24,7 @@ class Workspace:
 
     @staticmethod
     def create(shapes: Sequence[tuple[int, int]], device: torch.device) -> "Workspace":
-        """For weights of these shapes [N, K]."""
+        """Allocate it for weights of these shapes [N, K]."""
         return Workspace.of_size(*workspace_size(shapes), device)
 
     @staticmethod

@@ -263,7 +263,8 @@ def _packed_blocks(
 
 @triton.jit
 def _sum_of_splits(cells, there, SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """As `sum_of_splits`; many parts one after another, because all at once need registers, which cost programs."""
+    """`sum_of_splits`, but with many parts one after another: all at once would need more registers, so that fewer
+    programs ran on a multiprocessor."""
     if SPLITS <= 4:
         acc = sum_of_splits(cells, there, SIZE, SPLITS)
     else:

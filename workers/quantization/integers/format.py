@@ -93,7 +93,7 @@ class IntFormat:
     bits: 4 or 8; int-quantized: 8.
     group: inputs that share a scale; None: all of an output's.
     symmetric: zeros are 8 or 128; compressed-tensors then stores none.
-    ordered: groups have any inputs, told by a tensor of indexes.
+    ordered: a tensor of indexes says which inputs are in which group.
     zeros_less_one: as the first version of GPTQ's layout stores them.
     """
 

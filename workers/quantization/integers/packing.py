@@ -1,4 +1,4 @@
-"""From the checkpoint's tensors of stacked matrices to `workers.ops.packed`: layers and experts pack alike."""
+"""Packs the checkpoint's tensors of stacked matrices for `workers.ops.packed`, of layers and experts alike."""
 
 from collections.abc import Sequence
 from dataclasses import replace

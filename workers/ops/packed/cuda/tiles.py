@@ -86,7 +86,7 @@ class WideTiles:
         return max(self.stages * stage, 4 * self.outputs * self.block_m) + 16 * self.stages
 
     def defines(self, gated: bool, half: bool, zeros: bool) -> tuple[tuple[str, int], ...]:
-        """As of `FewRowsTiles.defines`."""
+        """See `FewRowsTiles.defines`."""
         return (
             ("JW", 1 + self.paired),
             ("ROWS", self.block_m),
