@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from pydantic import ValidationError
 
 from cluster.http.config import OutputParserName
@@ -15,6 +16,7 @@ from cluster.http.requests.tools import can_switch_thinking
 from cluster.http.schema.body import validation_fault
 from cluster.http.schema.messages_reply import MessagesError, MessagesErrorDetail
 from cluster.http.schema.messages_request import (
+    THREAD,
     Block,
     CountTokensRequest,
     MessageParam,
@@ -80,8 +82,11 @@ def restated(error: ApiError) -> ApiError:
 
 
 def error_detail(error: ApiError) -> MessagesErrorDetail:
-    """Return the error text for the client."""
-    return MessagesErrorDetail(_ERROR_TYPES.get(error.status, "api_error"), error.message, error.param, error.code)
+    """Return the error for the client. Without these details, the client's tool runner does not send the whole
+    conversation instead."""
+    details = {"error_code": "thread_unsupported_request"} if error.param == THREAD else UNSET
+    kind = _ERROR_TYPES.get(error.status, "api_error")
+    return MessagesErrorDetail(kind, error.message, error.param, error.code, details)
 
 
 def messages_chat(
@@ -166,11 +171,16 @@ def _misplaced(where: str, block: Block, role: str) -> ApiError:
     return invalid(f"{where}.type", f"{where}.type: a turn of the {role} has no blocks of type '{block.type}'")
 
 
+def knows_effort(template: str) -> bool:
+    """Whether `output_config.effort` has an effect on a chat."""
+    return "reasoning_effort" in template
+
+
 def _effort(body: CountTokensRequest, template: str, parser: OutputParserName) -> str | None:
     """`thinking` and `output_config.effort` as a chat's reasoning_effort. Where the template has no switch, a model
     thinks or not by itself."""
     effort = None
-    if body.output_config is not None and "reasoning_effort" in template:
+    if body.output_config is not None and knows_effort(template):
         effort = body.output_config.effort
     if body.thinking is None:
         return effort

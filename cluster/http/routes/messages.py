@@ -5,14 +5,16 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.endpoint import Endpoint, post
+from cluster.http.endpoint import IGNORED, Endpoint, post
 from cluster.http.replies.messages import MessagesForm
 from cluster.http.requests.edge_request import chat_prompt_of, chat_request
-from cluster.http.requests.messages import messages_chat, restated
+from cluster.http.requests.messages import knows_effort, messages_chat, restated
 from cluster.http.requests.reasoning import chat_parser
 from cluster.http.schema.messages_reply import MessagesError, MessagesEvent, MessagesReply, TokenCount
 from cluster.http.schema.messages_request import CountTokensRequest, MessagesRequest
+from cluster.http.schema.request import ChatCompletionRequest
 from cluster.http.serving import Edge, GenerationResponse
+from cluster.logs import request_id
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -20,20 +22,28 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     config, tokenizer = edge.config, edge.tokenizer
     parser = chat_parser(config)
 
+    def chat_of(http: Request, body: CountTokensRequest) -> ChatCompletionRequest:
+        """The chat; an effort that the model's template does not know is among the ignored fields."""
+        effort = body.output_config is not None and body.output_config.effort is not None
+        if effort and not knows_effort(tokenizer.template_source):
+            http.scope["state"][IGNORED].append("output_config.effort")
+        return messages_chat(body, tokenizer.template_source, parser)
+
     async def messages(http: Request, body: MessagesRequest) -> Response:
         """Continues a conversation, in Anthropic's form."""
-        chat = messages_chat(body, tokenizer.template_source, parser)
+        chat = chat_of(http, body)
         request = await chat_request(chat, config, tokenizer)
         if (grammar := request.choices[0].sampling.grammar) is not None:
             await edge.grammars.check(grammar)
         if body.request_id is not None:
             http.state.request_id = body.request_id
+            request_id.set(body.request_id)
         reply_id = f"msg_{uuid.uuid4().hex}"
         return GenerationResponse(edge, request, MessagesForm, reply_id, http.state.request_id, restated)
 
     async def count_tokens(http: Request, body: CountTokensRequest) -> TokenCount:
         """Return the number of prompt tokens of a request to /v1/messages."""
-        chat = messages_chat(body, tokenizer.template_source, parser)
+        chat = chat_of(http, body)
         return TokenCount(len(await chat_prompt_of(chat, config, tokenizer)))
 
     return [

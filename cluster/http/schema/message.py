@@ -16,10 +16,13 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 
 class TextPart(Schema):
-    """A part of a message's text. The other names are those of /v1/responses."""
+    """A part of a message's text. The other names are those of /v1/responses. annotations, logprobs: of a reply's part
+    that comes back, without effect."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
 
 
 class RefusalPart(Schema):

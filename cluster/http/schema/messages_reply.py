@@ -77,12 +77,13 @@ class MessageEnd(Struct):
 
 
 class MessagesErrorDetail(Struct):
-    """param, code: as in the errors of the other routes."""
+    """param, code: as in the errors of the other routes. details: what Anthropic's client acts on."""
 
     type: str
     message: str
     param: str | None
     code: str | None
+    details: dict[str, str] | UnsetType = UNSET
 
 
 class MessagesEvent(Struct):

@@ -9,9 +9,12 @@ from cluster.http.schema.message import MAX_TOOLS, FunctionName
 from cluster.http.schema.request import Count, RequestId, Seed
 
 CacheControl = dict[str, Any] | None  # accepted wherever clients put it: every prefix is cached here
+THREAD = "thread"
 REFUSED: Refusals = {
     "mcp_servers": ("this server calls no tools; call them and send tool_result blocks", ([],)),
     "container": ("this server runs no code", ()),
+    # Anthropic's client would send new turns only.
+    THREAD: ("conversations are not kept; send the whole conversation without it", ()),
 }
 
 
@@ -22,8 +25,11 @@ class _Block(Schema):
 
 
 class TextParam(_Block):
+    """citations: of a reply's block that comes back, without effect."""
+
     type: Literal["text"]
     text: str
+    citations: list[Any] | None = None
 
 
 class ThinkingParam(_Block):
@@ -136,6 +142,8 @@ class CountTokensRequest(Schema):
 
 class MessagesRequest(CountTokensRequest):
     """Continue a conversation; a last message of the assistant goes on."""
+
+    refused = REFUSED | {"compaction": ("ask for a summary in a message", ())}
 
     max_tokens: Count
     stop_sequences: Annotated[list[str], Field(max_length=1024, fail_fast=True)] | None = None

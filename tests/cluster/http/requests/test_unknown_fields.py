@@ -13,6 +13,7 @@ from cluster.http.schema.body import Schema, parse_body
 from cluster.http.schema.messages_request import MessagesRequest
 from cluster.http.schema.request import BatchRequest, ChatCompletionRequest, CompletionRequest, Invocation
 from cluster.http.schema.responses_request import ResponsesRequest
+from tests.cluster.http.parsers.test_tools import CALL as HERMES_CALL
 from tests.cluster.http.parsers.test_tools import WEATHER, tool_tokenizer
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, RESPONSES, TEXT, in_process
 from tests.support.fake_engine import FakeEngine, says, small_tokenizer
@@ -94,6 +95,34 @@ async def test_known_fields_are_not_told() -> None:
         for route, body in ((CHAT, HELLO), (TEXT, PROMPT), (RESPONSES, ASK), (MESSAGES, HI)):
             reply = await client.post(route, json=body)
             assert reply.status_code == 200 and HEADER not in reply.headers, route
+
+
+async def _answered(client: Any, route: str, body: dict[str, Any]) -> Any:
+    reply = await client.post(route, json=body)
+    assert reply.status_code == 200 and HEADER not in reply.headers, reply.text
+    return reply.json()
+
+
+async def test_a_strict_server_takes_its_own_replies_back() -> None:
+    """As openai, openai-agents, langchain and anthropic send them: with all their fields, and null for absent ones."""
+    tool = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+    message = HI | {"tools": [{"name": "weather", "input_schema": {"type": "object"}}]}
+    engine = FakeEngine(says("<think>hm</think>so" + HERMES_CALL))
+    async with in_process(engine, tool_tokenizer(), max_model_len=4096, strict=True, output_parser="hermes") as client:
+        asked = ASK | {"tools": [tool], "include": ["message.output_text.logprobs"]}
+        items = (await _answered(client, RESPONSES, asked))["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+        result = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "rain"}
+        await _answered(client, RESPONSES, asked | {"input": [*items, result]})
+        turn = (await _answered(client, CHAT, chat(tools=[WEATHER])))["choices"][0]["message"]
+        turn |= dict.fromkeys(("audio", "function_call", "annotations"))
+        await _answered(client, CHAT, chat(turn, RAIN, tools=[WEATHER]))
+        blocks = (await _answered(client, MESSAGES, message))["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
+        blocks[1]["citations"] = None
+        turns = [*message["messages"], {"role": "assistant", "content": blocks}]
+        used = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": blocks[2]["id"], "content": "rain"}]}
+        await _answered(client, MESSAGES, message | {"messages": [*turns, used]})
 
 
 async def test_ignored_fields_do_not_reach_the_template() -> None:

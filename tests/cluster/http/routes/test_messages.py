@@ -235,3 +235,78 @@ async def test_anthropics_header_carries_the_key() -> None:
         assert (await http.post(MESSAGES, json=HI)).status_code == 401
         assert (await http.post(MESSAGES, json=HI, headers={"x-api-key": "sk-wrongwrong"})).status_code == 401
         assert (await http.post(MESSAGES, json=HI, headers={"x-api-key": "sk-12345678"})).status_code == 200
+
+
+@pytest.mark.parametrize("kind", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_a_thread_is_refused_in_the_form_after_which_the_client_sends_whole_conversations(
+    kind: dict[str, str],
+) -> None:
+    """anthropic 2.14's tool runner sends only a tool's result after an answer to a request with `thread`."""
+    engine = FakeEngine(says("x"))
+    async with client(engine) as http:
+        reply = await http.post(MESSAGES, json=HI | {"thread": kind})
+        assert (await http.post(MESSAGES, json=HI | {"thread": None})).status_code == 200
+    assert reply.status_code == 400 and len(engine.calls) == 1
+    error = reply.json()["error"]
+    assert (error["param"], error["details"]) == ("thread", {"error_code": "thread_unsupported_request"})
+
+
+async def test_a_summary_instead_of_an_answer_is_refused_and_counted() -> None:
+    body = HI | {"compaction": {"type": "enabled"}}
+    async with client(FakeEngine(says("x"))) as http:
+        assert (await http.post(MESSAGES, json=body)).json()["error"]["param"] == "compaction"
+        assert (await http.post(f"{MESSAGES}/count_tokens", json=body)).status_code == 200
+
+
+# What the AI SDK's Anthropic provider (3.0.140) and Anthropic's clients add: name, what is added to a request, and what
+# the header names.
+AI_SDK_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (name, {"tools": [WEATHER | {name: value}]}, f"tools[0].{name}")
+        for name, value in {
+            "eager_input_streaming": True,
+            "defer_loading": True,
+            "input_examples": [{"place": "Bern"}],
+            "allowed_callers": ["direct"],
+        }.items()
+    ),
+    ("output_config.effort", {"output_config": {"effort": "high"}}, "output_config.effort"),
+    ("context_management", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, ""),
+    ("speed", {"speed": "standard", "inference_geo": "us"}, "speed,inference_geo"),
+]
+
+
+@pytest.mark.parametrize(("name", "extra", "ignored"), AI_SDK_FIELDS, ids=[row[0] for row in AI_SDK_FIELDS])
+@pytest.mark.parametrize("route", [MESSAGES, f"{MESSAGES}/count_tokens"])
+async def test_fields_of_the_ai_sdk_are_ignored_and_named(
+    route: str, name: str, extra: dict[str, Any], ignored: str
+) -> None:
+    engine = FakeEngine(says("x"))
+    body = {key: value for key, value in (WITH_TOOLS | extra).items() if route == MESSAGES or key != "max_tokens"}
+    async with client(engine) as http:
+        plain = await http.post(route, json={key: value for key, value in body.items() if key not in extra})
+        reply = await http.post(route, json=body)
+    assert (plain.status_code, reply.status_code) == (200, 200), reply.text
+    assert reply.headers["x-aerie-ignored"] == (ignored or name)
+    assert "x-aerie-ignored" not in plain.headers
+
+
+async def test_an_effort_that_the_template_knows_is_honoured() -> None:
+    engine = FakeEngine(says("x"))
+    async with in_process(engine, tool_tokenizer("{{ reasoning_effort }}"), max_model_len=4096) as http:
+        reply = await http.post(MESSAGES, json=HI | {"output_config": {"effort": "high"}})
+    assert reply.status_code == 200 and "x-aerie-ignored" not in reply.headers
+    assert small_tokenizer().decode(engine.calls[0].prompt) == "high"
+
+
+@pytest.mark.parametrize("citations", [None, [], [{"type": "char_location", "cited_text": "x"}]])
+async def test_citations_are_neither_sent_nor_missed(citations: Any) -> None:
+    """Anthropic's clients read null or a list, the AI SDK a list: without the key, both have none."""
+    reply = await post(FakeEngine(says("so")), HI)
+    assert reply["content"] == [{"type": "text", "text": "so"}]
+    start = (await stream(FakeEngine(says("so")), HI))[1]
+    assert start["content_block"] == {"type": "text", "text": ""}
+    turns = [{"role": "assistant", "content": [reply["content"][0] | {"citations": citations}]}, *HI["messages"]]
+    async with client(FakeEngine(says("x")), strict=True) as http:
+        again = await http.post(MESSAGES, json=HI | {"messages": [*HI["messages"], *turns]})
+    assert again.status_code == 200, again.text
