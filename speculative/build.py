@@ -14,7 +14,7 @@ from attention.registry import Choice, check_choices
 from speculative.backends import draft_choices
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
-from speculative.drafts.drafter import DraftRunner
+from speculative.drafts.drafter import DraftRunner, TargetKVRunner
 from speculative.drafts.loading import fill_draft, load_draft
 from speculative.drafts.method import DraftMethod
 from speculative.drafts.registry import read_draft
@@ -72,7 +72,8 @@ class DraftSpeculation:
     draft: its checkpoint's description, checked.
     draft_tp: ranks that share it.
     shapes: the tree shapes that it may draft, and plain decoding.
-    kv_setting: `cache.draft_dtype`.
+    kv_setting: `cache.draft_dtype`; of a draft over the target's KV `cache.dtype`.
+    kv_scheme: of the target, for such a draft.
     """
 
     config: SpeculativeConfig
@@ -81,6 +82,7 @@ class DraftSpeculation:
     draft_tp: int
     shapes: RoundShapes
     kv_setting: str = "auto"
+    kv_scheme: str | None = None
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -103,20 +105,22 @@ class DraftSpeculation:
         return any(isinstance(shape, TreeShape) and shape.top_k > 1 for shape in self.shapes.shapes)
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
-        return self.draft.model.kv_groups(self.draft_tp, kv_dtype(self.kv_setting, None, dtype))
+        return () if self.draft.reads_target_kv else self.draft.model.kv_groups(self.draft_tp, self._kv_dtype(dtype))
+
+    def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return kv_dtype(self.kv_setting, self.kv_scheme, dtype)
 
     def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
-        kept = kv_dtype(self.kv_setting, None, dtype)
-        shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device, kept)
+        shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device, self._kv_dtype(dtype))
         masks, window = self._drafts_trees or self.draft.masks_steps, self.config.window or self.draft.window
         return draft_choices(self.attention_names, shape, masks, window)
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         draft, group = self.draft, TPGroup(0, self.draft_tp)
-        is_shared = draft.shares_vocabulary and self.draft_tp == tensor_parallel
         shared: tuple[str, ...] = ()
-        if is_shared:
-            shared = ("embed_tokens", "lm_head") if draft.head_rows is None else ("embed_tokens",)
+        if self.draft_tp == tensor_parallel and (draft.shares_vocabulary or draft.shares_embedding):
+            has_head = draft.shares_embedding or draft.head_rows is not None
+            shared = ("embed_tokens",) if has_head else ("embed_tokens", "lm_head")
         model = allocate(lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, dtype, META)
         return weight_bytes(model, multiplies_fp8, shared)
 
@@ -127,7 +131,10 @@ class DraftSpeculation:
             self.draft, worker.model, parts.target.model, group, device, max_position=parts.layout.max_position
         )
         done("draft loaded")
-        draft = DraftRunner(model, parts.pool_beside, backends, self.config.window)
+        if self.draft.reads_target_kv:
+            draft: DraftRunner = TargetKVRunner(model, parts.target.pool, backends, self.config.window)
+        else:
+            draft = DraftRunner(model, parts.pool_beside, backends, self.config.window)
         synthetic = self.config.synthetic_acceptance_length
         masks = parts.grammars.masks
         shapes = parts.layout.shapes
@@ -209,8 +216,30 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
             f"speculative.num_steps={config.num_steps}: a block of draft {draft.path} has {most} draft tokens; set "
             f"num_steps to at most {most}"
         )
-    draft_tp = _draft_tp(config, spec.worker.tensor_parallel)
-    return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, config.shapes, spec.worker.cache.draft_dtype)
+    draft_tp, cache = _draft_tp(config, spec.worker.tensor_parallel), spec.worker.cache
+    kept: tuple[str, str | None] = (cache.draft_dtype, None)
+    if draft.reads_target_kv:
+        _check_reader(spec.worker, config, draft, draft_tp)
+        kept = (cache.dtype, target.kv_scheme)
+    return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, config.shapes, *kept)
+
+
+def _check_reader(worker: WorkerConfig, config: SpeculativeConfig, draft: DraftMethod, draft_tp: int) -> None:
+    """Refuse settings that a draft over the target's KV would ignore, and ranks that cannot share it. Raises
+    ValueError."""
+    ranks, name = worker.tensor_parallel, f"draft {draft.path}"
+    if draft_tp != ranks:
+        raise ValueError(
+            f"speculative.draft_tp={draft_tp}: {name} attends to the target's KV, of which a rank has its heads alone; "
+            "leave it out"
+        )
+    if worker.cache.draft_dtype != "auto":
+        raise ValueError(f"cache.draft_dtype={worker.cache.draft_dtype}: {name} has no KV of its own; leave it out")
+    if config.draft_vocab_size not in ("auto", 0):
+        raise ValueError(
+            f"speculative.draft_vocab_size={config.draft_vocab_size}: {name} has a head of its own; leave it out"
+        )
+    draft.model.check_shards(ranks, name)
 
 
 def _draft_tp(speculative: SpeculativeConfig, tensor_parallel: int) -> int:

@@ -22,9 +22,9 @@ class SpeculativeConfig:
 
     path: folder of the draft, or its name on the hub; empty for `suffix`, and for `mtp` if it is in the target's
         folder.
-    method: `eagle3` (also EAGLE-3.1 and `speculators`), `eagle` (also EAGLE-2), `mtp` (the model's own module),
-        `dflash`, `dspark` and `dflash2` (block drafts), or `suffix`: copy what followed the newest tokens earlier in
-        the request's own text.
+    method: `eagle3` (also EAGLE-3.1 and `speculators`), `eagle` (also EAGLE-2), `mtp` (the model's own module, or
+        Gemma 4's assistant), `dflash`, `dspark` and `dflash2` (block drafts), or `suffix`: copy what followed the
+        newest tokens earlier in the request's own text.
     num_steps: depth of the draft tree, for block drafts at most a block; tokens drafted by `suffix`, whose default is
         15.
     top_k: children per expanded node; 1 drafts a chain.

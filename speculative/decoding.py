@@ -77,7 +77,7 @@ class SpeculativeDecoding(CuttableStrategy):
         self._suffix = SuffixDrafts.of(slots, self._trees, matches, num_copied) if matches is not None else None
         columns = {shape.max_new_tokens for shape in shapes.shapes}
         self._causal = {rows: causal_mask(1, rows, slots.device) for rows in columns}
-        delays = draft is not None and shapes.eager and Capability.of(slots.device).shares_host_memory
+        delays = draft is not None and draft.has_kv and shapes.eager and Capability.of(slots.device).shares_host_memory
         self._backlog = DraftBacklog(draft, slots) if draft is not None and delays else None
         self._every_row = draft is not None and draft.model.reads_last_layer  # of prompt chunks
 
@@ -207,11 +207,9 @@ class SpeculativeDecoding(CuttableStrategy):
         features = joined((rounds.features if rounds else None, passed.chunk_features if chunks else None))
         prompts = chunks.batch if chunks else None
         if self._blocks or not batch.next_shape:
-            none_attend = Attending.none(ids.device)
-            draft.model.keep(ids, features, draft.context(extend, None, prompts, none_attend))
+            draft.keep(ids, features, extend, prompts)
             return None
-        context = draft.context(extend, None, prompts, self._newest_rows(batch, rounds))
-        hidden = draft.model.extend(ids, features, context)
+        hidden = draft.extend(ids, features, extend, prompts, self._newest_rows(batch, rounds))
         return batch.rows(width=1).with_finals(hidden)
 
     def _causal_rows(self, batch: StepBatch, rounds: Rounds, width: int, length: Tensor) -> DecodeBatch:

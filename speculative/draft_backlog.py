@@ -14,7 +14,6 @@ from torch import Tensor
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from speculative.drafts.drafter import DraftRunner
 from speculative.step_parts import Rounds
-from workers.layers.forward_context import Attending
 from workers.slots.slot_table import SlotTable
 
 MAX_ROUNDS = 16
@@ -61,7 +60,5 @@ class DraftBacklog:
             rounds[-1].page_table,
             self._max_kv_len,
         )
-        none_attend = Attending.none(ids.device)
-        context = self._draft.context(extend, None, None, none_attend)
-        self._draft.model.keep(ids.flatten(), features.flatten(0, 1), context)
+        self._draft.keep(ids.flatten(), features.flatten(0, 1), extend, None)
         self._slots, self._rounds = None, []

@@ -16,6 +16,8 @@ def draft_method(folder: Path) -> str:
         return "dflash" if config.get("markov_rank") == 0 else "dspark"
     if "dflash" in name:
         return "dflash2" if "dflash2" in name else "dflash"
+    if "gemma4" in name and "assistant" in name:
+        return "mtp"
     # only EAGLE-3's heads say so, by architecture or by their own vocabulary
     return "eagle3" if "eagle3" in name or "draft_vocab_size" in config else "eagle"
 

@@ -98,7 +98,7 @@ def speculative(value: Any) -> Changes:
     found = dict(_json(value))
     methods = {name: name for name in ("eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix")}
     methods |= {"ngram": "suffix"}
-    methods |= dict.fromkeys(("deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp")
+    methods |= dict.fromkeys(("deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "gemma4_mtp"), "mtp")
     model, method = found.pop("model", None), found.pop("method", None)
     steps = found.pop("num_speculative_tokens", None)
     ranks = found.pop("draft_tensor_parallel_size", None)

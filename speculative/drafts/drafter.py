@@ -6,7 +6,7 @@ suffix, which is discarded after the round. For random requests, scores carry th
 """
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,11 +31,28 @@ class DraftRunner(ModelRunner[DraftModel]):
     """The draft with its own KV pool. Page ids are the target's, so pages before a window are kept as long as the
     target needs them.
 
+    has_kv: whether the draft has KV of its own.
     window: maximum tokens that a row sees; None for all. RoPE depends on differences of positions only, so the draft
         works as at the start of a text, with the same KV.
     """
 
+    has_kv: ClassVar[bool] = True
     window: int | None = None
+
+    def extend(
+        self,
+        ids: Tensor,
+        features: Tensor,
+        decode: DecodeBatch | None,
+        chunks: PrefillBatch | None,
+        attending: Attending | None,
+    ) -> Tensor:
+        """Run `DraftModel.extend` over the rows of `decode` and `chunks`."""
+        return self.model.extend(ids, features, self.context(decode, None, chunks, attending))
+
+    def keep(self, ids: Tensor, features: Tensor, decode: DecodeBatch | None, chunks: PrefillBatch | None) -> None:
+        """Run `DraftModel.keep` over the rows of `decode` and `chunks`."""
+        self.model.keep(ids, features, self.context(decode, None, chunks, Attending.none(ids.device)))
 
     def context(
         self,
@@ -60,6 +77,51 @@ class DraftRunner(ModelRunner[DraftModel]):
         if batch is None or (batch.window is not None and self.window is not None and batch.window < self.window):
             return batch
         return replace(batch, window=self.window)
+
+
+@dataclass(frozen=True)
+class TargetKVRunner(DraftRunner):
+    """A draft that attends to the target's KV (`DraftMethod.reads_target_kv`). All rows of a round see the committed
+    tokens, from the position of the newest token, which has no KV yet. Nothing is written.
+
+    pool: the target's.
+    """
+
+    has_kv: ClassVar[bool] = False
+
+    def extend(
+        self,
+        ids: Tensor,
+        features: Tensor,
+        decode: DecodeBatch | None,
+        chunks: PrefillBatch | None,
+        attending: Attending | None,
+    ) -> Tensor:
+        """Run the rows that attend; the others have no purpose."""
+        if attending is not None:
+            ids, features = ids.index_select(0, attending.rows), features.index_select(0, attending.rows)
+            decode, chunks = attending.decode, attending.chunks
+        return super().extend(ids, features, decode, chunks, None)
+
+    def keep(self, ids: Tensor, features: Tensor, decode: DecodeBatch | None, chunks: PrefillBatch | None) -> None:
+        pass
+
+    def context(
+        self,
+        decode: DecodeBatch | None,
+        decode_positions: Tensor | None = None,
+        chunks: PrefillBatch | None = None,
+        attending: Attending | None = None,
+    ) -> ForwardContext:
+        """Rows of `extend` are at the last committed token. Those of a draft step, whose columns follow it, are moved
+        there, and share that token as the only column that they see."""
+        if decode is not None and decode.mode is Mode.DRAFT_DECODE:
+            last = (decode.prefix_len - 1).clamp_min(0)  # the padding slot has no tokens
+            mask = torch.ones_like(decode.mask)
+            decode = replace(decode, suffix_len=decode.rows, prefix_len=last, mask=mask)
+            decode_positions = last.long().repeat_interleave(decode.rows)
+        context = super().context(decode, decode_positions, chunks, attending)
+        return replace(context, positions=context.positions + 1)
 
 
 @dataclass(frozen=True)

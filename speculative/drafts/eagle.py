@@ -37,7 +37,7 @@ class Eagle(DraftMethod):
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
         """Whether config.json is that of a decoder with one layer; it does not mention EAGLE."""
         architecture = draft_architecture(raw)
-        if "speculators_model_type" in raw:
+        if "speculators_model_type" in raw or "Assistant" in architecture:  # of other methods
             return False
         is_decoder = architecture.endswith("ForCausalLM") or "Eagle" in architecture
         return is_decoder and "eagle3" not in architecture.lower() and "draft_vocab_size" not in raw

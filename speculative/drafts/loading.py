@@ -112,9 +112,11 @@ def _share_with_target(
             "use a checkpoint that is whole"
         )
     width = method.model.hidden_size
-    if lacking and width != target.config.hidden_size and not _ties_head(method, lacking):
+    widths = {"embed_tokens": method.embedding_size, "lm_head": width}
+    other = [name for name in lacking if widths[name] != target.config.hidden_size]
+    if other and not _ties_head(method, lacking):
         raise ValueError(
-            f"draft {method.path}: has hidden_size={width} of its own but no {lacking[0]}.weight, and the target's has "
+            f"draft {method.path}: has hidden_size={width} of its own but no {other[0]}.weight, and the target's has "
             f"{target.config.hidden_size}; use a checkpoint that is whole"
         )
     if not lacking:

@@ -32,6 +32,9 @@ class DraftMethod(ABC):
     vocab_size: of its own vocabulary; the target's if it has none.
     capture: layers of the target whose input it reads; empty: it reads the final hidden state.
     shares_vocabulary: whether it uses neither an embedding nor a vocabulary head of its own.
+    shares_embedding: whether it uses no embedding of its own.
+    reads_target_kv: whether its layers attend to the target's KV and have none of their own; `model` then says of which
+        heads (`speculative.drafts.drafter.TargetKVRunner`).
     trims_head: whether it may use some rows only of the target's vocabulary head (`speculative.drafts.trimmed_head`).
     head_rows: number of those rows, then also its `vocab_size`; None: it uses the target's whole head.
     """
@@ -39,6 +42,8 @@ class DraftMethod(ABC):
     name: ClassVar[str]
     lookahead: ClassVar[int] = 1
     shares_vocabulary: ClassVar[bool] = False
+    shares_embedding: ClassVar[bool] = False
+    reads_target_kv: ClassVar[bool] = False
     trims_head: ClassVar[bool] = False
 
     path: str
@@ -74,6 +79,11 @@ class DraftMethod(ABC):
         max_position: above every position of a step.
         device: for computed tensors, such as the RoPE table.
         """
+
+    @property
+    def embedding_size(self) -> int:
+        """Size of a row of its embedding."""
+        return self.model.hidden_size
 
     @property
     def max_num_steps(self) -> int | None:
@@ -122,7 +132,7 @@ class DraftModel(nn.Module, ABC):
         model = method.model
         self.group = group
         self.num_layers = model.num_layers
-        self.embed_tokens = VocabEmbedding(model.vocab_size, model.hidden_size, group)
+        self.embed_tokens = VocabEmbedding(model.vocab_size, method.embedding_size, group)
         self.lm_head = LMHead(method.vocab_size, model.hidden_size, group)
         self.target_ids = None
 

@@ -10,6 +10,7 @@ from speculative.drafts.blocks.dspark import DSpark
 from speculative.drafts.config import draft_architecture
 from speculative.drafts.eagle import Eagle
 from speculative.drafts.eagle3 import Eagle3
+from speculative.drafts.gemma4_assistant import Gemma4Assistant
 from speculative.drafts.method import DraftMethod
 from speculative.drafts.mtp_deepseek import DeepseekMtp
 from speculative.drafts.mtp_qwen import QwenMtp
@@ -20,7 +21,7 @@ from workers.models.loading import fitted_quant
 METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
     "eagle": (Eagle,),
     "eagle3": (Eagle3,),
-    "mtp": (DeepseekMtp, QwenMtp),
+    "mtp": (DeepseekMtp, QwenMtp, Gemma4Assistant),
     "dflash": (DFlash,),
     "dspark": (DSpark,),
     "dflash2": (DFlash2,),

@@ -91,7 +91,8 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
         raise UnservableError(f"is a {type(model).__name__}, which keeps a state that only its own family could serve")
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.config.pad_token_id = None  # else some look for padding in every pass, which waits for the device
+            # else some look for padding in every pass, which waits for the device; an assignment would check the type
+            vars(module.config)["pad_token_id"] = None
     return model.eval()
 
 

@@ -97,8 +97,11 @@ class Gemma4Config(LlamaConfig):
 
     def kv_layer(self, layer: int) -> int | None:
         """Return the layer whose KV `layer` attends to; None: its own."""
-        own = self.num_layers - self.num_shared
-        return None if layer < own else max(i for i in range(own) if self.kinds[i] == self.kinds[layer])
+        return None if layer < self.num_layers - self.num_shared else self.last_kv_layer(self.kinds[layer])
+
+    def last_kv_layer(self, kind: str) -> int:
+        """Return the last layer of that kind with KV of its own."""
+        return max(i for i in range(self.num_layers - self.num_shared) if self.kinds[i] == kind)
 
     def mlp_width(self, layer: int) -> int:
         return self.intermediate_size if self.kv_layer(layer) is None else self.shared_width

@@ -88,6 +88,7 @@ def test_the_table_has_every_decoder() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # transformers' GPT-BigCode
 @pytest.mark.parametrize("kind", BY_KIND)
 def test_a_decoder_is_served_with_equal_answers_or_refused(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
