@@ -5,9 +5,7 @@ quant_method   `QuantMethod`: chooses the method of a checkpoint's layers
 table          all quantisations, by their names in config.json
 scheme         `Scheme`, and a checkpoint whose modules differ in it; separate_parts: a layer whose matrices do
 module_lists   which modules the entries of a quantization_config mean
-block_fp8      FP8 with a scale per block of rows and columns (DeepSeek, Qwen)
-channel_fp8    FP8 with a scale per output, of compressed-tensors
-fp8_quant      what both share: which layers; fp8_weight: loading, dummy weights, dequantisation
+fp8_quant      FP8 with a scale per block, output or matrix; fp8_weight: loading, dummy weights, dequantisation
 fp8_linear     a linear layer that keeps its weight in FP8 if the GPU multiplies it
 fp8_experts    the same for stacked experts
 fp4            4-bit floats: MXFP4 and NVFP4; fp4_scheme: their tensors

@@ -10,11 +10,11 @@ import torch
 from workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.quantization.fp4_scheme import Fp4Scheme
+from workers.quantization.fp8_quant import read_modelopt_fp8
 from workers.quantization.module_lists import is_listed
 from workers.quantization.packed_experts import PackedExperts
 from workers.quantization.packed_linear import PackedLinear
 from workers.quantization.quant_method import QuantMethod, all_or_none, list_of_names
-from workers.quantization.tensor_fp8 import read_modelopt_fp8
 
 GPT_OSS_MXFP4 = Fp4Scheme("blocks", "scales", 32)  # openai/gpt-oss
 CT_MXFP4 = Fp4Scheme("weight_packed", "weight_scale", 32, unused=("input_global_scale",))

@@ -6,9 +6,8 @@ Adding one is a file beside this one (the `QuantMethod`, its `LinearMethod`) and
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from workers.quantization.block_fp8 import read_block_fp8
-from workers.quantization.channel_fp8 import read_channel_fp8
 from workers.quantization.fp4 import read_compressed_fp4, read_modelopt, read_mxfp4
+from workers.quantization.fp8_quant import read_compressed_fp8, read_fp8
 from workers.quantization.integers.auto_round import read_auto_round
 from workers.quantization.integers.awq import read_awq
 from workers.quantization.integers.gptq import read_gptq
@@ -23,12 +22,12 @@ def read_compressed_tensors(quantization: Mapping[str, Any], source: str) -> Qua
     """See `QuantReader`."""
     others = (read_compressed_fp4, read_pack_quantized)
     found = (read(quantization, source) for read in others)
-    return next((method for method in found if method is not None), None) or read_channel_fp8(quantization, source)
+    return next((method for method in found if method is not None), None) or read_compressed_fp8(quantization, source)
 
 
 # Key: quantization_config.quant_method.
 QUANT_METHODS: dict[str, QuantReader] = {
-    "fp8": read_block_fp8,
+    "fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,

@@ -12,7 +12,7 @@ from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
 from tests.workers.models.test_targets import by_transformers, by_us
 from workers.distributed.tp_group import TPGroup
-from workers.quantization.block_fp8 import BlockFp8, read_block_fp8
+from workers.quantization.fp8_quant import Fp8Quant, block_scheme, read_fp8
 from workers.quantization.fp8_weight import FP8
 
 BLOCK = (16, 24)  # of which neither divides all sizes
@@ -109,7 +109,7 @@ def test_dummies_are_finite(tmp_path: Path) -> None:
 
 def test_modules_that_are_left_are_named(tmp_path: Path) -> None:
     source = make_target(tmp_path / "t", num_hidden_layers=1)
-    quant = read_block_fp8({"weight_block_size": [16, 16], "modules_to_not_convert": ["model.layers.1.mlp"]}, "model x")
+    quant = read_fp8({"weight_block_size": [16, 16], "modules_to_not_convert": ["model.layers.1.mlp"]}, "model x")
     shape = load(source).layers[0].mlp.down_proj.shape
 
     def is_left(name: str) -> bool:
@@ -130,9 +130,9 @@ def test_modules_that_are_left_are_named(tmp_path: Path) -> None:
 )
 def test_other_kinds_of_fp8_are_refused(quantization: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_block_fp8(quantization, "model x")
-    assert read_block_fp8({"weight_block_size": [128, 64]}, "model x").block == (128, 64)  # type: ignore[attr-defined]
-    assert BlockFp8((1, 1), ()).fallback(torch.device("cpu")) is not None
+        read_fp8(quantization, "model x")
+    assert read_fp8({"weight_block_size": [128, 64]}, "model x").scheme.block == (128, 64)  # type: ignore[attr-defined]
+    assert Fp8Quant(block_scheme((1, 1))).fallback(torch.device("cpu")) is not None
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.experts_method import ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearShape
 from workers.quantization import fp8_quant
-from workers.quantization.block_fp8 import BlockFp8
+from workers.quantization.fp8_quant import PER_TOKEN, Fp8Quant, block_scheme
 from workers.quantization.fp8_weight import FP8
 from workers.quantization.table import read_quant_method
-from workers.quantization.tensor_fp8 import TOLD
 from workers.span import Span
 
 
@@ -103,7 +102,7 @@ def test_scales_of_inputs_that_are_not_used_are_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fp8_quant, "fp8_fallback", lambda device: None)
     for name, (settings, has_input_scale) in CONFIGS.items():
         quant = read_quant_method({"quantization_config": settings}, "model x")
-        assert quant.fallback(torch.device("cpu")) == (TOLD if has_input_scale else None), name
+        assert quant.fallback(torch.device("cpu")) == (PER_TOKEN if has_input_scale else None), name
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_experts_in_16_bits_beside_layers_in_fp8() -> None:
     gate_up = LinearShape.stacked(stacked, Span.whole(128))
     down = LinearShape.stacked([("down", Span.whole(128))], Span.whole(64))
     shape = ExpertsShape(Span.whole(2), gate_up, down)
-    quant = BlockFp8((128, 128), ("model.layers.3.mlp.experts",))
+    quant = Fp8Quant(block_scheme((128, 128)), ("model.layers.3.mlp.experts",))
     assert isinstance(quant.experts_method(names, shape), UnquantizedExperts)
     with pytest.raises(ValueError, match="only"):
-        BlockFp8((128, 128), (names[0],)).experts_method(names, shape)
+        Fp8Quant(block_scheme((128, 128)), (names[0],)).experts_method(names, shape)
