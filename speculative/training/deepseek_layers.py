@@ -18,7 +18,7 @@ from attention.rotation import rotate_pairs
 from speculative.drafts.mtp_deepseek import DeepseekMtp
 from speculative.training.eagle3 import BranchCache, GatedMLP, RMSNorm, branch_attention, linear
 from speculative.training.experts import Experts, Router, named_experts
-from speculative.training.mtp_head import MtpHead
+from speculative.training.mtp_head import DecoderLayer, MtpHead
 from workers.layers.latent_attention import LATENT_EPS
 from workers.models.deepseek import DeepseekConfig
 
@@ -87,34 +87,23 @@ class MixtureOfExperts(nn.Module):
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
-class DeepseekLayer(nn.Module):
-    """One decoder layer."""
-
-    def __init__(self, model: DeepseekConfig, layer: int) -> None:
-        super().__init__()
-        self.self_attn = LatentAttention(model)
-        has_experts = model.has_experts(layer)
-        self.mlp = MixtureOfExperts(model) if has_experts else GatedMLP(model.hidden_size, model.intermediate_size)
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2)
-        )
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
-        """The residual stream [B, T, H] after the layer."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+def decoder_layer(model: DeepseekConfig, layer: int) -> DecoderLayer:
+    """Layer number `layer` of a model."""
+    has_experts = model.has_experts(layer)
+    mlp = MixtureOfExperts(model) if has_experts else GatedMLP(model.hidden_size, model.intermediate_size)
+    norms = (RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2))
+    return DecoderLayer(LatentAttention(model), mlp, norms)
 
 
 def mtp_head(method: DeepseekMtp) -> MtpHead:
     """The trainable module."""
     model = method.model
     assert isinstance(model, DeepseekConfig), "only its architecture is trained"
-    return MtpHead(method, DeepseekLayer(model, 0), model, model.rms_eps)
+    return MtpHead(method, decoder_layer(model, 0), model, model.rms_eps)
 
 
 def layer_tensors(layer: nn.Module, name: str) -> dict[str, Tensor]:
-    """A `DeepseekLayer`'s tensors by their published names; `name` is the layer's."""
+    """A layer's tensors by their published names; `name` is the layer's."""
     return named_experts({f"{name}.{path}": tensor for path, tensor in layer.state_dict().items()})
 
 

@@ -12,7 +12,7 @@ from attention.rotation import rotate
 from speculative.drafts.mtp_qwen import QwenMtp
 from speculative.training.eagle3 import BranchCache, GatedMLP, branch_attention, linear
 from speculative.training.experts import Experts, Router, named_experts
-from speculative.training.mtp_head import MtpHead
+from speculative.training.mtp_head import DecoderLayer, MtpHead
 from workers.models.qwen.hybrid import HybridConfig
 
 _OWN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
@@ -82,28 +82,14 @@ class GatedExperts(nn.Module):
         return out + shared
 
 
-class HybridLayer(nn.Module):
-    """A decoder layer of gated attention, and an MLP or experts."""
-
-    def __init__(self, model: HybridConfig) -> None:
-        super().__init__()
-        self.self_attn = GatedAttention(model)
-        dense = model.experts is None
-        self.mlp = GatedMLP(model.hidden_size, model.intermediate_size) if dense else GatedExperts(model)
-        self.input_layernorm = ZeroCentredRMSNorm(model.hidden_size, model.rms_eps)
-        self.post_attention_layernorm = ZeroCentredRMSNorm(model.hidden_size, model.rms_eps)
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
-        """The residual stream [B, T, H] after the layer."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
-
-
 def mtp_head(method: QwenMtp) -> MtpHead:
     """The trainable module, of zeros and fresh matrices."""
     model = method.model
-    return MtpHead(method, HybridLayer(model), model, model.rms_eps, ZeroCentredRMSNorm)
+    dense = model.experts is None
+    mlp = GatedMLP(model.hidden_size, model.intermediate_size) if dense else GatedExperts(model)
+    norms = (ZeroCentredRMSNorm(model.hidden_size, model.rms_eps) for _ in range(2))
+    layer = DecoderLayer(GatedAttention(model), mlp, norms)
+    return MtpHead(method, layer, model, model.rms_eps, ZeroCentredRMSNorm)
 
 
 def module_tensors(head: MtpHead) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ inputs, hence the unrolling (training-time test of EAGLE-3, arXiv 2503.01840).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -29,10 +29,27 @@ class RotatedConfig(Protocol):
     def rotated_dim(self) -> int: ...
 
 
+class DecoderLayer(nn.Module):
+    """A decoder layer over whole sequences: attention and an MLP or experts, each after a norm.
+
+    self_attn: called with (x [B, T, H], cos, sin, cache).
+    """
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norms: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = self_attn, mlp
+        self.input_layernorm, self.post_attention_layernorm = norms
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
+        """The residual stream [B, T, H] after the layer."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
 class MtpHead(TrainedDraft):
     """The trainable module; embedding and vocabulary head are the target's.
 
-    layer: called with (hidden [B, T, H], cos, sin, cache) for the residual stream after it.
     norm: makes a norm of (size, eps).
     """
 
@@ -41,7 +58,7 @@ class MtpHead(TrainedDraft):
     def __init__(
         self,
         method: Mtp,
-        layer: nn.Module,
+        layer: DecoderLayer,
         rotated: RotatedConfig,
         rms_eps: float,
         norm: Callable[[int, float], nn.Module] = RMSNorm,

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from speculative.drafts.mtp_deepseek import ARCHITECTURES, DeepseekMtp
 from speculative.training import TrainingError
 from speculative.training.deepseek_layers import (
-    DeepseekLayer,
+    decoder_layer,
     layer_tensors,
     module_tensors,
     mtp_head,
@@ -153,7 +153,7 @@ class DeepseekTarget(nn.Module):
         self.shape: DeepseekConfig = read_config(raw, source)
         config = self.shape
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([DeepseekLayer(config, layer) for layer in range(config.num_layers)])
+        self.layers = nn.ModuleList([decoder_layer(config, layer) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_eps)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.mtp = mtp_head(DeepseekMtp.read(source, raw, config))
