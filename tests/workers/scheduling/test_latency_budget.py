@@ -101,22 +101,24 @@ class Watched(Simulation):
         assert budget is not None
         kv_tokens = rounds.kv_tokens + max((len(sequence.tokens) for sequence in queues.waiting), default=0)
         grown = Step(rounds.shape, len(queues.active) + 1, kv_tokens)
-        is_beyond = bool(rounds.num_requests) and budget.step_time.ms(grown) > budget.target_ms
-        return is_beyond and not budget.gives_way and not queues.prefilling
+        ms = budget.step_time.ms(grown) * max(1.0, budget.step_time.slowdown)
+        return bool(queues.active) and ms > budget.target_ms and not budget.gives_way
 
     def check_order(self, plan: StepPlan, before: dict[int, tuple[Sequence, int]]) -> None:
-        """Whoever got tokens, all with earlier deadlines got all they needed, or begin like a prompt that got some; and
-        some got tokens if any waited."""
+        """Beside a prompt that got tokens, all with earlier deadlines got all they needed, or begin like a prompt that
+        got some, or wait because the batch may not grow; and some got tokens if any waited."""
         after = self.pending()
         given = {number: count - after.get(number, (None, 0))[1] for number, (_, count) in before.items()}
         served = [sequence.order for number, (sequence, _) in before.items() if given[number] > 0]
         if not served:
-            assert not before or self.is_full(plan), "prompts wait, and a step carries none of them"
+            is_full = self.is_full(plan) and not self.scheduler.queues.prefilling and self.rounds(plan).num_requests
+            assert not before or is_full, "prompts wait, and a step carries none of them"
             return
         page = self.page_size + self.lookahead
         begins = {sequence.tokens[:page].tobytes() for number, (sequence, _) in before.items() if given[number] > 0}
         for number, (sequence, count) in before.items():
             is_next = given[number] == count or sequence.order >= max(served)
+            is_next = is_next or (sequence.slot < 0 and self.is_full(plan))
             assert is_next or sequence.tokens[:page].tobytes() in begins, "a later deadline was served first"
 
     def play(self, history: list[tuple[str, int, int]]) -> list[Request]:
