@@ -66,9 +66,8 @@ class StepResults:
         # since its plan, or since the step before it
         took_s, self._last_s = min(result.elapsed_s, now - self._last_s), now
         if self.step_time is not None:
-            self.step_time.observe(step.load, took_s * 1e3)
-            if step.expected is not None and step.num_rounds and step.expected.ms > 0.0:
-                self.step_time.slowdown = took_s * 1e3 / step.expected.ms
+            expected_ms = step.expected.ms if step.expected is not None and step.num_rounds else 0.0
+            self.step_time.observe(step.load, took_s * 1e3, expected_ms)
         outputs += _prompt_outputs(step, result) if step.asking else []
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()

@@ -127,7 +127,7 @@ class StepTime:
 
     def ms(self, step: Step) -> float:
         """Milliseconds that a step takes in the mean."""
-        return self._table_ms(step) * self.correction(step)
+        return self.costs.step_ms(*step) * self.correction(step)
 
     def chunk_tokens_within(
         self, limit_ms: float, rounds: Step, most: int, context_tokens: float = 0.0, more_pairs: float = 0.0
@@ -180,8 +180,11 @@ class StepTime:
         tokens."""
         return bool(self._num_observed[self._parts(step)[-1]])
 
-    def observe(self, step: Step, ms: float) -> None:
-        """A step has taken so long, from the end of the step before it or its own start on, whichever is later."""
+    def observe(self, step: Step, ms: float, expected_ms: float = 0.0) -> None:
+        """A step has taken so long, from the end of the step before it or its own start on, whichever is later.
+        expected_ms: what was predicted when it was planned; 0: unknown, or without rounds."""
+        if expected_ms > 0.0:
+            self.slowdown = ms / expected_ms
         parts = self._parts(step)
         own = parts[-1]
         self._unlearnt_ms += ms
@@ -193,7 +196,7 @@ class StepTime:
             self._num_observed[own] = min(self._num_observed[own], FEW_AFTER_ABSENCE)
             self._few_ratios.pop(own, None)
         passed_s, self._unlearnt_ms = self._unlearnt_ms / 1e3, 0.0
-        table_ms, doubt = self._table_ms(step), 0.0
+        table_ms, doubt = self.costs.step_ms(*step), 0.0
         if table_ms <= 0.0 or ms <= 0.0:
             return
         self._grow(min(passed_s, MAX_DRIFT_S))
@@ -256,9 +259,6 @@ class StepTime:
     def _between(self, parts: list[int], others: list[int]) -> float:
         item = self._covariance.item
         return float(sum(item(part, other) for part in parts for other in others))
-
-    def _table_ms(self, step: Step) -> float:
-        return self.costs.step_ms(*step)
 
     def _chunk_points(self, rounds: Step) -> tuple[list[float], list[float]]:
         """Milliseconds of steps with `rounds` and as many prompt tokens as the table has, by `CostTable.chunk_tokens`:

@@ -83,6 +83,18 @@ def test_a_single_slow_step_changes_little() -> None:
     assert ran.correction(rounds(PLAIN)) == pytest.approx(1.0, rel=0.05)
 
 
+def test_the_slowdown_is_the_last_rounds_and_prompts_alone_leave_it() -> None:
+    step_time = StepTime(COSTS, 128)
+    assert step_time.slowdown == 1.0
+    step_time.observe(rounds(CHAIN), 12.0, expected_ms=8.0)
+    assert step_time.slowdown == 1.5
+    step_time.observe(Step(chunk_tokens=300), 99.0)
+    assert step_time.slowdown == 1.5
+    for _ in range(50):  # also where a step is not learnt from
+        step_time.observe(rounds(CHAIN), 0.1, expected_ms=0.4)
+    assert step_time.slowdown == 0.25
+
+
 def test_what_no_longer_runs_becomes_uncertain() -> None:
     ran = Ran()
     for shape in (CHAIN, PLAIN):
