@@ -34,6 +34,7 @@ def findings(machine: Machine) -> Iterator[Finding]:
     yield from _packages(machine)
     yield _gpu(machine)
     yield _torch(machine)
+    yield _bytecode(machine)
     yield from _kernels(machine)
     yield _haproxy(machine)
     yield _memory(machine)
@@ -90,6 +91,13 @@ def _torch(machine: Machine) -> Finding:
         remedy = "update the driver, or install a torch for an older CUDA; in a container give it the GPUs"
         return Finding("FAIL", "torch", f"{text}, cannot use the GPUs with driver {driver}: {remedy}")
     return Finding("ok", "torch", f"{text}, uses {machine.torch_gpus} GPUs")
+
+
+def _bytecode(machine: Machine) -> Finding:
+    if machine.always_compiles:
+        text = "PYTHONDONTWRITEBYTECODE is set and packages are not compiled: a start takes three times the CPU time"
+        return Finding("warn", "bytecode", f"{text}: unset it, or run `python -m compileall -q` on site-packages once")
+    return Finding("ok", "bytecode", "packages are compiled once")
 
 
 def _kernels(machine: Machine) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Machine:
     """packages: versions, of those that are installed.
 
     gpu_fault: why nvidia-smi, where there is one, lists nothing; "" if it works or there is none.
+    always_compiles: whether each process compiles torch's modules again, because no bytecode is there
+        and Python may write none.
     torch_cuda: version of CUDA that torch was built for, None for a build without; torch_gpus: how many it can use;
         torch_fault: why torch cannot be imported.
     haproxy_fault: why HAProxy's binary does not run, where its wheel is installed.
@@ -47,6 +50,7 @@ class Machine:
     num_cores: int
     gpus: tuple[Gpu, ...]
     gpu_fault: str
+    always_compiles: bool
     torch_cuda: str | None
     torch_gpus: int
     torch_fault: str
@@ -81,6 +85,7 @@ def read_machine(port: int = 8000) -> Machine:
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         gpus=gpus,
         gpu_fault=gpu_fault,
+        always_compiles=_always_compiles(),
         torch_cuda=torch_cuda,
         torch_gpus=torch_gpus,
         torch_fault=torch_fault,
@@ -134,6 +139,13 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
             total, used = (float(part) * 2**20 / 1e9 if part.isdigit() else 0.0 for part in parts[2:])
             gpus.append(Gpu(parts[0], parts[1], total, used))
     return tuple(gpus)
+
+
+def _always_compiles() -> bool:
+    spec = importlib.util.find_spec("torch")
+    if not sys.dont_write_bytecode or spec is None or spec.origin is None:
+        return False
+    return not Path(importlib.util.cache_from_source(spec.origin)).is_file()
 
 
 def _torch() -> tuple[str | None, int, str]:

@@ -1,6 +1,8 @@
 """`aerie doctor`: which machines get which finding, and that each wrong thing names its remedy."""
 
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ LAPTOP = Machine(
     num_cores=8,
     gpus=(),
     gpu_fault="",
+    always_compiles=False,
     torch_cuda=None,
     torch_gpus=0,
     torch_fault="",
@@ -64,6 +67,7 @@ def _without(machine: Machine, package: str) -> dict[str, Any]:
         (LAPTOP, {"temp_used": 0.97}, "warn", "disk", "RAY_TMPDIR"),
         (LAPTOP, {"port_is_free": False}, "warn", "port", "--port"),
         (LAPTOP, {"torch_fault": "ImportError: x"}, "FAIL", "torch", "install it again"),
+        (LAPTOP, {"always_compiles": True}, "warn", "bytecode", "unset it, or run `python -m compileall"),
         (LAPTOP, {"gpu_fault": "driver mismatch"}, "FAIL", "gpu", "driver again"),
         (SERVER, {"torch_cuda": None, "torch_gpus": 0}, "FAIL", "torch", "pip install torch"),
         (SERVER, {"torch_gpus": 0}, "FAIL", "torch", "update the driver"),
@@ -91,3 +95,12 @@ def test_this_machine_is_read() -> None:
     machine = read_machine()
     assert machine.packages["torch"] and machine.num_cores >= 1 and not machine.torch_fault
     assert 0 < machine.memory_available_gb <= machine.memory_gb and 0 <= machine.temp_used <= 1
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_modules_that_are_compiled_again_and_again_are_noticed(
+    writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", not writes)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))  # empty
+    assert read_machine().always_compiles is not writes
