@@ -97,7 +97,7 @@ def test_choices_in_any_language_on_other_engines(speculative: SpeculativeConfig
 
 
 def test_known_grammars_of_seconds_per_token_hurt_themselves_alone(engine: LocalEngine, alone: list[list[int]]) -> None:
-    run = Run(engine, KNOWN[:2])
+    run = Run(engine, KNOWN[:2], max_tokens=6)  # the first ends at its fifth
     assert [request.output for request in run.free] == alone
     for request in run.bound:
         assert run.of(request)[0] in ENDS
@@ -125,7 +125,7 @@ def test_a_grammar_without_a_way_on_ends_its_request_with_the_reason(
 def test_any_grammar_ends_with_an_answer_or_a_reason(
     engine: LocalEngine, alone: list[list[int]], asked: list[Grammar]
 ) -> None:
-    run = Run(engine, asked)
+    run = Run(engine, asked, max_tokens=6)
     assert [request.output for request in run.free] == alone
     for request in run.bound:
         reason, error = run.of(request)
