@@ -5,6 +5,7 @@ A compiled grammar gives the allowed tokens of each of its states. Special token
 exceptions: the grammar's end tokens, and special tokens in structural tags.
 """
 
+import contextlib
 import functools
 import json
 from pathlib import Path
@@ -62,22 +63,31 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Compile a grammar. Raises InvalidGrammarError or VocabularyError."""
-        compiler = self._compiler(grammar.end_token_ids, grammar.kind == "structural_tag")
+        faults = RuntimeError, ValueError, TypeError, LookupError
         try:
-            return compiled(compiler, grammar)
-        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            if self._remembers:
+                # xgrammar 0.2.8 fails here, with caches alone, on a pattern such as [a-z]{1,200} within a JSON schema
+                with contextlib.suppress(*faults):
+                    return compiled(self._compiler(grammar, True), grammar)
+            return compiled(self._compiler(grammar, False), grammar)
+        except faults as error:
             raise InvalidGrammarError(_first_line(error)) from None
 
     def texts_of(self, compiled: xgrammar.CompiledGrammar) -> TokenTexts:
         """Return the bytes of the tokens."""
         return TokenTexts(compiled.tokenizer_info.decoded_vocab, self._vocabulary.tokenizer)
 
+    def _compiler(self, grammar: Grammar, caches: bool) -> xgrammar.GrammarCompiler:
+        return self._compiler_of(grammar.end_token_ids, grammar.kind == "structural_tag", caches)
+
     @functools.lru_cache(maxsize=8)  # noqa: B019 - lives as long as the process; few models have several ends
-    def _compiler(self, end_token_ids: tuple[int, ...], with_special: bool) -> xgrammar.GrammarCompiler:
+    def _compiler_of(
+        self, end_token_ids: tuple[int, ...], with_special: bool, caches: bool
+    ) -> xgrammar.GrammarCompiler:
         return xgrammar.GrammarCompiler(
             self._vocabulary.tokens(end_token_ids, with_special),
             max_threads=self._num_threads,
-            cache_enabled=self._remembers,
+            cache_enabled=caches,
             cache_limit_bytes=CACHE_BYTES,
         )
 

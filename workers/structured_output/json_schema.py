@@ -23,7 +23,9 @@ from workers.structured_output.schema_keywords import (
     check_counts,
     check_number,
     check_patterns,
+    check_repeats,
     check_string,
+    check_values,
     is_of,
 )
 
@@ -105,6 +107,8 @@ class _Writer:
         parts = target.split("/") if isinstance(target, str) else []
         if len(parts) != 3 or parts[0] != "#" or parts[1] not in DEFINITIONS:
             raise UnsupportedSchemaError(path, "$ref", f"{target!r}: must be # or #/$defs/name")
+        if not parts[2]:
+            raise UnsupportedSchemaError(path, "$ref", f"{target!r}: the compiler would take anything; use a name")
         name = parts[2].replace("~1", "/").replace("~0", "~")
         definitions = self._schema.get(parts[1])
         if not isinstance(definitions, dict) or name not in definitions:
@@ -124,6 +128,7 @@ class _Writer:
             values = []
         if not values:
             raise UnsupportedSchemaError(path, keyword, "no value would be valid")
+        check_values(values, keyword, path)
         return {"enum": values}
 
     def _union(self, schema: Schema, name: str, path: str, depth: int) -> Schema:
@@ -221,6 +226,7 @@ class _Writer:
         names, required = found.get("properties", {}), found.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise UnsupportedSchemaError(path, "required", "must be a list of names")
+        check_repeats(found, path)
         check_patterns(names, found.get("patternProperties", ()), path)
         for name in required:
             if name not in names:

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from typing import Any
 
 # Describe a schema and demand nothing of an instance (JSON Schema 2020-12, Validation, sections 7 to 9).
@@ -73,6 +74,9 @@ REMEDIES = {
     "uniqueItems": "check the answer, or list what is allowed with enum",
 }
 Schema = dict[str, Any]
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_STEP = Decimal("0.000001")
+MAX_WHOLE_BOUND, MAX_FRACTIONAL_BOUND = 2**53, 2**33  # what a double has exactly, with six decimals
 _PREFIX = re.compile(r"\^([A-Za-z0-9_/-]+)(?:\.\*\$?)?")  # a pattern that says how a name begins
 
 
@@ -134,6 +138,45 @@ def check_number(schema: Schema, kind: str, path: str) -> None:
             raise UnsupportedSchemaError(path, name, "must be a number")
     if "multipleOf" in schema and (kind == "number" or len(schema) > 2):
         raise UnsupportedSchemaError(path, "multipleOf", "it is enforced of integers without bounds alone")
+    if kind == "number":
+        _check_bounds(schema, path)
+
+
+def _check_bounds(schema: Schema, path: str) -> None:
+    """Raise for bounds that the compiler rounds: xgrammar 0.2.8 writes them with six decimals of a double, and where no
+    such number is between them it takes the empty text."""
+    bounds = {name: Decimal(repr(schema[name])) for name in _BOUNDS if name in schema}
+    for name, bound in bounds.items():
+        limit = MAX_WHOLE_BOUND if bound == bound.to_integral_value() else MAX_FRACTIONAL_BOUND
+        if abs(bound) > limit or bound % _STEP:
+            reason = "it is enforced to six decimals, and of whole numbers up to 2**53, others up to 2**33; round it"
+            raise UnsupportedSchemaError(path, name, reason)
+    low = max((bounds[name] for name in _BOUNDS[:2] if name in bounds), default=None)
+    high = min((bounds[name] for name in _BOUNDS[2:] if name in bounds), default=None)
+    num_exclusive = sum(name in bounds for name in ("exclusiveMinimum", "exclusiveMaximum"))
+    if low is not None and high is not None and high - low < num_exclusive * _STEP:
+        raise UnsupportedSchemaError(path, "", "no number of six decimals is between the bounds")
+
+
+def check_values(values: Any, keyword: str, path: str) -> None:
+    """Raise for whole numbers in the values of an enum or const that the compiler would round."""
+    if isinstance(values, list | dict):
+        for value in values.values() if isinstance(values, dict) else values:
+            check_values(value, keyword, path)
+    elif isinstance(values, int) and not -(2**63) <= values < 2**63:
+        raise UnsupportedSchemaError(path, keyword, f"{str(values)[:40]} has more than 64 bits; write it as a string")
+
+
+def check_repeats(schema: Schema, path: str) -> None:
+    """Raise for a least number of properties with free names: the same name twice would count as two."""
+    if schema.get("minProperties", 0) > 1 and not (
+        "properties" in schema
+        and "patternProperties" not in schema
+        and schema.get("additionalProperties", False) is False
+        and schema.get("unevaluatedProperties", False) is False
+    ):
+        reason = "above 1 it is enforced of the names in properties alone; additionalProperties: false leaves those"
+        raise UnsupportedSchemaError(path, "minProperties", reason)
 
 
 def is_of(value: Any, kind: str) -> bool:

@@ -1,14 +1,20 @@
 """Which schemas are enforced whole: what is rewritten, and what is refused by which keyword."""
 
 import json
+from decimal import Decimal
 from typing import Any
 
+import hypothesis
+import jsonschema
 import pytest
+import xgrammar
+from hypothesis import strategies as st
 
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
 from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import Vocabulary
+from workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from workers.structured_output.faults import InvalidGrammarError
 from workers.structured_output.json_schema import checked_schema
 from workers.structured_output.mask_process.trial import try_grammar
 from workers.structured_output.schema_keywords import UnsupportedSchemaError
@@ -48,6 +54,18 @@ UNSUPPORTED: list[tuple[Any, str, str]] = [
     ({"properties": {"x-a": {}}, "patternProperties": {"^x-": {"type": "null"}}}, "patternProperties", "#"),
     ({"patternProperties": {"^x-": {}, "^x-y": {"type": "null"}}}, "patternProperties", "#"),
     ({"surprise": 1}, "surprise", "#"),
+    ({"$defs": {"": {"type": "null"}}, "$ref": "#/$defs/"}, "$ref", "#"),
+    ({"type": "number", "minimum": 0.1234567}, "minimum", "#"),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-9}, "maximum", "#"),
+    ({"type": "number", "exclusiveMaximum": 1e300}, "exclusiveMaximum", "#"),
+    ({"type": "number", "maximum": 548084039161.83}, "maximum", "#"),
+    ({"type": "number", "minimum": 2**53 + 1}, "minimum", "#"),
+    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, "", "#"),
+    ({"minimum": 5, "maximum": 4}, "", "#"),
+    ({"const": 10**30}, "const", "#"),
+    ({"enum": [{"a": [-(2**63) - 1]}]}, "enum", "#"),
+    ({"type": "object", "minProperties": 2}, "minProperties", "#"),
+    ({"properties": {"a": {}}, "additionalProperties": {}, "minProperties": 2}, "minProperties", "#"),
     ({"strict": "yes"}, "strict", "#"),
     (5, "", "#"),
 ]
@@ -103,6 +121,59 @@ REWRITTEN: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("schema", "written"), REWRITTEN, ids=lambda value: str(value)[:50])
 def test_what_the_compiler_would_drop_is_written_otherwise(schema: Any, written: Any) -> None:
     assert json.loads(checked_schema(schema, 32)) == written
+
+
+COMPILER = GrammarCompiler(Vocabulary(MODELS / "target"))  # as the engine has it, with caches
+
+
+def _allows(compiled: xgrammar.CompiledGrammar, text: str) -> bool:
+    """Whether `text` is a whole answer."""
+    matcher = xgrammar.GrammarMatcher(compiled)
+    return (not text or matcher.accept_string(text)) and matcher.accept_token(eos_token_ids()[0])
+
+
+@pytest.mark.parametrize("count", [100, 128, 200, 300])
+@pytest.mark.parametrize("schema", [{}, {"type": "object", "required": ["a"]}, {"type": "array", "maxItems": 500}])
+def test_long_patterns_are_compiled_by_engines_too(schema: Any, count: int) -> None:
+    """The trial has no caches, with which xgrammar 0.2.8 fails on them: engines refused what the trial had passed."""
+    pattern = {"type": "string", "pattern": f"^[a-z]{{1,{count}}}$"}
+    whole = {"object": {"properties": {"a": pattern}}, "array": {"items": pattern}}.get(schema.get("type"), pattern)
+    grammar = Grammar("json_schema", checked_schema(schema | whole, 32), eos_token_ids(), any_whitespace=False)
+    letters = "a" * count
+    text = {"object": f'{{"a": "{letters}"}}', "array": f'["{letters}"]'}.get(schema.get("type"), f'"{letters}"')
+    for _ in range(2):
+        compiled = COMPILER.compile(grammar)
+        assert _allows(compiled, text) and not _allows(compiled, text.replace('a"', 'aa"', 1))
+
+
+_UNITS = st.integers(-(2**33) * 10, 2**33 * 10) | st.integers(-30, 30)
+
+
+@hypothesis.given(
+    low=st.none() | _UNITS,
+    width=st.none() | st.integers(0, 30) | st.integers(0, 2**40),
+    decimals=st.integers(0, 9),
+    names=st.tuples(st.sampled_from(["minimum", "exclusiveMinimum"]), st.sampled_from(["maximum", "exclusiveMaximum"])),
+    kind=st.sampled_from(["number", "number", "integer"]),
+)
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+def test_numbers_that_are_possible_are_within_their_bounds(
+    low: int | None, width: int | None, decimals: int, names: tuple[str, str], kind: str
+) -> None:
+    unit = Decimal(1) if kind == "integer" else Decimal(10) ** -decimals
+    ends = [unit * end for end in (low or 0, (low or 0) + (width or 0))]
+    given_ends = [(names[0], ends[0])] * (low is not None) + [(names[1], ends[1])] * (width is not None)
+    schema = {"type": kind, **{name: float(end) if end % 1 else int(end) for name, end in given_ends}}
+    try:
+        compiled = COMPILER.compile(Grammar("json_schema", checked_schema(schema, 32), eos_token_ids(), False))
+    except (UnsupportedSchemaError, InvalidGrammarError):
+        return
+    texts = {"", "-", "-0", "0.0", "1e3", "-1e3"}
+    for end in ends:
+        near = [end + sign * Decimal(10) ** -k for k in range(0, 10, 3) for sign in (-1, 0, 1)]
+        texts |= {format(value, form) for value in near for form in ("f", ".6f", ".0f")}
+    for text in filter(lambda text: _allows(compiled, text), texts):
+        jsonschema.validate(json.loads(text, parse_float=Decimal), json.loads(json.dumps(schema), parse_float=Decimal))
 
 
 def test_depth_is_limited() -> None:
