@@ -113,11 +113,13 @@ def _share_with_target(
         )
     width = method.model.hidden_size
     widths = {"embed_tokens": method.embedding_size, "lm_head": width}
-    other = [name for name in lacking if widths[name] != target.config.hidden_size]
+    # an embedding may be narrower than the layers (OPT)
+    theirs = {"embed_tokens": target.embed_tokens.weight.shape[1], "lm_head": target.config.hidden_size}
+    other = [name for name in lacking if widths[name] != theirs[name]]
     if other and not _ties_head(method, lacking):
         raise ValueError(
             f"draft {method.path}: has hidden_size={width} of its own but no {other[0]}.weight, and the target's has "
-            f"{target.config.hidden_size}; use a checkpoint that is whole"
+            f"{theirs[other[0]]}; use a checkpoint that is whole"
         )
     if not lacking:
         return frozenset()

@@ -86,7 +86,7 @@ def make_known(folder: Path, kind: str, seed: int = 0, **overrides: Any) -> Path
         if parameter.dim() == 1:
             least, most = (0.5, 1.5) if "norm" in name or ".ln" in name else (-0.2, 0.2)
             torch.nn.init.uniform_(parameter, least, most)
-        elif parameter.std() < 0.1:
+        elif parameter.numel() and parameter.std() < 0.1:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
     model.save_pretrained(folder)
     return folder

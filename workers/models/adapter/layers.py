@@ -40,7 +40,7 @@ class Columns(ColumnParallelLinear):
         return self.method.dense_weight()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        out = super().forward(x.reshape(-1, x.shape[-1]))
+        out = super().forward(x.flatten(0, -2))
         if self._gather is not None:
             out = self._gather.all_gather_last(out)
         return out.view(*x.shape[:-1], out.shape[-1])
@@ -56,7 +56,7 @@ class Rows(RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         if self._columns is not None:
             x = x[..., self._columns.first : self._columns.end]
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.flatten(0, -2)
         # not into the ranks' buffer: a model may keep one product while it makes the next
         part = self.method.multiply(rows, self.bias if self.group.rank == 0 else None)
         return self.group.all_reduce(part).view(*x.shape[:-1], part.shape[-1])
@@ -95,7 +95,7 @@ class GivenExperts(Experts):
 
     def forward(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         """x: [..., hidden_size]. chosen: [rows, experts of a token] int64. weight: [rows, experts of a token]."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.flatten(0, -2)
         part = self.method.multiply(rows, _Given(chosen, weight.float()))  # type: ignore[arg-type]
         return self._group.all_reduce(part).view(x.shape)
 

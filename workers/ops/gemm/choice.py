@@ -63,7 +63,8 @@ def _wants(deterministic: bool) -> Callable[[Tensor, GEMMOptions], bool]:
 
 
 def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:
-    return options.workspace is None and weight.dtype == torch.float32 and bool(torch._C._has_mkldnn)
+    is_empty = weight.numel() == 0  # experts without a shared one may have an MLP of width 0 instead
+    return options.workspace is None and weight.dtype == torch.float32 and not is_empty and bool(torch._C._has_mkldnn)
 
 
 GEMMS = (

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from attention.scores import ScoreRule
+from speculative.build import EngineSpec, check_weights, plan_engine
 from speculative.config import SpeculativeConfig
 from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
 from tests.support.tiny_models import make_eagle3
+from tests.workers.models.adapter.test_varied_decoders import head_for
 from tests.workers.models.test_targets import by_transformers, by_us
-from workers.config import ModelSource
+from workers.config import ModelSource, WorkerConfig
 from workers.distributed.tp_group import TPGroup
 from workers.layers.vocab import VocabShard
 from workers.models.config import ModelConfig
@@ -125,6 +127,27 @@ def read(folder: Path, kind: str, tensor_parallel: int = 1, **options: Any) -> M
     known_config(kind, **options).save_pretrained(folder)
     set_field(folder, "architectures", [architecture_of(kind)])
     return read_target_config(ModelSource(path=str(folder), device="cpu"), tensor_parallel)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # by transformers
+def test_a_shared_expert_may_have_no_width(tmp_path: Path, without_families: None) -> None:
+    target = make_known(tmp_path, "dots1", n_shared_experts=0, num_hidden_layers=2)
+    assert by_us(target) == by_transformers(target)
+
+
+def test_a_field_that_refuses_none_does_not_refuse_its_model(tmp_path: Path) -> None:
+    assert read(tmp_path, "modernbert-decoder").served_by is not None
+
+
+def test_a_head_does_not_share_an_embedding_that_is_narrower_than_the_layers(tmp_path: Path) -> None:
+    target = make_known(tmp_path / "t", "opt", hidden_size=96, word_embed_proj_dim=64)
+    source = ModelSource(path=str(target), device="cpu")
+    head = head_for(read_target_config(source, 1), tmp_path)
+    spec = EngineSpec(WorkerConfig(source), SpeculativeConfig(str(head), "eagle3"))
+    with pytest.raises(
+        ValueError, match="hidden_size=96 of its own but no embed_tokens.weight, and the target's has 64"
+    ):
+        check_weights(spec, plan_engine(spec))
 
 
 def test_plans_that_do_not_fit_a_model_are_refused(tmp_path: Path) -> None:

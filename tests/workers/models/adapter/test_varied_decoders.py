@@ -122,7 +122,10 @@ def options(draw: st.DrawFn, kind: str) -> dict[str, Any]:
         ),
         "rope_parameters": draw(st.sampled_from(ROPES)) | {"rope_theta": draw(st.sampled_from([500.0, 1e6]))},
     }
-    return {name: value for name, value in wanted.items() if can_be_set(usual, name) and draw(st.integers(0, 2))}
+    chosen = {name: value for name, value in wanted.items() if can_be_set(usual, name) and draw(st.integers(0, 2))}
+    if "hidden_size" in chosen and can_be_set(usual, "word_embed_proj_dim"):
+        chosen["word_embed_proj_dim"] = chosen["hidden_size"]  # no head shares a narrower embedding
+    return chosen
 
 
 def made(folder: Path, kind: str, settings: dict[str, Any]) -> Path | None:
