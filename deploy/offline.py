@@ -7,7 +7,7 @@ Several ranks are processes of their own, started by `multiprocessing`: a script
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -33,8 +33,6 @@ from deploy.offline_requests import (
     prompt_of,
 )
 from speculative.local import local_engine
-from workers.interrupt import interrupts_between_steps
-from workers.scheduling.request import Request
 from workers.scheduling.request import RequestOutput as StepOutput
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
@@ -118,31 +116,6 @@ class LLM:
         given = [(text.text, tokens) for text, tokens in zip(texts, encoded, strict=True)]
         return self._answer(given, sampling_params, use_tqdm)
 
-    def run(self, requests: Sequence[Request], listen: Callable[[StepOutput], object]) -> None:
-        """Run requests of the engine to their end. listen: gets what each step brings; true ends that request.
-
-        An early end, also by Ctrl-C, aborts these requests and leaves the engine usable."""
-        engine = self._engine
-        waiting, running = list(requests)[::-1], 0
-        with interrupts_between_steps() as is_interrupted:
-            try:
-                while waiting or running:
-                    while waiting and running < engine.scheduler.num_slots:
-                        engine.scheduler.submit(waiting.pop())
-                        running += 1
-                    for output in engine.step():
-                        ended = bool(listen(output)) and output.finish_reason is None
-                        if ended:
-                            engine.scheduler.abort(output.request.request_id)
-                        running -= ended or output.finish_reason is not None
-                    if is_interrupted():
-                        raise KeyboardInterrupt
-            finally:
-                for request in requests:
-                    engine.scheduler.abort(request.request_id)
-                while engine.executor.num_pending:
-                    engine.scheduler.apply(engine.executor.take())
-
     def _encoded(self, texts: Sequence[str | ChatText], add_special_tokens: bool) -> list[list[int]]:
         async def encode() -> list[list[int]]:
             return [await self.tokenizer.encode(text, add_special_tokens) for text in texts]
@@ -169,7 +142,8 @@ class LLM:
                 progress.update(ended or output.finish_reason is not None)
                 return ended
 
-            self.run([answer.request for answer in running.values()], listen)
+            requests = [answer.request for answer in running.values()]
+            self._engine.run(requests, self._engine.scheduler.num_slots, listen)
         return [
             RequestOutput(
                 request_id=group[0].request.request_id,

@@ -1,5 +1,5 @@
 """Ctrl-C for a loop of steps, which an exception inside of a step would leave half done. Used by training and
-`deploy.offline`."""
+`workers.runner.local_engine`."""
 
 import contextlib
 import signal

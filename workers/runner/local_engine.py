@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from workers.config import WorkerConfig
 from workers.engine_layout import EngineLayout
+from workers.interrupt import interrupts_between_steps
 from workers.runner.build import build_rank
 from workers.runner.executor import StepExecutor
 from workers.runner.layout import EnginePlan
@@ -24,7 +25,7 @@ from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request, RequestOutput
 from workers.scheduling.scheduler import Scheduler
 
-Listener = Callable[[RequestOutput], None]
+Listener = Callable[[RequestOutput], object]
 
 
 class LocalEngine:
@@ -45,18 +46,31 @@ class LocalEngine:
         return []
 
     def run(self, requests: Iterable[Request], concurrency: int, listener: Listener = lambda output: None) -> None:
-        """Run `requests`, at most `concurrency` at a time, until all have finished."""
-        waiting = list(requests)[::-1]
-        running = 0
-        while waiting or running:
-            while waiting and running < concurrency:
-                self.scheduler.submit(waiting.pop())
-                running += 1
-            for output in self.step():
-                listener(output)
-                running -= output.finish_reason is not None
-        while self.executor.num_pending:
-            self.scheduler.apply(self.executor.take())
+        """Run `requests`, at most `concurrency` at a time, until all have finished.
+
+        An early end, also by Ctrl-C, aborts them and leaves the engine usable.
+
+        listener: gets what each step brings; a true result ends that request."""
+        requests = list(requests)
+        waiting, running = requests[::-1], 0
+        with interrupts_between_steps() as is_interrupted:
+            try:
+                while waiting or running:
+                    while waiting and running < concurrency:
+                        self.scheduler.submit(waiting.pop())
+                        running += 1
+                    for output in self.step():
+                        ended = bool(listener(output)) and output.finish_reason is None
+                        if ended:
+                            self.scheduler.abort(output.request.request_id)
+                        running -= ended or output.finish_reason is not None
+                    if is_interrupted():
+                        raise KeyboardInterrupt
+            finally:
+                for request in requests:
+                    self.scheduler.abort(request.request_id)
+                while self.executor.num_pending:
+                    self.scheduler.apply(self.executor.take())
 
     def generate(
         self,
