@@ -43,6 +43,31 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
 
+    # Triton 3.6 makes the type of each shape, and the name of each type, which only errors print: a quarter of
+    # the interpreter's time.
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty, self.shape = element_ty, core.tuple(core._unwrap_shape(shape))
+        self.numel = core.validate_block_shape(self.shape)
+
+    def init_tuple_type(self: Any, types: Any, fields: Any = None) -> None:
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def init_tuple(self: Any, args: Any, type: Any = None) -> None:
+        self.values = list(args)
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def type_of_tuple(self: Any) -> Any:
+        found = self.__dict__.get("type")
+        return core._type_for_tuple_values(self.values) if found is None else found
+
+    core.block_type.__init__ = init_block_type
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    core.tuple_type.__init__ = init_tuple_type
+    core.tuple_type.name = property(lambda self: str(list(zip(self.fields, self.types, strict=True))))
+    core.tuple.__init__ = init_tuple
+    core.tuple.type = property(type_of_tuple, lambda self, value: self.__dict__.update(type=value))
+
 
 @contextmanager
 def kernels_of_operations() -> Iterator[None]:
