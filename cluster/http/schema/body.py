@@ -5,6 +5,7 @@ that no schema knows is ignored and named in a header of the reply (`unknown_fie
 The rule holds in every part of a body, because every part is a `Schema`. Called by `cluster.http.endpoint`.
 """
 
+import codecs
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -73,7 +74,7 @@ def parse_body(raw: bytes, kind: type[Body], strict: bool = False) -> tuple[Body
     surrogates. Raises ApiError (400).
     """
     try:
-        values = msgspec.json.decode(raw)
+        values = msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8))  # some of Windows' clients send the mark
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise invalid(None, f"The request body is not valid JSON: {reason}", "invalid_json") from None

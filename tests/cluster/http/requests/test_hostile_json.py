@@ -71,6 +71,14 @@ async def test_a_schema_in_a_text_is_read_as_strictly_as_a_body(schema: str) -> 
             assert "is not JSON: " in reply.text
 
 
+async def test_a_byte_order_mark_is_no_fault() -> None:
+    raw = json.dumps(HELLO).encode()
+    async with in_process(FakeEngine(says("x"))) as client:
+        for encoded, status in ((b"\xef\xbb\xbf" + raw, 200), (raw.decode().encode("utf-16"), 400)):
+            reply = await client.post(CHAT, content=encoded, headers={"content-type": "application/json"})
+            assert reply.status_code == status, reply.text
+
+
 def _bodies(value: Any) -> list[tuple[str, dict[str, Any]]]:
     """Requests with `value` in every object whose fields are free."""
     message = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
