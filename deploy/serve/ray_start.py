@@ -59,7 +59,7 @@ def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
 
 
 def _let_find_us() -> None:
-    """Processes that import before they know whose they are find our modules by PYTHONPATH alone."""
+    """Add our folder to PYTHONPATH: processes that Ray starts ahead have no job yet, and find modules only there."""
     root, paths = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")
     if root not in site.getsitepackages() and root not in paths.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, paths)))
