@@ -67,6 +67,7 @@ def config_of(folder: Path, architecture: str, **changes: Any) -> GemmaConfig:
         ({"hidden_activation": "relu"}, "hidden_activation='relu' is not supported; it is one of silu, gelu_pytorch"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
         ({"layer_types": ["full_attention"]}, "layer_types: must be 5"),
+        ({"attn_logit_softcapping": 3.0}, "attn_logit_softcapping=3: Gemma 3 has no cap on scores"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: must be a number above 0"),
     ],
 )

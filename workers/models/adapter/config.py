@@ -28,7 +28,7 @@ from workers.models.adapter.survey import (
     survey,
 )
 from workers.models.config import ModelConfig, dtype_of
-from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, flag_of, ids_of, number_of, size_of
+from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, ids_of, number_of, size_of
 from workers.quantization.quant_method import Unquantized
 from workers.quantization.table import read_quant_method
 
@@ -153,7 +153,7 @@ def _read(text: str, source: str) -> AdapterConfig:
         vocab_size=size_of({"vocab_size": getattr(config, "vocab_size", None)}, "vocab_size", source),
         max_position=_max_position(config, source),
         rms_eps=number_of(raw, "rms_norm_eps", source, 1e-6),
-        tie_embeddings=flag_of({"tie_word_embeddings": config.tie_word_embeddings}, "tie_word_embeddings", source),
+        tie_embeddings=_is_tied(model),
         dtype=dtype_of(whole | raw),
         quant=quant,
         eos_token_ids=ids_of(whole, "eos_token_id", source) or ids_of(raw, "eos_token_id", source),
@@ -165,6 +165,13 @@ def _read(text: str, source: str) -> AdapterConfig:
         experts=expert_names(converted),
         parts=() if raw == whole else part_names(model),
     )
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    """Whether the vocabulary head's weight is the embedding's. Some classes never tie them, whatever config.json says
+    (Moshi)."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def decoder_part(config: Mapping[str, Any], source: str) -> dict[str, Any]:

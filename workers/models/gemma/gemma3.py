@@ -64,6 +64,12 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
         raise ValueError(f"{source}: hidden_activation={activation!r} is not supported; it is one of {known}")
     if flag_of(config, "use_bidirectional_attention", source):
         raise ValueError(f"{source}: use_bidirectional_attention=true: tokens that see later ones are not served")
+    soft_cap = _cap(config, "attn_logit_softcapping", source)
+    if kind == "Gemma3" and soft_cap is not None:
+        raise ValueError(
+            f"{source}: attn_logit_softcapping={soft_cap:g}: Gemma 3 has no cap on scores; transformers ignores it; "
+            "set null"
+        )
     rope, local = _ropes(config, source)
     dense = llama.read_config({**config, "hidden_act": "silu", "rope_parameters": None, "rope_scaling": None}, source)
     period = size_of(config, "sliding_window_pattern", source, _PATTERN[kind])
@@ -75,7 +81,7 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
         is_local=tuple(kind == SLIDING for kind in config.get("layer_types") or pattern),
         local_rope=local,
         query_scale=number_of(config, "query_pre_attn_scalar", source, 256.0) ** -0.5,
-        soft_cap=_cap(config, "attn_logit_softcapping", source),
+        soft_cap=soft_cap,
         logit_cap=_cap(config, "final_logit_softcapping", source),
         activation=activation,
     )

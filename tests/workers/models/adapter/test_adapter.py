@@ -135,6 +135,11 @@ def test_a_shared_expert_may_have_no_width(tmp_path: Path, without_families: Non
     assert by_us(target) == by_transformers(target)
 
 
+def test_a_class_that_never_ties_its_embeddings_is_not_tied(tmp_path: Path) -> None:
+    target = make_known(tmp_path, "moshi", tie_word_embeddings=True, num_hidden_layers=2)
+    assert by_us(target) == by_transformers(target)
+
+
 def test_a_field_that_refuses_none_does_not_refuse_its_model(tmp_path: Path) -> None:
     assert read(tmp_path, "modernbert-decoder").served_by is not None
 
