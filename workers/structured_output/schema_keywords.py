@@ -78,6 +78,7 @@ _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _STEP = Decimal("0.000001")
 MAX_WHOLE_BOUND, MAX_FRACTIONAL_BOUND = 2**53, 2**33  # what a double has exactly, with six decimals
 _PREFIX = re.compile(r"\^([A-Za-z0-9_/-]+)(?:\.\*\$?)?")  # a pattern that says how a name begins
+_HALF = re.compile(r"(?<!\\)(?:\\\\)*(\\u\{?[dD][89a-fA-F][0-9a-fA-F]{2}\}?)")
 
 
 class UnsupportedSchemaError(ValueError):
@@ -102,7 +103,20 @@ def check_counts(schema: Schema, names: tuple[str, ...], path: str) -> None:
             raise UnsupportedSchemaError(path, name, "must be a whole number of at least 0")
 
 
+def half_character(pattern: Any) -> str | None:
+    r"""Return an escape in a regular expression that is half of a surrogate pair, as JavaScript writes \ud83d\ude00:
+    the compiler makes invalid UTF-8 of it."""
+    found = _HALF.search(pattern) if isinstance(pattern, str) else None
+    return found[1] if found else None
+
+
+def _check_pattern(pattern: Any, keyword: str, path: str) -> None:
+    if half := half_character(pattern):
+        raise UnsupportedSchemaError(path, keyword, f"{half} is half of a character; write the character itself")
+
+
 def check_string(schema: Schema, path: str) -> None:
+    _check_pattern(schema.get("pattern"), "pattern", path)
     check_counts(schema, ("minLength", "maxLength"), path)
     known = schema.get("format")
     if known is not None and known not in FORMATS:
@@ -120,6 +134,8 @@ def check_patterns(names: Mapping[str, Any], patterns: Iterable[str], path: str)
 
     Patterns are only read as far as they give a prefix, because searching with a client's pattern may take for ever.
     """
+    for pattern in patterns:
+        _check_pattern(pattern, "patternProperties", path)
     prefixes = [_PREFIX.fullmatch(pattern) for pattern in patterns]
     known = [found[1] for found in prefixes if found]
     if (len(prefixes) > 1 or names) and len(known) < len(prefixes):

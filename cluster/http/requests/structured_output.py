@@ -14,7 +14,7 @@ from cluster.http.errors import ApiError, invalid, unsupported
 from cluster.http.text.json_text import parsed
 from workers.scheduling.plan import Grammar, GrammarKind
 from workers.structured_output.json_schema import checked_schema
-from workers.structured_output.schema_keywords import UnsupportedSchemaError
+from workers.structured_output.schema_keywords import UnsupportedSchemaError, half_character
 
 ANY_OBJECT = {"type": "object"}
 # of `structured_outputs`: what the answer must be, and how it is written
@@ -68,7 +68,10 @@ class GrammarMaker:
 
     def regex(self, param: str, pattern: Any) -> Grammar:
         """A text that a regular expression matches as a whole. Raises ApiError."""
-        return self._grammar(param, "regex", _text(param, pattern))
+        text = _text(param, pattern)
+        if half := half_character(text):
+            raise invalid(param, f"{param}: {half} is half of a character; write the character itself")
+        return self._grammar(param, "regex", text)
 
     def ebnf(self, param: str, text: Any) -> Grammar:
         """A text of a grammar in GBNF, of the rule `root`. Raises ApiError."""
@@ -113,6 +116,8 @@ class GrammarMaker:
             return [self._with_checked_schemas(each, depth - 1) for each in value]
         if not isinstance(value, dict):
             return value
+        if value.get("type") == "regex" and (half := half_character(value.get("pattern"))):
+            raise UnsupportedSchemaError("", "pattern", f"{half} is half of a character; write the character itself")
         return {
             key: json.loads(checked_schema(each, self._config.max_schema_depth))
             if key in ("schema", "json_schema") and isinstance(each, dict | bool)

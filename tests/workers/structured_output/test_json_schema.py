@@ -54,6 +54,9 @@ UNSUPPORTED: list[tuple[Any, str, str]] = [
     ({"properties": {"x-a": {}}, "patternProperties": {"^x-": {"type": "null"}}}, "patternProperties", "#"),
     ({"patternProperties": {"^x-": {}, "^x-y": {"type": "null"}}}, "patternProperties", "#"),
     ({"surprise": 1}, "surprise", "#"),
+    ({"type": "string", "pattern": r"^\ud83d\ude00$"}, "pattern", "#"),
+    ({"patternProperties": {r"\\\uDC00": {}}}, "patternProperties", "#"),
+    ({"propertyNames": {"pattern": r"\u{d83d}"}}, "pattern", "#/propertyNames"),
     ({"$defs": {"": {"type": "null"}}, "$ref": "#/$defs/"}, "$ref", "#"),
     ({"type": "number", "minimum": 0.1234567}, "minimum", "#"),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-9}, "maximum", "#"),
@@ -106,6 +109,7 @@ REWRITTEN: list[tuple[Any, Any]] = [
     ),
     ({"items": [{}], "additionalItems": False}, {"type": "array", "prefixItems": [{}], "items": False}),
     ({"strict": True, "type": "null"}, {"type": "null"}),
+    ({"pattern": r"\\ud83d\u00e9"}, {"type": "string", "pattern": r"\\ud83d\u00e9"}),
     (
         {"properties": {"a": {}}, "patternProperties": {"^x-": {}, "^y-.*$": {"type": "null"}}},
         {

@@ -71,6 +71,21 @@ async def test_a_schema_in_a_text_is_read_as_strictly_as_a_body(schema: str) -> 
             assert "is not JSON: " in reply.text
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"regex": r"(\ud83d\ude00)+"},
+        {"structured_outputs": {"regex": r"[\uDFFF]"}},
+        {"structured_outputs": {"structural_tag": {"format": {"type": "regex", "pattern": r"\ud83d"}}}},
+    ],
+)
+async def test_half_a_character_in_a_regular_expression_is_refused(extra: dict[str, Any]) -> None:
+    """The compiler would make bytes of it that are no UTF-8."""
+    async with in_process(FakeEngine(says("x"))) as client:
+        reply = await client.post(TEXT, json=PROMPT | extra)
+    assert reply.status_code == 400 and "is half of a character" in reply.text
+
+
 async def test_a_byte_order_mark_is_no_fault() -> None:
     raw = json.dumps(HELLO).encode()
     async with in_process(FakeEngine(says("x"))) as client:
