@@ -61,6 +61,16 @@ if INTERPRETED:
         found = self.__dict__.get("type")
         return core._type_for_tuple_values(self.values) if found is None else found
 
+    get_np_dtype, np_dtypes = interpreter._get_np_dtype, dict[str, Any]()
+
+    def get_np_dtype_once(kind: Any) -> Any:
+        """Triton 3.6 makes a table of all types at each call, of which a result needs several."""
+        scalar = kind.scalar
+        if (found := np_dtypes.get(scalar.name)) is None:
+            found = np_dtypes[scalar.name] = get_np_dtype(scalar)
+        return found
+
+    interpreter._get_np_dtype = get_np_dtype_once
     core.block_type.__init__ = init_block_type
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     core.tuple_type.__init__ = init_tuple_type
