@@ -55,6 +55,7 @@ class DecoderLayer(nn.Module):
     """h = x + r attention(norm(x)), then h + r mlp(norm(h)).
 
     residual_multiplier: r (Granite); 1 for others.
+    before: class of the input norm; None: as `norm`.
     group: the ranks whose parts are summed.
     unsummed: the ranks whose parts of the layer's output the caller sums.
     tail: what is done to the stream after the layer's output is added; None: nothing.
@@ -69,12 +70,13 @@ class DecoderLayer(nn.Module):
         group: TPGroup,
         norm: type[RMSNorm] = RMSNorm,
         residual_multiplier: float = 1.0,
+        before: type[RMSNorm] | None = None,
     ) -> None:
         super().__init__()
         self.group = self.unsummed = group
         self.residual_multiplier = residual_multiplier
         self.tail: LayerTail | None = None
-        self.input_layernorm = norm(hidden_size, rms_eps)
+        self.input_layernorm = (before or norm)(hidden_size, rms_eps)
         self.self_attn = attention
         self.post_attention_layernorm = norm(hidden_size, rms_eps)
         self.mlp = mlp
@@ -123,7 +125,7 @@ class LayerInputs(nn.Module, ABC):
 class SandwichLayer(DecoderLayer):
     """h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h))), as Gemma 2 and later have it.
 
-    before: class of the norms of inputs; None: as `norm`. `NoNorm` for OLMo 2.
+    before: class of the norms before attention and MLP; None: as `norm`. `NoNorm` for OLMo 2.
     A norm after attention or MLP needs the sum over all ranks, so that the layer returns its whole output.
     """
 
@@ -137,11 +139,9 @@ class SandwichLayer(DecoderLayer):
         norm: type[RMSNorm] = RMSNorm,
         before: type[RMSNorm] | None = None,
     ) -> None:
-        super().__init__(hidden_size, rms_eps, attention, mlp, group, norm)
+        super().__init__(hidden_size, rms_eps, attention, mlp, group, norm, before=before)
         self.unsummed = SOLO
-        before = before or norm
-        self.input_layernorm = before(hidden_size, rms_eps)
-        self.pre_feedforward_layernorm = before(hidden_size, rms_eps)
+        self.pre_feedforward_layernorm = (before or norm)(hidden_size, rms_eps)
         self.post_feedforward_layernorm = norm(hidden_size, rms_eps)
 
     def forward(
