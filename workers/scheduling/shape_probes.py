@@ -4,6 +4,7 @@
 a share of the time that rounds take, so that no shape is out of reach for ever and none costs much.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ FIRST_RESULTS = 3  # steps until the first results of a shape have been read
 PROBING_SHARE = 1 / 150  # share of the time for probes of promising shapes
 OLD_SHARE = 1 / 250  # share of the time for probes of shapes without recent results
 FIRST_ROUNDS = 3  # rounds whose time probes may cost in advance
+PAID_SHARE = 1 / 2  # share of a probe's first rounds that must have been saved for
 PROBE_AGE = 128  # steps without results after which a shape is probed again
+MAX_ROUNDS = 6.0  # rounds whose time probes may cost after a long time without any
 MAX_PROBE_STEPS = 16  # longest probe of a shape that stays promising
 TIMED_STEPS = 2  # steps that tell how long a shape takes
 FREE_PROBES = 3  # timing probes that are not charged, per shape and batch size
@@ -32,6 +35,7 @@ class Probe:
     steps: so far.
     is_old: it began because the shape had no recent results.
     is_free: it is not charged, because the shape has hardly run at this batch size.
+    budget: rounds whose time it may cost; it ends once that is spent.
     """
 
     shape: int
@@ -40,6 +44,7 @@ class Probe:
     steps: int = 1
     is_old: bool = False
     is_free: bool = False
+    budget: float = math.inf
 
 
 class ShapeProbes:
@@ -59,7 +64,7 @@ class ShapeProbes:
 
     def count_step(self, step: int, shape: int) -> None:
         """Step number `step` runs `shape`."""
-        self._credit += PROBING_SHARE
+        self._credit = min(self._credit + PROBING_SHARE, MAX_ROUNDS)
         self._old_credit += OLD_SHARE
         if shape != self._last_shape:
             self._inform()
@@ -80,7 +85,8 @@ class ShapeProbes:
         if probe.shape == shape:
             self.current = None  # it has become the best
             return False
-        is_over = probe.steps >= probe.least and not rates.is_promising(probe.shape)
+        is_spent = probe.steps * rates.certain_loss(probe.shape) >= probe.budget * rates.ms[shape]
+        is_over = probe.steps >= probe.least and (is_spent or not rates.is_promising(probe.shape))
         if is_over or probe.steps >= probe.most or probe.shape not in allowed:
             return self.end(step)
         probe.steps += 1
@@ -120,7 +126,9 @@ class ShapeProbes:
 
         - A shape that has never run at this batch size is timed at once: nothing else tells how wrong the table is. So
           is one that has hardly run and may still be the best.
-        - A shape whose time is uncertain, or that is promising, is probed once former probes are paid for.
+        - A shape whose time is uncertain is probed once former probes are paid for.
+        - A promising shape is probed once it can be paid for, and only for so long: else one probe of a tree takes what
+          the next thousand steps may spend.
         - A shape without recent results is probed once the cost is saved up.
 
         Steps with prompt chunks (`with_prompts`) tell nothing about the time of a shape's rounds.
@@ -135,9 +143,11 @@ class ShapeProbes:
         if not with_prompts and (timed := self._to_time(rates, others, num_requests, step_time, left_ms)):
             self.current = timed
             return True
-        promising = [other for other in others if rates.is_promising(other)]
-        if promising and left_ms > 0.0:
-            self.current = Probe(max(promising, key=rates.hoped.__getitem__), FIRST_RESULTS, MAX_PROBE_STEPS)
+        promising = [other for other in others if rates.is_promising(other) and self._can_pay(rates, other, left_ms)]
+        if promising:
+            best = max(promising, key=rates.hoped.__getitem__)
+            budget = math.inf if rates.changes_are_free else left_ms / round_ms
+            self.current = Probe(best, FIRST_RESULTS, MAX_PROBE_STEPS, budget=budget)
             return True
         self._inform()
         old = [other for other in others if step - self._informed[other] > PROBE_AGE]
@@ -145,9 +155,16 @@ class ShapeProbes:
             oldest = min(old, key=self._informed.__getitem__)
             lost_ms = FIRST_RESULTS * rates.loss(oldest) + rates.change_loss(oldest, shape)
             if lost_ms <= self._old_credit * round_ms:
-                self.current = Probe(oldest, FIRST_RESULTS, MAX_PROBE_STEPS, is_old=True)
+                self.current = Probe(oldest, FIRST_RESULTS, MAX_PROBE_STEPS, is_old=True, budget=self._old_credit)
                 return True
         return False
+
+    def _can_pay(self, rates: Rates, shape: int, left_ms: float) -> bool:
+        """Whether former probes are paid for and, unless every round tells of all shapes, `PAID_SHARE` of this one's
+        first rounds are saved for, or as much as ever is."""
+        if rates.changes_are_free or self._credit >= MAX_ROUNDS:
+            return left_ms > 0.0
+        return PAID_SHARE * FIRST_RESULTS * rates.certain_loss(shape) < left_ms
 
     def _to_time(
         self, rates: Rates, others: Sequence[int], num_requests: int, step_time: StepTime, left_ms: float

@@ -88,11 +88,12 @@ def measured_tree(told: Sequence[float] = (1.0,) * 4, slow_first: float = 1.0) -
     return Pair(TREE, MEASURED, costs, HOST_MS, told=wrong, slow_first=slow_first)
 
 
-class _Slot:
-    """kv: committed tokens. left: tokens until the answer's end. drafted: shape of the tree that it has."""
+class Slot:
+    """kv: committed tokens. left: tokens until the answer's end. drafted: shape of the tree that it has. prompt: the
+    last token of its prompt. emitted: tokens of its answer so far."""
 
     def __init__(self) -> None:
-        self.kv = self.max_len = self.left = self.drafted = 0
+        self.kv = self.max_len = self.left = self.drafted = self.prompt = self.emitted = 0
 
 
 class PairRank:
@@ -104,7 +105,7 @@ class PairRank:
         self.clock = Clock()
         self._pair = pair
         self._random = random.Random(seed)
-        self._slots = [_Slot() for _ in range(SLOTS)]
+        self._slots = [Slot() for _ in range(SLOTS)]
         self._pending: deque[tuple[float, StepResult]] = deque()
         self._free_s = 0.0
         self._launched: set[tuple[int, int]] = set()
@@ -134,7 +135,8 @@ class PairRank:
             slot.kv += len(chunk.tokens) // 4
             num_chunk_tokens += len(chunk.tokens) // 4
             if chunk.next_token < 0:
-                slot.left = slot.max_len - slot.kv - 1
+                slot.left, slot.emitted = slot.max_len - slot.kv - 1, 1
+                slot.prompt = int(unpack_i32(chunk.tokens)[-1])
                 entries.append((slot, 1, -1))
         for (slot, _, _), drafts in zip(entries, plan.drafting or bytes(len(entries)), strict=True):
             slot.drafted = plan.next_shape if drafts else 0
@@ -155,25 +157,38 @@ class PairRank:
         )
         self._pending.append((self._free_s, result))
 
-    def _round(self, slot: _Slot, shape: int) -> tuple[int, int]:
+    def _round(self, slot: Slot, shape: int) -> tuple[int, int]:
         """Tokens that a round emits, and drafts that it accepts: -1 if it has none."""
         if slot.left <= 0:
             return 0, -1
         shapes, verified = self._pair.shapes, min(slot.drafted, shape)
-        accepted, most = 0, min(shapes[slot.drafted].max_new_tokens, shapes[shape].max_new_tokens) - 1
-        while accepted < most and self._random.random() < self._pair.chances[verified][accepted]:
-            accepted += 1
+        most = min(shapes[slot.drafted].max_new_tokens, shapes[shape].max_new_tokens) - 1
+        accepted = self.accepts(slot, verified, most)
         count = min(1 + accepted, slot.left)
         slot.left -= count
         slot.kv += count
+        slot.emitted += count
         return count, accepted if verified else -1
+
+    def accepts(self, slot: Slot, shape: int, most: int) -> int:
+        """Drafts of at most `most` that a round of a shape accepts."""
+        accepted = 0
+        while accepted < most and self._random.random() < self._pair.chances[shape][accepted]:
+            accepted += 1
+        return accepted
 
 
 class Answers:
     """An engine that answers. choose: the shape of the next step, given whether prompts wait; None: `ShapeChoice`."""
 
-    def __init__(self, pair: Pair, seed: int = 0, choose: Callable[[bool], int] | None = None) -> None:
-        self.rank = PairRank(pair, seed)
+    def __init__(
+        self,
+        pair: Pair,
+        seed: int = 0,
+        choose: Callable[[bool], int] | None = None,
+        rank: Callable[[Pair, int], PairRank] = PairRank,
+    ) -> None:
+        self.rank = rank(pair, seed)
         self.num_evaluations = 0
 
         def chosen(shapes: RoundShapes) -> int:
@@ -211,12 +226,20 @@ class Answers:
 
     def tokens_per_ms(self, concurrency: int, count: int, mean_tokens: int = 64) -> float:
         """Return tokens per ms of `count` answers, `concurrency` at a time, to prompts of 40 to 120 tokens."""
-        started_s, requests = self.rank.clock.now, []
+        asked = []
         for _ in range(count):
             max_tokens = self._random.randint(mean_tokens // 2, mean_tokens * 3 // 2)
-            prompt = [1] * self._random.randint(40, 120)
-            requests.append(Request(str(self._num_requests), prompt, SamplingParams(max_tokens, 0.0)))
-            self._num_requests += 1
+            asked.append(([1] * self._random.randint(40, 120), max_tokens))
+        return self.rate(concurrency, asked)
+
+    def rate(self, concurrency: int, asked: Sequence[tuple[list[int], int]]) -> float:
+        """Return tokens per ms of answers to prompts, with each answer's tokens."""
+        started_s, first = self.rank.clock.now, self._num_requests
+        self._num_requests += len(asked)
+        requests = [
+            Request(str(first + i), prompt, SamplingParams(max_tokens, 0.0))
+            for i, (prompt, max_tokens) in enumerate(asked)
+        ]
         self._engine.run(requests, concurrency)
         return sum(len(request.output) for request in requests) / (self.rank.clock.now - started_s) / 1e3
 

@@ -20,6 +20,11 @@ Bools = npt.NDArray[np.bool_]
 ENGINE_WINDOW = 2048.0  # rounds after which the engine's estimate has forgotten all but 1 / e
 REQUEST_WINDOW = 64.0  # rounds after which a request's own estimate has forgotten all but 1 / e
 REQUEST_PRIOR = 8.0  # weight of the engine's estimate in a request's own over all depths, in drafts
+SPREAD = 0.5  # standard deviation of requests' log odds around the engine's, before any request has ended
+SPREAD_PRIOR = 4.0  # its weight in requests,
+SPREAD_INFORMATION = 5.0  # each of which had hits of this variance
+SPREAD_WINDOW = 32.0  # requests after which the spread of former ones has been forgotten
+MAX_SPREAD = 1.5  # limit of that standard deviation
 DEPTH_PRIOR = 24.0  # weight of that in its own estimate of one depth, in rounds
 MAX_RATIO = 50.0  # limit of a request's odds relative to the engine's, over all depths
 SHAPE_PRIOR = 4.0  # minimum weight, in rounds, of the estimate of another shape or of the depth above
@@ -46,7 +51,8 @@ class Survival:
     Each request counts its own accepted nodes, and those that the engine's estimate expected. The ratio of the two odds
     scales its probabilities in every shape, so rounds of one shape teach about all. Depths that a request has hardly
     reached follow the ratio over all its depths, so that a text whose drafts fail early is not expected to accept the
-    later ones.
+    later ones. The upper end of an estimate counts how much requests differ, because a fresh one may be of another
+    kind of text.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -66,6 +72,10 @@ class Survival:
         self._trials = np.zeros((count, self._max_depth))
         self._chances = self._estimate()
         self._counts = np.zeros((3, self._max_depth, num_slots))  # hits, trials, and the hits that were expected
+        information = SPREAD_PRIOR * SPREAD_INFORMATION
+        squared = information * SPREAD_INFORMATION
+        # of ended requests: squared deviations of the hits, information, squared information; see `_variance`
+        self._ended = np.array([information + squared * SPREAD**2, information, squared])
         self._users = np.full(num_slots, -1, np.int64)
         self._last = 0  # the family that ran last
         self._reports: list[tuple[int, Ints, Ints, Ints, npt.NDArray[np.int32]]] = []  # not counted yet
@@ -156,6 +166,7 @@ class Survival:
         self._clear_reused(slots, users)
         evidence = self._trials + (SHAPE_PRIOR + self._trials.max(0) / OTHERS_COUNT)
         odds = odds_of(chances, evidence)[..., None] * self._odds_ratios(slots)
+        odds[1] *= np.exp(OPTIMISM * self._own_errors(slots) / math.sqrt(len(slots)))
         survival = (odds / (1.0 + odds)).cumprod(2).sum(3).cumsum(2)  # [2, families, depth]
         total[:, 1:] += survival[:, self._family[1:], self._depth[1:] - 1]
         return total[0], total[1]
@@ -171,10 +182,29 @@ class Survival:
         own, engine = DEPTH_PRIOR * odds / (1.0 + odds), DEPTH_PRIOR * chances
         return _odds_ratio(hits + own, trials + DEPTH_PRIOR, expected + engine)
 
+    def _own_errors(self, slots: Ints) -> Floats:
+        """Return [n]: the standard deviation of the logarithm of each request's odds relative to the engine's, which
+        are known from its own rounds and from how much requests differ."""
+        _, trials, expected = self._counts[:, :, slots].sum(1)
+        information = expected * (1.0 - expected / np.maximum(trials, EPSILON))
+        variance = self._variance()
+        found: Floats = np.sqrt(variance / (1.0 + variance * information))
+        return found
+
+    def _variance(self) -> float:
+        """Variance of requests' log odds. If a request's hits have variance I, the mean square of their deviation from
+        what was expected is I + I^2 times this."""
+        squares, information, squared = self._ended.tolist()
+        return float(min(max((squares - information) / squared, 0.0), MAX_SPREAD**2))
+
     def _clear_reused(self, slots: Ints, users: Ints) -> None:
         """Forget the former requests of slots that have new ones."""
         changed = self._users[slots] != users
         if changed.any():
+            hits, trials, expected = self._counts[:, :, slots[changed]].sum(1)
+            information = expected * (1.0 - expected / np.maximum(trials, EPSILON))
+            told = np.array(((hits - expected) ** 2, information, information**2))
+            self._ended = self._ended * math.exp(-np.count_nonzero(information) / SPREAD_WINDOW) + told.sum(1)
             self._counts[:, :, slots[changed]] = 0.0
             self._users[slots] = users
 

@@ -105,6 +105,28 @@ def test_a_text_whose_drafts_fail_early_promises_little_of_deep_trees() -> None:
     assert rounds.tokens()[TREE] < 2.6 and rounds.tokens()[CHAIN] < 1.9
 
 
+def test_more_is_hoped_of_a_fresh_request_where_requests_differ() -> None:
+    """Texts in turns, of which some accept all drafts and others none, or which all accept two; what is expected of the
+    next one is as good."""
+    hoped = []
+    for accepted in ((0, 3), (2, 1)):
+        rounds = Rounds(1)
+        for number in range(30):
+            rounds.users = rounds.users + 1
+            for step in range(20):
+                often = accepted[number % 2] if accepted == (0, 3) else accepted[step % 2]
+                rounds.record(CHAIN, CHAIN, np.array([often], np.int32))
+            rounds.tokens()
+        rounds.users = rounds.users + 1
+        expected, upper = rounds.tokens()[CHAIN], rounds.tokens(hoped=True)[CHAIN]
+        hoped.append((upper - 1) / (expected - 1))
+        for _ in range(40):
+            rounds.record(CHAIN, CHAIN, np.array([0], np.int32))
+        assert rounds.tokens(hoped=True)[CHAIN] < 1.5, "its own rounds tell enough"
+    differ, equal = hoped
+    assert differ > 1.3 and equal < 1.12, hoped
+
+
 def test_a_slot_s_next_request_is_not_its_last_one() -> None:
     rounds = Rounds(2)
     for _ in range(100):
