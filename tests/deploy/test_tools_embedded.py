@@ -53,7 +53,8 @@ class OfflineEngine:
         ends = tuple(self._llm.tokenizer.eos_token_ids)
         sampling = msgspec.structs.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
         request, reasons = Request(request_id, prompt, sampling), []
-        await asyncio.to_thread(self._llm.run, [request], lambda output: reasons.append(output.finish_reason))
+        run = self._llm._engine.run
+        await asyncio.to_thread(run, [request], 1, lambda output: reasons.append(output.finish_reason))
         tokens = tuple(request.output)
         for at in range(0, len(tokens), 3):
             finish = str(reasons[-1]) if at + 3 >= len(tokens) else None

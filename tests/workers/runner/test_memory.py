@@ -278,6 +278,7 @@ def test_without_limits_the_machine_counts(tmp_path: Path) -> None:
 
 def test_the_peak_of_a_piece_of_work_is_seen() -> None:
     memory = HostMemory()
-    gc.collect()  # what earlier tests have left would go meanwhile
-    peak = memory.peak_of(lambda: torch.ones(25_000_000).sum())  # 100 MB, gone afterwards
+    gc.collect()
+    # 100 MB, gone afterwards; of three since what earlier tests have left may go meanwhile
+    peak = max(memory.peak_of(lambda: torch.ones(25_000_000).sum()) for _ in range(3))
     assert 90 * 10**6 < peak < 250 * 10**6
