@@ -14,8 +14,8 @@ OURS = ("attention", "workers", "speculative", "cluster", "deploy")  # whose log
 _FIELDS = "fields"
 MARK = "aerie| "  # begins every line of text that an operator is to read
 
-# The client's name of the request that the current task carries out; "" outside of one.
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # ids that clients may give their requests
+# The client's name of the request that the current task carries out; "" outside of one.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 

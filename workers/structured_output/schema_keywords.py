@@ -103,20 +103,20 @@ def check_counts(schema: Schema, names: tuple[str, ...], path: str) -> None:
             raise UnsupportedSchemaError(path, name, "must be a whole number of at least 0")
 
 
-def half_character(pattern: Any) -> str | None:
-    r"""Return an escape in a regular expression that is half of a surrogate pair, as JavaScript writes \ud83d\ude00:
-    the compiler makes invalid UTF-8 of it."""
+def pattern_fault(pattern: Any) -> str | None:
+    r"""Return why a regular expression is refused; None if it is not. An escape that is half of a surrogate pair, as
+    JavaScript writes \ud83d\ude00, becomes invalid UTF-8 in the compiler."""
     found = _HALF.search(pattern) if isinstance(pattern, str) else None
-    return found[1] if found else None
+    return f"{found[1]} is half of a character; write the character itself" if found else None
 
 
-def _check_pattern(pattern: Any, keyword: str, path: str) -> None:
-    if half := half_character(pattern):
-        raise UnsupportedSchemaError(path, keyword, f"{half} is half of a character; write the character itself")
+def check_pattern(pattern: Any, keyword: str, path: str) -> None:
+    if fault := pattern_fault(pattern):
+        raise UnsupportedSchemaError(path, keyword, fault)
 
 
 def check_string(schema: Schema, path: str) -> None:
-    _check_pattern(schema.get("pattern"), "pattern", path)
+    check_pattern(schema.get("pattern"), "pattern", path)
     check_counts(schema, ("minLength", "maxLength"), path)
     known = schema.get("format")
     if known is not None and known not in FORMATS:
@@ -135,7 +135,7 @@ def check_patterns(names: Mapping[str, Any], patterns: Iterable[str], path: str)
     Patterns are only read as far as they give a prefix, because searching with a client's pattern may take for ever.
     """
     for pattern in patterns:
-        _check_pattern(pattern, "patternProperties", path)
+        check_pattern(pattern, "patternProperties", path)
     prefixes = [_PREFIX.fullmatch(pattern) for pattern in patterns]
     known = [found[1] for found in prefixes if found]
     if (len(prefixes) > 1 or names) and len(known) < len(prefixes):

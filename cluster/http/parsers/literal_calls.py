@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.http.parsers.json_calls import CallPart
 from cluster.http.parsers.marks import cut
-from cluster.http.text.json_text import without_surrogates
+from cluster.http.text.json_text import parsed, without_surrogates
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 GEMMA_END, GEMMA_QUOTE = "<tool_call|>", '<|"|>'
@@ -217,8 +217,7 @@ def _gemma_key(text: str, at: int) -> tuple[str, int]:
 
 def _scalar(text: str) -> Any:
     try:
-        value = json.loads(text)
-        json.dumps(value, allow_nan=False)  # NaN and 1e999 are read, and are no JSON
+        value = parsed(text)
     except ValueError:
         return text
     return value if isinstance(value, int | float | None) else text

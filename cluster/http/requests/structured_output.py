@@ -14,7 +14,7 @@ from cluster.http.errors import ApiError, invalid, unsupported
 from cluster.http.text.json_text import parsed
 from workers.scheduling.plan import Grammar, GrammarKind
 from workers.structured_output.json_schema import checked_schema
-from workers.structured_output.schema_keywords import UnsupportedSchemaError, half_character
+from workers.structured_output.schema_keywords import UnsupportedSchemaError, check_pattern, pattern_fault
 
 ANY_OBJECT = {"type": "object"}
 # of `structured_outputs`: what the answer must be, and how it is written
@@ -69,8 +69,8 @@ class GrammarMaker:
     def regex(self, param: str, pattern: Any) -> Grammar:
         """A text that a regular expression matches as a whole. Raises ApiError."""
         text = _text(param, pattern)
-        if half := half_character(text):
-            raise invalid(param, f"{param}: {half} is half of a character; write the character itself")
+        if fault := pattern_fault(text):
+            raise invalid(param, f"{param}: {fault}")
         return self._grammar(param, "regex", text)
 
     def ebnf(self, param: str, text: Any) -> Grammar:
@@ -116,8 +116,8 @@ class GrammarMaker:
             return [self._with_checked_schemas(each, depth - 1) for each in value]
         if not isinstance(value, dict):
             return value
-        if value.get("type") == "regex" and (half := half_character(value.get("pattern"))):
-            raise UnsupportedSchemaError("", "pattern", f"{half} is half of a character; write the character itself")
+        if value.get("type") == "regex":
+            check_pattern(value.get("pattern"), "pattern", "")
         return {
             key: json.loads(checked_schema(each, self._config.max_schema_depth))
             if key in ("schema", "json_schema") and isinstance(each, dict | bool)

@@ -186,9 +186,8 @@ class Survival:
         """Return [n]: the standard deviation of the logarithm of each request's odds relative to the engine's, which
         are known from its own rounds and from how much requests differ."""
         _, trials, expected = self._counts[:, :, slots].sum(1)
-        information = expected * (1.0 - expected / np.maximum(trials, EPSILON))
         variance = self._variance()
-        found: Floats = np.sqrt(variance / (1.0 + variance * information))
+        found: Floats = np.sqrt(variance / (1.0 + variance * _information(trials, expected)))
         return found
 
     def _variance(self) -> float:
@@ -202,9 +201,9 @@ class Survival:
         changed = self._users[slots] != users
         if changed.any():
             hits, trials, expected = self._counts[:, :, slots[changed]].sum(1)
-            information = expected * (1.0 - expected / np.maximum(trials, EPSILON))
-            told = np.array(((hits - expected) ** 2, information, information**2))
-            self._ended = self._ended * math.exp(-np.count_nonzero(information) / SPREAD_WINDOW) + told.sum(1)
+            information = _information(trials, expected)
+            ended = np.array(((hits - expected) ** 2, information, information**2))
+            self._ended = self._ended * math.exp(-np.count_nonzero(information) / SPREAD_WINDOW) + ended.sum(1)
             self._counts[:, :, slots[changed]] = 0.0
             self._users[slots] = users
 
@@ -221,6 +220,12 @@ class Survival:
         weight = SHAPE_PRIOR + np.where(is_reference, 0.0, np.minimum(self._trials.max(0), OTHERS_PRIOR))
         found: Floats = (self._hits + weight * prior) / (self._trials + weight)
         return np.minimum(np.maximum(found, EDGE), 1.0 - EDGE)
+
+
+def _information(trials: Floats, expected: Floats) -> Floats:
+    """Return the variance of requests' hits, as they were expected: what their rounds tell of their log odds."""
+    found: Floats = expected * (1.0 - expected / np.maximum(trials, EPSILON))
+    return found
 
 
 def _odds_ratio(hits: Floats, trials: Floats, expected: Floats) -> Floats:
