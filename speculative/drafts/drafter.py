@@ -113,8 +113,8 @@ class TargetKVRunner(DraftRunner):
         chunks: PrefillBatch | None = None,
         attending: Attending | None = None,
     ) -> ForwardContext:
-        """Rows of `extend` are at the last committed token. Those of a draft step, whose columns follow it, are moved
-        there, and share that token as the only column that they see."""
+        """Rows of `extend` stand at the last committed token. Rows of a draft step would follow it: they are placed at
+        it, too, and of the columns after the prefix they see that token alone."""
         if decode is not None and decode.mode is Mode.DRAFT_DECODE:
             last = (decode.prefix_len - 1).clamp_min(0)  # the padding slot has no tokens
             mask = torch.ones_like(decode.mask)

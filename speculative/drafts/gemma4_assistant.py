@@ -37,8 +37,8 @@ ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalL
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConfig(Gemma4Config):
-    """kv_layers: layer of the target whose KV each layer attends to. windows: one less than the target's, whose own
-    token is among the window."""
+    """kv_layers: layer of the target whose KV each layer attends to. windows: one less than the target's, which
+    count the row's own token."""
 
     kv_layers: tuple[int, ...]
 
@@ -173,7 +173,7 @@ def _clusters(raw: Mapping[str, Any], vocab_size: int, source: str) -> VocabClus
 
 
 class AssistantModel(DraftModel):
-    """Its recurrent state is the output of its last norm, from which a projection makes what takes the place of the
+    """The output of its last norm is its recurrent state, whose projection later draft steps use in place of the
     target's hidden state. Contexts come from `TargetKVRunner`."""
 
     reads_last_layer: ClassVar[bool] = True

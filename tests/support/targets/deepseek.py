@@ -268,7 +268,14 @@ def train_deepseek(
 
 def save_deepseek(model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write config, bf16 weights of target and module, generation config and tokenizer as a Hugging Face folder."""
-    write_checkpoint(folder, model.raw, model.tensors())
+    save_folder(folder, model.raw, model.tensors(), tokenizer)
+
+
+def save_folder(
+    folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write a Hugging Face folder whose model answers greedily. raw: of config.json."""
+    write_checkpoint(folder, raw, tensors)
     settings = token_ids(tokenizer) | {"do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)

@@ -21,10 +21,9 @@ from speculative.drafts.mtp_qwen import QwenMtp
 from speculative.training import TrainingError
 from speculative.training.eagle3_files import token_ids
 from speculative.training.hybrid_layers import module_tensors, mtp_head
-from speculative.training.mtp_files import write_checkpoint
 from speculative.training.samples import Batch, Sample, attention_masks
 from speculative.training.trainer import FitArguments
-from tests.support.targets.deepseek import joint_loss
+from tests.support.targets.deepseek import joint_loss, save_folder
 from tests.support.targets.llama import ChatData, answer_loss, fit_target
 from workers.models.registry import family_of
 
@@ -122,7 +121,4 @@ def train_hybrid(
 
 def save_hybrid(model: HybridTarget, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write config, bf16 weights of target and module, generation config and tokenizer as a Hugging Face folder."""
-    write_checkpoint(folder, model.raw, model.model.state_dict() | module_tensors(model.mtp))
-    settings = token_ids(tokenizer) | {"do_sample": False}
-    (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    tokenizer.save_pretrained(folder)
+    save_folder(folder, model.raw, model.model.state_dict() | module_tensors(model.mtp), tokenizer)
