@@ -118,9 +118,8 @@ class DraftSpeculation:
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         draft, group = self.draft, TPGroup(0, self.draft_tp)
         shared: tuple[str, ...] = ()
-        if self.draft_tp == tensor_parallel and (draft.shares_vocabulary or draft.shares_embedding):
-            has_head = draft.shares_embedding or draft.head_rows is not None
-            shared = ("embed_tokens",) if has_head else ("embed_tokens", "lm_head")
+        if self.draft_tp == tensor_parallel:
+            shared = tuple(each for each in draft.shared_modules if each != "lm_head" or draft.head_rows is None)
         model = allocate(lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, dtype, META)
         return weight_bytes(model, multiplies_fp8, shared)
 

@@ -77,8 +77,9 @@ class SpeculativeDecoding(CuttableStrategy):
         self._suffix = SuffixDrafts.of(slots, self._trees, matches, num_copied) if matches is not None else None
         columns = {shape.max_new_tokens for shape in shapes.shapes}
         self._causal = {rows: causal_mask(1, rows, slots.device) for rows in columns}
-        delays = draft is not None and draft.has_kv and shapes.eager and Capability.of(slots.device).shares_host_memory
-        self._backlog = DraftBacklog(draft, slots) if draft is not None and delays else None
+        delays = shapes.eager and Capability.of(slots.device).shares_host_memory
+        has_kv = draft is not None and not draft.model.reads_target_kv
+        self._backlog = DraftBacklog(draft, slots) if draft is not None and has_kv and delays else None
         self._every_row = draft is not None and draft.model.reads_last_layer  # of prompt chunks
 
     @property

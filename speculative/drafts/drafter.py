@@ -6,7 +6,7 @@ suffix, which is discarded after the round. For random requests, scores carry th
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,12 +31,10 @@ class DraftRunner(ModelRunner[DraftModel]):
     """The draft with its own KV pool. Page ids are the target's, so pages before a window are kept as long as the
     target needs them.
 
-    has_kv: whether the draft has KV of its own.
     window: maximum tokens that a row sees; None for all. RoPE depends on differences of positions only, so the draft
         works as at the start of a text, with the same KV.
     """
 
-    has_kv: ClassVar[bool] = True
     window: int | None = None
 
     def extend(
@@ -86,8 +84,6 @@ class TargetKVRunner(DraftRunner):
 
     pool: the target's.
     """
-
-    has_kv: ClassVar[bool] = False
 
     def extend(
         self,

@@ -65,7 +65,7 @@ class Gemma4Assistant(DraftMethod):
     name: ClassVar[str] = "mtp"
     lookahead: ClassVar[int] = 0
     reads_target_kv: ClassVar[bool] = True
-    shares_embedding: ClassVar[bool] = True
+    shared_modules: ClassVar[tuple[str, ...]] = ("embed_tokens",)
 
     model: AssistantConfig
     backbone: int

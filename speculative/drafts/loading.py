@@ -103,9 +103,7 @@ def _share_with_target(
         model.lm_head = _head(model, Unquantized(), _target_names(source, target), target)
         model.lm_head.load(WeightKey("weight"), rows)
         return _share_with_target(model, tensors | {"lm_head.weight"}, method, source, target) | {"lm_head"}
-    lacking = [
-        name for name in ("embed_tokens", "lm_head") if not any(tensor.startswith(f"{name}.") for tensor in tensors)
-    ]
+    lacking = [each for each in ("embed_tokens", "lm_head") if not any(name.startswith(f"{each}.") for name in tensors)]
     if "lm_head" in lacking and method.vocab_size != method.model.vocab_size:
         raise ValueError(
             f"draft {method.path}: has its own vocabulary of {method.vocab_size} but no lm_head.weight; "

@@ -31,8 +31,7 @@ class DraftMethod(ABC):
     model: configuration of its layers, for its KV pool and attention backends.
     vocab_size: of its own vocabulary; the target's if it has none.
     capture: layers of the target whose input it reads; empty: it reads the final hidden state.
-    shares_vocabulary: whether it uses neither an embedding nor a vocabulary head of its own.
-    shares_embedding: whether it uses no embedding of its own.
+    shared_modules: modules that are always the target's, of "embed_tokens" and "lm_head".
     reads_target_kv: whether its layers attend to the target's KV and have none of their own; `model` then says of which
         heads (`speculative.drafts.drafter.TargetKVRunner`).
     trims_head: whether it may use some rows only of the target's vocabulary head (`speculative.drafts.trimmed_head`).
@@ -41,8 +40,7 @@ class DraftMethod(ABC):
 
     name: ClassVar[str]
     lookahead: ClassVar[int] = 1
-    shares_vocabulary: ClassVar[bool] = False
-    shares_embedding: ClassVar[bool] = False
+    shared_modules: ClassVar[tuple[str, ...]] = ()
     reads_target_kv: ClassVar[bool] = False
     trims_head: ClassVar[bool] = False
 
@@ -114,6 +112,7 @@ class DraftModel(nn.Module, ABC):
 
     group: its ranks.
     num_layers: its own layers; with several, all but the last compute every row of `extend`.
+    reads_target_kv: see `DraftMethod`.
     embed_tokens: over the target's vocabulary; `loading` shares the target's if the checkpoint has none.
     lm_head: over the draft's vocabulary; likewise.
     target_ids: [draft vocabulary] int64 target id of each draft id; None if equal.
@@ -132,6 +131,7 @@ class DraftModel(nn.Module, ABC):
         model = method.model
         self.group = group
         self.num_layers = model.num_layers
+        self.reads_target_kv = method.reads_target_kv
         self.embed_tokens = VocabEmbedding(model.vocab_size, method.embedding_size, group)
         self.lm_head = LMHead(method.vocab_size, model.hidden_size, group)
         self.target_ids = None

@@ -24,7 +24,7 @@ class Mtp(DraftMethod):
     """Common parts of the families."""
 
     name: ClassVar[str] = "mtp"
-    shares_vocabulary: ClassVar[bool] = True
+    shared_modules: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head")
     trims_head: ClassVar[bool] = True
 
     @classmethod

@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deploy.bench.plot import Point, line_plot
+from tests.bench.kernels.linear import BYTES, PRODUCTS
 from tests.bench.results import Figure
 
 DOCS = Path(__file__).parents[2] / "docs"
-_WEIGHTS = (6144 + 4096 + 3 * 14336) * 4096  # of a layer of Llama-3.1-8B
-_BYTES = {"int4": _WEIGHTS * (0.5 + 2 / 128), "bf16": _WEIGHTS * 2.0}
+_WEIGHTS = sum(each.n * each.k for each in PRODUCTS if each.name.startswith("8B "))  # of a layer of Llama-3.1-8B
+_BYTES = {"int4": _WEIGHTS * BYTES["w4a16"], "bf16": _WEIGHTS * BYTES["bf16"]}
 _MAX_ROWS = 64
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.scores import ScoreRule
+from workers.layers.rotary import RopeConfig
 from workers.models import llama
 from workers.models.config import text_part
 from workers.models.family import ModelFamily
@@ -20,6 +21,18 @@ class WindowedConfig(LlamaConfig):
 
     def score_rule(self, layer: int) -> ScoreRule:
         return ScoreRule(self.head_dim**-0.5, window=self.windows[layer])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRopeConfig(WindowedConfig):
+    """is_local: the layers whose RoPE is local_rope, also those whose window hides nothing."""
+
+    is_local: tuple[bool, ...]
+    local_rope: RopeConfig
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig, ...]:
+        return tuple(self.local_rope if local else self.rope for local in self.is_local)
 
 
 def read_config(config: dict[str, Any], source: str) -> WindowedConfig:

@@ -1,7 +1,6 @@
 """OLMo 2 and 3: norms after attention and MLP alone, q and k normed over all heads together; OLMo 3 with windows in
 three of four layers."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from workers.distributed.tp_group import TPGroup
@@ -14,7 +13,7 @@ from workers.models.config_fields import architecture_of
 from workers.models.family import ModelFamily
 from workers.models.layer_kinds import FULL, SLIDING, ropes_of, windows_of
 from workers.models.llama import LlamaForCausalLM, make_attention, make_mlp, weight_names
-from workers.models.mistral import WindowedConfig
+from workers.models.mistral import LocalRopeConfig
 
 # transformers' defaults for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -24,19 +23,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _PERIOD = 4  # of so many layers of OLMo 3 the last attends to all
 
 
-@dataclass(frozen=True, kw_only=True)
-class OlmoConfig(WindowedConfig):
-    """is_local: the layers whose RoPE is local_rope, also those whose window hides nothing."""
-
-    is_local: tuple[bool, ...]
-    local_rope: RopeConfig
-
-    @property
-    def layer_ropes(self) -> tuple[RopeConfig, ...]:
-        return tuple(self.local_rope if local else self.rope for local in self.is_local)
-
-
-def read_config(config: dict[str, Any], source: str) -> OlmoConfig:
+def read_config(config: dict[str, Any], source: str) -> LocalRopeConfig:
     """Raises ValueError where the model has something that would otherwise be ignored."""
     kind = architecture_of(config)
     config = _DEFAULTS[kind] | {"rms_norm_eps": 1e-5} | {k: v for k, v in config.items() if v is not None}
@@ -49,10 +36,10 @@ def read_config(config: dict[str, Any], source: str) -> OlmoConfig:
     # older exporters scale the angles of layers that attend to all alone
     rope, local = ropes or (rope_of(config, source), RopeConfig(theta=dense.rope.theta))
     own = vars(dense) | {"rope": rope, "qk_norm": True}
-    return OlmoConfig(**own, windows=windows, is_local=tuple(each == SLIDING for each in kinds), local_rope=local)
+    return LocalRopeConfig(**own, windows=windows, is_local=tuple(each == SLIDING for each in kinds), local_rope=local)
 
 
-def make_layer(config: OlmoConfig, layer: int, group: TPGroup) -> SandwichLayer:
+def make_layer(config: LocalRopeConfig, layer: int, group: TPGroup) -> SandwichLayer:
     attention = make_attention(config, layer, group, config.hidden_size, norms_projections=True)
     mlp = make_mlp(config, group)
     return SandwichLayer(config.hidden_size, config.rms_eps, attention, mlp, group, FullPrecisionRMSNorm, before=NoNorm)

@@ -22,7 +22,7 @@ from workers.layers.weighted import WeightKey
 from workers.models.config import ModelConfig
 from workers.models.granite.config import GraniteConfig
 from workers.models.loading import read_target_config
-from workers.models.olmo import OlmoConfig
+from workers.models.mistral import LocalRopeConfig
 from workers.ops.norm import rms_norm
 from workers.span import Span
 
@@ -108,7 +108,7 @@ def test_published_fields_of_olmo_3_scale_the_angles_of_full_layers_alone(tmp_pa
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 1.2}
     changes = {"rope_parameters": ..., "layer_types": ..., "rope_scaling": yarn, "rope_theta": 500000}
     config = config_of(tmp_path / "t", "OLMo 3", **changes)
-    assert isinstance(config, OlmoConfig) and config.windows == (12, 12, 12, None)
+    assert isinstance(config, LocalRopeConfig) and config.windows == (12, 12, 12, None)
     assert [(rope.kind, rope.theta) for rope in config.layer_ropes] == [("default", 500000.0)] * 3 + [
         ("yarn", 500000.0)
     ]

@@ -18,7 +18,8 @@ from workers.models.config_fields import architecture_of, flag_of, number_of, si
 from workers.models.decoder import in_default_dtype
 from workers.models.family import ModelFamily
 from workers.models.layer_kinds import FULL, SLIDING, ropes_of, windows_of
-from workers.models.llama import LlamaConfig, LlamaForCausalLM, make_attention, text_weight_names
+from workers.models.llama import LlamaForCausalLM, make_attention, text_weight_names
+from workers.models.mistral import LocalRopeConfig
 from workers.ops.activation import ACTIVATIONS
 
 # transformers' defaults for fields that config.json leaves out.
@@ -33,21 +34,13 @@ _PATTERN = {"Gemma2": 2, "Gemma3": 6}  # layers per layer with full attention, w
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaConfig(LlamaConfig):
-    """windows: of each layer; None: it attends to all. is_local: the layers whose RoPE is local_rope, also those whose
-    window hides nothing. query_scale: of scores, before soft_cap. logit_cap: see `LMHead`. activation: of MLPs."""
+class GemmaConfig(LocalRopeConfig):
+    """query_scale: of scores, before soft_cap. logit_cap: see `LMHead`. activation: of MLPs."""
 
-    windows: tuple[int | None, ...]
-    is_local: tuple[bool, ...]
-    local_rope: RopeConfig
     query_scale: float
     soft_cap: float | None
     logit_cap: float | None
     activation: str
-
-    @property
-    def layer_ropes(self) -> tuple[RopeConfig, ...]:
-        return tuple(self.local_rope if local else self.rope for local in self.is_local)
 
     def score_rule(self, layer: int) -> ScoreRule:
         return ScoreRule(self.query_scale, window=self.windows[layer], soft_cap=self.soft_cap)

@@ -14,8 +14,8 @@ constexpr int CODES = 4096 * WN, SCALES = 128 * WN * (1 + ZEROS), X_ROW = 256 + 
 constexpr int STAGE = CODES + SCALES + 8 * RT * X_ROW;
 constexpr int CELLS = WN * 4 * RT;  // tiles of 16 outputs by 8 rows
 constexpr int OWN = GATED ? WN / 2 : WN;
-constexpr int RED = WARPS * 4 * RT * 512;
-constexpr int MEMORY = STAGES * STAGE > RED ? STAGES * STAGE : RED;
+constexpr int MEMORY = SHARED_BYTES - 16 * STAGES;  // barriers follow it
+static_assert(MEMORY >= STAGES * STAGE && MEMORY >= WARPS * 4 * RT * 512, "tiles.py");
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
     const u16* __restrict__ x, int rows, int row_stride, const char* __restrict__ codes,

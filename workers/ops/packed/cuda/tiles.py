@@ -55,7 +55,7 @@ class FewRowsTiles:
             ("SPLITS", self.splits),
             ("PROGRAMS", self.programs),
             ("ROUNDED", int(self.rounded)),
-            *_common(gated, half, zeros),
+            *_common(gated, half, zeros, self.shared_bytes(zeros)),
         )
 
 
@@ -94,12 +94,12 @@ class WideTiles:
             ("SPLITS", self.splits),
             ("INFLIGHT", self.in_flight),
             ("ROUNDED", 1),
-            *_common(gated, half, zeros),
+            *_common(gated, half, zeros, self.shared_bytes(zeros)),
         )
 
 
-def _common(gated: bool, half: bool, zeros: bool) -> tuple[tuple[str, int], ...]:
-    return ("GATED", int(gated)), ("HALF", int(half)), ("ZEROS", int(zeros))
+def _common(gated: bool, half: bool, zeros: bool, shared_bytes: int) -> tuple[tuple[str, int], ...]:
+    return ("GATED", int(gated)), ("HALF", int(half)), ("ZEROS", int(zeros)), ("SHARED_BYTES", shared_bytes)
 
 
 # Warps with different outputs, warps that share a sum, stages, and programs on a multiprocessor, by tiles of 8 rows and

@@ -12,8 +12,9 @@
 constexpr int WN = 2 * JW;
 constexpr int CODES = 4096 * WN, SCALES = 128 * WN * (1 + ZEROS), X = ROWS * 256;
 constexpr int STAGE = X + CODES + (SCALES + 1023) / 1024 * 1024;
-constexpr int RT = ROWS / 8, CELLS = WN * 4 * RT, RED = CELLS * 512;
-constexpr int MEMORY = STAGES * STAGE > RED ? STAGES * STAGE : RED;
+constexpr int RT = ROWS / 8, CELLS = WN * 4 * RT;
+constexpr int MEMORY = SHARED_BYTES - 16 * STAGES;  // barriers follow it
+static_assert(MEMORY >= STAGES * STAGE && MEMORY >= CELLS * 512, "tiles.py");
 constexpr int OWN = GATED ? WN / 2 : WN;
 constexpr int CONSUMERS = 256, MOVERS = 128;
 struct alignas(64) TensorMap {
