@@ -19,7 +19,7 @@ from torch import Tensor
 from cluster.config import ConfigError
 from deploy.config.hub import model_folder
 from deploy.quantize.calibration import Moments, Observed, moments_bytes
-from deploy.quantize.matrices import Layer, Source, chosen_layers, kept_modules, largest
+from deploy.quantize.matrices import META, Layer, Source, chosen_layers, kept_modules, largest
 from deploy.quantize.names import SCHEMES
 from deploy.quantize.rounding import quantised
 from deploy.quantize.schemes import Scheme, scheme_of
@@ -33,7 +33,6 @@ from workers.runner.device_memory import HostMemory
 
 ResultT = TypeVar("ResultT")
 _MOMENTS_BYTES = 1 << 32  # second moments held at once; for more, the texts are read again
-_META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Job:
             writer = ShardWriter(folder, int(self.arguments.shard_gb * 1e9))
             self._convert(writer)
             writer.finish()
-            fill_target(ModelSource(str(folder)), read_target_config(ModelSource(str(folder)), 1), SOLO, _META, 1)
+            fill_target(ModelSource(str(folder)), read_target_config(ModelSource(str(folder)), 1), SOLO, META, 1)
             after = self._loss(folder, texts, "loss after")
         num_tokens = sum(len(text) - 1 for text in texts)
         return Made(len(self.modules), self.source.num_bytes, writer.num_bytes, before, after, num_tokens)

@@ -24,7 +24,7 @@ from workers.models.weights import checkpoint_files, num_checkpoint_bytes, opene
 from workers.quantization.module_lists import matches
 from workers.quantization.quant_method import Unquantized
 
-_META = torch.device("meta")
+META = torch.device("meta")
 HEAD = "lm_head"
 _GATES = ("*.in_proj_a", "*.in_proj_b", "*.in_proj_ba")  # recurrent layers' gates: small, sensitive to rounding
 
@@ -77,7 +77,7 @@ class Source:
 
     def _entries(self) -> Iterator[Entry]:
         for path in checkpoint_files(self.folder):
-            with opened(path, _META) as file:
+            with opened(path, META) as file:
                 for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                     header = file.get_slice(name)
                     shape, dtype = tuple(header.get_shape()), _DTYPES.get(header.get_dtype(), torch.uint8)
@@ -115,7 +115,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 def _layers(family: object, config: ModelConfig, names: NameMap) -> Iterator[Layer]:
     """Return the model's linear layers and experts."""
     make = family.model  # type: ignore[attr-defined]
-    model = allocate(lambda: make(config, SOLO, 1, _META, ()), names, Unquantized(), torch.bfloat16, _META)
+    model = allocate(lambda: make(config, SOLO, 1, META, ()), names, Unquantized(), torch.bfloat16, META)
     for path, layer in model.named_modules():
         if isinstance(layer, LinearBase) and layer.method.kinds:  # a tied head has none
             modules = tuple(dict.fromkeys(names.packed_name(path, part.name) for part in layer.shape.parts))

@@ -127,13 +127,13 @@ def _other_quantization(config: Mapping[str, Any], folder: Path) -> dict[str, An
 
 
 # Fields of a model of images and text that hold for its text part, too.
-_OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
+OUTER_FIELDS = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
 
 
 def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the part of config.json that describes the token decoder: text_config, or all of it."""
     text = section_of(config, "text_config", source)
-    return {**text, **{key: config[key] for key in _OUTER if config.get(key) is not None}} if text else config
+    return {**text, **{key: config[key] for key in OUTER_FIELDS if config.get(key) is not None}} if text else config
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:

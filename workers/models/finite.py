@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from workers.layers.weighted import WeightedModule
 from workers.models.name_map import NameMap
-from workers.models.weights import CheckpointTensor, wanted_tensors, weighted_modules
+from workers.models.weights import CheckpointTensor, first_names, wanted_tensors, weighted_modules
 
-_NAMED_IN_ERRORS = 4
 _FP8_NAN = 0x7F  # NaN of float8_e4m3fn, which has no infinity; with the sign bit 0xFF
 
 
@@ -41,8 +40,9 @@ def check_finite(
             found.append(f"{name} ({file})")
     if not found:
         dtype = next(model.parameters()).dtype
-        raise ValueError(f"{source}: weights of {_few(list(bad.values()))} overflow {dtype}; set dtype: bfloat16")
-    raise ValueError(f"{source}: weights are NaN or infinite: {_few(found)}; download the checkpoint again")
+        named = first_names(list(bad.values()))
+        raise ValueError(f"{source}: weights of {named} overflow {dtype}; set dtype: bfloat16")
+    raise ValueError(f"{source}: weights are NaN or infinite: {first_names(found)}; download the checkpoint again")
 
 
 def _not_finite(modules: list[tuple[str, WeightedModule]]) -> dict[WeightedModule, str]:
@@ -64,8 +64,3 @@ def _is_finite(weight: Tensor) -> Tensor:
         return (as_signed < _FP8_NAN) & (as_unsigned < _FP8_NAN + 0x80)
     low, high = torch.aminmax(weight)  # a NaN becomes both
     return torch.isfinite(low) & torch.isfinite(high)
-
-
-def _few(names: list[str]) -> str:
-    rest = len(names) - _NAMED_IN_ERRORS
-    return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")

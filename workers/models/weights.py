@@ -101,7 +101,7 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
         names = _indexed_files(index)
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
-            raise ValueError(f"path={folder}: lacks {_few(missing)}, named in {index.name}; download it again")
+            raise ValueError(f"path={folder}: lacks {first_names(missing)}, named in {index.name}; download it again")
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -181,7 +181,7 @@ def load_weights(
     missing = [n for n, (module, key) in wanted.items() if n not in loaded and not module.fill_missing(key)]
     missing = list(dict.fromkeys(map(names.in_checkpoint, missing)))
     found = {"missing": missing, "unexpected": unexpected, "wrong": wrong}
-    problems = [f"{what}: {_few(which)}" for what, which in found.items() if which]
+    problems = [f"{what}: {first_names(which)}" for what, which in found.items() if which]
     if problems:
         raise ValueError(f"{source}: the checkpoint does not fit its config.json; {'; '.join(problems)}")
 
@@ -218,7 +218,8 @@ def weighted_modules(model: nn.Module) -> list[tuple[str, WeightedModule]]:
     return found
 
 
-def _few(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
+    """Return the first names, and how many more there are, for an error."""
     rest = len(names) - _NAMED_IN_ERRORS
     return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
 

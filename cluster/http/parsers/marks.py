@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from cluster.http.config import OutputParserName
 from cluster.http.text import harmony_prompt
+from cluster.http.text.stop_strings import start_of_partial
 
 
 class Cut(NamedTuple):
@@ -20,14 +21,7 @@ def cut(text: str, marks: tuple[str, ...]) -> Cut:
     if found:
         at, mark = min(found)
         return Cut(text[:at], mark, text[at + len(mark) :])
-    start = len(text)
-    for mark in marks:
-        at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-        while 0 <= at < start:
-            if mark.startswith(text[at:]):
-                start = at
-            at = text.find(mark[0], at + 1)
-    start = len(text[:start].rstrip())
+    start = len(text[: start_of_partial(text, marks)].rstrip())
     return Cut(text[:start], None, text[start:])
 
 

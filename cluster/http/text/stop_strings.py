@@ -1,6 +1,6 @@
 """Ends an answer's text at the first stop string, and lets no text out that may turn out to begin one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -38,7 +38,7 @@ class StopMatcher:
             end, stop = match
             self._held = ""
             return StopMatch(text[: end - len(stop)], stop)
-        start = self._start_of_held(text)
+        start = start_of_partial(text, self._stops)
         self._held = text[start:]
         return text[:start]
 
@@ -55,13 +55,15 @@ class StopMatcher:
                 best = at + len(stop), stop
         return best
 
-    def _start_of_held(self, text: str) -> int:
-        """Return the start of the longest suffix that begins a stop string."""
-        start = len(text)
-        for stop in self._stops:
-            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-            while 0 <= at < start:
-                if stop.startswith(text[at:]):
-                    start = at
-                at = text.find(stop[0], at + 1)
-        return start
+
+def start_of_partial(text: str, strings: Iterable[str]) -> int:
+    """Return the start of the longest suffix that begins one of `strings`, none of which is empty; the text's length
+    without one."""
+    start = len(text)
+    for string in strings:
+        at = text.find(string[0], max(0, len(text) - len(string) + 1))
+        while 0 <= at < start:
+            if string.startswith(text[at:]):
+                start = at
+            at = text.find(string[0], at + 1)
+    return start

@@ -3,6 +3,7 @@ out."""
 
 from typing import Any
 
+from workers.models.config import OUTER_FIELDS
 from workers.models.config_fields import section_of
 from workers.models.family import ModelFamily
 from workers.models.name_map import NameMap, Packed, split_rows
@@ -11,15 +12,12 @@ from workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM
 from workers.models.qwen.hybrid_names import layer_rules, packed_experts
 from workers.quantization.integers.format import split_outputs
 
-# Fields of the whole model, beside text_config.
-_OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
-
 
 def read_config(config: dict[str, Any], source: str) -> HybridConfig:
     """Read the configuration of a text model, or the text_config of a model of images and text."""
     text = section_of(config, "text_config", source)
     if text:
-        outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
+        outer = {key: config[key] for key in OUTER_FIELDS if config.get(key) is not None}
         config = {**outer, **{key: value for key, value in text.items() if key not in outer or value is not None}}
         config |= {"architectures": outer.get("architectures")}
     return hybrid.read_config(config, source)
