@@ -4,7 +4,6 @@ Every operation has its cases in a module of this folder, named after the operat
 `workers.ops.norm`), as a tuple CASES.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from attention.ops.operation import Operation
+from tests.support.slow import cover
 
 TYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
@@ -26,7 +26,7 @@ class Case:
     exact: whether implementations must give the reference's bits. tolerance: if not, relative to the largest expected
     number; None: TOLERANCE of the result's type.
     seen: what of a result must agree, given the arguments and the result; None: all of it.
-    slow: under Triton's interpreter; on GPUs it runs. Of the others the interpreter runs a `pairwise` cover by default.
+    slow: under Triton's interpreter; on GPUs it runs. Of the others the interpreter runs `quick_cases` by default.
     """
 
     operation: Operation[..., Any]
@@ -39,21 +39,9 @@ class Case:
     slow: bool = False
 
 
-def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """Return few cases that have every pair of settings which some case has, in the given order. A case's settings are
-    the parts of its name between hyphens."""
-    left = [(case, _pairs(case)) for case in cases]
-    missing = set[object]().union(*(pairs for _, pairs in left))
-    chosen = set[int]()
-    while missing:
-        best, pairs = max(left, key=lambda each: len(each[1] & missing))
-        chosen.add(id(best))
-        missing -= pairs
-    return [case for case in cases if id(case) in chosen]
-
-
-def _pairs(case: Case) -> set[object]:
-    """Two settings of a case, for all two of them."""
-    settings = list(enumerate(case.name.split("-")))
-    kind = case.operation.__name__, len(settings)
-    return {(kind, *two) for two in itertools.combinations([(-1, ""), *settings], 2)}
+def quick_cases(cases: Sequence[Case]) -> list[Case]:
+    """Return few cases that have every setting which some case of its operation has, in the given order. A case's
+    settings are the parts of its name between hyphens."""
+    names = [(case.operation.__name__, case.name.split("-")) for case in cases]
+    chosen = cover([[(operation, len(parts), part) for part in parts] for operation, parts in names], strength=1)
+    return [case for i, case in enumerate(cases) if i in chosen]

@@ -5,6 +5,7 @@ On GPUs as it is; without one, Triton's kernels run in its interpreter, in a pro
 operation a module of cases here: nothing else is to be written.
 """
 
+import itertools
 import re
 from dataclasses import is_dataclass
 from importlib import import_module
@@ -18,10 +19,11 @@ from torch import Tensor
 from attention.capability import Capability
 from attention.fp8 import FP8
 from attention.ops.operation import OPERATIONS, Implementation
-from tests.ops.case import TOLERANCE, Case, pairwise
+from tests.ops.case import TOLERANCE, Case, quick_cases
 from tests.support import DOCS
 from tests.support.kernels.triton_interpreter import INTERPRETED
 from tests.support.repository.pages import page_code
+from tests.support.slow import cover
 from workers.ops.__main__ import import_operations
 
 import_operations()
@@ -32,7 +34,7 @@ CASES: tuple[Case, ...] = tuple(
 )
 
 
-QUICK = {id(case) for case in pairwise([case for case in CASES if not case.slow])}
+QUICK = {id(case) for case in quick_cases([case for case in CASES if not case.slow])}
 
 
 def _parameters() -> list[Any]:
@@ -65,13 +67,12 @@ def test_an_implementation_is_its_reference(case: Case, implementation: Implemen
         _compare(case, ours[position], expected[position])
 
 
-def test_a_few_cases_have_every_pair_of_settings() -> None:
-    names = [f"{size}-{kind}-{dtype}" for size in (1, 2, 3) for kind in "abc" for dtype in ("f", "g")] + ["padding"]
-    found = [each.name for each in pairwise([Case(CASES[0].operation, name, lambda _: ()) for name in names])]
-    assert found[0] == names[0] and "padding" in found and 10 <= len(found) <= 12
-    assert {(a, b) for a, b, _ in (name.split("-") for name in found if "-" in name)} == {
-        (size, kind) for size in "123" for kind in "abc"
-    }
+def test_few_rows_have_every_value_or_every_pair() -> None:
+    rows = [*itertools.product((1, 2, 3), "abc", "fg"), ("padding",)]
+    pairs, values = ([rows[i] for i in sorted(cover(rows, strength))] for strength in (2, 1))
+    assert pairs[0] == rows[0] and pairs[-1] == rows[-1] and 10 <= len(pairs) <= 12
+    assert {(size, kind) for size, kind, _ in pairs[:-1]} == set(itertools.product((1, 2, 3), "abc"))
+    assert len(values) == 4 and [set(axis) for axis in zip(*values[:-1], strict=True)] == [{1, 2, 3}, {*"abc"}, {*"fg"}]
 
 
 def test_every_operation_has_cases() -> None:

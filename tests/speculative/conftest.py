@@ -13,7 +13,7 @@ from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 
-EOS = 1
+EOS, DEEP = 1, 8
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,18 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A Llama target whose EAGLE head is right about half the time; the EAGLE-3 head is random."""
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_target(folder / "target", calm=0.01)
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def deep_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """`pair` with a target of so many layers that a head which names none can read three of them."""
+    return make_pair(tmp_path_factory.mktemp("deep_pair"), num_hidden_layers=DEEP)
+
+
+def make_pair(folder: Path, **settings: int) -> Pair:
+    """settings: of the target."""
+    target = make_target(folder / "target", calm=0.01, **settings)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 60, (14,), generator=generator).tolist()
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]

@@ -41,7 +41,7 @@ def test_drafts_after_plain_rounds_are_accepted_as_if_each_had_written_its_kv(
 
 def test_kv_that_is_not_written_is_noticed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: drafts that lack it are accepted less."""
-    _, accepted = run(pair, 1, monkeypatch, "chain")
+    _, accepted = run(pair, 1, monkeypatch, "tree")
     monkeypatch.setattr(backlog.DraftBacklog, "add", lambda *_: None)
-    _, fewer = run(pair, 16, monkeypatch, "chain")
+    _, fewer = run(pair, 16, monkeypatch, "tree")
     assert fewer != accepted

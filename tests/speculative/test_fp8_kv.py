@@ -90,4 +90,4 @@ def test_half_the_bytes_are_nearly_twice_the_pages(pair: Pair) -> None:
 def test_without_scales_a_start_says_that_they_are_1(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), local_engine(pair.spec(cache=CACHE)):
         pass
-    assert "has no k_scale and v_scale of 8 layers: they get 1" in caplog.text
+    assert "has no k_scale and v_scale of 4 layers: they get 1" in caplog.text

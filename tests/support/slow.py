@@ -1,5 +1,7 @@
 """Cases that `make test` leaves to `make test-slow`, because others of the same test take the same branches."""
 
+import itertools
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -8,3 +10,15 @@ import pytest
 def slow(*cases: Any) -> list[Any]:
     """Each case marked slow; a tuple has one value for each parameter."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def cover(rows: Sequence[Sequence[Hashable]], strength: int) -> set[int]:
+    """Return the indices of few rows with every combination of `strength` settings, by place, that some row has."""
+    left = [set(itertools.combinations(enumerate(row), min(strength, len(row)))) for row in rows]
+    missing = set[tuple[tuple[int, Hashable], ...]]().union(*left)
+    chosen = set[int]()
+    while missing:
+        best = max(range(len(left)), key=lambda i: len(left[i] & missing))
+        chosen.add(best)
+        missing -= left[best]
+    return chosen

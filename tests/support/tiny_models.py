@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS, MLP = 96, 40, 64, 8, 96
+VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS, MLP = 96, 40, 64, 4, 96
 
 
 MOE: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
@@ -248,7 +248,8 @@ def _split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def make_eagle3(folder: Path, target: Path, seed: int = 1, **overrides: Any) -> Path:
-    """A random EAGLE-3 head for `target`, sharing its embedding, with its own vocabulary."""
+    """A random EAGLE-3 head for `target`, sharing its embedding, with its own vocabulary. It reads what the default
+    says, or in a target of few layers the inputs of the second to the fourth."""
     config = json.loads((target / "config.json").read_text())
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     config.setdefault("head_dim", hidden // config["num_attention_heads"])  # a target of latent rows has none
@@ -291,9 +292,10 @@ def make_eagle3(folder: Path, target: Path, seed: int = 1, **overrides: Any) -> 
         "draft_vocab_size": DRAFT_VOCAB,
         "num_hidden_layers": 1,
         "torch_dtype": "float32",
-        **overrides,
     }
-    return _write(folder, settings, tensors)
+    if config.get("num_hidden_layers", 7) < 7:
+        settings["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    return _write(folder, settings | overrides, tensors)
 
 
 def make_eagle(folder: Path, target: Path, seed: int = 1, copying: bool = False) -> Path:

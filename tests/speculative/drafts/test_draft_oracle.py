@@ -66,6 +66,7 @@ def test_drafts_of_a_head_of_several_layers_are_those_of_the_text_alone(
     row has its own window, whether it is a chunk's or a round's."""
     head = Head(layers=2, draft_vocab=96, fc_norm=True, norm_output=True, norm_before_residual=True)
     config = head.layer_config() | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 96}
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     config |= {"fc_norm": True, "norm_output": True, "norm_before_residual": True}
     folder = save_head(tmp_path / "head", config, head.tensors())
     deep, shapes = (

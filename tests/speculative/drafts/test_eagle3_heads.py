@@ -19,10 +19,10 @@ from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import read_draft
 from speculative.local import local_engine
-from tests.speculative.conftest import Pair
+from tests.speculative.conftest import DEEP, Pair
 from tests.support.drafts.eagle3_reference import Head, Reference, save_head
 from tests.support.thread_group import on_ranks
-from tests.support.tiny_models import LAYERS, VOCAB
+from tests.support.tiny_models import VOCAB
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.forward_context import Attending
@@ -33,6 +33,11 @@ from workers.scheduling.request import Request
 
 CPU = torch.device("cpu")
 LENGTH, STEPS, PAGE_SIZE, NUM_PAGES = 13, 4, 4, 9
+
+
+@pytest.fixture(scope="module")
+def pair(deep_pair: Pair) -> Pair:
+    return deep_pair
 
 
 def flat(head: Head, **more: Any) -> dict[str, Any]:
@@ -240,7 +245,7 @@ def test_speculators_files_that_do_not_say_normalise_before_the_residual(pair: P
 
 @pytest.mark.parametrize(
     "head,ids",
-    [(Head(layers=2, fc_norm=True, norm_output=True), [1, 4, 5]), (Head(num_captured=0), []), (Head(), [2, 5, LAYERS])],
+    [(Head(layers=2, fc_norm=True, norm_output=True), [1, 4, 5]), (Head(num_captured=0), []), (Head(), [2, 5, DEEP])],
     ids=["two layers", "final state", "last layer"],
 )
 @pytest.mark.parametrize("shape", [pytest.param((3, 1, 4), marks=pytest.mark.slow), (4, 3, 10)], ids=["chain", "tree"])

@@ -18,6 +18,11 @@ from tests.support.engine_plans import build_worker
 WITHOUT = r"use a head without it"
 
 
+@pytest.fixture(scope="module")
+def pair(deep_pair: Pair) -> Pair:
+    return deep_pair
+
+
 @pytest.mark.parametrize(
     "changes,message",
     [

@@ -65,7 +65,7 @@ def run(spec: EngineSpec, asked: list[Request], streams: int = 6) -> list[list[i
     return [request.output for request in asked]
 
 
-SCHEMAS = schemas(12)
+SCHEMAS = schemas(9)
 
 
 @cache
@@ -79,7 +79,7 @@ def test_answers_are_valid() -> None:
     whole = 0
     for i, (schema, tokens) in enumerate(zip(SCHEMAS, plainly(), strict=True)):
         whole += i % 7 != 0 and assert_follows(schema, tokens, MAX_TOKENS)
-    assert whole > 4
+    assert whole > 3
 
 
 @pytest.mark.parametrize("shape", ["tree", *slow("chain", "suffix")])
@@ -115,7 +115,7 @@ def test_captured_steps_give_the_same_answers(shape: str) -> None:
 def _record(engine: LocalEngine) -> EagerRecorder:
     worker, recorder = engine.executor, EagerRecorder()
     assert isinstance(worker, Worker)
-    graphs = GraphedDecoding(worker._strategy, worker._slots, (6,), 512, recorder, (256,))  # type: ignore[arg-type]
+    graphs = GraphedDecoding(worker._strategy, worker._slots, (6,), 512, recorder, (128,))  # type: ignore[arg-type]
     with torch.inference_mode():
         graphs.capture(GraphCapture(1e9, 1e9), SOLO)
     worker._strategy = graphs
@@ -124,7 +124,7 @@ def _record(engine: LocalEngine) -> EagerRecorder:
 
 def test_ranks_fill_the_same_masks() -> None:
     """Two ranks, which check each other after every step."""
-    assert run(embedded_spec(TREE, tensor_parallel=2), requests(SCHEMAS, 7)[:4]) == plainly()[:4]
+    assert run(embedded_spec(TREE, tensor_parallel=2), requests(SCHEMAS, 7)[:3]) == plainly()[:3]
 
 
 @pytest.mark.parametrize("shape", ["tree", *slow("plain")])
@@ -139,10 +139,10 @@ def test_a_request_goes_on_where_it_was(shape: str) -> None:
 
 def test_preempted_requests_go_on_where_they_were() -> None:
     spec = embedded_spec(CHAIN, page_size=4)
-    pages = CacheConfig(page_size=4, num_pages=110)
+    pages = CacheConfig(page_size=4, num_pages=100)
     small = EngineSpec(_with_cache(spec, pages), CHAIN)
-    asked = requests(SCHEMAS, 7)[:10]
-    assert run(small, asked, streams=10) == plainly()[:10]
+    asked = requests(SCHEMAS, 7)
+    assert run(small, asked, streams=9) == plainly()
     assert sum(request.num_preemptions for request in asked) > 0
 
 

@@ -250,7 +250,7 @@ def paths_of(pair: Pair, head: BlockHead, text: list[int], speculative: Speculat
     reference = BlockReference(head, copied, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
     with torch.no_grad():
         states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[layer][0] for layer in (1, 3, 5)], dim=-1)
+        features = torch.cat([states[layer][0] for layer in (1, 2, 3)], dim=-1)
         states = reference.hidden(features, text[-1], speculative.num_steps + (not head.from_anchor))
     paths: dict[tuple[int, ...], float] = {}
     level: dict[tuple[int, ...], float] = {(): 0.0}

@@ -40,6 +40,12 @@ LENGTH, PAGE_SIZE, NUM_PAGES = 83, 4, 30
 PREVIOUS = [3, 21]  # tokens before a row; the second is compared
 TOLERANCE = 1e-4  # float32, sums in another order: within 1e-5 of values of about 1
 
+
+@pytest.fixture(scope="module")
+def pair(deep_pair: Pair) -> Pair:
+    return deep_pair
+
+
 HEADS = {
     "z-lab": (BlockHead(), z_lab),
     "z-lab, block of 16": (BlockHead(block=16), z_lab),
