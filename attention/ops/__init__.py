@@ -3,6 +3,7 @@ on every machine.
 
 operation                      what an operation is
 pdl                            early launch of kernels: the rule, and what each kernel reads before it waits
+cuda_source                    kernels in CUDA C++: compiled, loaded and launched
 interpreter_triton             whether Triton's interpreter runs the kernels
 rope_store                     rotary embedding of q and k, and the write of k and v to their pages
 slot_mapping                   KV positions of a pass's rows, and the token indices that they write

@@ -34,6 +34,7 @@ The rule:
                                        masks, prefix lengths          normally, is the fence
                                        the gates' weights             constant
     delta_few_rows          triggers   as delta_round, and states     as delta_round
+    delta_few_rows (CUDA)   triggers   as delta_step                  as delta_step
     delta_step              triggers   as delta_round, and states,    kernels before the pass; the embedding, launched
                                        histories, committed rows      normally, is the fence
                                        weights but the norm's         constant

@@ -133,6 +133,7 @@ CASES = (
             *((SMALL, dtype, batch, width, False) for dtype in TYPES for batch in BATCHES for width in (1, 4)),
             *((heads, torch.float32, BATCHES[1], 8, heads is GROUPS[1]) for heads in GROUPS[1:]),
             *((QWEN, torch.float32, BATCHES[0], width, False) for width in (3, 8)),  # few rows, several parts
+            *((QWEN, torch.bfloat16, BATCHES[1], width, True) for width in (2, 3, 8, 9)),  # few rows in CUDA C++
             *((SMALL, dtype, BATCHES[1], width, True) for dtype in TYPES for width in (16, 17, 60)),
             *((QWEN, dtype, batch, width, True) for dtype in TYPES for batch in BATCHES for width in (1, 4, 16, 60)),
         )

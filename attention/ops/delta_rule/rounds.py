@@ -5,6 +5,7 @@ from torch import Tensor
 
 from attention.ops.delta_rule.formulas import advanced, block, convolved, gated_norm, gates, heads_of
 from attention.ops.delta_rule.tables import (
+    FEW_CUDA_ROWS,
     FEW_ROWS,
     HISTORY,
     KERNEL_LIMITS,
@@ -32,6 +33,15 @@ def _are_few(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: R
     return fits and heads.key_dim == heads.value_dim == 128 and kept.state.dtype is torch.float32
 
 
+def _are_few_in_bfloat16(
+    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object
+) -> bool:
+    width, heads = tables.mask.shape[1], kept.heads
+    fits = width > 1 and kept.committed.shape[1] + 2 * width <= FEW_CUDA_ROWS
+    of_128 = heads.key_dim == heads.value_dim == 128
+    return fits and of_128 and kept.state.dtype is torch.float32 and rows.qkv.dtype is torch.bfloat16
+
+
 @operation(
     Implementation(
         "triton, one row",
@@ -39,6 +49,13 @@ def _are_few(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: R
         on_gpu,
         _is_step,
         f"R = 1; {KERNEL_LIMITS}",
+    ),
+    Implementation(
+        "cuda, few rows",
+        "attention.ops.delta_rule.few_rows_cuda:delta_rule_rounds",
+        lambda here: here.compiles_cuda,
+        _are_few_in_bfloat16,
+        f"R > 1; P + 2 R <= {FEW_CUDA_ROWS}; dk = dv = 128; bfloat16 rows",
     ),
     Implementation(
         "triton, few rows",

@@ -124,6 +124,7 @@ class DeltaState:
 KERNEL_DIMS = (16, 32, 64, 128)  # dk and dv
 KERNEL_LIMITS = "dk and dv powers of 2 from 16 to 128; rows not float64"
 FEW_ROWS = 16  # rows of a tile (committed keys, new keys, queries): one tensor-core operand
+FEW_CUDA_ROWS = 24  # the same of the kernel in CUDA C++: 48 KB of shared memory
 
 
 def fits_kernels(kept: LayerState) -> bool:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attention.capability import Capability
+from attention.ops.cuda_source import Kernel, load, tensor_map
 from workers.ops.blocks import cdiv
-from workers.ops.packed.cuda.compile_cuda import Kernel, load, tensor_map
 from workers.ops.packed.cuda.tiles import STEP, FewRowsTiles, WideTiles
 from workers.ops.packed.order_rows_triton import order_rows
 from workers.ops.packed.weight import TILE, PackedWeight

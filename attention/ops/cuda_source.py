@@ -60,8 +60,8 @@ class Kernel:
 
         cluster: programs of a cluster; (1, 1): none.
         early: before the predecessor has ended (`attention.ops.pdl`).
-        arguments: tensors (None: a null pointer) and ints, which the kernel takes as pointers and 32-bit ints;
-            arrays of bytes, which it takes as structures.
+        arguments: tensors (None: a null pointer), ints and floats, which the kernel takes as pointers, 32-bit ints
+            and floats; arrays of bytes, which it takes as structures.
         """
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -172,13 +172,15 @@ def _nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(place)
 
 
-def _value(argument: object) -> ctypes.c_void_p | ctypes.c_int | ctypes.Array[ctypes.c_char]:
+def _value(argument: object) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float | ctypes.Array[ctypes.c_char]:
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     if argument is None:
         return ctypes.c_void_p()
     if isinstance(argument, ctypes.Array):
         return argument
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
     assert isinstance(argument, int)
     return ctypes.c_int(argument)
 
