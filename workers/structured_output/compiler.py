@@ -21,6 +21,7 @@ from workers.structured_output.mask_process.token_texts import TokenTexts
 CACHE_BYTES = 256 << 20  # cache of compiled grammars; a large schema takes 10 MB with 128,256 tokens
 # Spaces between the parts of JSON. Without a bound some models write spaces until max_tokens.
 MAX_WHITESPACE = 32
+MAX_FAULT_CHARS = 400  # of an error, which quotes the grammar
 
 
 class Vocabulary:
@@ -65,7 +66,7 @@ class GrammarCompiler:
         """Compile a grammar. Raises InvalidGrammarError or VocabularyError."""
         faults = RuntimeError, ValueError, TypeError, LookupError
         try:
-            if self._remembers:
+            if self._remembers and not _may_have_token_ids(grammar):
                 # xgrammar 0.2.8 fails here, with caches alone, on a pattern such as [a-z]{1,200} within a JSON schema
                 with contextlib.suppress(*faults):
                     return compiled(self._compiler(grammar, True), grammar)
@@ -90,6 +91,15 @@ class GrammarCompiler:
             cache_enabled=caches,
             cache_limit_bytes=CACHE_BYTES,
         )
+
+
+def _may_have_token_ids(grammar: Grammar) -> bool:
+    """Return whether a grammar may name tokens by their ids, as `Token(5)` and {"type": "token", "token": 5} do.
+
+    xgrammar 0.2.8 caches the masks of a rule by a hash in which ids have no part: after a request that allows token 5
+    alone, the cache allows the same token to one that asks for token 6.
+    """
+    return grammar.kind in ("ebnf", "structural_tag") and "token" in grammar.text.lower()
 
 
 def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
@@ -152,6 +162,9 @@ def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> tuple[l
 
 
 def _first_line(error: Exception) -> str:
-    """Return xgrammar's message without time and source location."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0].partition(".cc:")[2].partition(": ")[2] or lines[0]
+    """Return xgrammar's message without time and source location. Where it quotes one byte of a character, the binding
+    raises UnicodeDecodeError, which has the message."""
+    text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
+    lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    line = lines[0].partition(".cc:")[2].partition(": ")[2] or lines[0]
+    return line if len(line) <= MAX_FAULT_CHARS else f"{line[:MAX_FAULT_CHARS]}..."
