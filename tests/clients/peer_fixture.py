@@ -136,6 +136,8 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "get_tokenizer":  # while tests are collected: torch cannot be imported again after a test's limit
+            from transformers import AutoTokenizer  # noqa: F401
         return _KNOWN.get(name, _NotByURL)
 
 

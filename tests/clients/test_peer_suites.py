@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients import peer_suites
+from tests.support import MODELS
 from tests.support.edge_client import MODEL, served
 from tests.support.fake_engine import FakeEngine, says
 
@@ -39,6 +40,13 @@ def test_own_class():
 def test_passes_again():
     pass
 """
+TOKENIZING = """
+from vllm.tokenizers import get_tokenizer
+
+
+def test_tokenizer():
+    assert get_tokenizer(tokenizer_name="Qwen/Qwen3-0.6B").encode("hello")
+"""
 EXPECTED = """
 files = ["entrypoints/test_it.py"]
 [expected."entrypoints/test_it.py"]
@@ -51,32 +59,9 @@ files = ["entrypoints/test_it.py"]
     [('"test_answer[[]bye]" = "the model says hello"', 0), pytest.param("", 1, marks=pytest.mark.slow)],
 )
 async def test_new_failures_are_told_apart_from_known_ones(
-    known: str,
-    status: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    known: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    suite = tmp_path / "vllm" / "tests" / "entrypoints" / "test_it.py"
-    suite.parent.mkdir(parents=True)
-    suite.write_text(SUITE)
-    expectations = tmp_path / "expectations.toml"
-    expectations.write_text(EXPECTED + known)
-    monkeypatch.setattr(peer_suites, "EXPECTATIONS", expectations)
-    async with served(FakeEngine(says("hello"))) as url:
-        arguments = [
-            "",
-            "--vllm",
-            str(tmp_path / "vllm"),
-            "--url",
-            url,
-            "--tokenizer",
-            str(tmp_path),
-            "--limit-s",
-            "20",
-        ]
-        monkeypatch.setattr(sys, "argv", arguments)
-        assert await asyncio.to_thread(peer_suites.main) == status
+    assert await _run(SUITE, known, tmp_path, tmp_path, 20, monkeypatch) == status
     said = capsys.readouterr().out
     assert "passes  entrypoints/test_it.py::test_passes_again" in said and "1 skipped" in said
     if status:
@@ -84,3 +69,26 @@ async def test_new_failures_are_told_apart_from_known_ones(
         assert said.endswith("1 failed, 2 passed, 1 skipped\n")
     else:
         assert "FAILED" not in said and said.endswith("1 expected to fail, 2 passed, 1 skipped\n")
+
+
+@pytest.mark.slow
+async def test_the_import_of_the_tokenizer_is_no_part_of_a_tests_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await _run(TOKENIZING, "", tmp_path, MODELS / "target", 2, monkeypatch) == 0, capsys.readouterr().out
+
+
+async def _run(
+    suite: str, known: str, folder: Path, tokenizer: Path, limit_s: int, monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """Return the exit status for a suite of one file. known: its expected failures. folder: for files."""
+    file = folder / "vllm" / "tests" / "entrypoints" / "test_it.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(suite)
+    expectations = folder / "expectations.toml"
+    expectations.write_text(EXPECTED + known)
+    monkeypatch.setattr(peer_suites, "EXPECTATIONS", expectations)
+    async with served(FakeEngine(says("hello"))) as url:
+        options = {"--vllm": folder / "vllm", "--url": url, "--tokenizer": tokenizer, "--limit-s": limit_s}
+        monkeypatch.setattr(sys, "argv", ["", *(str(each) for option in options.items() for each in option)])
+        return await asyncio.to_thread(peer_suites.main)
