@@ -150,7 +150,7 @@ def test_answers_and_states_are_those_of_plain_decoding(served: Served) -> None:
     """Whatever the drafts, pages, chunks, neighbours and aborts, and with states that the prefix cache has saved."""
     seen = Seen()
     for setting, rng in settings(ARCHITECTURES.index(served.architecture), 4):
-        check_run(served, setting, rng, seen)
+        check_run(served, setting, rng, seen, count=7)
     assert min(vars(seen).values()) > 0, f"not all was met: {seen}"
 
 

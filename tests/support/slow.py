@@ -12,6 +12,16 @@ def slow(*cases: Any) -> list[Any]:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
+def covering(*axes: Sequence[Any], strength: int = 1) -> list[Any]:
+    """Return the product of `axes` as parameters: those outside a `cover` are marked slow.
+
+    strength: 1, and the others have every value of each axis; 2, and they have every pair of values of two axes.
+    """
+    rows = list(itertools.product(*axes))
+    chosen = cover(rows, strength)
+    return [pytest.param(*row, marks=() if i in chosen else pytest.mark.slow) for i, row in enumerate(rows)]
+
+
 def cover(rows: Sequence[Sequence[Hashable]], strength: int) -> set[int]:
     """Return the indices of few rows with every combination of `strength` settings, by place, that some row has."""
     left = [set(itertools.combinations(enumerate(row), min(strength, len(row)))) for row in rows]

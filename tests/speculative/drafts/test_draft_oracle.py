@@ -42,7 +42,7 @@ CROSS = [
 
 @pytest.mark.parametrize("name,seed", CROSS)
 def test_drafts_are_those_of_the_text_alone(spec: EngineSpec, oracles: dict[str, Oracle], name: str, seed: int) -> None:
-    rank = run_case(spec, oracles[name], replace(CASES[seed], num_requests=6), SHAPES[name], seed)
+    rank = run_case(spec, oracles[name], replace(CASES[seed], num_requests=4), SHAPES[name], seed)
     assert rank.num_kv > 30 and rank.num_drafts > 0
     assert not rank.faults, "\n".join(rank.faults[:5])
 

@@ -67,7 +67,12 @@ def test_a_request_whose_logits_are_nan_ends_alone(pair: Pair, shape: str, kind:
         undisturbed = outputs(run(engine, prompts, sampling, "before"))
         assert all(POISON not in output for output in undisturbed)
         model.embed_tokens.weight.data[POISON] = float("nan")
-        together = [prompt for both in zip(prompts, [*hurt, *[None] * 9], strict=True) for prompt in both if prompt]
+        together = [
+            prompt
+            for both in zip(prompts, [*hurt, *[None] * (len(prompts) - 5)], strict=True)
+            for prompt in both
+            if prompt
+        ]
         last = run(engine, together, sampling, "beside")
         for output in last.values():
             if POISON in output.request.prompt:

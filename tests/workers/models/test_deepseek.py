@@ -16,6 +16,7 @@ from attention.kv_cache.pool import KVPool
 from attention.limits import AttentionUse
 from attention.metadata import Mode, PrefillBatch
 from attention.registry import BACKENDS, Choice, choose_backends, limit
+from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import check_speculation, load
 from tests.workers.models.test_targets import by_transformers, by_us
@@ -50,8 +51,10 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, 
         V2 | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
         V2 | GROUPS | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
         V3 | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
-        V3 | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "num_experts_per_tok": 3},
-        V3 | {"norm_topk_prob": False, "first_k_dense_replace": 0, "rope_parameters": YARN | {"beta_fast": 1.0}},
+        *slow(
+            V3 | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "num_experts_per_tok": 3},
+            V3 | {"norm_topk_prob": False, "first_k_dense_replace": 0, "rope_parameters": YARN | {"beta_fast": 1.0}},
+        ),
     ],
     ids=["V2-Lite", "V2", "V3", "Kimi-K2", "V3 of another kind"],
 )

@@ -60,7 +60,7 @@ def test_a_queue_of_long_prompts_does_not_grow_within_20_ms():
 @pytest.mark.parametrize("rate", [12.0, pytest.param(20.0, marks=pytest.mark.slow)])
 def test_an_engine_that_has_just_started_is_nearly_as_quick_as_later(rate: float) -> None:
     """Three quarters of its graphs are still to come, and no idle moment does."""
-    costs, load = padded(H200), poisson_load(rate, 20.0, 0)
+    costs, load = padded(H200), poisson_load(rate, 16.0, 0)
     started, warm = (
         simulate(load, Policy(costs=costs, graphs=partial(SimulatedGraphs, SHAPES, 128, 2048, warm=is_warm)))
         for is_warm in (False, True)

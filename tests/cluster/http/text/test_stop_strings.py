@@ -9,6 +9,7 @@ from cluster.http.answer import Answer, EngineFailedError, Piece, joined
 from cluster.http.text.stop_strings import StopMatch, StopMatcher
 from cluster.transport.messages import TokenDelta
 from tests.support.fake_engine import EOS, chat_tokenizer, logprobs_of, small_tokenizer
+from tests.support.slow import covering
 from workers.scheduling.plan import SamplingParams
 
 
@@ -87,9 +88,10 @@ def _sizes(total: int) -> list[list[int]]:
     return ways
 
 
-@pytest.mark.parametrize("finish", ["stop", "length"])
-@pytest.mark.parametrize("include_stop", [False, True])
-@pytest.mark.parametrize("stop", [None, "a", "b", "c", "d", "e", "cd", "de", "cde", "f"])
+@pytest.mark.parametrize(
+    ("finish", "include_stop", "stop"),
+    covering(["stop", "length"], [False, True], [None, "a", "b", "c", "d", "e", "cd", "de", "cde", "f"], strength=2),
+)
 def test_ends_are_the_same_however_tokens_are_dealt_into_deltas(
     finish: str, include_stop: bool, stop: str | None
 ) -> None:

@@ -41,7 +41,7 @@ def test_it_is_as_good_as_the_best_static_shape(
     for context, mean in cases:
         engine = Engine(shapes, batch, context, chances_of(shapes, mean), seed=batch)
         engine.rate(200)
-        rate = engine.rate(800)
+        rate = engine.rate(500)
         rates = [engine.static(shape) for shape in range(len(shapes))]
         if rate < 0.97 * max(rates) or rate < 0.98 * rates[0]:
             short.append((context, mean, [round(r / max(rates), 3) for r in (*rates, rate)], engine.seen))
@@ -64,8 +64,8 @@ def test_steps_that_take_longer_than_expected_count_as_they_are(
     shapes: RoundShapes, batch: int, mean: float, took: tuple[float, ...]
 ) -> None:
     engine = Engine(shapes, batch, 1024, chances_of(shapes, mean), seed=batch, took=took)
-    engine.rate(600)
-    rate, rates = engine.rate(600), [engine.static(shape) for shape in range(len(shapes))]
+    engine.rate(500)
+    rate, rates = engine.rate(400), [engine.static(shape) for shape in range(len(shapes))]
     assert rate > 0.97 * max(rates), (rate, rates, engine.seen)
 
 

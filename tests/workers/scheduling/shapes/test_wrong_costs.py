@@ -18,7 +18,7 @@ TRUE = (1.0,) * 6
 SLOW = pytest.mark.slow
 
 
-def reached(engine: Engine, num_steps: int = 600) -> float:
+def reached(engine: Engine, num_steps: int = 400) -> float:
     """Share of the best shape's rate, after 200 steps."""
     engine.rate(200)
     return float(engine.rate(num_steps) / engine.best())
