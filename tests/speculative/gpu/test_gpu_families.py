@@ -112,7 +112,9 @@ def test_graphs_over_experts_emit_what_eager_rounds_emit(tmp_path: Path, name: s
     target = EXPERTS[name](tmp_path)
     spec = spec_of(target, eagle3(tmp_path, target, TREE))
     eager, graphed = (answers(on_gpu(spec, graphs, "bfloat16"), PLAIN) for graphs in (False, True))
-    assert different(graphed, eager) <= 1
+    one = dataclasses.replace(spec.worker, scheduler=dataclasses.replace(spec.worker.scheduler, max_running=1))
+    alone = answers(on_gpu(dataclasses.replace(spec, worker=one), False, "bfloat16"), PLAIN)
+    assert different(graphed, eager) <= 1 + different(alone, eager), "padded rows change more than a smaller batch does"
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
