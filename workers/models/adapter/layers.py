@@ -151,7 +151,7 @@ class PagedAttention:
         sinks = None if not self._rule.has_sinks else _own_sinks(options["s_aux"], self._q)
         out = self._passing.attend(self._layer, *heads, self._rule, sinks)[..., : call.value_dim]
         if not whole or self._q.size == self._q.total:
-            return out.unsqueeze(0)
+            return out.contiguous().unsqueeze(0)  # some models (AFMoE) view it in another shape
         # the model goes on with all heads; those of other ranks are unused
         full = out.new_zeros(1, out.shape[0], self._q.total, call.value_dim)
         full[:, :, self._q.first : self._q.end] = out

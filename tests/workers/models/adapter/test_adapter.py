@@ -135,6 +135,13 @@ def test_a_shared_expert_may_have_no_width(tmp_path: Path, without_families: Non
     assert by_us(target) == by_transformers(target)
 
 
+def test_attention_beside_a_draft_may_be_viewed(tmp_path: Path, without_families: None) -> None:
+    """AFMoE views what attention returns, which several rows of a request give in another order of heads."""
+    target = make_known(tmp_path, "afmoe", num_attention_heads=2)
+    suffix = SpeculativeConfig(method="suffix", num_steps=7, num_draft_tokens=8)
+    assert by_us(target, speculative=suffix) == by_transformers(target)
+
+
 def test_a_class_that_never_ties_its_embeddings_is_not_tied(tmp_path: Path) -> None:
     target = make_known(tmp_path, "moshi", tie_word_embeddings=True, num_hidden_layers=2)
     assert by_us(target) == by_transformers(target)
