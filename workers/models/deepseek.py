@@ -33,6 +33,9 @@ from workers.models.name_map import NameMap
 from workers.ops.experts.route import Routing
 from workers.quantization.table import read_quant_method
 
+# transformers' defaults for fields that config.json leaves out.
+_V3_DEFAULTS = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(ModelConfig):
@@ -104,6 +107,8 @@ class DeepseekConfig(ModelConfig):
 def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
     """Raises ValueError where the model has something that would otherwise be ignored."""
     _refuse_unsupported(config, source)
+    is_v3 = architecture_of(config) == "DeepseekV3ForCausalLM"
+    config = {**(_V3_DEFAULTS if is_v3 else {}), **config}
     latent = size_of(config, "kv_lora_rank", source)
     key_dim, rotated_dim = (size_of(config, f"qk_{part}_head_dim", source) for part in ("nope", "rope"))
     if rotated_dim % 2:
@@ -132,7 +137,7 @@ def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
         value_dim=size_of(config, "v_head_dim", source),
         attention_scale=(key_dim + rotated_dim) ** -0.5 * _scale_of_yarn(config, rope, source),
         intermediate_size=size_of(config, "intermediate_size", source),
-        routing=read_routing(config, source, architecture_of(config) == "DeepseekV3ForCausalLM"),
+        routing=read_routing(config, source, is_v3),
         expert_width=width,
         shared_width=size_of(config, "n_shared_experts", source, 0, least=0, most=MAX_EXPERTS) * width,
         first_moe_layer=size_of(config, "first_k_dense_replace", source, 0, least=0),
@@ -154,7 +159,11 @@ def read_routing(config: dict[str, Any], source: str, is_v3: bool) -> Routing:
     if method not in methods:
         raise ValueError(f"{source}: topk_method={method!r} is not supported; it is one of {', '.join(methods)}")
     normalise = flag_of(config, "norm_topk_prob", source, is_v3)
-    scale = number_of(config, "routed_scaling_factor", source, 1.0)
+    if normalise and not is_v3:
+        raise ValueError(
+            f"{source}: norm_topk_prob=true is not supported in DeepSeek-V2: its published code divides the experts' "
+            "weights by their sum, transformers does not; use a checkpoint with false"
+        )
     routing = Routing(
         num_experts=num_experts_of(config, source),
         experts_per_token=size_of(config, "num_experts_per_tok", source),
@@ -164,7 +173,7 @@ def read_routing(config: dict[str, Any], source: str, is_v3: bool) -> Routing:
         best_of_group=2 if method == "noaux_tc" else 1,
         has_bias=method == "noaux_tc",
         normalise=normalise,
-        scale=scale if is_v3 or not normalise else 1.0,  # V2 does one or the other
+        scale=number_of(config, "routed_scaling_factor", source, 1.0),
     )
     routing.check(source)
     return routing

@@ -19,6 +19,7 @@ from workers.ops.experts.gated import GPT_OSS, GatedActivation
 from workers.ops.experts.route import Routing
 
 # transformers' defaults for fields that config.json leaves out.
+_DEFAULTS = {"rope_theta": 150000.0, "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5}
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -56,7 +57,7 @@ def read_config(config: dict[str, Any], source: str) -> GptOssConfig:
         config = {**config, "rope_scaling": _DEFAULT_ROPE}
     if not config.get("dtype") and not config.get("torch_dtype"):
         config = {**config, "dtype": "bfloat16"}  # published configurations name none
-    dense = llama.read_config({"rope_theta": 150000.0, "attention_bias": True, "head_dim": 64, **config}, source)
+    dense = llama.read_config({**_DEFAULTS, **config}, source)
     routing = Routing(
         num_experts=num_experts_of(config, source),
         experts_per_token=size_of(config, "num_experts_per_tok", source, 4),

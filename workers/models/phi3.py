@@ -24,7 +24,7 @@ def is_served(config: Mapping[str, Any]) -> bool:
 
 def read_config(config: dict[str, Any], source: str) -> WindowedConfig:
     """Raises ValueError where the model has something that would otherwise be ignored."""
-    windowed = mistral.read_config(config, source)
+    windowed = mistral.read_config({"rms_norm_eps": 1e-5, **config}, source)
     return replace(windowed, rotated_dim=rotated_dim_of(config, windowed.head_dim, source, 1.0))
 
 

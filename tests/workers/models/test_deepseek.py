@@ -120,20 +120,16 @@ def config_of(tmp_path: Path, **changes: Any) -> DeepseekConfig:
         ({"rope_interleave": False}, "rope_interleave=False is not supported"),
         ({"kv_lora_rank": None}, "lacks 'kv_lora_rank', which a DeepseekV3ForCausalLM needs"),
         ({"n_group": 3}, "n_group=3 does not divide the 8 experts"),
+        (
+            {"architectures": ["DeepseekV2ForCausalLM"], "norm_topk_prob": True},
+            "norm_topk_prob=true is not supported in DeepSeek-V2: its published code",
+        ),
         ({"tp": 3}, r"tensor_parallel=3: does not divide .*num_attention_heads=4, .*try one of \[1, 2, 4\]"),
     ],
 )
 def test_what_would_be_ignored_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(tmp_path, **changes)
-
-
-def test_v2_normalises_or_scales(tmp_path: Path) -> None:
-    """Its published code does one of both, V3's does both."""
-    v3 = config_of(tmp_path, routed_scaling_factor=2.5).routing
-    assert v3.normalise and v3.scale == 2.5
-    v2 = config_of(tmp_path, architectures=["DeepseekV2ForCausalLM"], norm_topk_prob=True, routed_scaling_factor=16.0)
-    assert v2.routing.normalise and v2.routing.scale == 1.0
 
 
 def test_modules_for_drafting_are_not_the_targets(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Glm4MoeConfig(LlamaMoeConfig):
 
 def read_config(config: dict[str, Any], source: str) -> Glm4MoeConfig:
     """Raises ValueError where the model has something that would otherwise be ignored."""
-    dense = llama.read_config(config, source)
+    dense = llama.read_config({"rms_norm_eps": 1e-5, **config}, source)
     width = size_of(config, "moe_intermediate_size", source)
     own = vars(dense) | {
         "o_bias": False,

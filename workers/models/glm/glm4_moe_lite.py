@@ -9,12 +9,14 @@ from workers.models.deepseek import DeepseekConfig, DeepseekForCausalLM, weight_
 from workers.models.family import ModelFamily
 
 _DENSE, _SPARSE = "dense", "sparse"
+# transformers' defaults for fields that config.json leaves out.
+_DEFAULTS = {"routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1}
 
 
 def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
     """Raises ValueError where the model has something that would otherwise be ignored."""
     whole = {
-        "routed_scaling_factor": 1.8,
+        **_DEFAULTS,
         **config,
         "first_k_dense_replace": _num_dense(config, source),
         "architectures": ["DeepseekV3ForCausalLM"],
