@@ -3,6 +3,7 @@ without, and refusals."""
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,17 +23,20 @@ from speculative.config import SpeculativeConfig
 from speculative.drafts.drafter import TargetKVRunner
 from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import read_draft
+from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited
+from tests.support.drafts.fuzzed_requests import Seen, serve_fuzzed
 from tests.support.drafts.gemma4_assistant import Reference, make_assistant
 from tests.support.drafts.mtp import FEW_PAGES, answers, check_answers
 from tests.support.tiny_models import VOCAB, make_target
 from tests.workers.models.test_gemma4 import EXPERTS
-from workers.config import ModelSource
+from workers.config import ModelSource, SchedulerConfig
 from workers.distributed.tp_group import SOLO
 from workers.layers.forward_context import Attending, make_context
 from workers.models.loading import load_target, read_target_config
 from workers.runner.layout import split_windows
+from workers.scheduling.plan import SamplingParams
 
 CPU = torch.device("cpu")
 KINDS: dict[str, dict[str, Any]] = {
@@ -152,6 +156,43 @@ def test_it_changes_no_token(served: tuple[Pair, Path], plain: list[list[int]], 
     (shape, ranks, cache, settings), (pair, assistant) = CASES[case], served
     drafted = answers(pair, SpeculativeConfig(str(assistant), "mtp", *shape, **settings), ranks, cache)
     check_answers(drafted, plain, cache)
+
+
+STATIC = {"adaptive": False}
+SAMPLINGS = (
+    SamplingParams(20, 0.0),
+    SamplingParams(12, 0.0, speculative=False),
+    SamplingParams(16, 1.0, seed=5),
+    SamplingParams(16, 0.8, top_k=8, frequency_penalty=0.3, seed=1 << 63),
+)
+# page size, pages, prompt tokens of a step, tree shape
+FUZZED = ((4, 28, 16, TREE), (1, 900, 7, CHAIN), (16, 9, 64, TREE), (2, 56, 5, (2, 2, 5)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served", KINDS, indirect=True)
+def test_neighbours_aborts_preemption_and_cached_prefixes_change_nothing(served: tuple[Pair, Path]) -> None:
+    """Compare tokens and, of greedy requests that were not preempted, accepted tokens by round: a draft over the KV of
+    another request, or placed elsewhere, is right less often. Prompts share more than two windows."""
+    pair, assistant = served
+    shared = pair.prompts[0][:2] * 15
+    prompts = [shared + prompt[:17] for prompt in pair.prompts[1:5]]
+    keys = [(i, k) for i in range(len(prompts)) for k in range(len(SAMPLINGS))]
+    seen, cached, compared = Seen(), 0, 0
+    for number, (page_size, num_pages, chunk, shape) in enumerate(FUZZED):
+        speculative = SpeculativeConfig(str(assistant), "mtp", *shape, **STATIC)  # type: ignore[arg-type]
+        with local_engine(pair.spec(speculative, CacheConfig(16, 300, prefix_cache=False))) as engine:
+            alone = engine.generate([prompts[i] for i, _ in keys], [SAMPLINGS[k] for _, k in keys], 1)
+        expected = dict(zip(keys, alone, strict=True))
+        spec = pair.spec(speculative, CacheConfig(page_size, num_pages), SchedulerConfig(4, chunk))
+        with local_engine(spec) as engine:
+            for request, key in serve_fuzzed(engine, prompts, SAMPLINGS, Random(number), seen, 16):
+                assert request.output == expected[key].output, (number, key)
+                cached += request.cached_tokens > 0
+                if key[1] == 0 and not request.num_preemptions:
+                    assert request.acceptance_histogram == expected[key].acceptance_histogram, (number, key)
+                    compared += 1
+    assert min(vars(seen).values()) > 0 and cached > 8 and compared > 4, f"{seen}, {cached} cached, {compared} compared"
 
 
 @pytest.fixture(scope="module")
