@@ -27,10 +27,11 @@ ROOM ?= tests
 test-rooms: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow and not ray" -n 2 --dist worksteal $(ROOM)
 
-# Clusters and servers, one after the other: the time they take is watched. Only files with such tests are collected,
-# since importing all the others takes longer than some of these tests.
+# Clusters and servers, two files at a time: they wait a third of their time, and of each the time is watched. Only files
+# with such tests are collected, since importing all the others takes longer than some of these tests. In their order,
+# since the cluster of two nodes cannot follow another one in a process.
 test-clusters: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "ray and not slow" $$(grep -rl --include='test_*.py' 'mark\.ray' tests)
+	$(BIN)/python -m pytest -m "ray and not slow" -n 2 --dist loadfile --no-loadscope-reorder $$(grep -rl --include='test_*.py' 'mark\.ray' tests)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -15,8 +15,8 @@ CHAT_TEMPLATE = (
 
 
 def make_checkpoints(folder: Path) -> tuple[Path, Path]:
-    """Target with tokenizer, and a draft for it. Token 1 ends a text."""
-    target = make_target(folder / "target", vocab_size=VOCAB)
+    """Target with tokenizer, and a draft for it. Token 1 ends a text, and begins none of those that tests ask for."""
+    target = make_target(folder / "target", vocab_size=VOCAB, num_hidden_layers=8)
     make_tokenizer(target)
     return target, make_eagle3(folder / "draft", target)
 

@@ -38,7 +38,8 @@ async def served(engine: FakeEngine, tokenizer: ChatTokenizer | None = None, **c
     # With the protocol named, asyncio switches Nagle off on accepted connections; 40 ms per reply otherwise.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
+    settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
+    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=10, **settings))
     task = asyncio.ensure_future(server.serve([listener]))
     try:
         while not server.started:

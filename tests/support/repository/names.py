@@ -183,7 +183,7 @@ def _class_names(node: ast.ClassDef) -> set[str]:
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(child.name)
             for part in ast.walk(child):
-                if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
+                if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
                     names.add(part.attr)
         else:
             names.update(_targets(child))

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 @pytest.mark.parametrize(
     "model,shape,options",
     [
-        ("dsv3-rank", "chain", ("--steps", "8", "--max-running", "48", "--share", "0.2")),
+        ("llama-3.1-8b", "plain", ("--steps", "8", "--max-running", "48", "--share", "0.05")),
+        pytest.param(
+            "dsv3-rank", "chain", ("--steps", "8", "--max-running", "48", "--share", "0.2"), marks=pytest.mark.slow
+        ),
         pytest.param("dsv3-rank", "chain", (), marks=pytest.mark.slow),
         pytest.param("dsv3-rank", "tree", (), marks=pytest.mark.slow),
         pytest.param("qwen3.5-27b", "tree", (), marks=pytest.mark.slow),

@@ -99,7 +99,7 @@ async def test_openais_client_streams_parses_and_goes_on() -> None:
     engine = FakeEngine(script)
     async with (
         served(engine, tool_tokenizer(), max_model_len=4096) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):
         async with client.responses.stream(model=MODEL, input="hi", extra_body=THINKS) as stream:
             types = [event.type async for event in stream]
