@@ -25,6 +25,7 @@ from speculative.training.generation import generate_answers, until_stop
 from speculative.training.rows import Conversation, RowError
 from speculative.training.samples import Sample, answer_prompts, collate, read_samples, write_samples
 from speculative.training.trainer import FitArguments
+from tests.support.slow import slow
 
 
 def fit_arguments(output: Path, **others: Any) -> FitArguments:
@@ -85,7 +86,7 @@ def test_training_reduces_the_loss(
     assert sum(losses[-4:]) < sum(losses[:4]) - 0.01
 
 
-@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("config_class", [Qwen2Config, *slow(Qwen3Config)])
 def test_qwen_targets_get_heads_too(
     config_class: type[Qwen2Config | Qwen3Config], samples: list[Sample], tmp_path: Path
 ) -> None:
@@ -157,7 +158,7 @@ def test_rounds_stop_at_the_depth_and_at_the_end_of_the_text() -> None:
     assert tally.per_depth() == [0.5, 1.0]
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("config_class", [Qwen3Config, *slow(LlamaConfig)])
 def test_greedy_regeneration_gives_each_prompt_the_answer_it_gets_alone(
     config_class: type[LlamaConfig | Qwen3Config],
     tokenizer: PreTrainedTokenizerBase,

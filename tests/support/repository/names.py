@@ -68,8 +68,8 @@ def classes() -> dict[str, set[str]]:
     """Every class of the repository by its bare name -> its attributes, those of its bases included."""
     found: dict[str, set[str]] = {}
     for name in files():
-        if name.endswith(".py"):
-            for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if name.endswith(".py") and "class " in (text := (ROOT / name).read_text()):
+            for node in _statements(ast.parse(text).body, ast.stmt):
                 if isinstance(node, ast.ClassDef):
                     found.setdefault(node.name, set()).update(_class_names(node))
     for _ in range(4):  # the depth of our class trees
