@@ -1,4 +1,4 @@
-"""Imports objects that tables of choices name when they are first chosen, so that a table needs none of its rows."""
+"""Imports an object that a table names when it is first chosen, so that a table imports none of its rows."""
 
 from importlib import import_module
 from typing import Any

@@ -14,8 +14,8 @@ from workers.runner.layout import EnginePlan
 
 
 def engine_layout(config: AerieConfig, device: Literal["cpu", "cuda"]) -> tuple[EngineLayout, build.WeightBytes | None]:
-    """The layout of an engine on such a device, which this machine need not have, and on GPUs, which are taken to
-    multiply FP8, what the weights take."""
+    """Return an engine's layout on such a device and, on a GPU, the bytes of its weights. This machine need not have
+    the device. A GPU is assumed to multiply FP8."""
 
     spec, here = engine_spec(config), Capability(device)
     engine = build.plan_engine(spec, here)

@@ -26,7 +26,7 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def sleep_exactly() -> None:
+def use_exact_timers() -> None:
     """Linux ends this thread's sleeps within a microsecond; usually it lets 50 pass, to wake up less often."""
     _prctl(_PR_SET_TIMERSLACK, 1000)
 
@@ -36,12 +36,12 @@ def set_name(name: str) -> None:
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()))
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Lower this process's priority: for work that uses all cores."""
     os.nice(max(0, _NICENESS - os.nice(0)))
 
 
-def give_memory_back() -> None:
+def trim_heap() -> None:
     """Return free memory of the C allocator to the system, where the library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -25,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from cluster.config import ConfigError
-from deploy.client import CONNECT_TIMEOUT_S, Server, given_server, message_of
+from deploy.client import CONNECT_TIMEOUT_S, Server, message_of, parse_server
 
 _TEXT = (
     "the a river stone green walks under light morning and seven birds carry old letters to town where people count "
@@ -269,7 +269,7 @@ def _print_difference(console: Console, difference: Difference) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 if no answer differs, 1 if one does. Raises ConfigError."""
-    server = given_server(arguments)
+    server = parse_server(arguments)
     card = server.model(arguments.model)
     if arguments.off == "auto":
         arguments.off = "flush" if card.get("owned_by") == "sglang" else "salt"

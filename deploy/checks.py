@@ -14,7 +14,7 @@ from cluster.logs import print_line
 from cluster.placement import NodeResources, choose_device, place
 from cluster.plan import Plan, resolve, resolve_rank
 from cluster.replica.plan_report import plan_lines
-from cluster.replica.rank_process import begin_ranks
+from cluster.replica.rank_process import start_ranks
 from cluster.start_log import StartLog
 from deploy.config.files import PACKAGED
 from deploy.config.hub import with_downloads
@@ -54,7 +54,7 @@ def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
     return 0
 
 
-def check_and_begin(
+def check_and_start_ranks(
     path: str,
     config: AerieConfig,
     gpus: Callable[[], LocalGpus] | None,
@@ -115,6 +115,6 @@ def _print_plan(
 def _begin_ranks(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources], folder: Path) -> None:
     """Begin the ranks of one engine. Where they cannot be, their actors build them."""
     try:
-        begin_ranks(resolve_rank(config, max_model_len, choose_device(config, nodes)), folder)
+        start_ranks(resolve_rank(config, max_model_len, choose_device(config, nodes)), folder)
     except (OSError, RuntimeError) as error:
         print_line(f"ranks are not started before Ray: {error}")

@@ -81,7 +81,7 @@ class Server:
         return ConfigError(f"{self.url}: no server answers ({reason}); start one with `aerie serve`, or give its URL")
 
 
-def given_server(arguments: argparse.Namespace) -> Server:
+def parse_server(arguments: argparse.Namespace) -> Server:
     """The server that the command line names. Raises ConfigError."""
     url = str(arguments.url) if "://" in arguments.url else f"http://{arguments.url}"
     url = url.rstrip("/").removesuffix("/v1")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.transport import folders
-from deploy.processes.server_record import Record, clear, is_living, processes, records
+from deploy.processes.server_record import Record, clear, is_alive, processes, records
 
 _POLL_S = 0.1
 _GUARD_LIMIT_S = 15.0  # for it to clear up after its server
@@ -29,11 +29,11 @@ def stop(port: int | None, now: bool) -> int:
         where = "" if port is None else f" on port {port}"
         print(f"nothing that `aerie serve` or `aerie start` started runs here{where}")
     for folder, record, owner in sorted(found, key=_is_node):  # servers first
-        if is_living(folder, record, owner):
+        if is_alive(folder, record, owner):
             (_stop_node if record.kind == "node" else _stop_server)(folder, record, owner, now)
         clear(folder)
         print(f"{_name(record)} has ended", flush=True)
-    folders.clear_abandoned([folder for folder, record, owner in records() if is_living(folder, record, owner)])
+    folders.clear_abandoned([folder for folder, record, owner in records() if is_alive(folder, record, owner)])
     return 0
 
 
@@ -50,8 +50,8 @@ def _stop_server(folder: Path, record: Record, owner: dict[str, object], now: bo
     if not now:
         print(f"{_name(record)} (pid {pid}) ends once its running requests have", flush=True)
         _signal(pid, signal.SIGTERM)
-        _wait(lambda: not folders.is_living(owner), record.stop_limit_s)
-    if folders.is_living(owner):
+        _wait(lambda: not folders.is_alive(owner), record.stop_limit_s)
+    if folders.is_alive(owner):
         _signal(pid, signal.SIGKILL)
     _wait(lambda: not folders.identity(record.guard)["started"] or not folder.exists(), _GUARD_LIMIT_S)
 

@@ -106,7 +106,7 @@ def _special_tokens(listed: list[Mapping[str, Any]] | None, number: int) -> list
 
 
 def _merges(words: list[bytes]) -> Iterator[tuple[str, str]]:
-    """Pairs of tokens that become one, in the order of its rank: every pair, since ranks alone decide."""
+    """Return all pairs of tokens that merge into one, in the order of the merged token's rank."""
     rank_of = {word: rank for rank, word in enumerate(words)}
     for word in words:
         pairs = [(word[:at], word[at:]) for at in range(1, len(word))]

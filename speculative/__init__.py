@@ -7,7 +7,7 @@ drafts: EAGLE, EAGLE-3 and MTP drafts, their checkpoints, and the steps that dra
 tree: tree shapes, and nodes as tensors.
 tree_table: the tree of every slot.
 ops: acceptance, tree growth and other operations of a round.
-draft_backlog: writes the draft's KV of several plain rounds at a time.
+draft_backlog: writes the draft's KV of several non-speculative rounds at a time.
 backends: chooses the draft's attention backends.
 suffix_speculation: an engine that speculates without a draft model.
 build, local: an engine that speculates.

@@ -71,9 +71,9 @@ class DraftSpeculation:
 
     draft: its checkpoint's description, checked.
     draft_tp: ranks that share it.
-    shapes: the tree shapes that it may draft, and plain decoding.
-    kv_setting: `cache.draft_dtype`; of a draft over the target's KV `cache.dtype`.
-    kv_scheme: of the target, for such a draft.
+    shapes: the tree shapes that it may draft, and non-speculative decoding.
+    kv_setting: `cache.draft_dtype`; `cache.dtype` for a draft that reads the target's KV.
+    kv_scheme: the target's, for such a draft.
     """
 
     config: SpeculativeConfig

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from speculative.ops.tree_growth import write_best, write_trees
 from speculative.ops.tree_read import read_trees, write_roots
-from speculative.tree.nodes import Candidates, RoundRows, Tree, bare_roots
+from speculative.tree.nodes import Candidates, RoundRows, Tree, root_only_trees
 from workers.config import RoundShape
 
 
@@ -22,7 +22,7 @@ class TreeTable:
     """
 
     def __init__(self, num_slots: int, width: int, is_chain: bool, device: torch.device) -> None:
-        empty = bare_roots(torch.zeros(num_slots + 1, dtype=torch.int64, device=device), width)
+        empty = root_only_trees(torch.zeros(num_slots + 1, dtype=torch.int64, device=device), width)
         self.trees = Tree(*(t.contiguous().clone() for t in (empty.tokens, empty.parents, empty.depths, empty.masks)))
         self._is_chain = is_chain
 

@@ -46,7 +46,7 @@ TARGETS = {
     "workers/scheduling/slot_pages.py": SCHEDULING,
     "workers/scheduling/prefill.py": SCHEDULING,
     "attention/kv_cache/page_allocator.py": PAGES,
-    "attention/kv_cache/spoilt_pages.py": ("tests/workers/scheduling/test_slot_pages.py",),
+    "attention/kv_cache/nan_pages.py": ("tests/workers/scheduling/test_slot_pages.py",),
     "attention/kv_cache/prefix_cache.py": PAGES,
     "attention/kv_cache/eviction.py": PAGES,
     "speculative/ops/acceptance.py": ("tests/speculative/tree", "tests/speculative/test_decoding.py"),

@@ -55,7 +55,7 @@ class EngineLayout:
     bytes_per_snapshot: bytes of a copy of these states, on each rank.
     chunk_bytes: scratch of a recurrent layer's GPU kernels for the longest prompt chunk: a part of the largest step.
     num_snapshots: number of copies in a rank's memory; known with the pages.
-    keeps_latent_rows: whether the target's layers cache latent rows (MLA).
+    has_latent_rows: whether the target's layers cache latent rows (MLA).
     served_by: see `workers.models.config.ModelConfig.served_by`.
     known_pages, known_window_pages: KV pages of a rank that is built; before that the configured number, if there is
         one.
@@ -75,7 +75,7 @@ class EngineLayout:
     bytes_per_snapshot: int = 0
     chunk_bytes: int = 0
     num_snapshots: int = 0
-    keeps_latent_rows: bool = False
+    has_latent_rows: bool = False
     served_by: str | None = None
     graph_capture: GraphCapture = GraphCapture()  # noqa: RUF009 - frozen
     known_pages: int | None = None

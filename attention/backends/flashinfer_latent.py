@@ -155,7 +155,7 @@ def _call(
 
 
 def _check(module: Module, grid: LatentGrid, q: Tensor, kv: LatentKV, scale: float) -> None:
-    """Raises RuntimeError where FlashInfer's own plan of one request leads elsewhere: another version."""
+    """Raises RuntimeError if FlashInfer's own plan of one request differs, as with another version."""
     device, dtype, page_size = q.device, q.dtype, kv.rows.shape[1]
     one = LatentGrid(1, grid.rows, grid.heads, grid.multiprocessors, grid.causal)
     pages = -(-SAMPLE_TOKENS // page_size)

@@ -158,7 +158,7 @@ def plan_info(kernel: Kernel, arrays: PlanArrays) -> list[int]:
 def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> Kernel:
     """The kernel for rounds of `rows` rows, from a plan that FlashInfer makes of one request.
 
-    Raises RuntimeError where ours of the same request differs: another version of FlashInfer.
+    Raises RuntimeError if our plan of the same request differs, as with another version of FlashInfer.
     """
     wrapper, names = _sample(workspace, heads, rows, causal)
     info = dict(zip(names, (int(value) for value in wrapper._plan_info), strict=True))

@@ -74,7 +74,7 @@ def _pages_seen(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor | No
 
 
 def _hidden_positions(batch: DecodeBatch, first: Tensor | None, length: int) -> Tensor:
-    """[B, 1, 1, R, length] bool: True where a row must not look, of positions from `first` [B] on."""
+    """[B, 1, 1, R, length] bool: True where a row must not attend, for positions from `first` [B] on."""
     origin = batch.prefix_len.long() if first is None else batch.prefix_len.long() - first
     column = torch.arange(length, device=batch.mask.device) - origin.unsqueeze(1)
     in_suffix = (column >= 0) & (column < batch.suffix_len)

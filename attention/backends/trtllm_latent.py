@@ -66,7 +66,7 @@ class LatentRows:
     _attend: Attend | None = None
 
     def written(self, batch: DecodeBatch, q: Tensor, kv: LatentKV) -> LatentBuffers:
-        """The buffers of a pass, filled on the device. q: [n, heads, latent + rotated], of which no value is read."""
+        """The buffers of a pass, filled on the device. q: [n, heads, latent + rotated], whose values are not read."""
         page_size, is_tree = kv.rows.shape[1], not batch.is_causal
         key = (q.device, batch.page_table.shape, batch.rows, q.shape[1], page_size, batch.suffix_len, is_tree)
         if key not in self._buffers:

@@ -58,6 +58,6 @@ class LatentLayout(KVLayout[LatentKV]):
         return torch.cat((x[..., : self.latent], rotate_pairs(x[..., self.latent :], cos, sin)), dim=-1)
 
 
-def keeps_latent_rows(groups: Iterable[LayerGroup]) -> bool:
+def has_latent_rows(groups: Iterable[LayerGroup]) -> bool:
     """Whether a model's layers store latent rows instead of keys and values per head."""
     return any(isinstance(group.layout, LatentLayout) for group in groups)

@@ -50,7 +50,7 @@ class ReuseRates:
         self._uses[group][age_class(age)] += 1
 
     def refresh(self, keep: float) -> None:
-        """Give what was seen so far the weight `keep`, and apply it to `rate` from now on."""
+        """Multiply all counts so far by `keep`, and let `rate` use the new counts."""
         for seen in (self._uses, self._ticks):
             for group, numbers in seen.items():
                 seen[group] = [number * keep for number in numbers]

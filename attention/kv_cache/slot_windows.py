@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from attention.kv_cache.spoilt_pages import SpoiltPages
+from attention.kv_cache.nan_pages import NaNPages
 from attention.kv_cache.window_pages import WindowPages
 
 Int64s = npt.NDArray[np.int64]
@@ -31,12 +31,12 @@ class SlotWindows:
         self.first = np.zeros(num_slots, np.int64)
         self._entered = np.zeros(num_slots, np.int64)  # known tokens at admission
         self.max_per_slot = pages_per_request(windows.window, page_size, round_tokens)
-        self.spoilt = SpoiltPages()
+        self.nan_pages = NaNPages()
 
     def reset(self) -> None:
         """Forget all windows; the allocator has freed the pages."""
         self.first[:] = 0
-        self.spoilt.reset()
+        self.nan_pages.reset()
 
     def enter(self, slot: int, pages: Sequence[int], num_saved: int, num_tokens: int) -> None:
         """A request with `num_tokens` known tokens enters a slot, and resumes after `num_saved` of them, on `pages`."""
@@ -58,7 +58,7 @@ class SlotWindows:
             before = min(max(begin, last - self.pages.num_seen), end)
             inside = min(max(before, last), end)
             if num_tokens[slot] == self._entered[slot]:
-                self.spoilt.pages.update(self.pages.of[page] for page in table[begin:end])
+                self.nan_pages.pages.update(self.pages.of[page] for page in table[begin:end])
             self.pages.release(table[begin:before], passed=True)
             self.pages.release(table[before:inside])
             self.pages.release(table[inside:end], passed=True)
@@ -66,7 +66,7 @@ class SlotWindows:
 
     def take(self, pages: Sequence[int]) -> None:
         """Attach window pages to newly allocated pages at the ends of tables."""
-        self.spoilt.allocated(self.pages.allocate(pages))
+        self.nan_pages.allocated(self.pages.allocate(pages))
 
     def shrink(self, pages: Sequence[int]) -> None:
         """`pages` are taken from the end of a table, before they are released."""
@@ -97,7 +97,7 @@ class SlotWindows:
         """`pages` may hold NaN, and so may their window pages, of which some have been freed. num_free: free window
         pages before that."""
         attached = [self.pages.of[page] for page in pages]
-        self.spoilt.add([page for page in attached if page] + self.pages.last_freed(num_free))
+        self.nan_pages.add([page for page in attached if page] + self.pages.last_freed(num_free))
 
     def room(self, in_use: npt.NDArray[np.bool_], num_pages: Int64s, wanted: Int64s) -> int:
         """Window pages for more requests, beside those that running ones hold and will need.

@@ -64,7 +64,7 @@ class PlanTiming:
         return end_s - self.margin_s
 
     def sent(self, now: float, expected: Prediction | None) -> None:
-        """A plan has left. expected: what its step should take; None where that is not known."""
+        """Record that a plan was sent. expected: time of its step; None if unknown."""
         self._in_flight.append(_Sent(now, expected))
 
     def answered(self, now: float, elapsed_s: float) -> None:

@@ -208,7 +208,7 @@ class RequestStreams:
             self._publisher.put_end(Stream(probe.request_id, ingress), FinishReason.STOP, None)
 
     def slot_wait_s(self) -> float:
-        """Until what waits has been worked off, as far as it is known."""
+        """Expected time until the queued requests are done."""
         return (self._scheduler.admission.wait_s() or 0.0) if self._scheduler.num_waiting else 0.0
 
     def _queue_full(self, message: str) -> Refusal:

@@ -59,8 +59,8 @@ def cache_config(scheduler: Scheduler) -> dict[str, str]:
     }
 
 
-def go_on_from(scheduler: Scheduler, former: EngineStats) -> None:
-    """Let the counters of a new `scheduler`, which has not run yet, go on where a lost coordinator's were last seen."""
+def continue_counters(scheduler: Scheduler, former: EngineStats) -> None:
+    """Start the counters of a new `scheduler`, which has not run yet, at the last values of a lost coordinator."""
     if former.scheduler is not None:
         counted = former.scheduler.copy()
         for name in SchedulerStats.__struct_fields__:

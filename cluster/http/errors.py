@@ -120,7 +120,7 @@ def timed_out(limit_s: float) -> ApiError:
 
 
 def engine_failed(request_id: str, reason: str = "") -> ApiError:
-    """500: the reason is in the log under the request's id, and said here if it is fit for clients."""
+    """500: the reason is in the log under the request's id, and in the message if clients may see it."""
     return ApiError(
         500,
         f"The engine failed while it worked on this request (request id {request_id})" + (reason and f": {reason}"),

@@ -15,7 +15,7 @@ from cluster.http.errors import ApiError, internal, invalid, unauthorized
 from cluster.http.keys import is_known
 from cluster.http.origins import Origins
 from cluster.http.page.files import PAGE_ROUTES
-from cluster.http.sending import suited
+from cluster.http.sending import adapted_send
 from cluster.http.tracing import ARRIVED
 from cluster.logs import REQUEST_ID, fields, request_id
 
@@ -53,7 +53,7 @@ class EdgeMiddleware:
         status = 0
         begin_s = time.monotonic()
         former = request_id.set("")
-        send = suited(scope, send)
+        send = adapted_send(scope, send)
 
         async def send_with_id(message: Message) -> None:
             nonlocal started, status

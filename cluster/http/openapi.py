@@ -67,7 +67,7 @@ def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     _, of_replies = msgspec.json.schema_components(replies, ref_template=_REF.format("{name}"))
     structs = {struct.__name__: struct for struct in _subclasses(Struct)}
     for name, schema in of_replies.items():
-        # msgspec requires what it would require of a sender; a reply has every field that cannot be left out.
+        # msgspec lists what a sender must give; a reply always has every field that is never omitted
         fields = msgspec.structs.fields(structs[name])
         schema["required"] = [field.name for field in fields if field.default is not msgspec.UNSET]
     bodies = dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None)

@@ -4,7 +4,7 @@
 from starlette.types import Message, Scope, Send
 
 
-def suited(scope: Scope, send: Send) -> Send:
+def adapted_send(scope: Scope, send: Send) -> Send:
     """Return `send` adapted to the request of `scope`."""
     if scope["method"] == "HEAD":
         return _without_body(send)

@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
-from cluster.coordinator.stats import go_on_from
+from cluster.coordinator.stats import continue_counters
 from cluster.linux import raise_open_files
 from cluster.logs import use_logs
 from cluster.plan import ReplicaPlan
@@ -45,7 +45,7 @@ class EagleCoordinator:
         engine = self._engine_config
         scheduler = Scheduler.of(layout, time.monotonic)
         if former:
-            go_on_from(scheduler, msgspec.msgpack.decode(former, type=EngineStats))
+            continue_counters(scheduler, msgspec.msgpack.decode(former, type=EngineStats))
         coordinator = Coordinator(
             scheduler,
             CoordinatorSettings(

@@ -147,7 +147,7 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
     else:
         pages = f"{HOST_SHARE:g} of the free memory that is left, at most {HOST_LIMIT_BYTES / 1e9:g} GB per rank"
     size = f"{cache.page_size} tokens per page"
-    if layout.keeps_latent_rows and placement.uses_gpus and cache.page_size < LATENT_PAGE_SIZE:
+    if layout.has_latent_rows and placement.uses_gpus and cache.page_size < LATENT_PAGE_SIZE:
         size += f" (latent rows are read faster by pages of {LATENT_PAGE_SIZE}: set cache.page_size)"
     if layout.kv_in_fp8:
         size += f" in {FP8_E4M3}, {layout.bytes_per_page / cache.page_size / 1e3:.4g} kB per token on each rank"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.lazy_import import load
 from cluster.environment import pin_network_interface, set_visible_devices, visible_devices
-from cluster.linux import end_with_parent, give_way, raise_open_files, set_name
+from cluster.linux import end_with_parent, lower_priority, raise_open_files, set_name
 from cluster.logs import use_logs
 from cluster.plan import RankPlan
 from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
@@ -123,7 +123,7 @@ def attach(folder: Path | None, plan: RankPlan, rank: int) -> AttachedRank | Non
     return None
 
 
-def begin_ranks(plan: RankPlan, folder: Path) -> None:
+def start_ranks(plan: RankPlan, folder: Path) -> None:
     """Fork all ranks of one engine, on this machine's first GPUs or on its CPUs.
     This process must have one thread, and have used no device."""
     load(RANK_BUILDER)
@@ -148,7 +148,7 @@ def begin_ranks(plan: RankPlan, folder: Path) -> None:
 
 
 def wait_for_ranks() -> None:
-    """Wait until all ranks that `begin_ranks` forked have ended."""
+    """Wait until all ranks that `start_ranks` forked have ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -174,7 +174,7 @@ class _Rank:
         set_name(f"{NAME}{self._rank}")
         raise_open_files()  # before there are threads, beside which the table grows in up to 0.7 s
         if not self._plan.uses_gpus:
-            give_way()
+            lower_priority()
         threading.Thread(target=self._attend, args=(listener,), name="actor", daemon=True).start()
         builder = self._open()
         built: object

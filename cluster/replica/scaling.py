@@ -38,6 +38,6 @@ def replicas_for(loads: Collection[float], current: int) -> int:
 
 
 def desired_replicas(context: ScalingContext) -> tuple[int, dict[str, Any]]:
-    """Called by Serve. The second result is state to keep, which is empty."""
+    """Called by Serve. The second result is the state that Serve keeps: none."""
     loads = (context.aggregated_metrics or {}).get("load", {})
     return replicas_for(loads.values(), context.target_num_replicas), {}

@@ -21,7 +21,7 @@ from cluster.environment import (
     set_visible_devices,
     visible_devices,
 )
-from cluster.linux import give_way, raise_open_files
+from cluster.linux import lower_priority, raise_open_files
 from cluster.logs import use_logs
 from cluster.placement import RankPlace
 from cluster.plan import RankPlan
@@ -129,7 +129,7 @@ class Worker:
                 self._log.done("took the rank started ahead")
         if self._attached is None:
             if not self._plan.uses_gpus:
-                give_way()
+                lower_priority()
             self._builder = self.rank_builder(self._plan, rank)
             self._log.done("device opened")
 

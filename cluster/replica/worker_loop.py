@@ -7,7 +7,7 @@ from typing import Literal
 
 import zmq
 
-from cluster.linux import give_memory_back, sleep_exactly
+from cluster.linux import trim_heap, use_exact_timers
 from cluster.transport.channel import RankChannel
 from cluster.transport.messages import Heartbeat, Stop
 from cluster.transport.sockets import Transport
@@ -17,7 +17,7 @@ HEARTBEAT_S = 0.5
 IDLE_WORK_INTERVAL_S = 30.0
 _MAX_PENDING = 2  # `StepExecutor`'s contract: launched, result not taken
 # Between polls of a running GPU step; a result waits half of it on average. On a busy AMD EPYC such a sleep took 36 us
-# with `sleep_exactly`, and 89 with Linux's usual slack (125 for 50).
+# with `use_exact_timers`, and 89 with Linux's usual slack (125 for 50).
 _DEVICE_POLL_S = 20e-6
 
 
@@ -29,7 +29,7 @@ def open_channel(transport: Transport, name: str, rank: int, epoch: int) -> Rank
 def idle_work_of(uses_gpus: bool) -> Callable[[], None] | None:
     """Return what an idle rank does. On a CPU, steps fragment the heap: after some minutes, half of the memory in use
     would be holes."""
-    return None if uses_gpus else give_memory_back
+    return None if uses_gpus else trim_heap
 
 
 def run_worker_loop(
@@ -43,7 +43,7 @@ def run_worker_loop(
     Rank 0 sends results, all ranks send heartbeats. An error of the executor is sent with its traceback, and raised.
     idle_work: called after steps, once none has run for `HEARTBEAT_S`, at most every `IDLE_WORK_INTERVAL_S`.
     """
-    sleep_exactly()
+    use_exact_timers()
     loop = _Loop(executor, channel, clock, idle_work)
     try:
         while True:

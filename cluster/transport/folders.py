@@ -42,7 +42,7 @@ def clear_abandoned(spared: Collection[Path] = ()) -> list[Path]:
     one of another PID namespace, whose processes cannot be seen. spared: stay in any case."""
     removed = []
     for folder, owner in own_folders():
-        if folder not in spared and not is_living(owner):
+        if folder not in spared and not is_alive(owner):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
@@ -62,7 +62,7 @@ def own_folders() -> Iterator[tuple[Path, dict[str, object]]]:
             yield folder, owner
 
 
-def is_living(process: Mapping[str, object]) -> bool:
+def is_alive(process: Mapping[str, object]) -> bool:
     """Whether the process of this identity runs."""
     pid = process["pid"]
     had_ended = process["started"] == "" != process["namespace"]

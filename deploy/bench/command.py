@@ -18,7 +18,7 @@ from deploy.arguments import DEFAULT_VOCAB
 from deploy.bench.arrivals import MIXES, OWN_TOKENS, Lengths, Mix, Prefixes, Traffic
 from deploy.bench.figures import Rate, latency_plot, markdown
 from deploy.bench.load import Target, measure_rate, warm_up
-from deploy.client import AnswerError, Server, given_server
+from deploy.client import AnswerError, Server, parse_server
 
 LOWEST_ID = 300  # below it are special tokens and bytes, of most tokenizers
 
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--plot {arguments.plot}: must end in .svg")
     rates = _rates(arguments.rates)
     extra = _extra(arguments.extra)
-    server = given_server(arguments)
+    server = parse_server(arguments)
     card = server.model(arguments.model)
     traffic = traffic_for(arguments, card.get("max_model_len"), server)
     target = Target(server.url, card["id"], extra, server.key)

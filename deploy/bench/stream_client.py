@@ -53,7 +53,7 @@ def request_bytes(
 
 @dataclass
 class Answered:
-    """One answer, as far as it has come. Seconds are of `time.perf_counter`.
+    """The part of an answer received so far. Seconds are of `time.perf_counter`.
 
     event_s: of each event that carries a choice.
     num_tokens: by the server's own count, 0 if it gave none; likewise num_prompt, and num_cached of these.

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass
 class StreamedAnswer:
-    """started_s: when it was asked for, by the clock that `push` gets.
+    """started_s: when the request was sent, by the clock of `push`.
 
     content: what the history keeps. num_first: tokens of the first event, which no rate counts.
     """

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from deploy.chat.answer import StreamedAnswer
 from deploy.chat.conversation import CommandError, Conversation
-from deploy.client import AnswerError, Server, given_server
+from deploy.client import AnswerError, Server, parse_server
 
 STYLES = {True: "green", False: "magenta", None: ""}  # of drafted tokens, of the target's own, of unknown ones
 
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history and keys to edit with
 
-    server = given_server(arguments)
+    server = parse_server(arguments)
     conversation = Conversation(
         str(server.model(arguments.model)["id"]),
         not arguments.no_spec,

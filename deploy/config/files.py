@@ -39,7 +39,7 @@ def find_config(given: str | Path) -> Path:
     )
 
 
-def located(path: Path) -> dict[str, Any]:
+def read_config_file(path: Path) -> dict[str, Any]:
     """The whole content of a Serve config file, with absolute folders, and digests in the place of API keys. Raises
     ConfigError."""
     content, _ = read_content(path)

@@ -1,4 +1,4 @@
-"""The command: a line per finding about this machine and a configuration."""
+"""`aerie doctor`: prints a line per finding about this machine and a configuration."""
 
 import argparse
 

@@ -36,7 +36,7 @@ def max_connections() -> int:
     return min(MAX_CONNECTIONS, max(16, (most - _FILES_BESIDE - 4 * threads) // _FILES_EACH))
 
 
-def scarcity() -> str | None:
+def open_files_warning() -> str | None:
     """A line for the user where the limit of open files is what limits streams; None elsewhere."""
     connections = max_connections()
     if connections >= AMPLE:

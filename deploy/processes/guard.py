@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.linux import adopt_orphans, end_with_parent, set_name
-from cluster.transport.folders import OWNER, give_to, is_living
+from cluster.transport.folders import OWNER, give_to, is_alive
 from deploy.processes.server_record import Record, begin, clear, clear_abandoned, note, read
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -71,11 +71,11 @@ def run_guarded(run: Callable[[Callable[[], None]], int]) -> int:
         code = _watch(child, passed_on, started, folder)
     finally:
         end_descendants()
-        clear_up(folder, keep_session=code == FAULT)
+        remove_server_files(folder, keep_session=code == FAULT)
     return code
 
 
-def clear_up(folder: Path, keep_session: bool = False) -> None:
+def remove_server_files(folder: Path, keep_session: bool = False) -> None:
     """Remove every file of the server in `folder`, and folders of its processes that were killed."""
     if keep_session:
         note(is_kept=True)
@@ -111,11 +111,11 @@ def _keep(folder: Path, guard: int) -> None:
         server = json.loads((folder / OWNER).read_text())
     except (OSError, ValueError):
         return  # the guard has cleared up
-    while is_living(server):
+    while is_alive(server):
         time.sleep(_KEEPER_PERIOD_S)
     record = read(folder)
     if record is not None and not record.is_kept:
-        clear_up(folder)
+        remove_server_files(folder)
 
 
 def _wait_for(pid: int) -> None:
@@ -142,10 +142,10 @@ def end_descendants() -> None:
 
 def descendants(pid: int) -> list[int]:
     """Processes below `pid` that have not ended, and those of its own children that are to be waited for."""
-    return [child for child, (state, parent) in tree_below(pid).items() if state != "Z" or parent == pid]
+    return [child for child, (state, parent) in process_tree(pid).items() if state != "Z" or parent == pid]
 
 
-def tree_below(pid: int) -> dict[int, tuple[str, int]]:
+def process_tree(pid: int) -> dict[int, tuple[str, int]]:
     """State and parent of each process below `pid`, as /proc shows them."""
     every: dict[int, tuple[str, int]] = {}
     for name in os.listdir("/proc"):
@@ -165,7 +165,7 @@ def tree_below(pid: int) -> dict[int, tuple[str, int]]:
 
 
 def _is_closed(pipe: int) -> bool:
-    """Whether the other end of a pipe into which nothing is written is closed."""
+    """Whether the other end of a pipe is closed. Nothing is ever written into the pipe."""
     return bool(select.select([pipe], [], [], 0)[0])
 
 
@@ -173,7 +173,7 @@ def _end_start(child: int, signum: int, folder: Path) -> int:
     """Kill a server that does not take requests yet, with all below it, and say so; returns 128 and the signal's
     number."""
     os.kill(child, signal.SIGKILL)
-    clear_up(folder)  # before `end_descendants`: it asks Ray's processes for their files
+    remove_server_files(folder)  # before `end_descendants`: it asks Ray's processes for their files
     for number in (1, 2):
         if os.isatty(number):
             os.write(number, _SHOW_CURSOR)

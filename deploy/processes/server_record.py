@@ -89,7 +89,7 @@ def processes(folder: Path) -> list[int]:
     marker = f"{VARIABLE}={folder}".encode()
     found = {pid for pid, words in _of_every_process("environ") if marker in words}
     with contextlib.suppress(OSError, ValueError):
-        found |= {each["pid"] for each in json.loads((folder / _PROCESSES).read_text()) if folders.is_living(each)}
+        found |= {each["pid"] for each in json.loads((folder / _PROCESSES).read_text()) if folders.is_alive(each)}
     return sorted(found - {os.getpid()})
 
 
@@ -118,16 +118,16 @@ def clear_abandoned(with_kept: bool) -> None:
     """Clear up after this user's servers and nodes that were killed. with_kept: after those that a fault ended too."""
     spared = set()
     for folder, record, owner in list(records()):
-        if is_living(folder, record, owner) or (record.is_kept and not with_kept):
+        if is_alive(folder, record, owner) or (record.is_kept and not with_kept):
             spared.add(folder)
         else:
             clear(folder)
     folders.clear_abandoned(spared)
 
 
-def is_living(folder: Path, record: Record, owner: Mapping[str, object]) -> bool:
+def is_alive(folder: Path, record: Record, owner: Mapping[str, object]) -> bool:
     """Whether the server or node runs. `ray start` ends once the node does."""
-    return folders.is_living(owner) or (record.kind == "node" and bool(processes(folder)))
+    return folders.is_alive(owner) or (record.kind == "node" and bool(processes(folder)))
 
 
 def sessions_of(pids: Iterable[int]) -> set[str]:

@@ -36,7 +36,7 @@ _MOMENTS_BYTES = 1 << 32  # second moments held at once; for more, the texts are
 
 
 @dataclass(frozen=True)
-class Made:
+class QuantizedCheckpoint:
     """The result of a run.
 
     num_matrices: quantised matrices.
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def quantise(arguments: argparse.Namespace) -> Made:
+def quantise(arguments: argparse.Namespace) -> QuantizedCheckpoint:
     """Write the checkpoint. Raises ConfigError, TrainingError, and ValueError as an engine does."""
     scheme = scheme_of(arguments.scheme, arguments.group_size, arguments.asymmetric, bool(arguments.calibrate))
     if arguments.head and not SCHEMES[scheme.name].is_integer:
@@ -89,7 +89,7 @@ class Job:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
 
-    def run(self) -> Made:
+    def run(self) -> QuantizedCheckpoint:
         texts = self._held_out()
         with unfinished(self.output) as folder, self.progress:
             self._check_space()
@@ -102,7 +102,9 @@ class Job:
             fill_target(ModelSource(str(folder)), read_target_config(ModelSource(str(folder)), 1), SOLO, META, 1)
             after = self._loss(folder, texts, "loss after")
         num_tokens = sum(len(text) - 1 for text in texts)
-        return Made(len(self.modules), self.source.num_bytes, writer.num_bytes, before, after, num_tokens)
+        return QuantizedCheckpoint(
+            len(self.modules), self.source.num_bytes, writer.num_bytes, before, after, num_tokens
+        )
 
     def _held_out(self) -> list[list[int]]:
         """Return the texts of the loss; none if it is not measured."""

@@ -141,7 +141,7 @@ def run() -> None:
         if not line:
             return  # the configuration cannot be read
         from cluster.config import AerieConfig, ConfigError
-        from deploy.checks import check_and_begin
+        from deploy.checks import check_and_start_ranks
 
         task = Task(**json.loads(line))
 
@@ -152,7 +152,7 @@ def run() -> None:
         try:
             config = AerieConfig.model_validate_json(task.config)
             here = gpus if task.has_nodes else None
-            check_and_begin(task.path, config, here, task.ranks_to, lambda found: tell({"max_model_len": found}))
+            check_and_start_ranks(task.path, config, here, task.ranks_to, lambda found: tell({"max_model_len": found}))
         except ConfigError as error:
             tell({"refused": str(error)})
             sys.exit(2)

@@ -240,8 +240,8 @@ _FOLLOWING = {
 
 
 def log_path(name: str) -> Path:
-    """A file for the log of this name, which exists and is empty; the one before is kept with the ending
-    .1. Below the user's state folder, or where that cannot be written the temporary one. Raises OSError."""
+    """Create an empty log file of this name and return its path; the former one gets the ending .1. It is in the
+    user's state folder, or in the temporary one if that cannot be written. Raises OSError."""
     import tempfile
 
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.haproxy.process import NUM_PORTS, max_connections, scarcity, write_script
+from deploy.haproxy.process import NUM_PORTS, max_connections, open_files_warning, write_script
 from deploy.serve.watches import HaproxyWatch
 from workers.distributed.ports import free_port, free_ports
 
@@ -15,8 +15,8 @@ FAULT_ENVIRONMENT = {
     "RAY_kill_worker_timeout_milliseconds": "1000",
     # A replica that fails its health checks is mostly stopped: it would not end by itself and would keep its GPUs.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-    # Ranks on CPUs lower their own priority (`cluster.linux.give_way`). Ray's default would lower that of ingresses,
-    # coordinators and HAProxy too.
+    # Ranks on CPUs call `cluster.linux.lower_priority`. Ray's default would lower the priority of ingresses too, and of
+    # coordinators and HAProxy.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
@@ -57,7 +57,7 @@ def use_haproxy(folder: Path, silence_s: int, report: Callable[[str], None]) -> 
     binary = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
     os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary, free_ports(NUM_PORTS)))
     os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(max_connections()))
-    if (line := scarcity()) is not None:
+    if (line := open_files_warning()) is not None:
         report(line)
     for name in ("TIMEOUT_SERVER_S", "HARD_STOP_AFTER_S"):
         os.environ.setdefault(f"RAY_SERVE_HAPROXY_{name}", str(silence_s))

@@ -38,7 +38,7 @@ def do_without_home(environment: MutableMapping[str, str], folder: Path, say: Ca
 
 
 def can_be_written(path: Path) -> bool:
-    """Whether a file or folder of this path can be made or changed: its nearest folder that exists allows it."""
+    """Whether a file or folder at this path can be created or changed, by its nearest existing folder."""
     while not path.exists():
         if path == path.parent:
             return False

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.processes.guard import tree_below
+from deploy.processes.guard import process_tree
 from deploy.processes.server_record import note_processes
 from deploy.serve.watches import Watch
 
@@ -34,7 +34,7 @@ class ProcessWatch(Watch):
     def look(self) -> None:
         if sys.platform != "linux":
             return
-        tree, now_s = tree_below(os.getpid()), time.monotonic()
+        tree, now_s = process_tree(os.getpid()), time.monotonic()
         if self._noted != tree.keys():
             self._noted = set(tree)
             note_processes(self._noted)

@@ -1,5 +1,5 @@
-"""Headers that Serve's Python proxy cannot read, cleaned before it reads them. Serve loads `middlewares` in the proxy's
-process, where HAProxy, whose configuration has the same rules (`deploy.haproxy.config`), is not used.
+"""Cleans headers that Serve's Python proxy cannot read. Serve loads `middlewares` in the proxy's process. Where HAProxy
+is used instead, its configuration has the same rules (`deploy.haproxy.config`).
 
 The proxy (Ray 2.60) decodes some headers strictly: a byte that is not UTF-8 is a bare 500 on every path.
 """

@@ -28,8 +28,8 @@ def keep_to_owner(environment: Mapping[str, str]) -> None:
 
 
 def use_token() -> None:
-    """Let this process, which is about to join a cluster, use the token that `aerie start` used, if there is one. Ray
-    2.60 takes a stored token by itself only for clusters that it starts."""
+    """Use the token of `aerie start`, if there is one, before this process joins a cluster. Ray 2.60 reads a stored
+    token by itself only for clusters that it starts."""
     if os.environ.get("RAY_AUTH_TOKEN") or token_path(os.environ).exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 

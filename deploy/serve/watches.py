@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.haproxy.process import LAST, PID, STAND_IN, living
-from deploy.processes.guard import FAULT, end_descendants, tree_below
+from deploy.processes.guard import FAULT, end_descendants, process_tree
 from deploy.processes.server_record import note, sessions_of
 from deploy.serve.console import Console
 
@@ -104,7 +104,7 @@ def end_at_once(console: Console, reason: str, status: int = FAULT) -> None:
     if status == FAULT:
         note(is_kept=True)
     else:
-        note(session=next(iter(sessions_of(tree_below(os.getpid()))), ""))  # a starting Ray has not reported it
+        note(session=next(iter(sessions_of(process_tree(os.getpid()))), ""))  # a starting Ray has not reported it
     end_descendants()
     console.__exit__()
     print(reason, file=sys.stderr, flush=True)

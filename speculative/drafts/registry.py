@@ -53,8 +53,8 @@ def method_of(raw: Mapping[str, Any]) -> str | None:
 
 
 def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:
-    """Return the error for a draft of another method: it would load, or almost, and then accept nothing without a
-    message."""
+    """Return the error for a draft of another method: it might load, and then the target would accept
+    nothing, without any message."""
     draft, architecture = f"speculative.method={name}: draft {path}", draft_architecture(raw)
     right = method_of(raw)
     if right is None and "speculators_model_type" in raw:

@@ -33,8 +33,7 @@ class SuffixDrafts:
         return SuffixDrafts(slots, trees, limits, chains)
 
     def record(self, slots: Tensor, length: Tensor, commit: Commit) -> Tensor:
-        """Append what a commit emitted. Return how many of its tokens the last proposals foresaw, [B] int64; -1 without
-        a proposal.
+        """Append what a commit emitted. Return how many of its tokens were proposed, [B] int64; -1 without a proposal.
 
         slots: [B] int64.
         length: [B] int32, committed KV tokens before it.

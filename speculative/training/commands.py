@@ -70,8 +70,8 @@ def training_samples(
     train: Sequence[Conversation],
     reuse: bool,
 ) -> list[Sample]:
-    """The rows' answers, or the target's own. The output folder keeps these; `reuse` reads them, for a resume and for
-    the processes after the first."""
+    """Return the rows with their answers, or with the target's own. The output folder keeps the target's; `reuse` reads
+    them there, to resume, and in processes after the first."""
     max_length = min(arguments.max_length, target.config.max_position_embeddings)
     if arguments.regenerated is not None:
         return read_regenerated(arguments, max_length)

@@ -57,7 +57,7 @@ class Batch:
 
 
 def prompt_tokens(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The chat template's tokens up to and including the mark after which the assistant speaks.
+    """The chat template's tokens up to and including the mark that starts the assistant's answer.
 
     Raises `TrainingError` for a tokenizer without a chat template or end of turn, and for a conversation that the
     template refuses.

@@ -128,7 +128,7 @@ def trimmed(tree: Tree, max_depth: int, straight: bool) -> Tree:
     return chain(tokens[:, 0], tokens[:, 1:]) if straight else Tree(tokens, tree.parents, tree.depths, tree.masks)
 
 
-def bare_roots(root: Tensor, width: int) -> Tree:
+def root_only_trees(root: Tensor, width: int) -> Tree:
     """Return trees of which only the root [B] can be accepted."""
     nothing = torch.full((root.shape[0], width - 1), NO_TOKEN, dtype=torch.int64, device=root.device)
     return chain(root, nothing)

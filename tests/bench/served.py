@@ -20,7 +20,7 @@ import httpx
 import psutil
 import yaml
 
-from deploy.config.files import located
+from deploy.config.files import read_config_file
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
 from tests.support import ROOT
 
@@ -138,7 +138,7 @@ def model_name(server: RunningServer) -> str:
 
 def embedded_config() -> dict[str, Any]:
     """deploy/eagle.yaml, fit for any folder."""
-    return located(ROOT / "deploy" / "eagle.yaml")
+    return read_config_file(ROOT / "deploy" / "eagle.yaml")
 
 
 def _wait_ready(server: RunningServer, limit_s: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deploy.config.files import find_config, located
+from deploy.config.files import find_config, read_config_file
 from tests.bench.models import configured, deepseek_rank
 from tests.bench.round import MODELS, SHAPES, write_checkpoints
 
@@ -37,8 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The Serve config file's content. Checkpoints of dummy weights are written to `folder`."""
     if not arguments.gpu:
-        return located(find_config(arguments.config))
-    content = located(find_config("eagle"))
+        return read_config_file(find_config(arguments.config))
+    content = read_config_file(find_config("eagle"))
     args = content["applications"][0]["args"]
     write_checkpoints(folder, arguments.model)
     write_tokenizer(folder / "target", _vocab(arguments.model))
@@ -52,7 +52,7 @@ def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     args["cache"] = {"memory_gb": arguments.memory_gb}
     args["scheduler"] = {"max_running": arguments.max_running}
     if arguments.model in deepseek_rank.CONFIGS:  # as its model is served
-        served = located(find_config("deepseek-v3"))["applications"][0]["args"]
+        served = read_config_file(find_config("deepseek-v3"))["applications"][0]["args"]
         args["graph_capture"] = served["graph_capture"]
         args["cache"]["page_size"] = served["cache"]["page_size"]
         args["scheduler"]["max_step_tokens"] = served["scheduler"]["max_step_tokens"]

@@ -16,13 +16,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from deploy.cli import main
-from deploy.config.files import located, packaged_names, starting_point
+from deploy.config.files import packaged_names, read_config_file, starting_point
 from tests.support import MODELS, ROOT
 from workers.distributed.ports import free_port
 
 
 def _config(tmp_path: Path, **changes: Any) -> Path:
-    content = located(ROOT / "deploy" / "eagle.yaml")
+    content = read_config_file(ROOT / "deploy" / "eagle.yaml")
     content["applications"][0]["args"] |= changes
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -137,7 +137,7 @@ def test_printed_configuration_is_the_packaged_one_with_its_models_located(name:
     path = ROOT / "deploy" / f"{name}.yaml"
     printed = yaml.safe_load(starting_point(name))
     if name in ("eagle", "eagle3"):
-        assert printed == located(path)
+        assert printed == read_config_file(path)
         assert starting_point(name).count("\n# ") == path.read_text().count("\n# ")
     else:  # its checkpoints are to be downloaded beside the copy
         assert printed == yaml.safe_load(path.read_text())

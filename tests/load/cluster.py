@@ -18,7 +18,7 @@ import psutil
 import yaml
 
 from cluster.replica.rank_process import NAME
-from deploy.config.files import find_config, located
+from deploy.config.files import find_config, read_config_file
 from tests.bench.served import GROUPS
 from tests.load import gpus
 from tests.load.network import Network, address, namespace
@@ -202,7 +202,7 @@ def _part(process: psutil.Process) -> str:
 
 def serve_content(hosts: Hosts, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the embedded pair's Serve config file with the scenario's changes."""
-    content = located(find_config("eagle"))
+    content = read_config_file(find_config("eagle"))
     content["proxy_location"] = hosts.proxy_location
     content["http_options"] = {"host": "0.0.0.0", "port": PORT}
     application = content["applications"][0]

@@ -19,8 +19,11 @@ JOIN_TIMEOUT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class TPGroup:
-    """rank of size ranks; process_group is None exactly if size is 1. custom: the faster way for small sums between
-    GPUs, if any. shared: what goes before the process group on the CPUs of one machine."""
+    """One of `size` ranks.
+
+    process_group: None if size is 1.
+    custom: faster sums of small tensors between GPUs, if any.
+    shared: used instead of the process group between CPUs of one machine."""
 
     rank: int
     size: int
@@ -37,13 +40,13 @@ class TPGroup:
         return x
 
     def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """residual += sum of x over the ranks, in place, and its RMSNorm [rows, size], in one launch; None, and nothing
-        done, where that is not to be had. x, residual: [rows, size], contiguous."""
+        """Add the sum of x over the ranks to residual, in place, and return its RMSNorm, in one launch; None, without a
+        change, if one launch cannot do it. All [rows, size], contiguous."""
         return None if self.custom is None else self.custom.add_norm(x, residual, weight, eps)
 
     def all_reduce_buffer(self, rows: int, size: int, dtype: torch.dtype) -> Tensor | None:
-        """[rows, size] for what is given to `all_reduce` next, which then copies less; None where any memory will do.
-        Whatever is read from it must be read before it is written again."""
+        """Return a buffer [rows, size] for the next argument of `all_reduce`, which then copies less; None if any other
+        memory is as good. Read the buffer before it is written again."""
         return None if self.custom is None else self.custom.all_reduce_buffer(rows, size, dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:

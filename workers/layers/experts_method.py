@@ -11,7 +11,7 @@ from workers.layers.linear_method import LinearMethod, LinearShape, Part, Unquan
 from workers.layers.weighted import check_shape
 from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
 from workers.ops.experts.gated import SWIGLU, GatedActivation
-from workers.ops.experts.grouped import Biases, experts_one_by_one, grouped_experts, numbered_here
+from workers.ops.experts.grouped import Biases, experts_one_by_one, grouped_experts, local_expert_ids
 from workers.ops.experts.route import RouterLogits
 from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
 from workers.ops.experts.weights import ExpertWeights
@@ -188,7 +188,7 @@ class DenseExperts(ExpertsMethod):
         chosen, weight = router.choose()
         partly = self.shape.held_if_some is not None
         if partly:
-            chosen = numbered_here(chosen, self.shape.held)
+            chosen = local_expert_ids(chosen, self.shape.held)
         activation, biases = self.shape.activation, self.biases
         if aligned:
             result = grouped_experts(x, chosen, weight, gate_up, down, partly, activation, biases)

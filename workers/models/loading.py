@@ -77,7 +77,7 @@ def load_target(
     advance: Advance = lambda done, total: None,
 ) -> TargetModel:
     """This rank's shard of the target. max_position: rows of the rotary table, more than any position in a step.
-    deterministic: see `finish_weights`. advance: hears how many bytes of the checkpoint are loaded. Raises ValueError
+    deterministic: see `finish_weights`. advance: called with the number of loaded bytes. Raises ValueError
     as `fill_target`."""
     name = f"model {source.path}"
     here = Capability.of(device)

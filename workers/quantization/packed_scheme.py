@@ -82,7 +82,7 @@ class PackedScheme(LinearLayout):
 
     @abstractmethod
     def dummy(self, stored: Mapping[str, Tensor], fan_in: int, generator: torch.Generator) -> None:
-        """Fill what `storage` made with random codes of which a product is as large as its inputs."""
+        """Fill the tensors of `storage` with random codes, scaled so that products are as large as their inputs."""
 
     def packed_bytes(self, rows: int, columns: int, *experts: int) -> int:
         """Return the bytes of a packed matrix, with 16-bit scales."""

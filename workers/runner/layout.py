@@ -10,7 +10,7 @@ import torch
 from attention.capability import Capability
 from attention.fp8 import FP8
 from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.latent import keeps_latent_rows
+from attention.kv_cache.latent import has_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool, bytes_per_page
 from attention.metadata import Mode
@@ -193,7 +193,7 @@ def plan_engine(
         window=window,
         bytes_per_window_page=bytes_per_page(of_target, cache.page_size, of_windows=True),
         kv_in_fp8=kept == FP8,
-        keeps_latent_rows=keeps_latent_rows(of_target),
+        has_latent_rows=has_latent_rows(of_target),
         served_by=target.served_by,
         graph_capture=worker.graph_capture,
         bytes_per_snapshot=snapshot_bytes(recurrent, saved_dtype(cache)),

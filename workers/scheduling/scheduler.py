@@ -149,7 +149,7 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Share of pages, or of window pages if it is larger, that requests hold, 0 to 1."""
+        """Share of pages that requests hold, 0 to 1; of window pages if that is larger."""
         return self.allocator.usage
 
     def submit(self, request: Request, resumed: bool = False) -> None:

@@ -5,10 +5,10 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
+from attention.kv_cache.nan_pages import NaNPages
 from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
 from attention.kv_cache.prefix_cache import Match, PrefixCache
 from attention.kv_cache.slot_windows import SlotWindows
-from attention.kv_cache.spoilt_pages import SpoiltPages
 from workers.scheduling.plan import pack_i32
 from workers.scheduling.slot_lengths import Int64s, SlotLengths, Slots
 from workers.scheduling.state_saves import StateSaves
@@ -52,14 +52,14 @@ class SlotPages(SlotLengths):
         self.pages: list[list[int]] = [[] for _ in range(num_slots)]
         self._free_slots = list(range(num_slots))  # heap: the lowest slot first
         self._updates: dict[tuple[int, int], int] = {}  # (slot, index in its table) -> page
-        self.spoilt = SpoiltPages()
+        self.nan_pages = NaNPages()
 
     def reset(self) -> None:
         """Free all slots and pages and empty the prefix cache, with the ranks' memory."""
         for slot in np.flatnonzero(self.user >= 0).tolist():
             self._clear(slot)
         self._updates.clear()
-        self.spoilt.reset()
+        self.nan_pages.reset()
         self.allocator.reset()
         if self.cache is not None:
             self.cache.reset()
@@ -215,14 +215,14 @@ class SlotPages(SlotLengths):
 
     def spoil(self, slot: int, tokens: npt.NDArray[np.int32], salt: bytes) -> None:
         """The KV of `tokens` may hold NaN: drop it from the prefix cache, and zero its pages before they get another
-        owner (`SpoiltPages`).
+        owner (`NaNPages`).
 
         slot: the request's slot; -1 if it has none.
         """
         num_free = self.windows.pages.num_free if self.windows is not None else 0
         cached = self.cache.forget(tokens, salt) if self.cache is not None else []
         pages = cached + (self.pages[slot] if slot >= 0 else [])
-        self.spoilt.add(pages)
+        self.nan_pages.add(pages)
         if self.windows is not None:
             self.windows.spoil(pages, num_free)
 
@@ -236,7 +236,7 @@ class SlotPages(SlotLengths):
 
     def take_cleared(self) -> bytes:
         """Return the pages that the next plan zeroes, as `StepPlan.cleared_pages`."""
-        cleared = self.spoilt.take()
+        cleared = self.nan_pages.take()
         return pack_i32(cleared) if cleared else b""
 
     def take_updates(self) -> bytes:
@@ -249,7 +249,7 @@ class SlotPages(SlotLengths):
         """Return `StepPlan.window_updates` and `StepPlan.cleared_window_pages` since the last plan."""
         if self.windows is None:
             return b"", b""
-        return pack_i32(self.windows.pages.take_updates()), pack_i32(self.windows.spoilt.take())
+        return pack_i32(self.windows.pages.take_updates()), pack_i32(self.windows.nan_pages.take())
 
     def _make_room(self, need: int) -> int:
         """Evict until `need` pages are free. Return the number of missing pages; evict nothing if it would not
@@ -268,7 +268,7 @@ class SlotPages(SlotLengths):
 
     def _allocate(self, count: int) -> list[int]:
         pages = self.allocator.allocate(count)
-        self.spoilt.allocated(pages)
+        self.nan_pages.allocated(pages)
         if self.windows is not None:
             self.windows.take(pages)
         return pages

@@ -89,7 +89,7 @@ class StepTime:
     of another one then tells of that shape. A single outlier counts as `OUTLIER` standard deviations at most.
 
     costs: the table, as measured.
-    noise: standard deviation of one step's relative time, until steps tell.
+    noise: standard deviation of one step's relative time, before any step is measured.
     slowdown: time of the last step with rounds, over its prediction.
     """
 

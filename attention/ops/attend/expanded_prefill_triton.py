@@ -15,7 +15,7 @@ from attention.ops.attend.latent_tile_triton import no_state, turn_pairs
 from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
 from attention.ops.attend.prefill_triton import PrefillTiles
-from attention.ops.attend.references import hidden_of_chunk
+from attention.ops.attend.references import masked_positions
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.views import ExpandedKV
 
@@ -196,6 +196,6 @@ def reference(q_turned: Tensor, made: ExpandedKV, batch: PrefillBatch, scale: fl
         kv, turned = made.kv[tokens].double(), made.turned[tokens].double()
         scores = torch.einsum("rhd,nhd->hrn", q_turned[mine, :, :key_dim].double(), kv[..., :key_dim])
         scores += torch.einsum("rhd,nd->hrn", q_turned[mine, :, key_dim:].double(), turned)
-        weights = (scores * scale).masked_fill(hidden_of_chunk(start, rows, None).to(q_turned.device), float("-inf"))
+        weights = (scores * scale).masked_fill(masked_positions(start, rows, None).to(q_turned.device), float("-inf"))
         out[mine] = torch.einsum("hrn,nhd->rhd", weights.softmax(-1), kv[..., key_dim:])
     return out

@@ -81,7 +81,7 @@ def _merge(
     """Store the weighted mean of `count` <= FAN partials, `step` apart, to rows target [BLOCK_M] of D values. Return
     its log-sum [BLOCK_M].
 
-    Works in slices of D, for few registers. in_place: target is one of the partials.
+    Works in slices of D to save registers. in_place: target is one of the partials.
     """
     stride = step * COLUMNS * BLOCK_M
     base = (first * COLUMNS + tl.program_id(0)) * BLOCK_M

@@ -47,7 +47,7 @@ def prefill(q: Tensor, kv: LayerKV, batch: PrefillBatch, rule: ScoreRule, sinks:
             .repeat_interleave(group, 1)
             for x, factor in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
         )
-        hidden = hidden_of_chunk(start, rows.stop - rows.start, batch.window).to(q.device)
+        hidden = masked_positions(start, rows.stop - rows.start, batch.window).to(q.device)
         scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * rule.scale
         out[rows] = torch.einsum("hrn,nhd->rhd", row_weights(scores, hidden, rule, _of_heads(sinks)), values)
     return out
@@ -80,7 +80,7 @@ def latent_prefill(q: Tensor, kv: LatentKV, batch: PrefillBatch, rule: ScoreRule
         length = start + mine.stop - mine.start
         pages = batch.page_table[c, : -(-length // page_size)].long()
         rows = (read_pages(kv.rows, pages, torch.float64).double() * kv.scale).view(-1, width)[:length]
-        hidden = hidden_of_chunk(start, mine.stop - mine.start, batch.window).to(q.device)
+        hidden = masked_positions(start, mine.stop - mine.start, batch.window).to(q.device)
         scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * rule.scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[mine] = torch.einsum("hrn,nd->rhd", weights, rows[:, : kv.latent])
@@ -92,7 +92,7 @@ def within_window(seen: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (seen.flip(1).cumsum(1).flip(1) <= window)
 
 
-def hidden_of_chunk(start: int, rows: int, window: int | None) -> Tensor:
+def masked_positions(start: int, rows: int, window: int | None) -> Tensor:
     """Return [rows, start + rows] bool: the positions that rows from `start` do not see."""
     every = torch.ones(rows, start + rows, dtype=torch.bool)
     return every.triu(start + 1) if window is None else every.triu(start + 1) | every.tril(start - window)

@@ -12,7 +12,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @triton.jit
 def cap_scales(scale_log2, SOFT_CAP: tl.constexpr):
-    """Return the factor on scores for `soft_capped`, and the one on what it returns, in the place of scale_log2."""
+    """Return two factors that replace scale_log2: of the scores for `soft_capped`, and of its results."""
     return scale_log2 * (2.0 / SOFT_CAP), SOFT_CAP * _LOG2_E
 
 

@@ -7,7 +7,7 @@ all of them, its ancestors and itself. One UT transform over the tile gives the 
 committed rows add to the state. Its products are as exact as float32 has them, so the state is that of the recurrence.
 
 Where committed and new rows together exceed MAX_TILE_ROWS, one launch replays the committed rows and a second one
-computes the new rows from the written state: a tile of all would take more shared memory than a multiprocessor has.
+computes the new rows from the written state, because one tile would not fit into shared memory.
 """
 
 import triton

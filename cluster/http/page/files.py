@@ -1,5 +1,5 @@
-"""The page's files as routes. They are open where there are API keys: the page asks for one, and what it then asks for
-is not."""
+"""The page's files as routes. They need no API key: the page asks the reader for one, and sends it with its own
+requests."""
 
 from pathlib import Path
 

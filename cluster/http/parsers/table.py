@@ -60,7 +60,7 @@ def _kimi_ids(prompt: str) -> CallIds:
 
 def _harmony(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
     names = {tool["function"]["name"] for tool in request.tools}
-    # a grammar describes marks by their characters, which other tokens have too
+    # a grammar spells marks as characters, which other tokens may produce, too
     ids = {} if request.is_constrained else tokenizer.added_ids(MARKS)
     return HarmonyParser(request.reads_calls, request.parallel_calls, ids, names, prompt)
 

@@ -122,7 +122,7 @@ class XmlCalls:
             self._call = _Call(self._types.get(name, ArgumentTypes.unknown()), self._form)
 
     def _rest(self, text: str) -> str:
-        """Return the text that belongs to no call, without the mark that opened this body, which its owner shows."""
+        """Return the text that belongs to no call, without the opening mark, which the caller shows."""
         return text.removeprefix(self._form.opens) if self._only_tools and not self._has_calls else text
 
 

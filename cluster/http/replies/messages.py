@@ -10,7 +10,7 @@ from cluster.http.answer import Piece
 from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.replies.reply import ReplyContext, WholeAnswer
-from cluster.http.requests.messages import error_detail, restated
+from cluster.http.requests.messages import error_detail, to_messages_error
 from cluster.http.schema.chat_reply import ToolCall, ToolCallDelta
 from cluster.http.schema.messages_reply import (
     ContentBlock,
@@ -68,7 +68,7 @@ class MessagesForm:
         return _event("message_stop")
 
     def error_event(self, error: ApiError) -> bytes:
-        return _event("error", error=error_detail(restated(error)))
+        return _event("error", error=error_detail(to_messages_error(error)))
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         _, delta, calls = answers[0]

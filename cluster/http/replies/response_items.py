@@ -22,7 +22,7 @@ from cluster.http.schema.responses_reply import (
 
 
 class ItemEvents:
-    """output: the items so far; the last may be open. item_id, of its methods: of an item that has one already."""
+    """output: the items so far; the last may be open. item_id of methods: the id of an item that has one already."""
 
     def __init__(self) -> None:
         self.output: list[OutputItem] = []

@@ -15,7 +15,14 @@ import msgspec
 
 from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import ApiError, invalid, unsupported
-from cluster.http.requests.limits import answer_tokens, check_model, check_scores, kept_part, num_choices, stop_strings
+from cluster.http.requests.limits import (
+    answer_tokens,
+    check_model,
+    check_scores,
+    num_choices,
+    stop_strings,
+    truncation_of,
+)
 from cluster.http.requests.prompts import (
     chat_text,
     check_token_ids,
@@ -186,7 +193,7 @@ async def _chat_prompt(
         prompt = check_token_ids("input_ids", body.input_ids, tokenizer)
         return await tokenizer.decode_long(prompt), prompt
     chat = await _chat_text(body, calls, tokenizer)
-    kept = kept_part(body, max_tokens, config)
+    kept = truncation_of(body, max_tokens, config)
     return chat.text, await encode_prompt(chat, False, "messages", tokenizer, config, kept)
 
 
@@ -219,7 +226,7 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo: true for the prompt alone")
     given = listed_prompts(body.prompt, config.max_choices, tokenizer)
     num_choices(body.n, len(given), config)
-    kept = kept_part(body, body.max_tokens, config)
+    kept = truncation_of(body, body.max_tokens, config)
     prompts = [
         await encode_prompt(prompt, body.add_special_tokens is not False, "prompt", tokenizer, config, kept)
         if isinstance(prompt, str)
@@ -255,7 +262,7 @@ def _request(
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
     chat = isinstance(body, ChatCompletionRequest)
     n = num_choices(body.n, len(prompts), config)
-    if (kept := kept_part(body, max_tokens, config)) is not None:
+    if (kept := truncation_of(body, max_tokens, config)) is not None:
         prompts = [kept.of(prompt) for prompt in prompts]
     eos = frozenset(() if body.ignore_eos else tokenizer.eos_token_ids)
     prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs

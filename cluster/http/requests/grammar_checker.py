@@ -124,7 +124,7 @@ class ProcessChecker:
                         )
                     is_slow = True
                     self._num_slow += 1
-                    process.give_way()
+                    process.lower_priority()
                 result = await trying
             finally:
                 self._num_slow -= is_slow

@@ -7,7 +7,7 @@ from typing import Any
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import invalid, model_not_found, too_long
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
-from cluster.http.text.long_text import Kept
+from cluster.http.text.long_text import Truncation
 
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -30,9 +30,9 @@ def num_choices(n: int | None, num_prompts: int, config: EdgeConfig) -> int:
     return n
 
 
-def kept_part(
+def truncation_of(
     body: ChatCompletionRequest | CompletionRequest, max_tokens: int | None, config: EdgeConfig
-) -> Kept | None:
+) -> Truncation | None:
     """The part of a prompt that `truncate_prompt_tokens` keeps, None for all of it: its end, or its beginning with
     `truncation_side: right`. -1 keeps as many tokens as leave room for the answer. Raises ApiError."""
     limit = body.truncate_prompt_tokens
@@ -42,7 +42,7 @@ def kept_part(
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for the length")
     if limit == -1:
         limit = max(1, config.max_model_len - (max_tokens or 1))
-    return Kept(limit, at_end=body.truncation_side != "right")
+    return Truncation(limit, at_end=body.truncation_side != "right")
 
 
 def answer_tokens(prompt_len: int, max_tokens: int | None, chat: bool, config: EdgeConfig) -> int:

@@ -70,7 +70,7 @@ class MessagesApiError(ApiError):
         return msgspec.json.encode(MessagesError(error=error_detail(self)))
 
 
-def restated(error: ApiError) -> ApiError:
+def to_messages_error(error: ApiError) -> ApiError:
     """`error` in Anthropic's form, by the names of a request to /v1/messages."""
     param = error.param
     if param is not None:
@@ -171,7 +171,7 @@ def _misplaced(where: str, block: Block, role: str) -> ApiError:
     return invalid(f"{where}.type", f"{where}.type: a turn of the {role} has no blocks of type '{block.type}'")
 
 
-def knows_effort(template: str) -> bool:
+def has_reasoning_effort(template: str) -> bool:
     """Whether `output_config.effort` has an effect on a chat."""
     return "reasoning_effort" in template
 
@@ -180,7 +180,7 @@ def _effort(body: CountTokensRequest, template: str, parser: OutputParserName) -
     """`thinking` and `output_config.effort` as a chat's reasoning_effort. Where the template has no switch, a model
     thinks or not by itself."""
     effort = None
-    if body.output_config is not None and knows_effort(template):
+    if body.output_config is not None and has_reasoning_effort(template):
         effort = body.output_config.effort
     if body.thinking is None:
         return effort

@@ -35,10 +35,10 @@ def native_completion(body: NativeRequest) -> CompletionRequest:
     try:
         return CompletionRequest.model_validate(values)
     except ValidationError as error:
-        raise renamed(validation_fault(error)) from None
+        raise to_native_error(validation_fault(error)) from None
 
 
-def renamed(error: ApiError) -> ApiError:
+def to_native_error(error: ApiError) -> ApiError:
     """An error of the completion by the names of the request."""
     name = error.param
     if name is None:

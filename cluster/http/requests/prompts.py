@@ -8,7 +8,7 @@ from cluster.http.errors import ApiError, invalid, too_long
 from cluster.http.schema.message import NO_PARAMETERS, Message, MessageToolCall, RefusalPart, TextPart, Tool
 from cluster.http.text.chat_template import ChatTemplateError
 from cluster.http.text.json_text import parsed_repaired
-from cluster.http.text.long_text import Kept
+from cluster.http.text.long_text import Truncation
 from cluster.http.text.tokenizer import ChatTokenizer, TooManyTokensError
 from cluster.http.text.user_text import ChatText
 
@@ -22,7 +22,7 @@ async def encode_prompt(
     param: str,
     tokenizer: ChatTokenizer,
     config: EdgeConfig,
-    kept: Kept | None = None,
+    kept: Truncation | None = None,
 ) -> list[int]:
     """The tokens of a prompt's text. One that must have more than the model's length is refused before the work, unless
     a part of its tokens is `kept`; a few more may come."""

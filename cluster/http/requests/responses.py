@@ -95,10 +95,10 @@ def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> Ch
     try:
         return ChatCompletionRequest.model_validate(values)
     except ValidationError as error:
-        raise renamed(validation_fault(error)) from None
+        raise to_responses_error(validation_fault(error)) from None
 
 
-def renamed(error: ApiError) -> ApiError:
+def to_responses_error(error: ApiError) -> ApiError:
     """An error of a chat's body, by the names of a response's."""
     for chat, own in (("messages", "input"), ("max_completion_tokens", "max_output_tokens")):
         if error.param is not None and error.param.startswith(chat):

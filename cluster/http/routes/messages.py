@@ -8,7 +8,7 @@ from starlette.responses import Response
 from cluster.http.endpoint import IGNORED, Endpoint, post
 from cluster.http.replies.messages import MessagesForm
 from cluster.http.requests.edge_request import chat_prompt_of, chat_request
-from cluster.http.requests.messages import knows_effort, messages_chat, restated
+from cluster.http.requests.messages import has_reasoning_effort, messages_chat, to_messages_error
 from cluster.http.requests.reasoning import chat_parser
 from cluster.http.schema.messages_reply import MessagesError, MessagesEvent, MessagesReply, TokenCount
 from cluster.http.schema.messages_request import CountTokensRequest, MessagesRequest
@@ -23,9 +23,9 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     parser = chat_parser(config)
 
     def chat_of(http: Request, body: CountTokensRequest) -> ChatCompletionRequest:
-        """The chat; an effort that the model's template does not know is among the ignored fields."""
+        """Return the chat. The ignored fields include an effort that the model's template does not know."""
         effort = body.output_config is not None and body.output_config.effort is not None
-        if effort and not knows_effort(tokenizer.template_source):
+        if effort and not has_reasoning_effort(tokenizer.template_source):
             http.scope["state"][IGNORED].append("output_config.effort")
         return messages_chat(body, tokenizer.template_source, parser)
 
@@ -39,7 +39,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             http.state.request_id = body.request_id
             request_id.set(body.request_id)
         reply_id = f"msg_{uuid.uuid4().hex}"
-        return GenerationResponse(edge, request, MessagesForm, reply_id, http.state.request_id, restated)
+        return GenerationResponse(edge, request, MessagesForm, reply_id, http.state.request_id, to_messages_error)
 
     async def count_tokens(http: Request, body: CountTokensRequest) -> TokenCount:
         """Return the number of prompt tokens of a request to /v1/messages."""
@@ -55,7 +55,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             event=MessagesEvent,
             generates=True,
             error=MessagesError,
-            restate=restated,
+            restate=to_messages_error,
         ),
         post(
             "/v1/messages/count_tokens",
@@ -63,6 +63,6 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             CountTokensRequest,
             TokenCount,
             error=MessagesError,
-            restate=restated,
+            restate=to_messages_error,
         ),
     ]

@@ -8,7 +8,7 @@ from cluster.http.errors import ApiError
 from cluster.http.replies.native import NativeReply
 from cluster.http.replies.reply import ReplyContext
 from cluster.http.requests.edge_request import text_request
-from cluster.http.requests.native import native_completion, renamed
+from cluster.http.requests.native import native_completion, to_native_error
 from cluster.http.routes.status import require_engine
 from cluster.http.schema.native_reply import NativeAnswer, NativeModel
 from cluster.http.schema.native_request import NativeRequest
@@ -25,7 +25,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         try:
             request = await text_request(native_completion(body), config, tokenizer)
         except ApiError as error:
-            raise renamed(error) from None
+            raise to_native_error(error) from None
         if (grammar := request.choices[0].sampling.grammar) is not None:
             await edge.grammars.check(grammar)
         if body.rid is not None:

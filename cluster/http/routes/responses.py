@@ -19,7 +19,7 @@ from cluster.http.requests.responses import (
     chat_body,
     input_messages,
     output_messages,
-    renamed,
+    to_responses_error,
 )
 from cluster.http.schema.responses_reply import DeletedResponse, Response, ResponseEvent
 from cluster.http.schema.responses_request import ResponsesRequest
@@ -48,7 +48,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             if (grammar := request.choices[0].sampling.grammar) is not None:
                 await edge.grammars.check(grammar)
         except ApiError as error:
-            raise renamed(error) from None
+            raise to_responses_error(error) from None
         if (own_id := body.request_id or body.rid) is not None:
             http.state.request_id = own_id
 

@@ -51,7 +51,7 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(Struct):
-    """cached_tokens: prompt tokens found in the prefix cache; cache_write_tokens: not counted apart, 0."""
+    """cached_tokens: prompt tokens found in the prefix cache; cache_write_tokens: always 0."""
 
     cached_tokens: int
     cache_write_tokens: int = 0

@@ -22,7 +22,7 @@ class ControlTokens:
         self._text_of = {token: content.content for token, content in controls.items()}
 
     def encode(self, chat: ChatText, add_special_tokens: bool) -> list[int]:
-        """Token ids; of a control token with a mark in its span the ids of its plain text."""
+        """Return token ids. A control token with a mark in its span is encoded as plain text."""
         encoding = self._tokenizer.encode_batch([chat.text], add_special_tokens=add_special_tokens)[0]
         ids: list[int] = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):

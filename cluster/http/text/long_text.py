@@ -1,7 +1,7 @@
-"""Long texts, before they are encoded as a whole: a tokenizer takes hundreds of bytes for each token while it works, so
-that first pieces are counted, one at a time, and what is too long is not encoded at all.
+"""Counts the tokens of long texts piece by piece, so that a text that is too long is never encoded whole: a tokenizer
+takes hundreds of bytes per token while it works.
 
-Where a text is cut, a token may be cut too; so sums over pieces are a little too large, never much.
+A cut may split a token, so the sum over pieces is slightly too large.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def exceeds(count: Count, text: str, num_tokens: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Truncation:
     """The tokens of a prompt that is truncated.
 
     num_tokens: at most so many.

@@ -20,9 +20,9 @@ from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, Slo
 from cluster.http.text.control_tokens import ControlTokens
 from cluster.http.text.detokenizer import ByteLevelDetokenizer, ByteVocabulary, Detokenizer, PrefixDetokenizer
 from cluster.http.text.harmony_prompt import HarmonyPrompt
-from cluster.http.text.long_text import Kept
+from cluster.http.text.long_text import Truncation
 from cluster.http.text.user_text import ChatText, marked, unmarked
-from cluster.linux import give_memory_back
+from cluster.linux import trim_heap
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
 MAX_LONG_ENCODES = 2
@@ -149,15 +149,14 @@ class ChatTokenizer:
         text: str | ChatText,
         add_special_tokens: bool,
         max_tokens: int | None = None,
-        kept: Kept | None = None,
+        kept: Truncation | None = None,
     ) -> list[int]:
-        """Token ids. Control tokens are those of plain texts, and of chats those that the template wrote.
+        """Return token ids. All control tokens of a plain text count as such, but in a chat only those of the template.
 
         max_tokens: raises TooManyTokensError for a text that has more than twice as many, before all of it is encoded.
-        kept: these tokens are wanted, of a text of any length; a few more may come.
+        kept: return these tokens, and perhaps a few more; the text may have any length.
 
-        Long texts are encoded in a thread, beside which the event loop goes on, two at a time: each takes hundreds of
-        bytes a token while it is worked on.
+        Long texts are encoded in threads, two at a time, because each takes hundreds of bytes per token meanwhile.
         """
         chat = text if isinstance(text, ChatText) else ChatText(text)
         if len(chat) < LONG_TEXT:
@@ -219,7 +218,7 @@ class ChatTokenizer:
         return self._tokenizer.id_to_token(token) or ""
 
     def _encode_long(
-        self, chat: ChatText, add_special_tokens: bool, max_tokens: int | None, kept: Kept | None
+        self, chat: ChatText, add_special_tokens: bool, max_tokens: int | None, kept: Truncation | None
     ) -> list[int]:
         try:
             if kept is not None:
@@ -233,7 +232,7 @@ class ChatTokenizer:
             return self._encode(chat, add_special_tokens)
         finally:
             if len(chat) > long_text.PIECE_CHARS:
-                give_memory_back()
+                trim_heap()
 
     def _num_tokens(self, text: str) -> int:
         return len(self._encode(ChatText(text), False))

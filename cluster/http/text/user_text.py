@@ -68,8 +68,8 @@ class ControlTexts:
         self._middles = "\n".join(sorted(found))
 
     def places(self, text: str, edges: bool) -> list[int]:
-        """The characters of `text` that no control token may contain, so that none has a part of it. edges: also of
-        tokens that what stands beside this text might complete."""
+        """Return indexes of characters to mark, so that no control token contains a part of `text`. edges: consider
+        tokens, too, that the text beside this one might complete."""
         if self._whole is None or not text:
             return []
         found = {match.start() for match in self._whole.finditer(text)}

@@ -57,7 +57,7 @@ def draw_anchors(batch: Batch, max_anchors: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class JudgedBlocks:
+class BlockTargets:
     """Blocks of a batch, and the target's judgement of their rows. S: steps, of which step s of anchor n predicts token
     n + s + 2.
 
@@ -77,7 +77,7 @@ class JudgedBlocks:
 
 
 @torch.no_grad()
-def judge_blocks(head: TrainedDraft, target: PreTrainedModel, batch: Batch, unrolling: Unrolling) -> JudgedBlocks:
+def block_targets(head: TrainedDraft, target: PreTrainedModel, batch: Batch, unrolling: Unrolling) -> BlockTargets:
     """Run the frozen target over the batch, and draw blocks of it."""
     assert unrolling.max_anchors is not None
     anchors, live = draw_anchors(batch, unrolling.max_anchors)
@@ -89,7 +89,7 @@ def judge_blocks(head: TrainedDraft, target: PreTrainedModel, batch: Batch, unro
     flat = places.clamp(max=length - 1).flatten(1)
     states = output.last_hidden_state.gather(1, flat.unsqueeze(2).expand(-1, -1, output.last_hidden_state.shape[2]))
     logits = target.get_output_embeddings()(states).float()
-    return JudgedBlocks(
+    return BlockTargets(
         target.get_input_embeddings()(batch.tokens),
         head.features(output),
         anchors,
@@ -109,7 +109,7 @@ def block_loss(
 ) -> Tensor:
     """Return the loss of blocks after random positions, a float32 scalar: a mean over steps, of which step s has the
     weight `step_decay ** s`. model: the head, wrapped if there are several processes; it returns `BlockScores`."""
-    blocks = judge_blocks(head, target, batch, unrolling)
+    blocks = block_targets(head, target, batch, unrolling)
     scores = model(blocks.embeddings, blocks.captured, blocks.anchors, blocks.previous)
     losses, rejection = row_losses(scores.logits, blocks.wanted, objective)
     if scores.unary is not None:

@@ -31,8 +31,8 @@ class TimeLimit:
         return LambdaLR(optimizer, lambda step: self.learning_rate(step, warmup_steps, max_steps))
 
     def learning_rate(self, step: int, warmup_steps: int, max_steps: int) -> float:
-        """Return the learning rate of a step as a part of the peak: linear warm-up, then a cosine over steps or over
-        the time, whichever ends first."""
+        """Return the learning rate of a step as a fraction of the peak: linear warm-up, then a cosine over steps or
+        time, whichever ends first."""
         if step < warmup_steps:
             return step / warmup_steps
         done = max((step - warmup_steps) / max(1, max_steps - warmup_steps), self.share())

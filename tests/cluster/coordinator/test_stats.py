@@ -1,7 +1,7 @@
 """Counters of a coordinator that was lost go on in the next one."""
 
 from attention.config import CacheConfig
-from cluster.coordinator.stats import engine_stats, go_on_from
+from cluster.coordinator.stats import continue_counters, engine_stats
 from cluster.transport.messages import EngineStats
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from workers.scheduling.plan import SamplingParams
@@ -32,7 +32,7 @@ def test_new_scheduler_goes_on_counting_where_the_lost_one_stopped() -> None:
     former = _stats(lost)
 
     new = _scheduler()
-    go_on_from(new, former)
+    continue_counters(new, former)
     now = _stats(new)
     assert now.scheduler == former.scheduler
     assert (now.prefix_queries, now.prefix_hits, now.prefix_recomputed) == (90, 40, 20)
@@ -48,5 +48,5 @@ def test_new_scheduler_goes_on_counting_where_the_lost_one_stopped() -> None:
 
 def test_coordinator_lost_before_it_had_a_scheduler_has_no_counts() -> None:
     new = _scheduler()
-    go_on_from(new, EngineStats("e", "starting"))
+    continue_counters(new, EngineStats("e", "starting"))
     assert _stats(new) == _stats(_scheduler())

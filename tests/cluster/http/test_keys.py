@@ -9,7 +9,7 @@ import yaml
 from cluster.config import ConfigError, parse
 from cluster.http.config import EdgeConfig
 from cluster.http.keys import digest, is_known
-from deploy.config.files import located, starting_point
+from deploy.config.files import read_config_file, starting_point
 from deploy.serve.private_arguments import with_digests
 from tests.support import MODELS
 
@@ -51,7 +51,7 @@ def test_neither_what_serve_is_given_nor_the_configuration_shows_a_key(tmp_path:
     content["applications"][0]["args"]["ingress"] = {"api_keys": [KEY]}
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump(content))
-    given = located(path)["applications"][0]["args"]
+    given = read_config_file(path)["applications"][0]["args"]
     assert given["ingress"]["api_keys"] == [DIGEST]
     config = parse(given, tmp_path)
     assert config.ingress.api_keys == (DIGEST,)
@@ -59,4 +59,4 @@ def test_neither_what_serve_is_given_nor_the_configuration_shows_a_key(tmp_path:
     content["applications"][0]["args"]["ingress"] = {"api_keys": ["short"]}
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError, match=r"^ingress.api_keys: each key must have at least 8 "):
-        located(path)
+        read_config_file(path)

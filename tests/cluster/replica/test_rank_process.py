@@ -96,5 +96,5 @@ def test_the_server_goes_on_while_the_plan_is_made(monkeypatch: pytest.MonkeyPat
     seen: list[object] = []
     monkeypatch.setattr(checks, "_print_plan", lambda *plan: seen.append("plan"))
     config = parse(read_args(find_config("eagle")), PACKAGED)
-    checks.check_and_begin("eagle", config, lambda: LocalGpus(0), "", seen.append)
+    checks.check_and_start_ranks("eagle", config, lambda: LocalGpus(0), "", seen.append)
     assert seen == [2048, "plan"]

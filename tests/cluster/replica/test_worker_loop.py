@@ -10,7 +10,7 @@ import psutil
 import pytest
 import zmq
 
-from cluster.linux import give_memory_back
+from cluster.linux import trim_heap
 from cluster.replica.worker_loop import run_worker_loop
 from cluster.transport.channel import RankChannel, RankLink
 from cluster.transport.encoding import encode
@@ -154,7 +154,7 @@ def test_memory_with_holes_is_given_back():
     kept = blocks[::10]
     blocks.clear()
     held = process.memory_info().rss
-    give_memory_back()
+    trim_heap()
     assert process.memory_info().rss < held - 40e6 and len(kept) == 100
 
 

@@ -166,7 +166,7 @@ def _until(reached: object) -> None:
 
 def test_how_many_streams_few_open_files_allow_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(haproxy.resource, "getrlimit", lambda _: (256, 1024))
-    line = haproxy.scarcity()
+    line = haproxy.open_files_warning()
     assert line is not None and "hard limit of 1024 allows 401 streams at once" in line and "ulimit -Hn" in line
     monkeypatch.setattr(haproxy.resource, "getrlimit", lambda _: (1024, 524_288))
-    assert haproxy.scarcity() is None
+    assert haproxy.open_files_warning() is None

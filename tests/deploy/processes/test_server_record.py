@@ -148,7 +148,7 @@ class Server:
         assert self.guard.stdout is not None
         self.server, self.agent = (psutil.Process(int(word)) for word in self.guard.stdout.readline().split())
 
-    def is_living(self) -> bool:
+    def is_alive(self) -> bool:
         return self.guard.poll() is None and self.server.is_running() and self.agent.is_running()
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ def test_stop_ends_the_server_of_a_port_with_its_files_and_no_other(
     first, second, third = servers(8101), servers(8102), servers(8103)
     assert main(["stop", "--port", "8101"]) == 0
     assert first.guard.wait(10) == 0 and not first.agent.is_running()
-    assert second.is_living() and third.is_living()
+    assert second.is_alive() and third.is_alive()
     assert "the server of port 8101 has ended" in capfd.readouterr().out
     assert main(["stop", "--port", "8101"]) == 0
     assert capfd.readouterr().out == "nothing that `aerie serve` or `aerie start` started runs here on port 8101\n"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError, parse
-from deploy.config.files import located
+from deploy.config.files import read_config_file
 from deploy.serve.check_process import CheckProcess, Task
 from tests.support import ROOT
 
 
 def test_a_refused_checkpoint_is_told_at_once_with_its_reason(tmp_path: Path) -> None:
-    args = located(ROOT / "deploy" / "eagle.yaml")["applications"][0]["args"]
+    args = read_config_file(ROOT / "deploy" / "eagle.yaml")["applications"][0]["args"]
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["StrangeForCausalLM"]}))

@@ -84,7 +84,7 @@ def test_a_request_whose_logits_are_nan_ends_alone(pair: Pair, shape: str, kind:
         assert engine.scheduler.kv_usage == 0
         check_queues(engine.scheduler.queues)
         pools = engine.executor._batches._pools  # type: ignore[attr-defined]
-        spoilt = engine.scheduler.slot_pages.spoilt.pages
+        spoilt = engine.scheduler.slot_pages.nan_pages.pages
         for pool in pools:
             for tensor in (tensor for tensors in pool.tensors for tensor in tensors):
                 nan = set(tensor.isnan().flatten(2).any(2).any(0).nonzero().flatten().tolist())

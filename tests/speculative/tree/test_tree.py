@@ -9,7 +9,7 @@ from torch import Tensor
 from speculative.config import SpeculativeConfig
 from speculative.ops.acceptance import accept, accept_commit, accept_synthetic
 from speculative.ops.tree_growth import best_tree
-from speculative.tree.nodes import NO_TOKEN, Tree, bare_roots, chain
+from speculative.tree.nodes import NO_TOKEN, Tree, chain, root_only_trees
 from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
 from tests.support.drafts.random_trees import random_candidates
@@ -90,7 +90,7 @@ def test_a_request_without_speculation_accepts_nothing() -> None:
 
 
 def test_a_bare_root_accepts_nothing() -> None:
-    tree = bare_roots(torch.tensor([5]), 4)
+    tree = root_only_trees(torch.tensor([5]), 4)
     accepted = accept(tree, torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, dtype=torch.bool), 3)
     assert accepted.num_drafts.tolist() == [0]
 
@@ -128,7 +128,7 @@ def test_a_commit_says_which_rows_hold_the_path_and_its_newest_token() -> None:
         length = before if b < 6 else 0
         assert found.newest_position[b] == length + depth and table.seq_len[b] == length + count
     assert max(len(tokens) for _, tokens in walks) == steps + 1 and int(found.newest_position.dtype == torch.int32)
-    alone = accept_commit(slots[:1], bare_roots(torch.tensor([7]), 1), torch.tensor([[8]]), table, steps)
+    alone = accept_commit(slots[:1], root_only_trees(torch.tensor([7]), 1), torch.tensor([[8]]), table, steps)
     assert alone.reported.tolist() == [-1] and alone.commit.tokens[0, 0] == 8
 
 

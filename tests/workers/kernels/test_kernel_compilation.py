@@ -29,7 +29,7 @@ from workers.ops.vocabulary import largest_triton as argmax  # noqa: E402
 from workers.ops.vocabulary import topk_log_softmax_triton as topk  # noqa: E402
 from workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job  # noqa: E402
 from workers.runner.graphs.compile_processes import CompileProcesses  # noqa: E402
-from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new, report_compilations  # noqa: E402
+from workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels, report_compilations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -65,7 +65,7 @@ def test_a_dry_run_compiles_what_it_meets_and_launches_only_what_is_there(driver
     ahead.finish()
     ahead.finish()
     assert ahead.num_kernels == 2 and driver.loaded == ["double"] * 3
-    with nothing_new():
+    with no_new_kernels():
         for block in (16, 32, 64):
             launch(kernel, block)
     assert len(driver.launched) == 5 and len(driver.loaded) == 3
@@ -74,7 +74,7 @@ def test_a_dry_run_compiles_what_it_meets_and_launches_only_what_is_there(driver
 
 def test_under_capture_a_new_kernel_is_refused_and_compiled_later(driver: Hopper) -> None:
     kernel = kernel_of(driver)
-    with nothing_new(), pytest.raises(NewUnderCaptureError, match="not compiled yet"):
+    with no_new_kernels(), pytest.raises(NewUnderCaptureError, match="not compiled yet"):
         launch(kernel, 16)
     assert not driver.loaded
     launch(kernel, 16)

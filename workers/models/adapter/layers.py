@@ -165,7 +165,7 @@ def _own_sinks(sinks: Tensor, mine: Span) -> Tensor:
 
 
 def _rows(heads: Tensor, mine: Span) -> Tensor:
-    """[1, heads, rows, size], of all ranks or of this one, as [rows, this rank's heads, size]."""
+    """Return [1, heads of all ranks or of this one, rows, size] as [rows, this rank's heads, size]."""
     rows = heads[0].transpose(0, 1)
     if rows.shape[1] != mine.size:
         rows = rows[:, mine.first : mine.end]

@@ -107,7 +107,7 @@ class _Head(nn.Module):
         head = theirs.get_output_embeddings()
         assert isinstance(head, LMHead), "put there"
         self.shard = head.shard
-        # the whole model, its decoder replaced by one that returns what it is given
+        # the whole model, with a decoder that returns its input
         shell = copy.copy(theirs)
         shell._modules = dict(theirs._modules) | {theirs.base_model_prefix: _Given()}
         self._shell = (shell,)  # the tuple keeps it from being a submodule
@@ -181,7 +181,7 @@ def _forget_constants(module: nn.Module) -> None:
 
 
 def _check_constants(module: nn.Module) -> None:
-    """Raises UnservableError where a constant was not computed: its memory would hold anything."""
+    """Raise UnservableError for a constant that was not computed: its memory is uninitialised."""
     for name in module._non_persistent_buffers_set:
         constant = module._buffers[name]
         if constant is None or constant.dtype == torch.bool or not Capability.of(constant.device).has_memory:

@@ -38,7 +38,7 @@ def _split(full: Tensor, kind: str, heads: DeltaHeads, sizes: Sequence[int], wha
 
 
 def _by_key_heads(full: Tensor, heads: DeltaHeads, sizes: Sequence[int], what: str) -> list[Tensor]:
-    """The parts of a matrix, or of its scales, that has sizes[i] rows of each for one key head after the other."""
+    """Split a matrix, or its scales, whose rows are grouped by key head: sizes[i] rows of part i for each head."""
     if full.dim() != 2 or full.shape[0] % heads.key_heads:
         raise WrongTensorError(
             f"has shape {tuple(full.shape)}, which cannot be cut into linear_num_key_heads={heads.key_heads} parts"

@@ -11,7 +11,7 @@ from workers.span import Span
 Biases = tuple[Tensor, Tensor]  # of all experts: gate_up [experts, 2 * width], down [experts, size]
 
 
-def numbered_here(chosen: Tensor, held: Span) -> Tensor:
+def local_expert_ids(chosen: Tensor, held: Span) -> Tensor:
     """Map the model's expert indexes to this rank's. Experts of other ranks become `held.size`."""
     is_here = (chosen >= held.first) & (chosen < held.end)
     return torch.where(is_here, chosen - held.first, held.size)

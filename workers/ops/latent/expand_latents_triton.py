@@ -2,7 +2,7 @@
 """The kernel of `workers.ops.latent.expand_latents`.
 
 Only the device knows the number of tokens. As many programs as fit on the device share the tiles, so a captured step
-with room for many tokens takes only the time of its own.
+with room for many tokens takes only the time of the tokens it has.
 """
 
 import torch

@@ -94,7 +94,7 @@ def _weights(
 
 @triton.jit
 def _add_product(acc, weights, inputs, scales, SUMS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return acc + weights inputs, or acc + scales * (weights inputs)."""
+    """Return acc + weights @ inputs, or acc + scales * (weights @ inputs)."""
     if INTERPRETED:
         weights = weights.to(tl.float32)
     if SUMS:

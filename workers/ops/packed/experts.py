@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 from workers.ops.experts.gated import SWIGLU, GatedActivation
-from workers.ops.experts.grouped import numbered_here
+from workers.ops.experts.grouped import local_expert_ids
 from workers.ops.experts.route import RouterLogits
 from workers.ops.experts.weights import ExpertSizes
 from workers.ops.gemm.workspace import GEMMOptions
@@ -109,7 +109,7 @@ def packed_expert_products(
     assert not weights.is_raised, "kernels serve these"
     chosen, weight = router.choose()
     if weights.held is not None:
-        chosen = numbered_here(chosen, weights.held)
+        chosen = local_expert_ids(chosen, weights.held)
     total = torch.zeros((x.shape[0], weights.size), dtype=torch.float32, device=x.device)
     for expert in range(weights.num_experts):
         row, slot = torch.where(chosen == expert)

@@ -46,7 +46,7 @@ def _totals(sum_ptr, parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _advance(lowest, shift, needed, totals):
-    """The lowest limit of the eighth, 2^shift wide, in which the sum reaches what is needed."""
+    """Return the lower end of the first of eight intervals, 2^shift wide, whose sum reaches `needed`."""
     short = (totals < needed) & (tl.arange(0, 8) < 7)
     return lowest + (tl.sum(short.to(tl.int32), 0) << shift)
 

@@ -17,7 +17,7 @@ _OVERRIDES = ("bits", "group_size", "desc_act", "sym")
 
 @dataclass(frozen=True)
 class Rule:
-    """GPTQModel's `dynamic`: the modules whose name's beginning fits `pattern` have another scheme, or none."""
+    """An entry of GPTQModel's `dynamic`: another scheme, or none, for modules whose names begin with `pattern`."""
 
     pattern: str
     scheme: IntScheme | None

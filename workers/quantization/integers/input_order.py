@@ -1,4 +1,4 @@
-"""The order of a rank's inputs in which each scale is of a whole block, as `workers.ops.packed` needs it.
+"""Orders a rank's inputs so that each scale belongs to a whole block, as `workers.ops.packed` needs it.
 
 A group may have any inputs (GPTQ's desc_act, compressed-tensors' g_idx), and a rank's share may cut it. Inputs are then
 sorted by group, and each group is padded to whole blocks with inputs of weight zero.

@@ -46,7 +46,7 @@ def graphed_strategy(
         layout.max_position,
         recorder,
         tokens,
-        layout.keeps_latent_rows,
+        layout.has_latent_rows,
         bool(layout.bytes_per_state),
     )
 

@@ -206,7 +206,7 @@ class GraphKeys:
         ] + alone
 
     def _tokens_of(self, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Numbers of prompt tokens that steps of a kind are captured for. With grammars it is every third, because
+        """Numbers of prompt tokens that steps of a kind are captured for. With grammars only every third one, because
         captures take time and such prompts are rare."""
         return self.tokens[::-1][::3][::-1] if needs.masked else self.tokens
 

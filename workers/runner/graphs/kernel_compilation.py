@@ -143,7 +143,7 @@ class _NothingNew:
 
 
 @contextlib.contextmanager
-def nothing_new() -> Iterator[None]:
+def no_new_kernels() -> Iterator[None]:
     """Raise NewUnderCaptureError if this thread launches a kernel that is not loaded: a capture forbids loading."""
     with _mode(_NothingNew()):
         yield

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from attention.backend import NewUnderCaptureError
-from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new
+from workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels
 
 MAX_DRY_RUNS = 8  # dry runs of one step: each but the last found a missing workspace
 
@@ -52,7 +52,7 @@ class CudaRecorder:
     def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
         graph = torch.cuda.CUDAGraph()
         try:
-            with contextlib.nullcontext() if was_run else nothing_new():
+            with contextlib.nullcontext() if was_run else no_new_kernels():
                 output = self._capture(graph, function, self._pool)
         except NewUnderCaptureError:
             raise

@@ -64,7 +64,7 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
         plan = StepPlan(0, 0, pack_i32(range(num_slots)), shape, layout.max_position, shape, drafting)
         steps.append(("rounds", plan))
     num_prompts = min(num_slots, -(-count // longest))
-    if layout.keeps_latent_rows and count * MAX_TOKENS < longest:
+    if layout.has_latent_rows and count * MAX_TOKENS < longest:
         steps.append(("chunks", _chunks(layout, [_part(layout, 0, (MAX_TOKENS - 1) * count, count)])))
     ends = [_end(layout, slot, min(longest, count // num_prompts)) for slot in range(num_slots)[-num_prompts:]]
     return [*steps, ("both", _chunks(layout, ends, num_rounds=num_slots - num_prompts))]

@@ -34,7 +34,7 @@ class QueueLoad(NamedTuple):
     backlog_tokens: int = 0
 
     def bytes_with(self, prompt_tokens: int) -> int:
-        """Host memory that they take together with one more request, of so many prompt tokens."""
+        """Return the host memory of the queued requests and one more with `prompt_tokens` tokens."""
         return (self.num_requests + 1) * REQUEST_BYTES + (self.prompt_tokens + prompt_tokens) * BYTES_PER_TOKEN
 
 

@@ -261,7 +261,7 @@ class MaskHost:
             if (job := step.current) is not None:
                 job.is_current, step.current = False, None
                 step.rows[job.place] = LATE
-                job.give_way()
+                job.lower_priority()
                 self._leader = object()
                 threading.Thread(target=self._lead, args=(self._leader,), daemon=True).start()
             if deadline.closes:

@@ -56,13 +56,13 @@ class Job:
         """Assign the job to the current thread, in the background."""
         self.thread = Thread()
         self.since_s, self.began_s = self.thread.processor_s(), time.monotonic()
-        self.give_way()
+        self.lower_priority()
 
     def share_of_limit(self) -> float:
         """Return the used share of the time limit; over it above 1. Waiting for the compiler counts."""
         return max(self.processor_s() / MASK_LIMIT_S, (time.monotonic() - self.began_s) / MASK_WALL_LIMIT_S)
 
-    def give_way(self) -> None:
+    def lower_priority(self) -> None:
         """Lower the thread's priority: ranks compute on the same cores."""
         if self.thread is not None:
             with contextlib.suppress(OSError):  # the thread has just ended

@@ -154,7 +154,7 @@ class ForkedProcess:
             self._descriptor = os.pidfd_open(pid)
         self._pid = pid
 
-    def give_way(self) -> None:
+    def lower_priority(self) -> None:
         """Run only on cores that are otherwise idle (SCHED_IDLE), where Linux allows it. Eight processes of niceness 19
         would take a third of two cores from two ranks of niceness 10."""
         with contextlib.suppress(OSError):
@@ -181,7 +181,7 @@ class ForkedProcess:
 
 @functools.cache
 def template(kind: Kind) -> Template:
-    """Return the template of this process for `kind`. There is one, since it takes seconds to start, and 0.3 GB."""
+    """Return the template of this process for `kind`. There is one: it takes seconds to start, and 0.3 GB."""
     return Template(kind)
 
 

@@ -82,8 +82,8 @@ async def test_a_grammar_that_got_no_core_is_not_called_too_slow(
     with monkeypatch.context() as patched:
         patched.setattr(grammar_checker, "WALK_WALL_S", 0.5)
         patched.setattr(checker, "_timeout_s", 0.5)
-        give_way = lambda process: os.kill(process._pid, signal.SIGSTOP)  # noqa: E731
-        patched.setattr(template_process.ForkedProcess, "give_way", give_way)
+        lower_priority = lambda process: os.kill(process._pid, signal.SIGSTOP)  # noqa: E731
+        patched.setattr(template_process.ForkedProcess, "lower_priority", lower_priority)
         with pytest.raises(ApiError, match="of a busy core in 0.5 s; retry later") as caught:
             await checker.check(slow)
         assert caught.value.status == 429
@@ -95,14 +95,14 @@ async def test_a_grammar_that_got_no_core_is_not_called_too_slow(
 async def test_a_slow_trial_runs_where_nothing_else_wants_to(
     checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    give_way, seen = template_process.ForkedProcess.give_way, list[int]()
+    lower_priority, seen = template_process.ForkedProcess.lower_priority, list[int]()
 
     def watched(process: template_process.ForkedProcess) -> None:
-        give_way(process)
+        lower_priority(process)
         seen.append(os.sched_getscheduler(process._pid))
 
     monkeypatch.setattr(grammar_checker, "QUICK_S", 0.0)
-    monkeypatch.setattr(template_process.ForkedProcess, "give_way", watched)
+    monkeypatch.setattr(template_process.ForkedProcess, "lower_priority", watched)
     with contextlib.suppress(ApiError):
         await checker.check(DIGITS)
     assert seen == [os.SCHED_IDLE]
@@ -112,8 +112,8 @@ async def test_no_more_slow_trials_go_on_than_there_are_cores(monkeypatch: pytes
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     busy = ProcessChecker(embedded_spec(None).worker.model.path, timeout_s=10.0)
     monkeypatch.setattr(grammar_checker, "QUICK_S", 0.0)
-    give_way = lambda process: os.kill(process._pid, signal.SIGSTOP)  # noqa: E731
-    monkeypatch.setattr(template_process.ForkedProcess, "give_way", give_way)
+    lower_priority = lambda process: os.kill(process._pid, signal.SIGSTOP)  # noqa: E731
+    monkeypatch.setattr(template_process.ForkedProcess, "lower_priority", lower_priority)
     trials = [asyncio.create_task(busy.check(Grammar("regex", f"[a-z]{{{n}}}", (0,)))) for n in range(3)]
     await asyncio.wait(trials, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
     [refused] = [trial for trial in trials if trial.done()]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.http.text import long_text
-from cluster.http.text.long_text import Kept
+from cluster.http.text.long_text import Truncation
 from cluster.http.text.tokenizer import TooManyTokensError
 from cluster.http.text.user_text import ChatText
 from tests.support.edge_client import CHAT, MODEL, TEXT, in_process
@@ -70,7 +70,7 @@ async def test_the_kept_part_of_a_long_text_is_that_of_the_whole(monkeypatch: py
     text = _text(30_000)
     whole = EDGE._encode(ChatText(text), False)
     for keep in (1, 7, 1000, 20_000, len(whole), len(whole) + 5):
-        kept = Kept(keep, at_end)
+        kept = Truncation(keep, at_end)
         tokens = await EDGE.encode(text, False, kept=kept)
         assert kept.of(tokens) == kept.of(whole)
         if keep < 10_000:
@@ -80,7 +80,7 @@ async def test_the_kept_part_of_a_long_text_is_that_of_the_whole(monkeypatch: py
 async def test_marks_of_a_chat_stay_in_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_text, "PIECE_CHARS", 1000)
     chat = EDGE.render([{"role": "user", "content": _text(5000) + EOS}])
-    kept = await EDGE.encode(chat, False, kept=Kept(50))
+    kept = await EDGE.encode(chat, False, kept=Truncation(50))
     assert kept[-50:].count(EDGE.eos_token_ids[0]) == 1
 
 
@@ -91,7 +91,7 @@ def test_parts_hold_the_tokens_that_are_wanted_of_them(text: str, keep: int) -> 
         patch.setattr(long_text, "PIECE_CHARS", 20)
         patch.setattr(long_text, "SLACK_TOKENS", 8)
         whole = EDGE._encode(ChatText(text), False)
-        for kept in (Kept(keep), Kept(keep, at_end=False)):
+        for kept in (Truncation(keep), Truncation(keep, at_end=False)):
             start, end = kept.part(EDGE._num_tokens, text)
             assert kept.of(EDGE._encode(ChatText(text[start:end]), False)) == kept.of(whole)
 

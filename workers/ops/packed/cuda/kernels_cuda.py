@@ -1,4 +1,4 @@
-"""Products with int4 weights by `few_rows.cu` and `wide.cu`."""
+"""Products with int4 weights by `few_rows.cu` (small batches) and `wide.cu`."""
 
 from functools import cache
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Pages that may hold NaN, and must be zeroed before another request gets them. Used by the scheduler.
 
-Masked attention multiplies unread positions by 0, and 0 * NaN is NaN: a page with NaN would hurt its next owner.
+Masked attention multiplies unread positions by 0, and 0 * NaN is NaN: a page with NaN would spoil what its next owner
+computes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from attention.kv_cache.page_allocator import DUMMY_PAGE
 
 
-class SpoiltPages:
+class NaNPages:
     """Pages to zero once they are allocated again, and those that the next plan zeroes."""
 
     def __init__(self) -> None:
@@ -25,11 +26,11 @@ class SpoiltPages:
         self._to_clear.append(DUMMY_PAGE)
 
     def allocated(self, pages: Sequence[int]) -> None:
-        """`pages` get another owner in the next plan, which zeroes those that are spoilt."""
+        """`pages` get another owner in the next plan, which zeroes those that may hold NaN."""
         if self.pages:
-            spoilt = self.pages.intersection(pages)
-            self._to_clear += sorted(spoilt)
-            self.pages -= spoilt
+            reused = self.pages.intersection(pages)
+            self._to_clear += sorted(reused)
+            self.pages -= reused
 
     def take(self) -> list[int]:
         """Return the pages that the next plan zeroes, and forget them."""
