@@ -9,6 +9,7 @@ Prints each place, and fails above the limits below. Lower a limit when you have
 """
 
 import ast
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,15 +56,18 @@ def inner_imports(tree: ast.AST) -> Iterator[int]:
 def places(find: Callable[[ast.AST], Iterator[int]], leave_out: Callable[[Path], bool]) -> list[str]:
     """Each line that `find` names, as "path:line: code"."""
     found = []
-    for path in sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")):
-        if not leave_out(path.relative_to(ROOT)):
-            text = path.read_text()
+    for path, (text, tree) in parsed().items():
+        if not leave_out(path):
             lines = text.splitlines()
-            found += [
-                f"{path.relative_to(ROOT)}:{number}: {lines[number - 1].strip()}"
-                for number in sorted(set(find(ast.parse(text))))
-            ]
+            found += [f"{path}:{number}: {lines[number - 1].strip()}" for number in sorted(set(find(tree)))]
     return found
+
+
+@functools.cache
+def parsed() -> dict[Path, tuple[str, ast.AST]]:
+    """Text and syntax tree of each product file, by its path in the repository."""
+    texts = {path: path.read_text() for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))}
+    return {path.relative_to(ROOT): (text, ast.parse(text)) for path, text in texts.items()}
 
 
 def full_folders() -> list[str]:
@@ -75,8 +79,7 @@ def full_folders() -> list[str]:
 
 def long_files() -> list[str]:
     """Product files with more than `MAX_LINES` lines."""
-    files = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
-    counts = {path.relative_to(ROOT): path.read_text().count("\n") for path in files}
+    counts = {path: text.count("\n") for path, (text, _) in parsed().items()}
     return [f"{path}: {count} lines" for path, count in counts.items() if count > MAX_LINES]
 
 
