@@ -18,9 +18,10 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
 
-# All parts run, whatever the first ones find. The checks need one core for a minute or two, which tests use meanwhile.
+# All parts run, whatever the first ones find. The checks need one core for a minute or two, which clusters, waiting for
+# their processes, leave free.
 test: $(VENV)/.installed-test
-	$(MAKE) -k -j2 check test-rooms; found=$$?; $(MAKE) test-clusters && exit $$found
+	$(MAKE) test-rooms; found=$$?; $(MAKE) -k -j2 check test-clusters && exit $$found
 
 # Two workers of one core each. ROOM="FOLDER FOLDER": these alone.
 ROOM ?= tests
@@ -34,10 +35,10 @@ test-clusters: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "ray and not slow" -n 2 --dist loadfile --no-loadscope-reorder $$(grep -rl --include='test_*.py' 'mark\.ray' tests)
 
 check: $(VENV)/.installed-test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	nice $(BIN)/mypy
-	$(BIN)/python -m tests.house
+	nice $(BIN)/ruff check .
+	nice $(BIN)/ruff format --check .
+	nice -n 19 $(BIN)/mypy
+	nice $(BIN)/python -m tests.house
 
 # Crosses of settings whose parts `make test` covers one by one. Hours.
 test-slow: $(VENV)/.installed-test

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import MODELS, ROOT
 from tests.support.repository.wheel import FOLDERS, environment
+from tests.support.slow import slow
 
 # Every module that an engine of the packaged pair and its command line import comes from the wheel.
 ANSWERS = """
@@ -58,7 +59,7 @@ def test_installed_wheel_plans_and_answers_from_any_folder(installed: Path, tmp_
     assert f"{installed}/deploy/models/target" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "draft"), [("eagle", "dspark"), ("eagle3", "draft")])
+@pytest.mark.parametrize(("name", "draft"), [("eagle", "dspark"), *slow(("eagle3", "draft"))])
 def test_a_configuration_to_start_from_names_the_installed_models(
     name: str, draft: str, installed: Path, tmp_path: Path
 ) -> None:

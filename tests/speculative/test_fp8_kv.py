@@ -14,7 +14,6 @@ from speculative.build import EngineSpec, plan_engine
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.test_decoding import accepted_share, run
-from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 
@@ -32,7 +31,18 @@ def make_pair(folder: Path, architecture: str) -> Pair:
     return Pair(target, eagle, eagle, prompts)
 
 
-@pytest.fixture(scope="module", params=["Llama", "DeepseekV3", "Qwen3_5"])
+FAMILIES = ["Llama", "DeepseekV3", "Qwen3_5"]
+SETTINGS: list[tuple[str, int, dict[str, object]]] = [
+    ("chain", 7, {"page_size": 64, "num_pages": 40}),
+    ("tree", 512, {"draft_dtype": "fp8_e4m3"}),
+    ("none", 3, {"page_size": 1, "num_pages": 1600}),
+    ("none", 512, {"prefix_cache": False}),
+    ("tree", 32, {}),
+]
+QUICK = {("Llama", 0), ("DeepseekV3", 1), ("Qwen3_5", 0), ("Qwen3_5", 1)}  # hybrids have states beside their KV
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def fp8_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"), request.param)
 
@@ -43,14 +53,13 @@ def plain(fp8_pair: Pair) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "shape,chunk,changes",
+    "fp8_pair,shape,chunk,changes",
     [
-        ("chain", 7, {"page_size": 64, "num_pages": 40}),
-        ("tree", 512, {"draft_dtype": "fp8_e4m3"}),
-        *slow(
-            ("none", 3, {"page_size": 1, "num_pages": 1600}), ("none", 512, {"prefix_cache": False}), ("tree", 32, {})
-        ),
+        pytest.param(family, *setting, marks=() if (family, i) in QUICK else pytest.mark.slow)
+        for family in FAMILIES
+        for i, setting in enumerate(SETTINGS)
     ],
+    indirect=["fp8_pair"],
 )
 def test_tokens_are_those_of_plain_decoding(
     fp8_pair: Pair, plain: list[list[int]], shape: str, chunk: int, changes: dict[str, object]

@@ -1,7 +1,7 @@
 """Cases that `make test` leaves to `make test-slow`, because others of the same test take the same branches."""
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,12 @@ def covering(*axes: Sequence[Any], strength: int = 1) -> list[Any]:
     rows = list(itertools.product(*axes))
     chosen = cover(rows, strength)
     return [pytest.param(*row, marks=() if i in chosen else pytest.mark.slow) for i, row in enumerate(rows)]
+
+
+def one_of_each(kinds: Mapping[str, str]) -> list[Any]:
+    """Return the names as parameters, given the kind of each: the first of a kind as it is, the others marked slow."""
+    chosen = cover([(kind,) for kind in kinds.values()], 1)
+    return [pytest.param(name, marks=() if i in chosen else pytest.mark.slow) for i, name in enumerate(kinds)]
 
 
 def cover(rows: Sequence[Sequence[Hashable]], strength: int) -> set[int]:

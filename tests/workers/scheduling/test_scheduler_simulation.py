@@ -6,15 +6,13 @@ import pytest
 
 from tests.support.simulation.integrity import check_queues
 from tests.support.simulation.scheduler import Simulation, random_prompt
-from tests.support.slow import slow
+from tests.support.slow import covering
 from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
 
 POOLS = {1: 110, 4: 30, 16: 12, 64: 5}  # pages: the largest request fits, few of them do at once
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("page_size", sorted(POOLS))
-@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
+@pytest.mark.parametrize("seed,page_size,lookahead", covering([0, 1, 2, 3], sorted(POOLS), [0, 1]))
 def test_every_request_gets_its_script_whatever_happens(seed, page_size, lookahead):
     rng = random.Random(f"{seed}-{page_size}-{lookahead}")
     sim = Simulation(
