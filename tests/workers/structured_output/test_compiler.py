@@ -8,12 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 import xgrammar
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
-from tests.support.structured_output.hostile import ebnfs
 from workers.scheduling.plan import Grammar
 from workers.structured_output.compiler import MAX_FAULT_CHARS, GrammarCompiler, Vocabulary
 from workers.structured_output.faults import InvalidGrammarError
@@ -84,14 +81,6 @@ def _check_one_after_the_other(grammars: Sequence[Grammar], num_tokens: int = 6)
 )
 def test_a_grammar_means_the_same_whatever_was_compiled_before(grammars: list[Grammar]) -> None:
     _check_one_after_the_other(grammars)
-
-
-@settings(max_examples=10)
-@given(texts=st.lists(ebnfs(), min_size=2, max_size=4), tokens=st.lists(st.integers(3, 4000), min_size=2, max_size=2))
-def test_any_grammar_means_the_same_whatever_was_compiled_before(texts: list[str], tokens: list[int]) -> None:
-    """Each twice, with another token in it."""
-    named = [_ebnf(f"{text} | Token({token})") for text in texts for token in tokens]
-    _check_one_after_the_other(named, 4)
 
 
 @pytest.mark.parametrize(
