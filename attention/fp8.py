@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-MAX_FP8 = 448.0
+FP8_MAX = 448.0
 WEIGHT_UNIT = 32768.0  # see `weight_unit`
 
 
@@ -29,7 +29,7 @@ def stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Return rows of any shape as a cache of `dtype` stores them."""
     if dtype != FP8:
         return rows
-    return (rows.float() * (1.0 / scale)).clamp(-MAX_FP8, MAX_FP8).to(FP8)
+    return (rows.float() * (1.0 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def write_rows(pages: Tensor, slot_mapping: Tensor, rows: Tensor, scale: float) -> None:

@@ -28,17 +28,13 @@ def stop(port: int | None, now: bool) -> int:
     if not found:
         where = "" if port is None else f" on port {port}"
         print(f"nothing that `aerie serve` or `aerie start` started runs here{where}")
-    for folder, record, owner in sorted(found, key=_is_node):  # servers first
+    for folder, record, owner in sorted(found, key=lambda each: each[1].kind == "node"):  # servers first
         if is_alive(folder, record, owner):
             (_stop_node if record.kind == "node" else _stop_server)(folder, record, owner, now)
         clear(folder)
         print(f"{_name(record)} has ended", flush=True)
     folders.clear_abandoned([folder for folder, record, owner in records() if is_alive(folder, record, owner)])
     return 0
-
-
-def _is_node(found: tuple[Path, Record, dict[str, object]]) -> bool:
-    return found[1].kind == "node"
 
 
 def _name(record: Record) -> str:

@@ -164,7 +164,8 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
 def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePlan:
     """Read and check the checkpoints' configurations. Raises ValueError that names value, rule and remedy. device: see
     `workers.runner.layout.plan_engine`."""
-    target = _target_config(spec)
+    worker = spec.worker
+    target = read_target_config(worker.model, worker.tensor_parallel, worker.expert_parallel)
     return plan_of(spec.worker, target, _speculation(spec, target), device)
 
 
@@ -195,10 +196,6 @@ def check_device(spec: EngineSpec, engine: EnginePlan, device: Capability, here:
     target.check_device(device, dtype, f"model {worker.model.path}")
     checked_deterministic(worker, target, dtype, device)
     check_choices(build.attention_choices(worker, engine, dtype, device), here)
-
-
-def _target_config(spec: EngineSpec) -> ModelConfig:
-    return read_target_config(spec.worker.model, spec.worker.tensor_parallel, spec.worker.expert_parallel)
 
 
 def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:

@@ -37,7 +37,7 @@ class Console:
     def __init__(self, began_s: float, log: Path | None) -> None:
         self.ready = threading.Event()
         self._began_s = began_s
-        self._log = None if log is None else _open_log(log)
+        self._log = None if log is None else log.open("a", buffering=1, errors="replace")
         self._shown: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
         self._rich = _Output(file=self._shown, highlight=False, soft_wrap=True)
         self._view = _LiveView(self._rich, began_s) if self._rich.is_terminal and log is not None else None
@@ -258,10 +258,6 @@ def log_path(name: str) -> Path:
             if number == len(folders) - 1:
                 raise
     raise AssertionError("there are folders")
-
-
-def _open_log(path: Path) -> TextIO:
-    return path.open("a", buffering=1, errors="replace")
 
 
 def show_ray_lines(console: Console) -> None:

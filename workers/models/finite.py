@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Set
 import torch
 from torch import Tensor, nn
 
+from attention.fp8 import FP8
 from workers.layers.weighted import WeightedModule
 from workers.models.name_map import NameMap
 from workers.models.weights import CheckpointTensor, first_names, wanted_tensors, weighted_modules
@@ -59,7 +60,7 @@ def _not_finite(modules: list[tuple[str, WeightedModule]]) -> dict[WeightedModul
 
 def _is_finite(weight: Tensor) -> Tensor:
     """One bool on the weight's device. Extrema need no memory, where `torch.isfinite` makes a mask of every weight."""
-    if weight.dtype == torch.float8_e4m3fn:
+    if weight.dtype == FP8:
         as_signed, as_unsigned = weight.view(torch.int8).amax(), weight.view(torch.uint8).amax()
         return (as_signed < _FP8_NAN) & (as_unsigned < _FP8_NAN + 0x80)
     low, high = torch.aminmax(weight)  # a NaN becomes both

@@ -98,7 +98,7 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     index = folder / INDEX
     if index.exists():
-        names = _indexed_files(index)
+        names = sorted(set(_weight_map(index).values()))
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise ValueError(f"path={folder}: lacks {first_names(missing)}, named in {index.name}; download it again")
@@ -126,10 +126,6 @@ def modules_with_weight(folder: str | Path) -> frozenset[str]:
             with opened(path, torch.device("meta")) as file:
                 names += file.keys()
     return frozenset(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
-
-
-def _indexed_files(index: Path) -> list[str]:
-    return sorted(set(_weight_map(index).values()))
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from attention.fp8 import FP8
 from workers.layers.experts_method import DenseExperts, ExpertsShape
 from workers.layers.linear_method import LinearMethod, LinearShape, Part
 from workers.ops.experts.fused import choose_experts, fuses
@@ -16,7 +17,6 @@ from workers.ops.experts.weights import ExpertWeights
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.quantization.fp8_linear import Fp8Linear
 from workers.quantization.fp8_weight import (
-    FP8,
     Fp8Scheme,
     checked,
     dequantised,

@@ -6,6 +6,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from attention.fp8 import FP8
 from workers.layers.linear_method import DenseLinearMethod, LinearShape, Part
 from workers.ops.fp8.product import Fp8Product, choose_product
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
@@ -13,7 +14,6 @@ from workers.ops.fp8.tiles import Fp8Matrix
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.quantization.fp8_weight import (
     DUMMY_SCALE,
-    FP8,
     Fp8Scheme,
     checked,
     dequantised,

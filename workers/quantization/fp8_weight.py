@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from attention.capability import Capability
+from attention.fp8 import FP8
 from workers.layers.linear_method import Part
 from workers.layers.weighted import WrongTensorError, check_shape
 
-FP8 = torch.float8_e4m3fn
 Block = tuple[int, int]
 _SCALE_ROWS, _GROUP = 64, 128  # of the kernels: `workers.ops.fp8.gemm_triton`, `fp8.rows`
 _DUMMY_DEVIATION = 32.0

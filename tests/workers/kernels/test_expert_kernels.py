@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from attention.fp8 import FP8  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.ops.experts import many_rows_triton as many_row_module  # noqa: E402
 from workers.ops.experts.few_rows_triton import few_row_experts  # noqa: E402
@@ -30,7 +31,7 @@ from workers.ops.experts.weights import (  # noqa: E402
     few_row_tiles,
     partial_sizes,
 )
-from workers.ops.fp8.rows import FP8, Fp8Rows, dequantized_rows  # noqa: E402
+from workers.ops.fp8.rows import Fp8Rows, dequantized_rows  # noqa: E402
 from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
 from workers.ops.gemm.workspace import Workspace  # noqa: E402
 from workers.span import Span  # noqa: E402

@@ -6,12 +6,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from attention.fp8 import FP8  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.ops.activation import silu_mul  # noqa: E402
 from workers.ops.fp8.gemm_ahead_triton import fp8_gemm_ahead  # noqa: E402
 from workers.ops.fp8.gemm_triton import fp8_fixed_rows, fp8_gemm  # noqa: E402
 from workers.ops.fp8.gemm_wide_triton import fp8_gemm_wide  # noqa: E402
-from workers.ops.fp8.rows import FP8, GROUP, Fp8Rows, dequantized_rows  # noqa: E402
+from workers.ops.fp8.rows import GROUP, Fp8Rows, dequantized_rows  # noqa: E402
 from workers.ops.fp8.rows import quantize_rows as quantize_rows_operation  # noqa: E402
 from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
 from workers.ops.fp8.tiles import (  # noqa: E402

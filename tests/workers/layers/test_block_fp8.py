@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attention.fp8 import FP8
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
 from tests.workers.models.test_targets import by_transformers, by_us
 from workers.distributed.tp_group import TPGroup
 from workers.quantization.fp8_quant import Fp8Quant, block_scheme, read_fp8
-from workers.quantization.fp8_weight import FP8
 
 BLOCK = (16, 24)  # of which neither divides all sizes
 _QUANTISED = tuple(f"{each}.weight" for each in ("_proj", "_with_mqa", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"))

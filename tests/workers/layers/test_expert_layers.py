@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from attention.fp8 import FP8  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from tests.workers.kernels.test_expert_kernels import HALF, SMALL, token_slots  # noqa: E402
 from workers.distributed.tp_group import SOLO, TPGroup  # noqa: E402
@@ -14,7 +15,6 @@ from workers.layers.moe import MixtureOfExperts  # noqa: E402
 from workers.layers.weighted import WeightedModule  # noqa: E402
 from workers.ops.experts.route import Routing  # noqa: E402
 from workers.ops.fp8.norm_triton import fp8_rms_norm  # noqa: E402
-from workers.ops.fp8.rows import FP8  # noqa: E402
 from workers.ops.fp8.tiles import MAX_ROWS, fp8_workspace_size  # noqa: E402
 from workers.ops.gemm.workspace import (
     GEMMOptions,  # noqa: E402

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attention.fp8 import FP8
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
@@ -18,7 +19,6 @@ from workers.layers.experts_method import ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearShape
 from workers.quantization import fp8_quant
 from workers.quantization.fp8_quant import PER_TOKEN, Fp8Quant, block_scheme
-from workers.quantization.fp8_weight import FP8
 from workers.quantization.table import read_quant_method
 from workers.span import Span
 

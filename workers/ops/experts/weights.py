@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from attention.fp8 import FP8
 from workers.ops.experts.route import MAX_LISTED
-from workers.ops.fp8.rows import FP8, GROUP
+from workers.ops.fp8.rows import GROUP
 from workers.ops.gemm.tiles import MULTIPROCESSORS
 from workers.span import Span
 

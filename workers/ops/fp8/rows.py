@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.fp8 import FP8, FP8_MAX
 from attention.ops.operation import Implementation, on_gpu, operation
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 GROUP = 128  # columns of a row that share a scale
 _SMALLEST = 1e-12  # minimum magnitude for a scale, so that rows of zeros stay zeros
 _ALIGNED = 16  # rows; scales stored by group are padded to a multiple, so that Triton compiles one kernel for all
