@@ -10,6 +10,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from attention.config import CacheConfig
 from tests.support.simulation.scheduler import Clock
 from tests.support.simulation.shapes import CHAIN, TREE, chances_of, misread
@@ -97,7 +99,11 @@ class Slot:
 
 
 class PairRank:
-    """Implements `workers.runner.executor.StepExecutor` over simulated time."""
+    """Implements `workers.runner.executor.StepExecutor` over simulated time.
+
+    reason: of the shape of the step that is submitted.
+    leg_ms, leg_tokens: milliseconds and tokens of steps so far, by reason and shape.
+    """
 
     def __init__(self, pair: Pair, seed: int) -> None:
         self.costs: CostTable | None = pair.told or pair.costs
@@ -109,6 +115,9 @@ class PairRank:
         self._pending: deque[tuple[float, StepResult]] = deque()
         self._free_s = 0.0
         self._launched: set[tuple[int, int]] = set()
+        self.reason: Callable[[], str] = lambda: ""
+        self.leg_ms: dict[tuple[str, str], float] = {}
+        self.leg_tokens: Counter[tuple[str, str]] = Counter()
 
     @property
     def num_pending(self) -> int:
@@ -124,38 +133,47 @@ class PairRank:
 
     def submit(self, plan: StepPlan) -> None:
         pair, started_s = self._pair, self.clock.now
+        num_requests = len(plan.slots) // 4
+        num_chunk_tokens = sum(len(chunk.tokens) // 4 for chunk in plan.chunks)
+        kv_tokens = sum(self._slots[slot].kv for slot in unpack_i32(plan.slots).tolist())
+        result = self.result(plan)
+        took_ms = pair.costs.step_ms(plan.shape, num_requests, kv_tokens, num_chunk_tokens)
+        kind = plan.shape, num_requests
+        is_slow = num_requests > 0 and not num_chunk_tokens and kind not in self._launched
+        self._launched.add(kind)
+        self.clock.now += pair.host_ms / 1e3 * (pair.slow_first if is_slow else 1.0)
+        before_s = self._free_s
+        self._free_s = max(self._free_s, self.clock.now) + took_ms / 1e3 * self._random.lognormvariate(0.0, pair.noise)
+        self._pending.append((self._free_s, msgspec.structs.replace(result, elapsed_s=self._free_s - started_s)))
+        leg = self.reason(), pair.shapes[plan.shape].name
+        self.leg_ms[leg] = self.leg_ms.get(leg, 0.0) + (self._free_s - before_s) * 1e3
+        self.leg_tokens[leg] += len(result.tokens) // 4
+
+    def result(self, plan: StepPlan) -> StepResult:
+        """Run the step."""
         for init in plan.inits:
             slot = self._slots[init.slot]
             slot.kv, slot.max_len, slot.left = init.num_cached, init.max_len, 0
         rounds = [self._slots[slot] for slot in unpack_i32(plan.slots).tolist()]
-        kv_tokens, num_chunk_tokens = sum(slot.kv for slot in rounds), 0
         entries = [(slot, *self._round(slot, plan.shape)) for slot in rounds]
         for chunk in plan.chunks:
             slot = self._slots[chunk.slot]
             slot.kv += len(chunk.tokens) // 4
-            num_chunk_tokens += len(chunk.tokens) // 4
             if chunk.next_token < 0:
                 slot.left, slot.emitted = slot.max_len - slot.kv - 1, 1
                 slot.prompt = int(unpack_i32(chunk.tokens)[-1])
                 entries.append((slot, 1, -1))
         for (slot, _, _), drafts in zip(entries, plan.drafting or bytes(len(entries)), strict=True):
             slot.drafted = plan.next_shape if drafts else 0
-        took_ms = pair.costs.step_ms(plan.shape, len(rounds), kv_tokens, num_chunk_tokens)
-        kind = plan.shape, len(rounds)
-        is_slow = bool(rounds) and not num_chunk_tokens and kind not in self._launched
-        self._launched.add(kind)
-        self.clock.now += pair.host_ms / 1e3 * (pair.slow_first if is_slow else 1.0)
-        self._free_s = max(self._free_s, self.clock.now) + took_ms / 1e3 * self._random.lognormvariate(0.0, pair.noise)
-        result = StepResult(
+        return StepResult(
             epoch=plan.epoch,
             step=plan.step,
             counts=pack_i32([count for _, count, _ in entries]),
             tokens=pack_i32([1] * sum(count for _, count, _ in entries)),
             finish=bytes(FINISH_LENGTH if count and slot.left <= 0 else FINISH_NONE for slot, count, _ in entries),
             accepted=pack_i32([accepted for _, _, accepted in entries]),
-            elapsed_s=self._free_s - started_s,
+            elapsed_s=0.0,
         )
-        self._pending.append((self._free_s, result))
 
     def _round(self, slot: Slot, shape: int) -> tuple[int, int]:
         """Tokens that a round emits, and drafts that it accepts: -1 if it has none."""
@@ -196,21 +214,18 @@ class Answers:
             queues = self.scheduler.queues
             return choose(bool(queues.prefilling or queues.waiting))
 
-        self.scheduler = Scheduler(
-            SchedulerConfig(max_running=SLOTS, max_step_tokens=512),
-            CacheConfig(page_size=16, prefix_cache=False),
-            64 * SLOTS,
-            1024,
-            self.rank.clock,
-            pair.shapes,
-            1,
-            choose_shape=None if choose is None else chosen,
-        )
+        self.scheduler = self._new_scheduler(pair)
+        self.scheduler.rounds.choose_shape = None if choose is None else chosen
         self.scheduler.use_costs(pair.told or pair.costs)
+        self.rank.reason = lambda: self.scheduler.shape_choice.reason.value
         self._charge_evaluations()
         self._engine = LocalEngine(self.scheduler, self.rank)
         self._random = random.Random(seed)
         self._num_requests = 0
+
+    def _new_scheduler(self, pair: Pair) -> Scheduler:
+        config, cache = SchedulerConfig(max_running=SLOTS, max_step_tokens=512), CacheConfig(16, prefix_cache=False)
+        return Scheduler(config, cache, 64 * SLOTS, 1024, self.rank.clock, pair.shapes, 1)
 
     def _charge_evaluations(self) -> None:
         """Evaluations of the shapes take the host's time, too."""
