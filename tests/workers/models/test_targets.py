@@ -88,6 +88,7 @@ def requests_of(
             {"architecture": "Llama"},
             {"architecture": "Llama", "rope_scaling": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
             {"architecture": "Qwen3Moe"},
+            {"architecture": "Qwen2Moe", "qkv_bias": False},
             {"architecture": "Qwen3Moe", "decoder_sparse_step": 2, "num_experts_per_tok": 3},
         ),
     ],

@@ -201,10 +201,12 @@ class Passing:
 def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup) -> None:
     """Replace the model's linear layers and its embedding of tokens, in place; what is left with tensors becomes a
     `Leaf`. Raises UnservableError for a way of sharing that is not ours."""
-    embedding, plan = model.get_input_embeddings(), dict(config.plan)
+    embedding, head, plan = model.get_input_embeddings(), model.get_output_embeddings(), dict(config.plan)
     kv_heads = {f"{call.module}.{name}": call.num_kv_heads for call in config.calls for name in KV_PROJECTIONS}
     for path, module in list(model.named_modules()):
         new: nn.Module | None = None
+        if module is head:  # the caller replaces it
+            continue
         if module is embedding:
             new = Embedding(module, group)
         elif type(module) is nn.Linear:

@@ -1,14 +1,14 @@
 """Mixtures of experts of Qwen2 and Qwen3: a dense model whose MLPs are experts, in all layers or in some."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer, FeedForward
 from workers.layers.moe import MixtureOfExperts
 from workers.models import llama
-from workers.models.config_fields import flag_of, ids_of, size_of
+from workers.models.config_fields import architecture_of, flag_of, ids_of, size_of
 from workers.models.family import ModelFamily
 from workers.models.llama import LlamaForCausalLM, make_attention, make_mlp
 from workers.models.moe import LlamaMoeConfig, expert_cuts, expert_inputs, moe_rules, num_experts_of
@@ -47,6 +47,8 @@ class Qwen3MoeConfig(LlamaMoeConfig):
 
 def read_config(config: dict[str, Any], source: str) -> Qwen3MoeConfig:
     dense = llama.read_config(config, source)
+    if architecture_of(config).startswith("Qwen2"):
+        dense = replace(dense, qkv_bias=flag_of(config, "qkv_bias", source, True))
     routing = Routing(
         num_experts=num_experts_of(config, source),
         experts_per_token=size_of(config, "num_experts_per_tok", source),

@@ -142,6 +142,11 @@ def test_attention_beside_a_draft_may_be_viewed(tmp_path: Path, without_families
     assert by_us(target, speculative=suffix) == by_transformers(target)
 
 
+def test_a_vocabulary_need_not_divide_among_ranks(tmp_path: Path, without_families: None) -> None:
+    target = make_known(tmp_path, "ernie4_5", vocab_size=97)
+    assert by_us(target, 2) == by_transformers(target)
+
+
 def test_a_class_that_never_ties_its_embeddings_is_not_tied(tmp_path: Path) -> None:
     target = make_known(tmp_path, "moshi", tie_word_embeddings=True, num_hidden_layers=2)
     assert by_us(target) == by_transformers(target)

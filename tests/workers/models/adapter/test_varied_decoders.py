@@ -5,6 +5,7 @@ prefixes.
     pytest -m slow tests/workers/models/adapter/test_varied_decoders.py    # 20 configurations of a kind, about a minute
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from speculative.config import SpeculativeConfig
@@ -25,9 +27,9 @@ from workers.config import ModelSource
 from workers.models.config import ModelConfig
 from workers.models.loading import read_target_config
 
-# What transformers calls them; each shows something that the others do not have. Of the rest some fifty were tried
-# once, with six configurations each.
-KINDS = ["llama", "olmo3", "granitemoeshared", "cohere"]
+# What transformers calls them; each shows something that the others do not have. Of the rest some sixty were tried
+# once, with three to six configurations each.
+KINDS = ["afmoe", "llama", "olmo3", "granitemoeshared", "cohere"]
 MAX_LINE = 700  # letters of a refusal; those of unknown architectures list what there is
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
@@ -36,6 +38,7 @@ ROPES: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.3},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "truncate": False},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.0},
     {
         "rope_type": "llama3",
         "factor": 4.0,
@@ -44,6 +47,8 @@ ROPES: list[dict[str, Any]] = [
         "original_max_position_embeddings": 64,
     },
 ]
+COMMON = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+OF_TRAINING = ("drop", "init", "aux", "jitter", "use_cache", "output_", "summary", "loss", "_std", "is_", "add_cross")
 ACTIVATIONS = ["silu", "silu", "silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2"]
 
 
@@ -53,6 +58,20 @@ def ropes(draw: st.DrawFn, usual: Any) -> dict[str, Any]:
     if isinstance(usual, dict) and any(isinstance(each, dict) for each in usual.values()):
         return {kind: draw(ropes(None)) for kind in usual}
     return draw(st.sampled_from(ROPES)) | {"rope_theta": draw(st.sampled_from([500.0, 1e6]))}
+
+
+@st.composite
+def switches(draw: st.DrawFn, usual: Any) -> dict[str, Any]:
+    """Some of the flags and factors that a kind of model has and others have not."""
+    found: dict[str, Any] = {}
+    for field in sorted({field.name for field in dataclasses.fields(type(usual))} - COMMON):
+        if any(word in field for word in OF_TRAINING) or not can_be_set(usual, field):
+            continue
+        value = vars(usual).get(field)  # what differs by layer is no attribute
+        if isinstance(value, bool | float) and draw(st.integers(0, 3)) == 0:
+            new = st.booleans() if isinstance(value, bool) else st.sampled_from([0.5 * value, 2.0 * value])
+            found[field] = draw(new)
+    return found
 
 
 @st.composite
@@ -73,7 +92,7 @@ def options(draw: st.DrawFn, kind: str) -> dict[str, Any]:
         "n_head": heads,
         "num_key_value_heads": draw(st.sampled_from([n for n in (1, 2, heads) if heads % n == 0])),
         "head_dim": head_dim,
-        "hidden_size": heads * head_dim if not hasattr(usual, "head_dim") else draw(st.sampled_from([48, 60, 96])),
+        "hidden_size": heads * head_dim if not can_be_set(usual, "head_dim") else draw(st.sampled_from([48, 60, 96])),
         "n_embd": heads * head_dim,
         "intermediate_size": draw(st.sampled_from([48, 100, 160])),
         "vocab_size": draw(st.sampled_from([97, 131, 256])),
@@ -134,6 +153,11 @@ def options(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     chosen = {name: value for name, value in wanted.items() if can_be_set(usual, name) and draw(st.integers(0, 2))}
     if "layer_types" in chosen:
         chosen["num_hidden_layers"] = layers
+    if can_be_set(usual, "head_dim") and draw(st.integers(0, 3)) == 0:
+        odd = draw(st.sampled_from([3, 5]))
+        chosen |= {"num_attention_heads": odd, "num_key_value_heads": draw(st.sampled_from([1, odd]))}
+        chosen |= {"hidden_size": 60, "head_dim": 12}
+    chosen |= {name: value for name, value in draw(switches(usual)).items() if name not in wanted}
     if "hidden_size" in chosen and can_be_set(usual, "word_embed_proj_dim"):
         chosen["word_embed_proj_dim"] = chosen["hidden_size"]  # no head shares a narrower embedding
     return chosen
