@@ -24,6 +24,7 @@ from workers.models.adapter.survey import (
     AttentionCall,
     UnservableError,
     are_experts,
+    looks_rows_up,
     make_model,
     survey,
 )
@@ -229,8 +230,7 @@ def _check_experts(model: PreTrainedModel, names: tuple[str, ...] | None) -> Non
 def _check_embedding(model: PreTrainedModel) -> None:
     """Refuse embeddings that do more than look a row up and multiply it by `scalar_embed_scale`."""
     embedding = model.get_input_embeddings()
-    is_plain = type(embedding).forward is nn.Embedding.forward and not hasattr(embedding, "embed_scale")
-    if not isinstance(embedding, nn.Embedding) or not (is_plain or hasattr(embedding, "scalar_embed_scale")):
+    if not looks_rows_up(embedding):
         raise UnservableError(f"has an embedding of its own ({type(embedding).__name__})")
 
 

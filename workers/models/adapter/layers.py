@@ -17,7 +17,7 @@ from workers.layers.linear_method import DenseLinearMethod, check_plain
 from workers.layers.vocab import VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
-from workers.models.adapter.survey import AttentionCall, UnservableError, are_experts
+from workers.models.adapter.survey import AttentionCall, UnservableError, are_experts, looks_rows_up
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
@@ -124,6 +124,17 @@ class Leaf(WeightedModule):
                 tensor.data.normal_(0.0, 0.02, generator=generator)
 
 
+class LeafEmbedding(Leaf):
+    """An embedding beside that of tokens. Where token ids go beyond its rows they get row 0, as in transformers' Gemma
+    3n: a client may send any id of the vocabulary, and an index outside a tensor would end the rank."""
+
+    num_embeddings: int
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows: Tensor = super().forward(torch.where(ids < self.num_embeddings, ids, 0))
+        return rows
+
+
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the checkpoint's tensors of a module, without its submodules'."""
     lasting = (
@@ -219,7 +230,8 @@ def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup) ->
         elif config.experts is not None and are_experts(module):
             new = GivenExperts(module, group)
         elif own_tensors(module):
-            module.__class__ = type(type(module).__name__, (Leaf, type(module)), {})
+            kind = LeafEmbedding if looks_rows_up(module) else Leaf
+            module.__class__ = type(type(module).__name__, (kind, type(module)), {})
         if new is not None:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, new)

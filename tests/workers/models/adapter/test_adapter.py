@@ -1,12 +1,14 @@
 """Decoders of transformers without a family of ours: the same tokens as transformers, or a refusal that says why."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from attention.scores import ScoreRule
 from speculative.build import EngineSpec, check_weights, plan_engine
@@ -346,6 +348,21 @@ def architecture_of(kind: str) -> str:
 def set_field(folder: Path, name: str, value: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+
+
+def test_tokens_beyond_a_second_embedding_have_its_first_row(tmp_path: Path) -> None:
+    """Gemma 3n's vocabulary is larger than its embedding of each layer's inputs (images begin there), and a client may
+    send such ids. transformers fails on them in a text model; where it knows images it takes row 0."""
+    target, name, known = make_known(tmp_path / "whole", "gemma3n_text"), "model.embed_tokens_per_layer.weight", 40
+    tensors = load_file(target / "model.safetensors")
+    tensors[name][known:] = tensors[name][0]
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    short = tmp_path / "short"
+    shutil.copytree(target, short)
+    save_file(tensors | {name: tensors[name][:known].clone()}, short / "model.safetensors", {"format": "pt"})
+    config = json.loads((short / "config.json").read_text()) | {"vocab_size_per_layer_input": known}
+    (short / "config.json").write_text(json.dumps(config))
+    assert by_us(short) == by_transformers(target)
 
 
 @pytest.fixture
