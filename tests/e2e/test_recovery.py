@@ -192,8 +192,11 @@ def test_killed_coordinator_loses_no_token_and_no_count(server: Server) -> None:
 def test_killed_engine_replica_loses_no_token(server: Server) -> None:
     engines = actor_pids("ServeReplica:aerie:Engine")
     assert len(engines) == 1
-    outcomes, _ = _run_with_fault(server, engines, signal.SIGKILL, count=3)
+    outcomes, sent_s = _run_with_fault(server, engines, signal.SIGKILL, count=3)
     _assert_all_complete(outcomes)
+    while not actor_pids("ServeReplica:aerie:Engine"):  # until Serve sees it, requests are answered without one
+        assert time.monotonic() - sent_s < RECOVERY_LIMIT_S
+        time.sleep(0.1)
     server.wait_healthy(RECOVERY_LIMIT_S)
     wait_idle()
 

@@ -87,9 +87,11 @@ async def test_a_grammar_that_got_no_core_is_not_called_too_slow(
         with pytest.raises(ApiError, match="of a busy core in 0.5 s; retry later") as caught:
             await checker.check(slow)
         assert caught.value.status == 429
-    with contextlib.suppress(ApiError):
-        await checker.check(slow)
-    assert checker._known.keys() >= {slow}
+    for _ in range(5):  # a busy machine may have no core for it again
+        if slow not in checker._known:
+            with contextlib.suppress(ApiError):
+                await checker.check(slow)
+    assert slow in checker._known
 
 
 async def test_a_slow_trial_runs_where_nothing_else_wants_to(
