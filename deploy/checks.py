@@ -76,7 +76,7 @@ def check_and_start_ranks(
     check_devices(config, nodes)
     log.done("checkpoints read")
     if nodes and ranks:
-        _begin_ranks(config, max_model_len, nodes, Path(ranks))
+        _start_ranks(config, max_model_len, nodes, Path(ranks))
         log.done("ranks started")
     tell(max_model_len)
     _print_plan(path, config, nodes, print_line)
@@ -112,8 +112,8 @@ def _print_plan(
         report(line)
 
 
-def _begin_ranks(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources], folder: Path) -> None:
-    """Begin the ranks of one engine. Where they cannot be, their actors build them."""
+def _start_ranks(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources], folder: Path) -> None:
+    """Start the ranks of one engine. Where that fails, their actors build them."""
     try:
         start_ranks(resolve_rank(config, max_model_len, choose_device(config, nodes)), folder)
     except (OSError, RuntimeError) as error:

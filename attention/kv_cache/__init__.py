@@ -3,7 +3,7 @@
 page_allocator   free list and reference counts of pages (pure Python)
 window_pages     pages of layers with a window, attached to pages (pure Python)
 slot_windows     which of them each running request holds (pure Python)
-nan_pages     pages that may hold NaN, zeroed before their next owner
+nan_pages        pages that may hold NaN, zeroed before their next owner
 prefix_cache     finds pages and states of earlier prompts with the same beginning (pure Python)
 eviction         which of its pages go first
 radix_node       a node of its tree

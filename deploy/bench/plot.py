@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 170, 40, 50
-_COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7c3aed", "#be185d", "#57534e")
+COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7c3aed", "#be185d", "#57534e")
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ def line_plot(title: str, x_label: str, y_label: str, series: Mapping[str, Seque
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(_LEFT, 22, title, 'font-size="15"'),
-        _text((_LEFT + right) / 2, HEIGHT - 12, x_label, 'text-anchor="middle"'),
-        _text(18, middle, y_label, f'text-anchor="middle" transform="rotate(-90 18 {middle:g})"'),
+        text_element(_LEFT, 22, title, 'font-size="15"'),
+        text_element((_LEFT + right) / 2, HEIGHT - 12, x_label, 'text-anchor="middle"'),
+        text_element(18, middle, y_label, f'text-anchor="middle" transform="rotate(-90 18 {middle:g})"'),
     ]
     for tick in x_ticks:
-        out.append(_line(x(tick), bottom, x(tick), y(y_ticks[-1])))
-        out.append(_text(x(tick), bottom + 16, f"{tick:g}", 'text-anchor="middle"'))
+        out.append(line_element(x(tick), bottom, x(tick), y(y_ticks[-1])))
+        out.append(text_element(x(tick), bottom + 16, f"{tick:g}", 'text-anchor="middle"'))
     for tick in y_ticks:
-        out.append(_line(_LEFT, y(tick), right, y(tick)))
-        out.append(_text(_LEFT - 6, y(tick) + 4, f"{tick:g}", 'text-anchor="end"'))
+        out.append(line_element(_LEFT, y(tick), right, y(tick)))
+        out.append(text_element(_LEFT - 6, y(tick) + 4, f"{tick:g}", 'text-anchor="end"'))
     for number, (name, line) in enumerate(series.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         path = " ".join(f"{x(point.x)},{y(point.y)}" for point in line)
         out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for point in line:
             out.append(f'<circle cx="{x(point.x)}" cy="{y(point.y)}" r="3.5" fill="{colour}"/>')
             if point.label:
-                out.append(_text(x(point.x) + 6, y(point.y) - 6, point.label, f'fill="{colour}"'))
-        out.append(_text(right + 14, _TOP + 18 * number + 10, name, f'fill="{colour}"'))
+                out.append(text_element(x(point.x) + 6, y(point.y) - 6, point.label, f'fill="{colour}"'))
+        out.append(text_element(right + 14, _TOP + 18 * number + 10, name, f'fill="{colour}"'))
     return "\n".join([*out, "</svg>", ""])
 
 
@@ -68,9 +68,11 @@ def ticks(largest: float) -> list[float]:
     return [round(step * k, 12) for k in range(math.ceil(largest / step - 1e-9) + 1)]
 
 
-def _text(x: float, y: float, text: str, style: str = "") -> str:
+def text_element(x: float, y: float, text: str, style: str = "") -> str:
+    """Return an SVG text. style: more attributes."""
     return f'<text x="{x:g}" y="{y:g}" {style}>{html.escape(text)}</text>'
 
 
-def _line(x1: float, y1: float, x2: float, y2: float) -> str:
+def line_element(x1: float, y1: float, x2: float, y2: float) -> str:
+    """Return an SVG line in grey, for a grid."""
     return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#d6d3d1"/>'

@@ -19,7 +19,7 @@ from torch import Tensor
 from cluster.config import ConfigError
 from deploy.config.hub import model_folder
 from deploy.quantize.calibration import Moments, Observed, moments_bytes
-from deploy.quantize.matrices import META, Layer, Source, chosen_layers, kept_modules, largest
+from deploy.quantize.matrices import Layer, Source, chosen_layers, kept_modules, largest
 from deploy.quantize.names import SCHEMES
 from deploy.quantize.rounding import quantised
 from deploy.quantize.schemes import Scheme, scheme_of
@@ -29,6 +29,7 @@ from speculative.training import TrainingError
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.models.loading import fill_target, read_target_config
+from workers.models.weight_bytes import META
 from workers.runner.device_memory import HostMemory
 
 ResultT = TypeVar("ResultT")

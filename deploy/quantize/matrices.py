@@ -20,11 +20,11 @@ from workers.models.config import ModelConfig
 from workers.models.loading import allocate, read_target_config
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of_config
+from workers.models.weight_bytes import META
 from workers.models.weights import checkpoint_files, num_checkpoint_bytes, opened
 from workers.quantization.module_lists import matches
 from workers.quantization.quant_method import Unquantized
 
-META = torch.device("meta")
 HEAD = "lm_head"
 _GATES = ("*.in_proj_a", "*.in_proj_b", "*.in_proj_ba")  # recurrent layers' gates: small, sensitive to rounding
 

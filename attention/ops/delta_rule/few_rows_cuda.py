@@ -17,6 +17,7 @@ from attention.ops.cuda_source import load
 from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
 
 _LOAD = 8  # numbers of a load of 16 bytes
+_MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def tiles_of(programs: int) -> Tiles:
     """Return the tiles for a number of programs. H200, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1, 8 and 32:
     6.9, 32 and 132 microseconds with eight warps alone on a multiprocessor, 8.5, 22 and 88 with three programs of four
     warps."""
-    return Tiles(8, 1) if programs <= 132 else Tiles(4, 3)
+    return Tiles(8, 1) if programs <= _MULTIPROCESSORS else Tiles(4, 3)
 
 
 @cache

@@ -28,18 +28,20 @@ def _is_step(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: R
 
 
 def _are_few(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
-    width, heads = tables.mask.shape[1], kept.heads
-    fits = width > 1 and kept.committed.shape[1] + 2 * width <= FEW_ROWS
-    return fits and heads.key_dim == heads.value_dim == 128 and kept.state.dtype is torch.float32
+    return _fit_a_tile(kept, tables, FEW_ROWS)
 
 
 def _are_few_in_bfloat16(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object
 ) -> bool:
+    return _fit_a_tile(kept, tables, FEW_CUDA_ROWS) and rows.qkv.dtype is torch.bfloat16
+
+
+def _fit_a_tile(kept: LayerState, tables: RoundTables, most: int) -> bool:
+    """Whether several rows a request, with the committed ones, fit into a tile of `most` rows."""
     width, heads = tables.mask.shape[1], kept.heads
-    fits = width > 1 and kept.committed.shape[1] + 2 * width <= FEW_CUDA_ROWS
-    of_128 = heads.key_dim == heads.value_dim == 128
-    return fits and of_128 and kept.state.dtype is torch.float32 and rows.qkv.dtype is torch.bfloat16
+    fits = width > 1 and kept.committed.shape[1] + 2 * width <= most
+    return fits and heads.key_dim == heads.value_dim == 128 and kept.state.dtype is torch.float32
 
 
 @operation(

@@ -21,7 +21,7 @@ HOPPER = (9, 0)
 
 
 def constants(width: int, path: int, programs: int) -> tuple[tuple[str, int], ...]:
-    """Of a round, as the launch has them."""
+    """Return the macros with which a launch compiles the kernel for a round of these sizes."""
     cpu = torch.device("cpu")
     kept = DeltaState.zeros(1, HEADS, 1, 1, max(width, path), path, torch.bfloat16, cpu).layer(0)
     rows = random_rows(HEADS, 1, torch.bfloat16, cpu)

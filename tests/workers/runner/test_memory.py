@@ -279,7 +279,7 @@ def test_without_limits_the_machine_counts(tmp_path: Path) -> None:
 
 
 def test_the_peak_of_a_piece_of_work_is_seen() -> None:
-    """Of new pages: an allocator may have room that earlier tests left."""
+    """The work maps new pages, because torch's allocator may reuse memory of earlier tests."""
 
     def run() -> None:
         with mmap.mmap(-1, 100_000_000) as pages:

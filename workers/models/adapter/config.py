@@ -24,7 +24,7 @@ from workers.models.adapter.survey import (
     AttentionCall,
     UnservableError,
     are_experts,
-    looks_rows_up,
+    is_plain_embedding,
     make_model,
     survey,
 )
@@ -230,7 +230,7 @@ def _check_experts(model: PreTrainedModel, names: tuple[str, ...] | None) -> Non
 def _check_embedding(model: PreTrainedModel) -> None:
     """Refuse embeddings that do more than look a row up and multiply it by `scalar_embed_scale`."""
     embedding = model.get_input_embeddings()
-    if not looks_rows_up(embedding):
+    if not is_plain_embedding(embedding):
         raise UnservableError(f"has an embedding of its own ({type(embedding).__name__})")
 
 

@@ -17,7 +17,7 @@ from workers.layers.linear_method import DenseLinearMethod, check_plain
 from workers.layers.vocab import VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
-from workers.models.adapter.survey import AttentionCall, UnservableError, are_experts, looks_rows_up
+from workers.models.adapter.survey import AttentionCall, UnservableError, are_experts, is_plain_embedding
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
@@ -230,7 +230,7 @@ def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup) ->
         elif config.experts is not None and are_experts(module):
             new = GivenExperts(module, group)
         elif own_tensors(module):
-            kind = LeafEmbedding if looks_rows_up(module) else Leaf
+            kind = LeafEmbedding if is_plain_embedding(module) else Leaf
             module.__class__ = type(type(module).__name__, (kind, type(module)), {})
         if new is not None:
             parent, _, name = path.rpartition(".")

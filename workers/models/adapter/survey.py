@@ -147,7 +147,7 @@ def reason_of(error: Exception) -> str:
     return line if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {line}"
 
 
-def looks_rows_up(module: nn.Module) -> bool:
+def is_plain_embedding(module: nn.Module) -> bool:
     """Whether a module is an embedding that at most multiplies its rows by `scalar_embed_scale`."""
     is_plain = type(module).forward is nn.Embedding.forward and not hasattr(module, "embed_scale")
     return isinstance(module, nn.Embedding) and (is_plain or hasattr(module, "scalar_embed_scale"))
