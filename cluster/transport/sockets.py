@@ -15,6 +15,10 @@ MAX_IPC_PATH = 107  # sun_path of sockaddr_un on Linux, without its closing zero
 # answers, without Python: a rank that computes, loads or compiles is never late.
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
+# A connection that was lost is never replaced, so that the messages which came before can still be read: libzmq 4.3.5
+# aborts the process if a socket is read after it reconnected while its queue was full (libzmq issue 3937). A full queue
+# delays heartbeats, too, so that a reader that pauses for HEARTBEAT_TIMEOUT_MS loses its connection.
+_RECONNECT_MS = 24 * 3600 * 1000
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Transport:
         elif not endpoint.startswith("ipc://"):
             raise ValueError("must begin with ipc:// or tcp://")
         _beat(socket)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.connect(endpoint)
 
     def _keys(self) -> CurveKeys:
@@ -115,10 +120,11 @@ def open_socket(
 class PeerMonitor:
     """Notices the end of a socket's one peer. `socket` is readable after an event of the connection.
 
-    zmq reconnects by itself; for us a peer that was lost once is lost: its successor has another endpoint.
+    A peer that was lost once is lost: its successor has another endpoint.
     """
 
     _FAILURES = {
+        zmq.Event.CONNECT_RETRIED: "it cannot be connected to",
         zmq.Event.DISCONNECTED: "its connection closed",
         zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed",
         zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the handshake failed: other keys or no CURVE",

@@ -103,12 +103,12 @@ def test_a_plan_for_128_running_requests_is_under_a_kilobyte():
     assert len(encode(StepPlan(1, 10**6, pack_i32(range(128)), 1, 10**5, 1, drafting, updates))) < 1000
 
 
-def test_plans_sent_before_the_rank_listens_arrive_in_order(context, tmp_path):
+def test_plans_sent_before_the_rank_reads_arrive_in_order(context, tmp_path):
     transport = Transport(folder=str(tmp_path))
-    link = RankLink(context, transport, f"ipc://{tmp_path}/r0", 0)
+    channel = RankChannel(context, transport, 0, 1, "r0")
+    link = RankLink(context, transport, channel.endpoint, 0)
     for step in range(5):
         assert link.send(encode(plan(step)))
-    channel = RankChannel(context, transport, 0, 1, "r0")
     assert [receive(channel).step for _ in range(5)] == list(range(5))
     channel.close()
     link.close()
@@ -146,8 +146,8 @@ def test_heartbeats_before_the_coordinator_connects_go_nowhere(context, tmp_path
 def test_why_a_rank_ends_is_received_although_it_closes_at_once(context, tmp_path):
     """A text that exceeds the sockets' buffers, so that most of it leaves after `close`."""
     transport, text = Transport(folder=str(tmp_path)), "Traceback" * 500_000
-    link = RankLink(context, transport, f"ipc://{tmp_path}/r0", 0)
     channel = RankChannel(context, transport, 0, 1, "r0")
+    link = RankLink(context, transport, channel.endpoint, 0)
     link.send(encode(plan(0)))
     assert receive(channel).step == 0
     channel.fail(text)
@@ -157,16 +157,20 @@ def test_why_a_rank_ends_is_received_although_it_closes_at_once(context, tmp_pat
     link.close()
 
 
-def die_connected(folder):
+def die_connected(folder, bound):
     context = zmq.Context()
     channel = RankChannel(context, Transport(folder=folder), 0, 1, "r0")
+    bound.set()
     while True:
         channel.wait(1000)
 
 
 def test_a_killed_rank_is_noticed_within_milliseconds(context, tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=die_connected, args=(str(tmp_path),), daemon=True)
+    spawn = multiprocessing.get_context("spawn")
+    bound = spawn.Event()
+    process = spawn.Process(target=die_connected, args=(str(tmp_path), bound), daemon=True)
     process.start()
+    assert bound.wait(30)
     link = RankLink(context, Transport(), f"ipc://{tmp_path}/r0", 0)
     until(lambda: link.monitor.check() is None and link.monitor.was_connected, timeout_s=30)
     process.kill()
