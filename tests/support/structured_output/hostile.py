@@ -18,6 +18,8 @@ KNOWN = (
     Grammar("regex", "((.*)*)*", STOPS),
     Grammar("ebnf", 'root ::= root root | "a" | ""', STOPS),
     Grammar("ebnf", 'root ::= e\ne ::= e "+" e | e "*" e | "(" e ")" | [0-9] | ""', STOPS),
+    Grammar("ebnf", 'root ::= [^a] | "a" s\ns ::= "a" s', STOPS),  # once in s, never out
+    Grammar("ebnf", 'root ::= [^a] | "a" ((("a"){8,}){8,}){8,}', STOPS),
 )
 
 letters = st.characters(exclude_categories=("Cs",))  # a JSON document holds no surrogates
@@ -43,21 +45,35 @@ def _more(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 regexes = st.recursive(st.one_of(_plain, _classes), _more, max_leaves=5)
 
 
+_names = st.sampled_from(["root", "s", "t"])
+_terminals = st.one_of(
+    texts.map(lambda text: json.dumps(text)),
+    texts.map(lambda text: json.dumps(text, ensure_ascii=False)),
+    letters.map(lambda c: f'"\\U{ord(c):08x}"'),
+    st.tuples(letters, letters).map(lambda t: f"[\\U{ord(min(t)):08x}-\\U{ord(max(t)):08x}]"),
+    st.sampled_from(['""', "[a-z ]", "[а-я]", "[一-龥]", "[😀-🙏]", "[0-9]", "[^a]", "[^\\n]", "[^а-я]"]),
+)
+
+
+def _more_of_a_rule(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    count = st.integers(0, 60)
+    return st.one_of(
+        st.tuples(inner, st.sampled_from("*+?")).map(lambda t: f"({t[0]}){t[1]}"),
+        st.tuples(inner, count, count).map(lambda t: f"({t[0]}){{{min(t[1:])},{max(t[1:])}}}"),
+        st.tuples(inner, count).map(lambda t: f"({t[0]}){{{t[1]},}}"),
+        st.lists(inner, min_size=2, max_size=4).map(" ".join),
+        st.lists(inner, min_size=2, max_size=4).map(lambda parts: "(" + " | ".join(parts) + ")"),
+    )
+
+
+_bodies = st.recursive(st.one_of(_names, _terminals), _more_of_a_rule, max_leaves=8)
+
+
 @st.composite
 def ebnfs(draw: st.DrawFn) -> str:
-    """Rules that may call each other, and themselves, anywhere."""
-    names = ["root", "s", "t"][: draw(st.integers(1, 3))]
-    part = st.one_of(
-        st.sampled_from(names),
-        texts.map(lambda text: json.dumps(text)),
-        st.sampled_from(['""', "[a-z ]", "[а-я]", "[0-9]", "[^a]"]),
-        st.tuples(st.sampled_from(names), st.sampled_from("*+?")).map("".join),
-    )
-    return "\n".join(
-        f"{name} ::= "
-        + " | ".join(" ".join(draw(st.lists(part, min_size=1, max_size=4))) for _ in range(draw(st.integers(1, 4))))
-        for name in names
-    )
+    """Rules that may call each other, and themselves, anywhere; some are missing."""
+    names = ["root", "s", "t"][: draw(st.sampled_from([1, 2, 3, 3, 3]))]
+    return "\n".join(f"{name} ::= " + " | ".join(draw(st.lists(_bodies, min_size=1, max_size=4))) for name in names)
 
 
 _leaf = st.one_of(

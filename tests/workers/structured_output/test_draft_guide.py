@@ -63,7 +63,15 @@ class Walked:
         words, scratch = self.masks.host_words, torch.zeros_like(self.masks.words[:1])
         rows = MaskRows(words, words.numpy(), 0, count, count + NUM_SPARE, scratch)
         self.walk = TreeWalk(
-            matcher, self.texts, endings or Endings(), eos_token_ids(), rows, block, num_guided, any_whitespace, ended
+            matcher,
+            self.texts,
+            endings or Endings(),
+            eos_token_ids(),
+            rows,
+            block,
+            num_guided,
+            any_whitespace,
+            ended=ended,
         )
         self.walk.run(tree.tokens, tree.children)
 

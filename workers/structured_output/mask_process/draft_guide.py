@@ -12,6 +12,7 @@ A guide never decides which token is chosen: a wrong or incomplete guide only lo
 `workers.structured_output.mask_process.request_grammar`.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from workers.scheduling.plan import Grammar
 from workers.structured_output.guide_table import NOWHERE, GuideBlock
 from workers.structured_output.mask_process.token_texts import TextStates, TokenTexts
 
@@ -28,9 +30,18 @@ if TYPE_CHECKING:
 
 FEW_TOKENS = 6  # at most so many allowed tokens get an edge each
 MAX_ENDINGS = 6  # tokens remembered because a forced text followed them
-_MAX_SPACED_BYTES = 48  # forced text with optional whitespace; the rest follows once these are accepted
+_MAX_STEPPED_BYTES = 48  # forced text that is found in steps; the rest follows once these are accepted
+_MAX_STEPPED_S = 0.005  # time of these steps
 _WHITESPACE = b" \t\n\r"
 _MAX_LEVEL = 2  # consecutive unforced places and forced texts that are followed
+
+
+def may_jump(grammar: Grammar) -> bool:
+    """Return whether the compiler's search for a forced text ends soon. It has no limit: of `s ::= "a" s` the text and
+    the memory grow for ever, and of repetitions in repetitions every byte may take 20 ms (xgrammar 0.2.8)."""
+    if grammar.kind == "json_schema":
+        return not any(word in grammar.text for word in ('"$ref"', '"$dynamicRef"', '"pattern"', '"patternProperties"'))
+    return grammar.kind == "choice" or (grammar.kind == "regex" and "(" not in grammar.text)
 
 
 class Endings:
@@ -110,6 +121,7 @@ class TreeWalk:
     """Fills the masks of one tree, and writes its guide. After an exception the matcher must be rewound.
 
     any_whitespace: the grammar allows any whitespace between the parts of JSON.
+    jumps: see `may_jump`. Else forced texts are found byte by byte.
     ended: the newest token, unless it was forced: it may have ended a string or number.
     num_guided: nodes that get a state in the guide: the first ones, which are the likeliest.
     is_forced: for each node that the grammar allows, whether a forced text follows.
@@ -123,6 +135,7 @@ class TreeWalk:
     guide: GuideBlock
     num_guided: int
     any_whitespace: bool = False
+    jumps: bool = True
     ended: int | None = None
     is_forced: dict[int, bool] = field(default_factory=dict)
     _other: int = NOWHERE  # row of the mask compared last
@@ -182,18 +195,31 @@ class TreeWalk:
         return _Position(state, row=NOWHERE if state == NOWHERE else row)
 
     def _text(self) -> bytes:
-        """Return the forced text; where whitespace is optional, with the whitespace of earlier answers."""
-        if not self.any_whitespace:
+        """Return the forced text, or its beginning; where whitespace is optional, with that of earlier answers."""
+        if self.jumps and not self.any_whitespace:
             return self.matcher.jump()
-        text, taken = b"", 0
-        while len(text) < _MAX_SPACED_BYTES:
-            part = self.matcher.jump() or self._after_whitespace(text)
+        text, taken, until_s = b"", 0, time.monotonic() + _MAX_STEPPED_S
+        while len(text) < _MAX_STEPPED_BYTES:
+            part = self.matcher.jump() if self.jumps else self._forced_byte()
+            if not part and self.any_whitespace:
+                part = self._after_whitespace(text)
             if not part or not self.matcher.accept_string(part):
                 break
             text, taken = text + part, taken + 1
+            if not self.jumps and time.monotonic() > until_s:
+                break
         if taken:
             self.matcher.rollback(taken)
         return text
+
+    def _forced_byte(self) -> bytes:
+        """Return the only byte that may follow; b"" if there are several, or the text may end."""
+        self.rows.check()
+        if self.matcher.is_terminated() or self.matcher.is_completed():
+            return b""
+        self.matcher.fill(self.rows.scratch)
+        allowed = self.texts.bytes_allowed(self.rows.scratch[0].numpy())
+        return allowed if len(allowed) == 1 else b""
 
     def _after_whitespace(self, text: bytes) -> bytes:
         """Return the text after optional whitespace if a single other byte may follow; else b""."""

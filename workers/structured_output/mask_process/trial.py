@@ -71,10 +71,12 @@ def try_grammar(
     grammar: Grammar, vocabulary: "Vocabulary", on_compiled: Callable[[], None] = lambda: None
 ) -> TrialResult:
     """Compile a grammar and try sample answers. on_compiled: called in between."""
+    from workers.structured_output.mask_process.draft_guide import may_jump
+
     try:
         compiled = _compile(grammar, vocabulary)
         on_compiled()
-        _walk(compiled)
+        _walk(compiled, may_jump(grammar))
     except InvalidGrammarError as error:
         return TrialResult(str(error))
     except VocabularyError as error:
@@ -107,9 +109,12 @@ def _compile(grammar: Grammar, vocabulary: "Vocabulary") -> "xgrammar.CompiledGr
     return compiled
 
 
-def _walk(compiled: "xgrammar.CompiledGrammar") -> None:
+def _walk(compiled: "xgrammar.CompiledGrammar", jumps: bool) -> None:
     """Generate sample answers that are likely to be slow: of the longest tokens, of the shortest, and of one repeated
-    token. Raises InvalidGrammarError if they take too long, or no text is allowed."""
+    token. Raises InvalidGrammarError if they take too long, or no text is allowed.
+
+    jumps: see `draft_guide.may_jump`.
+    """
     import numpy as np
 
     texts = compiled.tokenizer_info.decoded_vocab
@@ -119,7 +124,7 @@ def _walk(compiled: "xgrammar.CompiledGrammar") -> None:
     repeated = [texts.index(text) for text in _REPEATED if text in texts]
     began_s, num_tokens = time.thread_time(), 0
     for prefer in (None, 0, *repeated):
-        for took_s in _answer(compiled, lengths, prefer):
+        for took_s in _answer(compiled, lengths, prefer, jumps):
             num_tokens += 1
             if took_s > TOKEN_LIMIT_S:
                 raise InvalidGrammarError(
@@ -137,7 +142,7 @@ def _walk(compiled: "xgrammar.CompiledGrammar") -> None:
 
 
 def _answer(
-    compiled: "xgrammar.CompiledGrammar", lengths: "npt.NDArray[np.int32]", prefer: int | None
+    compiled: "xgrammar.CompiledGrammar", lengths: "npt.NDArray[np.int32]", prefer: int | None, jumps: bool
 ) -> Iterator[float]:
     """Generate one sample answer, and yield the CPU seconds of each token. Raises InvalidGrammarError.
 
@@ -154,7 +159,8 @@ def _answer(
     for position in range(WALK_TOKENS):
         began_s = time.thread_time()
         matcher.fill(words)
-        matcher.jump()
+        if jumps:
+            matcher.jump()
         filled_s = time.thread_time() - began_s
         allowed = np.unpackbits(words[0].numpy().view(np.uint8), bitorder="little")[: len(lengths)]
         if position == 0 and not allowed.any():

@@ -1,0 +1,70 @@
+"""Forced texts without an end, or of repetitions in repetitions: the compiler's search for them has no limit."""
+
+import json
+import multiprocessing
+import resource
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from speculative.ops.guides import begin, forced_or
+from tests.support import MODELS
+from tests.support.embedded import eos_token_ids
+from workers.scheduling.plan import Grammar
+from workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from workers.structured_output.guide_table import GuideBlock
+from workers.structured_output.mask_process.draft_guide import MaskRows
+from workers.structured_output.mask_process.grammar_cache import CachedGrammar
+from workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S
+from workers.structured_output.mask_process.request_grammar import RequestGrammar
+from workers.structured_output.mask_table import NUM_SPARE, MaskTable
+
+VOCAB = 4096
+LIMIT_S, LIMIT_BYTES = 40, 4 << 30  # of a case's process
+NESTED = '((("a"){8,}){8,}){8,}'
+NODE = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"], "additionalProperties": False}
+ENDLESS = {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/n"}], "$defs": {"n": NODE}}
+# a grammar, the text before, and the byte that it forces after the next one of these
+CASES = {
+    "endless": (Grammar("ebnf", 'root ::= "b" | "x" s\ns ::= "a" s', eos_token_ids()), "x", "a"),
+    "nested": (Grammar("ebnf", f'root ::= "b" | "x" {NESTED}', eos_token_ids()), "x", "a"),
+    "nested regex": (Grammar("regex", "b|x(((a){8,}){8,}){8,}", eos_token_ids()), "x", "a"),
+    "endless schema": (Grammar("json_schema", json.dumps(ENDLESS), eos_token_ids(), False), "{", '"'),
+}
+
+
+def fill(name: str) -> None:
+    """Fill the mask and the guide after a hidden entrance."""
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
+    grammar, before, forced = CASES[name]
+    compiler = GrammarCompiler(Vocabulary(MODELS / "target", VOCAB))
+    compiled = compiler.compile(grammar)
+    texts = compiler.texts_of(compiled)
+    tokens = {text: token for token, text in reversed([(t, texts[t]) for t in range(VOCAB)])}
+    done: Future[Any] = Future()
+    done.set_result(compiled)
+    request = RequestGrammar(CachedGrammar(grammar, done), False, [tokens[before.encode()]])
+    masks = MaskTable(1, 4, VOCAB, torch.device("cpu"))
+    assert masks.guides is not None
+    masks.guides.index[0] = 0
+    words = masks.host_words
+    rows = MaskRows(words, words.numpy(), 0, 1, 1 + NUM_SPARE, torch.zeros_like(masks.words[:1]))
+    began_s = time.thread_time()
+    assert request.fill(rows, 1, GuideBlock(masks.guides.blocks[0].numpy()), 1, texts)
+    assert time.thread_time() - began_s < MASK_LIMIT_S
+    slots, first = torch.tensor([0]), torch.tensor([tokens[forced.encode()]])
+    after = begin(masks.guides, slots, torch.tensor([0]), first)
+    assert int(forced_or(masks.guides, slots, after, torch.tensor([[-1]]))) >= 0, "nothing is forced"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_forced_text_behind_a_hidden_entrance_takes_no_longer_than_a_mask_may(name: str) -> None:
+    """In a process of its own, which ends where the search does not."""
+    process = multiprocessing.get_context("fork").Process(target=fill, args=(name,))
+    process.start()
+    process.join(200)
+    assert process.exitcode == 0
