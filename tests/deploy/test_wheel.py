@@ -59,10 +59,13 @@ def test_installed_wheel_plans_and_answers_from_any_folder(installed: Path, tmp_
     assert f"{installed}/deploy/models/target" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "draft"), [("eagle", "dspark"), *slow(("eagle3", "draft"))])
+@pytest.mark.parametrize(
+    ("name", "draft"), slow(("eagle", "dspark"), ("eagle3", "draft"))
+)  # and as `tests.e2e.test_aerie_serve` does it
 def test_a_configuration_to_start_from_names_the_installed_models(
     name: str, draft: str, installed: Path, tmp_path: Path
 ) -> None:
+    """As `tests.e2e.test_aerie_serve` begins."""
     aerie = [sys.executable, "-m", "deploy.cli"]
     printed = subprocess.run(
         [*aerie, "config", name],

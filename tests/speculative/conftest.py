@@ -76,7 +76,7 @@ def make_pair(folder: Path, **settings: int) -> Pair:
     """settings: of the target."""
     target = make_target(folder / "target", calm=0.01, **settings)
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, 60, (14,), generator=generator)[:10].tolist()
+    lengths = torch.randint(3, 60, (14,), generator=generator)[:8].tolist()
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     eagle = make_eagle(folder / "eagle", target, copying=True)
     return Pair(target, eagle, make_eagle3(folder / "eagle3", target), prompts)

@@ -113,8 +113,9 @@ def test_where_nothing_is_captured_any_shape_runs_beside_prompts(
 def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) -> None:
     """All rounds, and all steps with prompt chunks that are captured for any shape."""
     speculative = pair.chain() if shape == "chain" else pair.tree()
+    prompts = pair.prompts + [prompt[::-1] for prompt in pair.prompts[:2]]
     with graph_engine(spec(pair, speculative)) as engine:
-        expected = answers(engine, pair.prompts)
+        expected = answers(engine, prompts)
     with graph_engine(spec(pair, speculative)) as engine:
         worker, recorder = engine.executor, EagerRecorder()
         assert isinstance(worker, Worker)
@@ -135,7 +136,7 @@ def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) 
             return out
 
         graphs.step = noted  # type: ignore[method-assign]
-        assert answers(engine, pair.prompts) == expected
+        assert answers(engine, prompts) == expected
         shapes = engine.scheduler._shapes
     assert {shape for shape, with_chunks in seen if not with_chunks} == set(range(len(shapes)))
     assert (shapes.default, True) in seen

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(14, 0.0, stop_token_ids=(EOS,))
 RANDOM = replace(GREEDY, temperature=1.0, seed=3)
 TOKENS = (8, 24)  # of steps of up to 32 prompt tokens, so that some have graphs and some have none
 LIMITS = {"all": GraphCapture(limit_s=1e9), "rarer kinds eager": GraphCapture()}
-QUICK = {("chain", "rarer kinds eager"), ("plain", "all")}
+QUICK = {("chain", "rarer kinds eager")}  # all, while shapes change: `tests.speculative.test_adaptive`
 MIX = (
     GREEDY,
     RANDOM,

@@ -56,7 +56,8 @@ DRAFTS = ("tree", "none", "chain and branch", "fixed tree", "tree and branch", "
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("hybrid"), "Qwen3_5")
+    made = make_pair(tmp_path_factory.mktemp("hybrid"), "Qwen3_5")
+    return replace(made, prompts=made.prompts[:7])
 
 
 @dataclass(frozen=True)

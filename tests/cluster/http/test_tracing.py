@@ -135,7 +135,7 @@ def test_a_collector_gets_them_by_otlp() -> None:
             pass
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         tracing = make_tracing(TracingConfig(f"http://127.0.0.1:{server.server_port}", service_name="mine"))
 

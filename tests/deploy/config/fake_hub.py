@@ -80,7 +80,7 @@ def running_hub(hub: FakeHub) -> Iterator[FakeHub]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     hub.url = f"http://127.0.0.1:{server.server_port}"
     try:

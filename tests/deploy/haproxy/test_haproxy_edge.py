@@ -216,8 +216,11 @@ def test_only_the_frontend_listens_beyond_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [400, 2000])
-async def test_requests_above_the_limit_are_refused_in_words(tmp_path: Path, count: int) -> None:
+async def test_requests_above_the_limit_are_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
     """Streams of one address that all come at once, with as many connections as 1,024 open files allow."""
+    monkeypatch.setattr(haproxy_config, "HEADER_LIMIT_S", 60)  # this process may write them late
     most = 464
     raised = resource.getrlimit(resource.RLIMIT_NOFILE)
     if raised[1] < 2 * count + 500:
@@ -445,7 +448,7 @@ def test_requests_wait_for_the_ingress_that_follows_the_last_one(
             time.sleep(0.5)
             began = time.monotonic()
             refused = httpx.get(f"{url}/health")
-            assert time.monotonic() - began < 0.4
+            assert time.monotonic() - began < haproxy_config.NEXT_WAIT_S / 2
             assert refused.status_code == 503 and refused.headers["retry-after"] and refused.json()["error"]
             with _ingress() as second:
                 proxy.told(second)

@@ -10,16 +10,17 @@ from tests.support.slow import slow
 from workers.scheduling.plan import SamplingParams
 
 # hot enough that a draft without filters proposes tokens which the target may not draw
-HOT = SamplingParams(40, 2.0, top_k=2, seed=5)
+HOT = SamplingParams(24, 2.0, top_k=2, seed=5)
 
 
 def outputs(
     pair: Pair, speculative: SpeculativeConfig | None, tensor_parallel: int = 1
 ) -> tuple[list[list[int]], float]:
     """Tokens, and drafts accepted per round."""
-    sampling = [replace(HOT, seed=i) for i in range(len(pair.prompts))]
+    prompts = pair.prompts[:6]
+    sampling = [replace(HOT, seed=i) for i in range(len(prompts))]
     with local_engine(pair.spec(speculative, tensor_parallel=tensor_parallel)) as engine:
-        requests = engine.generate(pair.prompts, sampling, concurrency=6)
+        requests = engine.generate(prompts, sampling, concurrency=4)
     rounds = sum(sum(request.acceptance_histogram) for request in requests)
     accepted = sum(k * n for request in requests for k, n in enumerate(request.acceptance_histogram))
     return [request.output for request in requests], accepted / max(1, rounds)

@@ -139,7 +139,7 @@ CASES: dict[str, tuple[tuple[int, int, int], int, CacheConfig | None, dict[str, 
     "tree and copies": (TREE, 1, None, {"suffix_tokens": 4}),
     "window of the draft": (CHAIN, 1, None, {"window": 64}),
 }
-QUICK = {("per-layer", "tree, few pages"), ("dense", "tree, 2 ranks"), ("experts", "chain")}
+QUICK = {("per-layer", "tree, few pages"), ("experts", "chain")}
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def plain(served: Pair) -> list[list[int]]:
 @pytest.mark.parametrize(
     "shape,ranks,draft_tp,cache",
     [
-        ((3, 1, 4), 1, None, None),
+        pytest.param((3, 1, 4), 1, None, None, marks=pytest.mark.slow),
         pytest.param((4, 3, 10), 1, None, CacheConfig(page_size=1, num_pages=1600), marks=pytest.mark.slow),
         ((4, 3, 10), 1, None, FEW_PAGES),
         pytest.param((3, 1, 4), 2, None, None, marks=pytest.mark.slow),  # the two after it have what it has

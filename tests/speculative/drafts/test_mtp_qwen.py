@@ -90,9 +90,8 @@ CASES: dict[str, tuple[tuple[int, int, int], int, CacheConfig | None, dict[str, 
     "chain, 2 ranks, draft whole": (CHAIN, 2, None, {"draft_tp": 1}),
     "fixed tree": (TREE, 1, None, {"adaptive": False}),
 }
-# Of three families that share their rounds, each in some cases; all crosses are slow.
+# Of three families that share their rounds, two in one case each; all crosses are slow.
 QUICK = {
-    ("Qwen3_5", "tree, few pages"),
     ("Qwen3_5Moe", "tree, 2 ranks, trimmed head"),
     ("Qwen3Next", "tree, pages of 1"),
 }

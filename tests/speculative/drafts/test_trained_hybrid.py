@@ -22,7 +22,7 @@ def plain() -> list[list[int]]:
 @pytest.mark.parametrize(
     "shape,ranks,page_size,rows,least",
     [
-        pytest.param(CHAIN, 1, 16, 0, 2.4, id="chain"),
+        pytest.param(CHAIN, 1, 16, 0, 2.4, id="chain", marks=pytest.mark.slow),
         pytest.param(TREE, 1, 1, 128, 2.6, id="tree, pages of 1, a quarter of the vocabulary"),
         pytest.param(CHAIN, 2, 1, 0, 2.4, id="chain, 2 ranks, pages of 1", marks=pytest.mark.slow),
         pytest.param(TREE, 2, 16, 0, 2.7, id="tree, 2 ranks", marks=pytest.mark.slow),

@@ -88,7 +88,7 @@ def plain() -> list[list[int]]:
 @pytest.mark.parametrize(
     "shape,ranks,page_size,least",
     [
-        pytest.param(CHAIN, 1, 16, 2.2, id="chain"),
+        pytest.param(CHAIN, 1, 16, 2.2, id="chain", marks=pytest.mark.slow),
         pytest.param(TREE, 1, 1, 2.5, id="tree, pages of 1"),
         pytest.param(CHAIN, 2, 1, 2.2, id="chain, 2 ranks, pages of 1", marks=pytest.mark.slow),
         pytest.param(TREE, 2, 16, 2.5, id="tree, 2 ranks", marks=pytest.mark.slow),

@@ -106,18 +106,18 @@ SLOW = pytest.mark.slow  # a tree's steps have all that is cut in others
 def test_captured_steps_give_the_same_answers(shape: str) -> None:
     """Steps that are cut where masks join, replayed one after the other with those that are not."""
     speculative = SHAPES[shape] and dataclasses.replace(SHAPES[shape], adaptive=False)
-    with local_engine(embedded_spec(speculative, max_running=6)) as engine:
+    with local_engine(embedded_spec(speculative, max_running=4)) as engine:
         recorder = _record(engine)
-        asked = requests(SCHEMAS, 7)[:7]
-        engine.run(asked, 6)
-    assert [request.output for request in asked] == plainly()[:7]
+        asked = requests(SCHEMAS, 7)[:5]
+        engine.run(asked, 4)
+    assert [request.output for request in asked] == plainly()[:5]
     assert recorder.num_replays > 20
 
 
 def _record(engine: LocalEngine) -> EagerRecorder:
     worker, recorder = engine.executor, EagerRecorder()
     assert isinstance(worker, Worker)
-    graphs = GraphedDecoding(worker._strategy, worker._slots, (6,), 512, recorder, (128,))  # type: ignore[arg-type]
+    graphs = GraphedDecoding(worker._strategy, worker._slots, (4,), 512, recorder, (128,))  # type: ignore[arg-type]
     with torch.inference_mode():
         graphs.capture(GraphCapture(1e9, 1e9), SOLO)
     worker._strategy = graphs
@@ -126,19 +126,20 @@ def _record(engine: LocalEngine) -> EagerRecorder:
 
 def test_ranks_fill_the_same_masks() -> None:
     """Two ranks, which check each other after every step."""
-    assert run(embedded_spec(TREE, tensor_parallel=2), requests(SCHEMAS, 7)[:3]) == plainly()[:3]
+    assert run(embedded_spec(TREE, tensor_parallel=2), requests(SCHEMAS, 7)[:2]) == plainly()[:2]
 
 
 @pytest.mark.parametrize("shape", ["tree", *slow("plain")])
 def test_a_request_goes_on_where_it_was(shape: str) -> None:
     """Resumed after any number of tokens, as after the loss of an engine."""
-    asked = requests(SCHEMAS, 7)[1:6]
-    expected = plainly()[1:6]
+    asked = requests(SCHEMAS, 7)[1:5]
+    expected = plainly()[1:5]
     for i, (request, tokens) in enumerate(zip(asked, expected, strict=True)):
         request.output += tokens[: (i * 7 + 1) % (len(tokens) - 1)]
     assert run(embedded_spec(SHAPES[shape]), asked) == expected
 
 
+@pytest.mark.slow  # preempted requests go on as resumed ones do
 def test_preempted_requests_go_on_where_they_were() -> None:
     spec = embedded_spec(CHAIN, page_size=4)
     pages = CacheConfig(page_size=4, num_pages=100)

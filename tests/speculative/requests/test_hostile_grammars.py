@@ -118,6 +118,7 @@ def test_a_grammar_without_a_way_on_ends_its_request_with_the_reason(
     assert all(run.of(request)[1] for request in run.bound)
 
 
+@pytest.mark.slow  # and `make test-hostile`, at a served engine
 @settings(
     max_examples=2,
     deadline=None,

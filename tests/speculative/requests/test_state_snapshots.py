@@ -135,7 +135,7 @@ def test_answers_are_those_without_a_cache(
     models: tuple[Path, Path], draft: str, page_size: int, snapshots: int
 ) -> None:
     cache = CacheConfig(page_size, num_pages=2400 // page_size, state_snapshots=snapshots, state_interval=16)
-    different, saved = differences(models, draft, cache, 28, seed=1, captured=draft == "tree")
+    different, saved = differences(models, draft, cache, 20, seed=1, captured=draft == "tree")
     assert different == 0
     assert saved > 0.1, f"only {saved:.0%} of the prompt tokens were found"
 
@@ -147,7 +147,7 @@ def test_memory_of_saved_states_is_that_of_the_plan(
     """A state of bfloat16 is rounded once, from a float32 one that was resumed at such a state."""
     cache = CacheConfig(4, num_pages=600, state_snapshots=40, state_interval=16, state_snapshot_dtype=dtype)
     with local_engine(spec_of(models, "", cache)) as engine:
-        turns(engine, Conversations(3, VOCAB, MAX_LEN), 25, seed=3)
+        turns(engine, Conversations(3, VOCAB, MAX_LEN), 16, seed=3)
         check_states(engine, models, cache, tolerance=tolerance)
         layout = plan_engine(spec_of(models, "", cache)).layout
         assert isinstance(engine.executor, Worker) and engine.executor._batches._states is not None

@@ -78,7 +78,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: 
         ("Qwen3_5", "gptq asymmetric"),
         pytest.param("Qwen3_5", "pack-quantized channel, asymmetric", marks=pytest.mark.slow),
         pytest.param("Qwen3_5Moe", "awq", marks=pytest.mark.slow),
-        ("Qwen3Next", "awq"),
+        pytest.param("Qwen3Next", "awq", marks=pytest.mark.slow),
         pytest.param("Glm4Moe", "awq", marks=pytest.mark.slow),
         pytest.param("Gemma3", "gptq", marks=pytest.mark.slow),
         pytest.param("Phi3", "awq", marks=pytest.mark.slow),

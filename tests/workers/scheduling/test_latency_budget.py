@@ -141,7 +141,7 @@ class Watched(Simulation):
 
 
 @given(costs=cost_tables(), target=st.one_of(st.just("auto"), st.floats(0.5, 60.0)), history=histories())
-@settings(QUIET, max_examples=40)
+@settings(QUIET, max_examples=20)
 def test_with_room_for_all_budgets_are_kept_and_deadlines_decide(costs, target, history):
     sim = Watched(num_pages=1600, max_running=50, max_step_tokens=64, costs=costs, itl_target_ms=target)
     for request in sim.play(history):
@@ -149,7 +149,7 @@ def test_with_room_for_all_budgets_are_kept_and_deadlines_decide(costs, target, 
 
 
 @given(costs=cost_tables(), history=histories(), max_running=st.integers(1, 8), page_size=st.sampled_from((1, 4)))
-@settings(QUIET, max_examples=40)
+@settings(QUIET, max_examples=20)
 def test_where_pages_and_slots_are_short_every_request_still_ends(costs, history, max_running, page_size):
     sim = Watched(page_size, num_pages=110 // page_size, max_running=max_running, max_step_tokens=32, costs=costs)
     sim.is_roomy = False
@@ -165,7 +165,7 @@ def test_where_pages_and_slots_are_short_every_request_still_ends(costs, history
     backlog=st.integers(0, 10_000),
     wanted=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 400)), min_size=1, max_size=6),
 )
-@settings(QUIET, max_examples=200)
+@settings(QUIET, max_examples=100)
 def test_a_step_is_as_full_as_its_limit_allows(costs, target_ms, stretch, rounds, backlog, wanted):
     budget = LatencyBudget(exact(costs), target_ms, stretch * target_ms, 256)
     limit_ms = budget.step_limit_ms(rounds, backlog)

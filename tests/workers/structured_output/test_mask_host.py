@@ -91,15 +91,19 @@ class Stuck:
     """A request's mask that takes as long as the test wants; what goes on meanwhile releases Python's lock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number_of_tokens: int = 7) -> None:
-        self.go_on = threading.Event()
+        self.go_on, self._begun = threading.Event(), threading.Event()
         original = RequestGrammar.advanced_matcher
 
         def wait(request: RequestGrammar) -> object:
             if request.num_known == number_of_tokens:
+                self._begun.set()
                 self.go_on.wait(30.0)
             return original(request)
 
         monkeypatch.setattr(RequestGrammar, "advanced_matcher", wait)
+
+    def wait_begun(self) -> None:
+        assert self._begun.wait(30.0)
 
 
 def digits(count: int) -> list[int]:
@@ -127,7 +131,7 @@ def test_a_slow_request_is_left_behind_and_its_mask_is_told_of(host: Host, monke
     for number, count in ((1, 0), (2, 7), (3, 1)):
         host.enter(number, QUICK, digits(count))
     sequence = host.fill(1, 2, 3)
-    time.sleep(0.2)
+    stuck.wait_begun()
     host.deadline(sequence, closes=False)
     filled = host.filled()
     assert filled.rows == [0, LATE, 1]
@@ -146,7 +150,7 @@ def test_a_step_that_closes_leaves_all_behind_that_were_not_filled(host: Host, m
     for number, count in ((1, 7), (2, 0)):
         host.enter(number, QUICK, digits(count))
     sequence = host.fill(1, 2)
-    time.sleep(0.2)
+    stuck.wait_begun()
     host.deadline(sequence, closes=True)
     assert host.filled().rows == [LATE, LATE]
     assert host.notice().ready == [2]
@@ -188,11 +192,11 @@ def test_one_that_leaves_its_grammar_fails(host: Host) -> None:
 
 
 def test_a_mask_has_a_limit(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_jobs, "MASK_WALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(mask_jobs, "MASK_WALL_LIMIT_S", 1.0)
     stuck = Stuck(monkeypatch)
     host.enter(1, QUICK, digits(7))
     sequence = host.fill(1)
-    time.sleep(0.1)
+    stuck.wait_begun()
     host.deadline(sequence, closes=True)
     assert host.filled().rows == [LATE]
     notice = host.notice()

@@ -31,8 +31,20 @@ def checker() -> Iterator[ProcessChecker]:
     made.close()
 
 
+async def tried(checker: ProcessChecker, grammar: Grammar) -> None:
+    """Again where the machine had no core for it."""
+    for _ in range(20):
+        try:
+            return await checker.check(grammar)
+        except ApiError as error:
+            if error.status != 429:
+                raise
+        await asyncio.sleep(0.2)
+    raise AssertionError("the machine had no core for it")
+
+
 async def test_a_grammar_is_tried(checker: ProcessChecker) -> None:
-    await asyncio.gather(checker.begin(), checker.check(DIGITS))
+    await asyncio.gather(checker.begin(), tried(checker, DIGITS))
     with pytest.raises(ApiError, match="cannot be used"):
         await checker.check(BROKEN)
 
@@ -48,27 +60,27 @@ async def test_what_cannot_be_begun_is_tried_again_by_the_first_grammar(
         await checker.begin()
         with pytest.raises(ApiError, match="cannot be tried: no memory"):
             await checker.check(DIGITS)
-    await checker.check(DIGITS)
+    await tried(checker, DIGITS)
 
 
 @pytest.mark.parametrize("texts", [["да", "нет"], ["北京", "北海"], ["😀", "😁"], ["é"]])
 async def test_texts_of_any_language_are_accepted(checker: ProcessChecker, texts: list[str]) -> None:
-    await checker.check(Grammar("regex", f"({'|'.join(texts)})", (0,)))
+    await tried(checker, Grammar("regex", f"({'|'.join(texts)})", (0,)))
 
 
 async def test_quick_grammars_pass_slow_ones_and_slow_ones_are_refused_with_the_time(checker: ProcessChecker) -> None:
-    await checker.check(DIGITS)
+    await tried(checker, DIGITS)
     slow = [asyncio.create_task(checker.check(each)) for each in HOSTILE]
     await asyncio.sleep(0.1)
     began_s = time.monotonic()
-    await asyncio.gather(*(checker.check(Grammar("regex", f"[a-z]{{{n}}}", (0,))) for n in range(3, 8)))
+    await asyncio.gather(*(tried(checker, Grammar("regex", f"[a-z]{{{n}}}", (0,))) for n in range(3, 8)))
     quick_s = time.monotonic() - began_s
     refusals = await asyncio.gather(*slow, return_exceptions=True)
     slow_s = time.monotonic() - began_s
     assert quick_s < slow_s
     for refusal in refusals:
         assert isinstance(refusal, ApiError)
-        if "busy core" not in str(refusal):  # of a machine that runs much else
+        if refusal.status != 429:  # of a machine that runs much else
             assert refusal.status == 400 and " s" in str(refusal) and "token" in str(refusal)
 
 
@@ -76,7 +88,7 @@ async def test_a_grammar_that_got_no_core_is_not_called_too_slow(
     checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped as soon as it is slow, and goes on when it is tried the next time."""
-    await checker.check(DIGITS)
+    await tried(checker, DIGITS)
     slow = Grammar("regex", "(([a-z ]{0,20}){0,20}){0,9}", (0,))
     monkeypatch.setattr(grammar_checker, "QUICK_S", 0.0)
     with monkeypatch.context() as patched:
@@ -128,7 +140,7 @@ async def test_no_more_slow_trials_go_on_than_there_are_cores(monkeypatch: pytes
 async def test_one_trial_serves_all_that_ask_for_the_same(
     checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await checker.check(DIGITS)
+    await tried(checker, DIGITS)
     forks = []
     fork = template_process.Template.fork
 

@@ -29,7 +29,7 @@ def test_a_template_that_takes_long_is_ended(source: str) -> None:
     begin_s = time.monotonic()
     with pytest.raises(ChatTemplateError) as error:
         ChatTemplate(source, {}).render(HELLO, limit_s=0.05)
-    assert time.monotonic() - begin_s < 2.0
+    assert time.monotonic() - begin_s < 30.0  # they would take hours
     if isinstance(error.value, SlowTemplateError):  # the last one may reach the depth that Python allows before
         assert str(error.value) == (
             "the model's chat template takes more than 0.05 s for these messages; send fewer or shorter ones"

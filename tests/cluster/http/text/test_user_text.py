@@ -190,10 +190,10 @@ async def test_a_user_cannot_end_his_turn_over_http() -> None:
 def test_beginnings_of_many_tokens_cost_little() -> None:
     """In 2 MB of them 0.03 s; 2 s where each is compared with every token."""
     controls = ControlTexts(f"<|reserved_special_token_{i}|>" for i in range(250))
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     for text in ("<|" * 10**6, "<|reserved_special_token_" * 80_000):
         assert len(controls.places(text, edges=True)) == 1  # its end may begin one
-    assert time.monotonic() - begin_s < 1.0
+    assert time.process_time() - begin_s < 1.0
 
 
 @given(texts=st.sets(st.text(alphabet="<|ab>", min_size=1, max_size=5), max_size=6), text=st.text("<|ab>", max_size=30))

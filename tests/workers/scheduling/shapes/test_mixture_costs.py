@@ -12,6 +12,7 @@ import pytest
 
 from speculative.config import SpeculativeConfig
 from tests.support.simulation.shapes import Engine, chances_of, misread
+from tests.support.slow import slow
 from workers.config import RoundShapes
 from workers.scheduling.cost_table import CostTable, RoundCosts
 
@@ -34,7 +35,7 @@ def costs_of(shapes: RoundShapes) -> CostTable:
 
 
 @pytest.mark.parametrize("means", MEANS, ids=str)
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 8, 32])
+@pytest.mark.parametrize("batch", [32, *slow(1, 8)])
 @pytest.mark.parametrize(
     "shapes, of_none, of_best", [(CHAIN_3, 0.985, 0.96), (TREE_8, 0.96, 0.93)], ids=["chain", "tree"]
 )
