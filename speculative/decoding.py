@@ -148,7 +148,11 @@ class SpeculativeDecoding(CuttableStrategy):
     def _verify(self, batch: StepBatch, shape: RoundShape, passed: TargetPass, logits: Tensor) -> Rounds:
         """Rounds: accept, commit, and move the accepted path's KV to the front."""
         slots, rows, page_table = self._slots, passed.rows, passed.page_table
-        sampled = self._chosen(logits[: batch.num_requests * shape.width], batch, rows)
+        of_rounds = logits[: batch.num_requests * shape.width]
+        min_entropies = None  # before masks change the logits
+        if self._shapes.learns_acceptance:
+            min_entropies = self._sampler.min_entropies(of_rounds[:: shape.width])
+        sampled = self._chosen(of_rounds, batch, rows)
         synthetic = self._synthetic_acceptance_length if shape.width > 1 else None
         done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots, shape.depth, synthetic)
         self._target.commit(batch.slots, done.accepted.path, done.commit.counts)
@@ -157,7 +161,7 @@ class SpeculativeDecoding(CuttableStrategy):
         if shape.width > 1 and not shape.is_chain:
             self._target.pool.move_path(page_table, rows.length, done.accepted.path)
             features = None if features is None else features.index_select(0, done.path_rows.flatten())
-        return Rounds(rows.length, page_table, sampled, done, features)
+        return Rounds(rows.length, page_table, sampled, done, features, min_entropies)
 
     def _chosen(self, logits: Tensor, batch: StepBatch, rows: RoundRows) -> Sampled:
         """Return the target's token after every node, [B, W]."""

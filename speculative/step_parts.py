@@ -41,6 +41,7 @@ class Rounds:
     page_table: [B, max_pages] int32.
     sampled: the target's token after every node.
     features: [B * D, F] of the target on the accepted path, up to its maximum depth; None without a draft model.
+    min_entropies: see `StepTensors`.
     """
 
     length: Tensor
@@ -48,6 +49,7 @@ class Rounds:
     sampled: Sampled
     committed: Committed
     features: Tensor | None
+    min_entropies: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,18 @@ def emitted(
     done, first = rounds.committed if rounds else None, finals.commit if finals else None
     columns = done.commit.tokens.shape[1] if done else 1
     tokens = F.pad(first.tokens, (0, columns - 1)) if first else None
+    nothing = torch.full_like(first.counts, -1) if first else None
+    min_entropies = rounds.min_entropies if rounds else None
     return StepTensors(
         tokens=joined((done.commit.tokens if done else None, tokens)),
         counts=joined((done.commit.counts if done else None, first.counts if first else None)),
         finish=joined((done.commit.finish if done else None, first.finish if first else None)),
-        accepted=joined((done.reported if done else None, torch.full_like(first.counts, -1) if first else None)),
+        accepted=joined((done.reported if done else None, nothing)),
         logprobs=_logprobs(rounds, finals, columns, batch.needs.num_logprobs),
         drafts=drafts,
         prompt_logprobs=ranking,
         matches=matches,
+        min_entropies=None if min_entropies is None else joined((min_entropies, nothing)),
     )
 
 

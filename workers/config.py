@@ -161,6 +161,11 @@ class RoundShapes:
         return len(self.shapes)
 
     @property
+    def learns_acceptance(self) -> bool:
+        """Whether shapes are chosen by how many drafts requests accepted."""
+        return self.adaptive and not self.model_free
+
+    @property
     def max_new_tokens(self) -> int:
         """Maximum tokens that a round of any shape can emit."""
         return max(shape.max_new_tokens for shape in self.shapes)

@@ -23,8 +23,8 @@ from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.graphs.graph_keys import CHUNK_NEEDS, bucket_sizes
 from workers.runner.worker import Worker
 from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
+from workers.scheduling.plan import SamplingParams, StepResult, unpack_i32
+from workers.scheduling.request import Request, RequestOutput
 
 GREEDY = SamplingParams(44, 0.0, stop_token_ids=(EOS,))
 RANDOM = replace(GREEDY, temperature=0.9, seed=11)
@@ -133,6 +133,11 @@ def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) 
             if recorder.num_replays == before:
                 eager.append(batch)
             seen.add((batch.shape, batch.chunks is not None))
+            if batch.num_requests:
+                assert out.min_entropies is not None
+                assert (out.min_entropies >= 0).sum() == batch.num_requests and len(out.min_entropies) == len(
+                    out.counts
+                )
             return out
 
         graphs.step = noted  # type: ignore[method-assign]
@@ -143,3 +148,36 @@ def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) 
     for batch in eager:
         assert batch.chunks is not None, f"a round of shape {batch.shape} ran without a graph"
         assert not CHUNK_NEEDS.covers(batch.needs) or batch.chunks.batch.num_rows > max(TOKENS)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_every_round_tells_the_targets_min_entropy(pair: Pair, tensor_parallel: int) -> None:
+    """Of its first token's distribution, whatever shape runs and whether or not prompts run beside it."""
+    asking = spec(pair, pair.tree())
+    asking = dataclasses.replace(asking, worker=dataclasses.replace(asking.worker, tensor_parallel=tensor_parallel))
+    kinds = set()
+    with local_engine(asking) as engine:
+        apply = engine.scheduler.apply
+
+        def checked(result: StepResult) -> list[RequestOutput]:
+            counts, accepted = unpack_i32(result.counts).tolist(), unpack_i32(result.accepted).tolist()
+            told = unpack_i32(result.min_entropies).tolist() or [-1] * len(counts)
+            for entry, nats in enumerate(told):
+                if counts[entry] and nats >= 0:
+                    assert -nats / 1e3 == pytest.approx(result.logprobs[entry][0].top_logprobs[0], abs=2e-3)
+                    kinds.add((accepted[entry] >= 0, -1 in told))
+            return apply(result)
+
+        engine.scheduler.apply = checked  # type: ignore[method-assign]
+        favourites = itertools.cycle(range(len(engine.scheduler._shapes)))
+        sampling = [replace(each, logprobs=1, max_tokens=20) for each in MIX]
+        waiting = [Request(f"r{i}", prompt, sampling[i % len(MIX)]) for i, prompt in enumerate(pair.prompts[:9])]
+        for step in itertools.count():
+            if step % 7 == 0 and waiting:
+                engine.scheduler.submit(waiting.pop())
+            if step % 2 == 0:
+                engine.scheduler.use_costs(cheap(engine.scheduler._shapes, next(favourites)))
+            engine.step()
+            if not waiting and engine.scheduler.num_running == 0:
+                break
+    assert kinds == {(True, False), (True, True), (False, False), (False, True)}

@@ -149,6 +149,8 @@ class StepTensors:
     matches: [B + F, 3] int64, if drafts are copied from the requests' text: how many of the tokens, from the first, the
         last proposal foresaw, -1 without one; the length of the match that the next proposal follows, 0 without one;
         accepted drafts that were copied.
+    min_entropies: [B + F] int64, in engines that choose shapes by acceptance: the target's min-entropy after the newest
+        token before the step, in thousandths of a nat; below 0 where a prompt ended.
     """
 
     tokens: Tensor
@@ -159,3 +161,4 @@ class StepTensors:
     drafts: Tensor | None = None
     prompt_logprobs: PromptRanking | None = None
     matches: Tensor | None = None
+    min_entropies: Tensor | None = None

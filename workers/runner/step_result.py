@@ -74,6 +74,7 @@ class PendingStep:
             graphs=graphs,
             prompt_logprobs=prompt_logprobs,
             matches=pack_i32(emitted.matches.numpy()) if emitted.num_matches else b"",
+            min_entropies=pack_i32(emitted.min_entropies.numpy()) if emitted.num_entropies else b"",
         )
 
 

@@ -164,6 +164,11 @@ class Sampler:
             _, tokens = largest(logits, checked=True)
         return Sampled(tokens.view(shape), raw.view(*shape, -1) if needs.num_logprobs >= 0 else None)
 
+    def min_entropies(self, logits: Tensor) -> Tensor:
+        """Return [rows] int64: thousandths of a nat of the min-entropy, the negative logarithm of the largest
+        probability, at this rank's logits [rows, shard size]; the same on every rank. Any number for a NaN."""
+        return (self._shard.topk_log_softmax(logits, 1)[0][:, 0] * -1000.0).long()
+
     def perturb(self, logits: Tensor, rows: Rows, ids: Tensor, filtered: bool, group: TPGroup) -> Tensor:
         """Return draft logits [B * R, n] of tokens `ids` [n] with the noise that `sample` adds, so that the draft
         proposes the token that the target would draw. Filtered tokens are below all others.

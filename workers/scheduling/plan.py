@@ -281,6 +281,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         `SlotGrammars`. -> `GrammarQueue`
     graphs: after this step. From `GraphedDecoding`. -> `CapturePacing`
     matches: int32 [n, 3], `StepTensors.matches`; empty in engines that do not copy drafts. -> `MatchSurvival`
+    min_entropies: int32 [n], `StepTensors.min_entropies`; empty in engines without them. -> `Difficulty`
     """
 
     epoch: int
@@ -298,3 +299,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     graphs: GraphCount = GraphCount()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     matches: bytes = b""
+    min_entropies: bytes = b""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from workers.config import RoundShapes
 from workers.scheduling.acceptance.match_survival import MatchSurvival
-from workers.scheduling.acceptance.survival import Ints, Survival
+from workers.scheduling.acceptance.survival import Floats, Ints, Survival
 from workers.scheduling.shape_probes import FIRST_RESULTS, ShapeProbes
 from workers.scheduling.shape_rates import Load, Rates
 from workers.scheduling.step_time import Step, StepTime
@@ -88,10 +88,18 @@ class ShapeChoice:
         growth = max(1.0, num_requests / max(1, self._num_requests))  # since then
         return 0.0 if self._rates is None else growth * max(self._rates.ms)
 
-    def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
-        """See `Survival.record`. The first rounds and those of probes are all learnt from, others every
-        `LEARN_EVERY_MS`."""
-        if not self._shapes.adaptive or not shape or self._matches is not None:
+    def record(
+        self,
+        slots: Ints,
+        users: Ints,
+        drafted: Ints,
+        shape: int,
+        accepted: npt.NDArray[np.int32],
+        nats: Floats | None = None,
+    ) -> None:
+        """See `Survival.record`, and for nats `Survival.record_entropies`. The first rounds and those of probes are all
+        learnt from, others every `LEARN_EVERY_MS`."""
+        if not self._shapes.learns_acceptance or (not shape and nats is None):
             return
         if self._rates is not None and shape == self._current:
             self._unlearnt_ms += self._rates.ms[shape]
@@ -99,7 +107,10 @@ class ShapeChoice:
                 return
         self._unlearnt_ms = 0.0
         self._num_learnt += 1
-        self.survival.record(slots, users, drafted, shape, accepted)
+        if nats is not None:
+            self.survival.record_entropies(slots, users, shape, nats)
+        if shape:
+            self.survival.record(slots, users, drafted, shape, accepted)
 
     def match_classes(self, slots: Ints, users: Ints) -> Ints | None:
         """See `MatchSurvival.classes`; None where drafts are not copied."""

@@ -16,7 +16,7 @@ from workers.scheduling.step_time import Step, StepTime
 
 FIRST_RESULTS = 3  # steps until the first results of a shape have been read
 PROBING_SHARE = 1 / 150  # share of the time for probes of promising shapes
-OLD_SHARE = 1 / 250  # share of the time for probes of shapes without recent results
+OLD_SHARE = 1 / 500  # share of the time for probes of shapes without recent results
 FIRST_ROUNDS = 3  # rounds whose time probes may cost in advance
 PAID_SHARE = 1 / 2  # share of a probe's first rounds that must have been saved for
 PROBE_AGE = 128  # steps without results after which a shape is probed again

@@ -62,7 +62,7 @@ class StepResults:
         committed_before = self._advance(step, counts, now)
         if result.matches:
             self._observe(step, np.where(late, 0, counts), unpack_i32(result.matches).reshape(-1, 3))
-        num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)))
+        num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)), result.min_entropies)
         # since its plan, or since the step before it
         took_s, self._last_s = min(result.elapsed_s, now - self._last_s), now
         if self.step_time is not None:
@@ -173,14 +173,15 @@ class StepResults:
         slot_pages.take_tokens(rounds, slots[num_rounds:], now)
         return before
 
-    def _learn(self, step: InFlightStep, accepted: npt.NDArray[np.int32]) -> list[int]:
+    def _learn(self, step: InFlightStep, accepted: npt.NDArray[np.int32], min_entropies: bytes) -> list[int]:
         """Return the number of drafts that each entry verified, and report their acceptance to the shape choice."""
         count = step.num_rounds
-        if step.shape == 0:
+        if step.shape == 0 and not min_entropies:
             return [0] * len(accepted)
         slots, users, of_rounds = step.slots[:count], step.users[:count], accepted[:count]
         live = self._slot_pages.user[slots] == users
-        self._shape_choice.record(slots, users, step.drafted, step.shape, np.where(live, of_rounds, -1))
+        nats = np.where(live, unpack_i32(min_entropies)[:count] * 1e-3, np.nan) if min_entropies else None
+        self._shape_choice.record(slots, users, step.drafted, step.shape, np.where(live, of_rounds, -1), nats)
         of_slots = self._num_drafts[step.shape if self._shapes.model_free else step.drafted]
         num_drafted: list[int] = np.where(of_rounds >= 0, of_slots, 0).tolist()
         return num_drafted + [0] * (len(accepted) - count)

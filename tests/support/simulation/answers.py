@@ -155,6 +155,9 @@ class PairRank:
             slot = self._slots[init.slot]
             slot.kv, slot.max_len, slot.left = init.num_cached, init.max_len, 0
         rounds = [self._slots[slot] for slot in unpack_i32(plan.slots).tolist()]
+        found = [self.min_entropy(slot) for slot in rounds]
+        any_known = any(nats is not None for nats in found)
+        found += [None] * sum(chunk.next_token < 0 for chunk in plan.chunks)
         entries = [(slot, *self._round(slot, plan.shape)) for slot in rounds]
         for chunk in plan.chunks:
             slot = self._slots[chunk.slot]
@@ -173,6 +176,7 @@ class PairRank:
             finish=bytes(FINISH_LENGTH if count and slot.left <= 0 else FINISH_NONE for slot, count, _ in entries),
             accepted=pack_i32([accepted for _, _, accepted in entries]),
             elapsed_s=0.0,
+            min_entropies=pack_i32([-1 if nats is None else round(1e3 * nats) for nats in found]) if any_known else b"",
         )
 
     def _round(self, slot: Slot, shape: int) -> tuple[int, int]:
@@ -187,6 +191,10 @@ class PairRank:
         slot.kv += count
         slot.emitted += count
         return count, accepted if verified else -1
+
+    def min_entropy(self, slot: Slot) -> float | None:
+        """Nats of the target's min-entropy after the newest token; None if ranks do not tell."""
+        return None
 
     def accepts(self, slot: Slot, shape: int, most: int) -> int:
         """Drafts of at most `most` that a round of a shape accepts."""

@@ -1,4 +1,4 @@
-"""Record how many drafts every tree shape accepts at every token of real answers.
+"""Record how many drafts every tree shape accepts at every token of real answers, and how sure the target is there.
 
     python -m tests.support.simulation.record_texts --data gsm8k.jsonl mt_bench.jsonl humaneval.jsonl
 
@@ -26,7 +26,7 @@ from speculative.ops.acceptance import Accepted, Committed
 from speculative.tree.nodes import Tree
 from tests.bench.quality.draft_methods import spec_of, texts
 from tests.support.embedded import eos_token_ids
-from tests.support.simulation.texts import DIGITS, DRAFTS, RECORDED
+from tests.support.simulation.texts import DIGITS, DRAFTS, PER_NAT, RECORDED
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request, RequestOutput
@@ -54,31 +54,34 @@ def roots_alone() -> Iterator[None]:
         acceptance.accept, acceptance.committed = accept, committed
 
 
-def accepted_by(engine: LocalEngine, prompts: list[list[int]], shape: int, max_tokens: int) -> list[str]:
-    """Return, for each prompt's answer, the drafts that a round of a shape accepts after each token but the last: a
-    digit each."""
+def accepted_by(engine: LocalEngine, prompts: list[list[int]], shape: int, max_tokens: int) -> list[tuple[str, str]]:
+    """Return, for each prompt's answer, after each token but the last and a digit each: the target's min-entropy, and
+    the drafts that a round of a shape accepts."""
     engine.scheduler.rounds.choose_shape = lambda shapes: shape
-    before, found = dict[str, list[int]](), dict[str, str]()
+    before, found, nats = dict[str, list[int]](), dict[str, str](), dict[str, list[float]]()
 
     def noted(output: RequestOutput) -> None:
         request = output.request
         histogram, last = list(request.acceptance_histogram), before.get(request.request_id)
         before[request.request_id] = histogram
+        nats.setdefault(request.request_id, []).extend(-of_token.logprob for of_token in output.logprobs or ())
         if last is not None:
             (accepted,) = (k for k, (old, new) in enumerate(zip(last, histogram, strict=True)) if new > old)
             found[request.request_id] = found.get(request.request_id, "") + DIGITS[accepted]
 
-    sampling = SamplingParams(max_tokens, 0.0, stop_token_ids=eos_token_ids())
+    sampling = SamplingParams(max_tokens, 0.0, stop_token_ids=eos_token_ids(), logprobs=0)
     requests = [Request(str(number), prompt, sampling) for number, prompt in enumerate(prompts)]
     with roots_alone():
         engine.run(requests, len(prompts), noted)
     told = [found.get(request.request_id, "") for request in requests]
     assert all(len(each) == len(request.output) - 1 for each, request in zip(told, requests, strict=True))
-    return told
+    entropies = ([min(round(PER_NAT * each), 35) for each in nats[request.request_id][1:]] for request in requests)
+    return [("".join(map(DIGITS.__getitem__, each)), of) for each, of in zip(entropies, told, strict=True)]
 
 
 def record(config: SpeculativeConfig, asked: dict[str, list[list[int]]], max_tokens: int) -> dict[str, object]:
-    """Return an engine's shapes and, by text, each answer's prompt tokens and accepted drafts by shape."""
+    """Return an engine's shapes and, by text, each answer's prompt tokens, min-entropies, and accepted drafts by
+    shape."""
     spec = spec_of(config, max(map(len, asked.values())))
     spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, measure_costs=False))
     shapes, found = config.shapes, dict[str, list[list[object]]]()
@@ -86,7 +89,10 @@ def record(config: SpeculativeConfig, asked: dict[str, list[list[int]]], max_tok
         for text, prompts in asked.items():
             started_s = time.process_time()
             by_shape = [accepted_by(engine, prompts, shape, max_tokens) for shape in range(1, len(shapes))]
-            found[text] = [[len(prompt), *accepted] for prompt, *accepted in zip(prompts, *by_shape, strict=True)]
+            found[text] = [
+                [len(prompt), told[0][0], *(accepted for _, accepted in told)]
+                for prompt, *told in zip(prompts, *by_shape, strict=True)
+            ]
             print(config.method, text, f"{time.process_time() - started_s:.0f} CPU s", flush=True)
     return {"shapes": [shape.name for shape in shapes.shapes], "texts": found}
 

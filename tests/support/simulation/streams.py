@@ -88,7 +88,7 @@ class Stream:
         self._static: dict[int, Floats] = {}
         self._upcoming: dict[int, list[Answer]] = {}
         self._drafted = np.zeros(max_batch, np.int64)
-        self._late: deque[tuple[Int64s, Int64s, Int64s, int, Int32s]] = deque()
+        self._late: deque[tuple[Int64s, Int64s, Int64s, int, Int32s, Floats]] = deque()
         evaluate = self.choice._evaluate
 
         def counted(load: Load, step_time: StepTime) -> None:
@@ -114,7 +114,7 @@ class Stream:
                 self._users[slot] += len(self._users)
                 self._drafted[slot] = shape
         users, drafted = self._users[slots], self._drafted[slots]
-        accepted, rounds = np.full(batch, -1, np.int32), np.zeros(len(self._most))
+        accepted, rounds, nats = np.full(batch, -1, np.int32), np.zeros(len(self._most)), np.zeros(batch)
         for slot, of in enumerate(drafted.tolist()):
             answer, at = self._answer[slot], self._position[slot]
             assert answer is not None
@@ -123,6 +123,7 @@ class Stream:
                 accepted[slot] = min(self._most[of], self._most[shape], answer.accepted[verified - 1][at])
                 count += int(accepted[slot])
             end = min(at + count, answer.num_tokens - 1)
+            nats[slot] = answer.min_entropies[at]
             static = self._static.get(id(answer))
             if static is None:
                 static = self._static[id(answer)] = static_rounds(answer)
@@ -130,7 +131,7 @@ class Stream:
             self._position[slot] = end
             if end == answer.num_tokens - 1:
                 self._answer[slot] = None
-        self._late.append((slots, users, drafted, shape, accepted))
+        self._late.append((slots, users, drafted, shape, accepted, nats))
         if len(self._late) > 1:
             self.choice.record(*self._late.popleft())
         self._drafted[slots] = shape

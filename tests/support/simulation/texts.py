@@ -29,6 +29,7 @@ from workers.scheduling.cost_table import CostTable, RoundCosts
 
 RECORDED = Path(__file__).with_name("texts.json")
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+PER_NAT = 10  # digits of a recorded min-entropy are tenths of a nat
 DRAFTS = {
     name: dataclasses.replace(config, adaptive=True) for name, config in {"dspark": BLOCK_TREE, "eagle3": TREE}.items()
 }
@@ -43,10 +44,12 @@ HOST_MS = 0.3
 
 @dataclass(frozen=True)
 class Answer:
-    """kind: of its text. prompt_tokens: of its prompt. accepted: [shapes - 1] of [tokens - 1], after each token."""
+    """kind: of its text. prompt_tokens: of its prompt. min_entropies: [tokens - 1] nats of the target after each token.
+    accepted: [shapes - 1] of [tokens - 1], after each token."""
 
     kind: str
     prompt_tokens: int
+    min_entropies: Sequence[float]
     accepted: Sequence[Sequence[int]]
 
     @property
@@ -60,8 +63,13 @@ def recorded(draft: str) -> dict[str, list[Answer]]:
     texts = json.loads(RECORDED.read_text())[draft]["texts"]
     return {
         kind: [
-            Answer(kind, prompt, [[DIGITS.index(digit) for digit in digits] for digits in accepted])
-            for prompt, *accepted in answers
+            Answer(
+                kind,
+                prompt,
+                [DIGITS.index(digit) / PER_NAT for digit in entropies],
+                [[DIGITS.index(digit) for digit in digits] for digits in accepted],
+            )
+            for prompt, entropies, *accepted in answers
         ]
         for kind, answers in texts.items()
     }
@@ -84,6 +92,10 @@ class TextRank(PairRank):
     def __init__(self, pair: Pair, seed: int, answers: Sequence[Answer]) -> None:
         super().__init__(pair, seed)
         self._answers = answers
+
+    def min_entropy(self, slot: Slot) -> float | None:
+        nats = self._answers[slot.prompt].min_entropies
+        return nats[min(slot.emitted, len(nats)) - 1] if slot.left > 0 else None
 
     def accepts(self, slot: Slot, shape: int, most: int) -> int:
         if shape == 0:

@@ -15,10 +15,11 @@ from workers.sampling.sampler import Logprobs
 class Emitted:
     """A step's output on the host: on the device, the next replay overwrites it.
 
-    rows: [n, M + 3 + X + 2 W] int64, per entry: tokens, count, finish, accepted, `StepTensors.matches`; for grammars
-        also the tokens and parents of the next tree.
+    rows: [n, M + 3 + X + E + 2 W] int64, per entry: tokens, count, finish, accepted, `StepTensors.matches`,
+        `StepTensors.min_entropies`; for grammars also the tokens and parents of the next tree.
     num_tokens: M.
     num_matches: X, 3 or 0.
+    num_entropies: E, 1 or 0.
     copied: marks the end of the copy; None without streams.
     """
 
@@ -28,16 +29,21 @@ class Emitted:
     copied: torch.cuda.Event | None
     prompt: PromptRanking | None = None
     num_matches: int = 0
+    num_entropies: int = 0
 
     @staticmethod
     def of(tensors: StepTensors) -> "Emitted":
         """Start the copy to the host. Only reading the result, one step later, waits for it."""
         columns = [tensors.tokens, torch.stack((tensors.counts, tensors.finish, tensors.accepted), dim=1)]
         num_matches = 0 if tensors.matches is None else tensors.matches.shape[1]
-        columns += [extra.flatten(1) for extra in (tensors.matches, tensors.drafts) if extra is not None]
+        num_entropies = 0 if tensors.min_entropies is None else 1
+        entropies = None if tensors.min_entropies is None else tensors.min_entropies.unsqueeze(1)
+        columns += [extra.flatten(1) for extra in (tensors.matches, entropies, tensors.drafts) if extra is not None]
         rows, num_tokens = torch.cat(columns, dim=1), tensors.tokens.shape[1]
         if not Capability.of(rows.device).has_streams:
-            return Emitted(rows, num_tokens, tensors.logprobs, None, tensors.prompt_logprobs, num_matches)
+            return Emitted(
+                rows, num_tokens, tensors.logprobs, None, tensors.prompt_logprobs, num_matches, num_entropies
+            )
         logprobs, prompt = tensors.logprobs, tensors.prompt_logprobs
         if prompt is not None:
             prompt = PromptRanking(*map(_start_copy, (prompt.logprobs, prompt.ranks, prompt.top_ids, prompt.top)))
@@ -46,7 +52,7 @@ class Emitted:
         host = _start_copy(rows)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return Emitted(host, num_tokens, logprobs, copied, prompt, num_matches)
+        return Emitted(host, num_tokens, logprobs, copied, prompt, num_matches, num_entropies)
 
     def is_here(self) -> bool:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
@@ -77,9 +83,15 @@ class Emitted:
         return self.rows[:, first : first + self.num_matches]
 
     @property
+    def min_entropies(self) -> Tensor:
+        """[n, E] int64."""
+        first = self.num_tokens + 3 + self.num_matches
+        return self.rows[:, first : first + self.num_entropies]
+
+    @property
     def drafts(self) -> Tensor | None:
         """[n, 2, W] int64; None without grammars or a draft."""
-        rest = self.rows[:, self.num_tokens + 3 + self.num_matches :]
+        rest = self.rows[:, self.num_tokens + 3 + self.num_matches + self.num_entropies :]
         return rest.view(rest.shape[0], 2, rest.shape[1] // 2) if rest.shape[1] else None
 
 

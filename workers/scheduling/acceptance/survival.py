@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShapes
+from workers.scheduling.acceptance.difficulty import Difficulty
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -51,8 +52,9 @@ class Survival:
     Each request counts its own accepted nodes, and those that the engine's estimate expected. The ratio of the two odds
     scales its probabilities in every shape, so rounds of one shape teach about all. Depths that a request has hardly
     reached follow the ratio over all its depths, so that a text whose drafts fail early is not expected to accept the
-    later ones. The upper end of an estimate counts how much requests differ, because a fresh one may be of another
-    kind of text.
+    later ones. What it expects of a request follows from how hard its text is to predict (`Difficulty`), which rounds
+    without drafts tell too. The upper end of an estimate counts how much requests differ, because a fresh one may be of
+    another kind of text.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -79,6 +81,10 @@ class Survival:
         self._users = np.full(num_slots, -1, np.int64)
         self._last = 0  # the family that ran last
         self._reports: list[tuple[int, Ints, Ints, Ints, npt.NDArray[np.int32]]] = []  # not counted yet
+        self._difficulty = Difficulty(num_slots, count)
+        self._entropies: list[tuple[int, Ints, Floats]] = []  # see `Difficulty.count`; not counted yet
+        self._entropy_users: list[Ints] = []
+        self._log_odds = np.zeros((count, num_slots))  # of `Difficulty`, at the last estimate
 
     def family(self, shape: int) -> int:
         """Family of a shape: shapes of one family share estimates as deep as both go."""
@@ -99,6 +105,19 @@ class Survival:
         self._reports.append((shape, slots, users, drafted, accepted))
         if len(self._reports) == MAX_REPORTS:
             self._count_reports()
+
+    def record_entropies(self, slots: Ints, users: Ints, shape: int, nats: Floats) -> None:
+        """Report the target's min-entropies [n] in rounds that verified `shape`; NaN where unknown. They are counted
+        with later ones."""
+        self._entropies.append((self.family(shape) if shape else -1, slots, nats))
+        self._entropy_users.append(users)
+        if len(self._entropies) == MAX_REPORTS:
+            self._count_entropies()
+
+    def _count_entropies(self) -> None:
+        if self._entropies:
+            self._difficulty.count(self._entropies, self._entropy_users, self._users)
+            self._entropies, self._entropy_users = [], []
 
     def _count_reports(self) -> None:
         reports, self._reports = self._reports, []
@@ -138,7 +157,8 @@ class Survival:
         for of_request, told in zip(new, (hits, trials), strict=False):
             counts = np.bincount(cells[told & current], minlength=of_request.size)
             np.multiply(counts.reshape(of_request.shape), added, out=of_request)
-        np.multiply(new[1], chances[:, None], out=new[2])
+        odds = (chances / (1.0 - chances))[:, None] * np.exp(self._log_odds[family])
+        np.multiply(new[1], odds / (1.0 + odds), out=new[2])
         self._counts *= kept
         self._counts += new
         self._last = family
@@ -164,22 +184,26 @@ class Survival:
         if len(slots) == 0:
             return total[0], total[1]
         self._clear_reused(slots, users)
+        self._count_entropies()
+        self._log_odds[:, slots] = self._difficulty.log_odds(slots)
         evidence = self._trials + (SHAPE_PRIOR + self._trials.max(0) / OTHERS_COUNT)
-        odds = odds_of(chances, evidence)[..., None] * self._odds_ratios(slots)
+        odds = odds_of(chances, evidence)[..., None] * np.exp(self._log_odds[:, None, slots]) * self._odds_ratios(slots)
         odds[1] *= np.exp(OPTIMISM * self._own_errors(slots) / math.sqrt(len(slots)))
         survival = (odds / (1.0 + odds)).cumprod(2).sum(3).cumsum(2)  # [2, families, depth]
         total[:, 1:] += survival[:, self._family[1:], self._depth[1:] - 1]
         return total[0], total[1]
 
     def _odds_ratios(self, slots: Ints) -> Floats:
-        """Return [depth, n]: the odds that a request's node is accepted if its parent was, relative to the engine's."""
+        """Return [depth, n]: the odds that a request's node is accepted if its parent was, relative to those that the
+        engine's estimate and the difficulty of its text give."""
         chances = self._chances[self._last][:, None]
+        usual_odds = chances / (1.0 - chances) * np.exp(self._log_odds[self._last, slots])
         hits, trials, expected = self._counts[:, :, slots]
         total = trials.sum(0)
         usual = REQUEST_PRIOR * np.where(total > 0, expected.sum(0) / np.maximum(total, EPSILON), 0.5)
         over_all = _odds_ratio(hits.sum(0) + usual, total + REQUEST_PRIOR, expected.sum(0) + usual)
-        odds = chances / (1.0 - chances) * np.clip(over_all, 1.0 / MAX_RATIO, MAX_RATIO)
-        own, engine = DEPTH_PRIOR * odds / (1.0 + odds), DEPTH_PRIOR * chances
+        odds = usual_odds * np.clip(over_all, 1.0 / MAX_RATIO, MAX_RATIO)
+        own, engine = (DEPTH_PRIOR * each / (1.0 + each) for each in (odds, usual_odds))
         return _odds_ratio(hits + own, trials + DEPTH_PRIOR, expected + engine)
 
     def _own_errors(self, slots: Ints) -> Floats:
@@ -200,11 +224,13 @@ class Survival:
         """Forget the former requests of slots that have new ones."""
         changed = self._users[slots] != users
         if changed.any():
+            self._count_entropies()
             hits, trials, expected = self._counts[:, :, slots[changed]].sum(1)
             information = _information(trials, expected)
+            self._difficulty.ended(slots[changed], self._last, hits - expected, information)
             ended = np.array(((hits - expected) ** 2, information, information**2))
             self._ended = self._ended * math.exp(-np.count_nonzero(information) / SPREAD_WINDOW) + ended.sum(1)
-            self._counts[:, :, slots[changed]] = 0.0
+            self._counts[:, :, slots[changed]] = self._log_odds[:, slots[changed]] = 0.0
             self._users[slots] = users
 
     def _estimate(self) -> Floats:
