@@ -28,7 +28,7 @@ class ChatReply(OpenAIReply):
     chunk_type = ChatCompletionChunk
 
     def first_event(self, index: int) -> bytes:
-        delta = ChatDelta(role="assistant", content=self._echo(index))
+        delta = ChatDelta(role="assistant", content=self._echo(index), reasoning_content=None)
         return self._first_event(ChatChunkChoice(index=index, delta=delta))
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
@@ -42,7 +42,7 @@ class ChatReply(OpenAIReply):
             index=index,
             delta=ChatDelta(
                 content=delta.content if delta.content or not other else UNSET,
-                reasoning_content=reasoning,
+                reasoning_content=None if reasoning is UNSET and not delta.content else reasoning,
                 reasoning=reasoning,
                 tool_calls=delta.tool_calls or UNSET,
             ),
@@ -81,7 +81,8 @@ class ChatReply(OpenAIReply):
         )
 
     def _chunk_choice(self, index: int, text: str = "") -> ChatChunkChoice:
-        return ChatChunkChoice(index=index, delta=ChatDelta(content=text or UNSET))
+        delta = ChatDelta(content=text) if text else ChatDelta(reasoning_content=None)
+        return ChatChunkChoice(index=index, delta=delta)
 
     def _reasoning(self, delta: ReplyDelta) -> str | UnsetType:
         return delta.reasoning if delta.reasoning and self._context.request.include_reasoning else UNSET

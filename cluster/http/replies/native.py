@@ -9,10 +9,12 @@ from msgspec import UNSET
 from cluster.http.answer import Piece
 from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
+from cluster.http.prompt_scores import TokenScore
 from cluster.http.replies.logprobs import finite
 from cluster.http.replies.reply import ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import DONE, chunk_event, event
 from cluster.http.schema.native_reply import NamedLogprob, NativeAnswer, NativeFinish, NativeMeta
+from workers.scheduling.plan import TokenLogprobs
 
 
 class NativeReply:
@@ -20,10 +22,12 @@ class NativeReply:
 
     several: the request has a list of prompts, whose answers are a list, also if it is one.
     texts: show them beside log-probabilities.
+    scored_from: the first prompt token whose log-probability is shown; None: no token's is.
     """
 
-    def __init__(self, context: ReplyContext, several: bool, texts: bool) -> None:
+    def __init__(self, context: ReplyContext, several: bool, texts: bool, scored_from: int | None = None) -> None:
         self._context = context
+        self._scored_from = scored_from
         self._several = several or len(context.answers) > 1
         self._texts = texts
         self._begin_s = time.monotonic()
@@ -56,16 +60,20 @@ class NativeReply:
         shown = self._shown[index]
         shown.text += text
         shown.tokens += piece.tokens
-        num_top, tokenizer = self._context.request.logprobs, self._context.tokenizer
-
-        def named(token: int, logprob: float) -> NamedLogprob:
-            return finite(logprob), token, tokenizer.decode([token]) if self._texts else None
-
+        num_top = self._context.request.logprobs
         if num_top >= 0:
             for token, entry in zip(piece.tokens, piece.logprobs, strict=True):
-                shown.logprobs.append(named(token, entry.logprob))
-                tops = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-                shown.tops.append([named(other, logprob) for other, logprob in tops])
+                shown.logprobs.append(self._named(token, entry.logprob))
+                shown.tops.append(self._tops(entry))
+
+    def _named(self, token: int, logprob: float | None) -> NamedLogprob:
+        text = self._context.tokenizer.decode([token]) if self._texts else None
+        return None if logprob is None else finite(logprob), token, text
+
+    def _tops(self, entry: TokenLogprobs | TokenScore) -> list[NamedLogprob]:
+        num_top = self._context.request.logprobs
+        tops = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+        return [self._named(token, logprob) for token, logprob in tops]
 
     def _answer(self, index: int) -> NativeAnswer:
         context, shown = self._context, self._shown[index]
@@ -85,7 +93,28 @@ class NativeReply:
             output_token_logprobs=shown.logprobs if request.logprobs >= 0 else UNSET,
             output_top_logprobs=shown.tops if request.logprobs > 0 else UNSET,
         )
+        self._add_prompt(index, meta)
+        if (speculation := answer.speculation) is not None and speculation.num_rounds:
+            accepted = sum(length * count for length, count in enumerate(speculation.histogram))
+            meta.spec_verify_ct = speculation.num_rounds
+            meta.spec_draft_token_num = speculation.num_drafted
+            meta.spec_accept_token_num = accepted
+            meta.spec_accept_length = round(1 + accepted / speculation.num_rounds, 4)
         return NativeAnswer(shown.text, shown.tokens, meta, index if self._several and request.stream else UNSET)
+
+    def _add_prompt(self, index: int, meta: NativeMeta) -> None:
+        """Add the log-probabilities of the prompt, which is complete before the answer."""
+        start, request = self._scored_from, self._context.request
+        if start is None:
+            return
+        prompt = request.prompts[request.choices[index].prompt]
+        entries = [None, *self._context.answers[index].prompt_scores][start:]
+        meta.input_token_logprobs = [
+            self._named(token, None if entry is None else entry.logprob)
+            for token, entry in zip(prompt[start:], entries, strict=True)
+        ]
+        if request.logprobs > 0:
+            meta.input_top_logprobs = [None if entry is None else self._tops(entry) for entry in entries]
 
 
 class _Shown:

@@ -12,6 +12,7 @@ from cluster.http.schema.request import CompletionRequest
 _FIELDS = frozenset(NativeSampling.model_fields)
 # SGLang's names that differ from ours.
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_THEIRS = {"prompt": "text", "prompt_logprobs": "logprob_start_len"} | {ours: name for name, ours in _NAMES.items()}
 
 
 def native_completion(body: NativeRequest) -> CompletionRequest:
@@ -28,14 +29,26 @@ def native_completion(body: NativeRequest) -> CompletionRequest:
     if (tag := values.pop("structural_tag", None)) is not None:
         values["structured_outputs"] = {"structural_tag": tag}
     values.setdefault("max_tokens", DEFAULT_NEW_TOKENS)
+    values["echo"] = values["max_tokens"] == 0  # which asks for the prompt's log-probabilities alone
     values |= {"prompt": body.input_ids if body.text is None else body.text, "stream": body.stream, "rid": body.rid}
     values["return_token_ids"] = True
     if body.return_logprob:
         values["logprobs"] = body.top_logprobs_num or 0
+    if scored_from(body) is not None:
+        if body.stream:
+            raise invalid("logprob_start_len", "logprob_start_len is not available with stream: true; use -1")
+        values["prompt_logprobs"] = values["logprobs"]
     try:
         return CompletionRequest.model_validate(values)
     except ValidationError as error:
         raise to_native_error(validation_fault(error)) from None
+
+
+def scored_from(body: NativeRequest) -> int | None:
+    """Return the first prompt token whose log-probability is wanted, or None. It matters only with return_logprob;
+    clients send it always."""
+    start = body.logprob_start_len
+    return start if body.return_logprob and start is not None and start >= 0 else None
 
 
 def to_native_error(error: ApiError) -> ApiError:
@@ -45,7 +58,9 @@ def to_native_error(error: ApiError) -> ApiError:
         return error
     base = re.split(r"[\[.]", name, maxsplit=1)[0]
     rest = name[len(base) :]
-    theirs = {"prompt": "text"} | {completion: native for native, completion in _NAMES.items()}
+    theirs = {"prompt": "text", "prompt_logprobs": "logprob_start_len"} | {
+        completion: native for native, completion in _NAMES.items()
+    }
     base = theirs.get(base, base)
     param = f"sampling_params.{base}{rest}" if base in _FIELDS else base + rest
     return ApiError(error.status, error.message, kind=error.kind, param=param, code=error.code, headers=error.headers)

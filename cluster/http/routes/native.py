@@ -8,7 +8,7 @@ from cluster.http.errors import ApiError
 from cluster.http.replies.native import NativeReply
 from cluster.http.replies.reply import ReplyContext
 from cluster.http.requests.edge_request import text_request
-from cluster.http.requests.native import native_completion, to_native_error
+from cluster.http.requests.native import native_completion, scored_from, to_native_error
 from cluster.http.routes.status import require_engine
 from cluster.http.schema.native_reply import NativeAnswer, NativeModel
 from cluster.http.schema.native_request import NativeRequest
@@ -35,7 +35,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         several = isinstance(prompts, list) and not (prompts and type(prompts[0]) is int)
 
         def form(context: ReplyContext) -> NativeReply:
-            return NativeReply(context, several, texts=body.return_text_in_logprobs is True)
+            return NativeReply(context, several, body.return_text_in_logprobs is True, scored_from(body))
 
         name: str = http.state.request_id
         return GenerationResponse(edge, request, form, name, name)

@@ -1,4 +1,4 @@
-"""vLLM's routes between text and tokens."""
+"""Routes between text and tokens: vLLM's, and the same under SGLang's paths."""
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -32,7 +32,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
                 tokenizer,
                 not continued if body.add_generation_prompt is None else body.add_generation_prompt,
                 body.chat_template_kwargs,
-                body.tools or (),
+                () if body.tool_choice == "none" else body.tools or (),
                 continued,
             )
         # A chat's template writes the special tokens itself.
@@ -50,7 +50,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         """The text of tokens."""
         check_model(body.model, config)
         tokens = check_token_ids("tokens", body.tokens, tokenizer)
-        return DetokenizeReply(prompt=await tokenizer.decode_long(tokens))
+        text = await tokenizer.decode_long(tokens, body.skip_special_tokens is True)
+        return DetokenizeReply(prompt=text, text=UNSET if body.skip_special_tokens is None else text)
 
     async def tokenizer_info(http: Request) -> TokenizerReply:
         """Return the tokenizer's settings, for clients that tokenize themselves."""
@@ -65,6 +66,6 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
     return [
         get("/tokenizer_info", tokenizer_info, TokenizerReply),
-        post("/tokenize", tokenize, TokenizeRequest, TokenizeReply),
-        post("/detokenize", detokenize, DetokenizeRequest, DetokenizeReply),
+        *(post(path, tokenize, TokenizeRequest, TokenizeReply) for path in ("/tokenize", "/v1/tokenize")),
+        *(post(path, detokenize, DetokenizeRequest, DetokenizeReply) for path in ("/detokenize", "/v1/detokenize")),
     ]

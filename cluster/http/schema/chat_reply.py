@@ -101,11 +101,14 @@ class ToolCallDelta(Struct, kw_only=True):
 
 
 class ChatDelta(Struct):
-    """The part of a message that one event adds."""
+    """The part of a message that one event adds.
+
+    reasoning_content: null where there is neither content nor reasoning, since SGLang's clients read it there.
+    """
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | None | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: tuple[ToolCallDelta, ...] | UnsetType = UNSET
 

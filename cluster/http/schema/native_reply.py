@@ -6,7 +6,8 @@ from msgspec import UNSET, UnsetType
 
 from cluster.http.schema.response import Struct
 
-NamedLogprob = tuple[float, int, str | None]  # log-probability, token id, its text where it is asked for
+# Log-probability (null for a prompt's first token), token id, its text where it is asked for.
+NamedLogprob = tuple[float | None, int, str | None]
 
 
 class NativeFinish(Struct):
@@ -18,7 +19,10 @@ class NativeFinish(Struct):
 
 
 class NativeMeta(Struct):
-    """e2e_latency: seconds from the request to this event."""
+    """e2e_latency: seconds from the request to this event.
+    spec_verify_ct: rounds that verified drafts. spec_draft_token_num: tokens drafted in them. spec_accept_token_num:
+    drafted tokens that were accepted. spec_accept_length: tokens per round. Absent without a draft.
+    """
 
     id: str
     finish_reason: NativeFinish | None
@@ -28,6 +32,12 @@ class NativeMeta(Struct):
     e2e_latency: float
     output_token_logprobs: list[NamedLogprob] | UnsetType = UNSET
     output_top_logprobs: list[list[NamedLogprob]] | UnsetType = UNSET
+    input_token_logprobs: list[NamedLogprob] | UnsetType = UNSET
+    input_top_logprobs: list[list[NamedLogprob] | None] | UnsetType = UNSET
+    spec_verify_ct: int | UnsetType = UNSET
+    spec_draft_token_num: int | UnsetType = UNSET
+    spec_accept_token_num: int | UnsetType = UNSET
+    spec_accept_length: float | UnsetType = UNSET
 
 
 class NativeAnswer(Struct):

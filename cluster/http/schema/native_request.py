@@ -9,7 +9,6 @@ from cluster.http.schema.request import (
     OTHER_SAMPLERS,
     REFUSED,
     CommonSampling,
-    Count,
     JSONSchema,
     RequestId,
     Seed,
@@ -29,7 +28,7 @@ class NativeSampling(CommonSampling):
         "spaces_between_special_tokens": ("text is decoded without added spaces", (True,)),
     }
 
-    max_new_tokens: Count | None = None
+    max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     sampling_seed: Seed | None = None
     no_stop_trim: bool | None = None
@@ -41,7 +40,9 @@ class NativeSampling(CommonSampling):
 
 
 class NativeRequest(Schema):
-    """Continue a text, SGLang's way. One of `text` and `input_ids`; a list of them gets a list of answers."""
+    """Continue a text, SGLang's way. One of `text` and `input_ids`; a list of them gets a list of answers.
+
+    logprob_start_len: with return_logprob, the first prompt token whose log-probability is returned; -1: none."""
 
     refused = {
         "input_embeds": ("prompts are text or token ids", ()),
@@ -52,7 +53,6 @@ class NativeRequest(Schema):
         "custom_logit_processor": ("code from requests is not run", ()),
         "return_hidden_states": ("hidden states stay in the engine", (False,)),
         "token_ids_logprob": ("use top_logprobs_num", ()),
-        "logprob_start_len": ("of prompts use prompt_logprobs on /v1/completions", (-1,)),
         "session_params": ("send the whole text; the prefix cache finds its beginning", ({},)),
     }
 
@@ -63,5 +63,6 @@ class NativeRequest(Schema):
     return_logprob: bool | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=20)] | None = None
     return_text_in_logprobs: bool | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     rid: RequestId | None = None
     log_metrics: bool | None = None  # without effect

@@ -260,6 +260,7 @@ class TokenizeRequest(Schema):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -269,3 +270,4 @@ class DetokenizeRequest(Schema):
 
     model: str | None = None
     tokens: TokenIds
+    skip_special_tokens: bool | None = None

@@ -108,7 +108,10 @@ class TokenizeReply(Struct):
 
 
 class DetokenizeReply(Struct):
+    """prompt, text: the same, by vLLM's name and by SGLang's, whose clients say `skip_special_tokens`."""
+
     prompt: str
+    text: str | UnsetType = UNSET
 
 
 class TokenizerReply(Struct):

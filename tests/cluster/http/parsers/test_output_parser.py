@@ -106,7 +106,7 @@ async def test_stream_has_a_delta_for_each_part(marked: None, extra: dict[str, A
     choices = [chunk["choices"][0] for chunk in chunks]
     call = {"index": 0, "id": "call-0", "type": "function", "function": {"name": "look"}}
     expected = [
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "reasoning_content": None},
         {"reasoning_content": "let me", "reasoning": "let me"},
         {"reasoning_content": " see", "reasoning": " see"},
         {"content": "now: "},
@@ -117,8 +117,10 @@ async def test_stream_has_a_delta_for_each_part(marked: None, extra: dict[str, A
         {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]},
         {},
     ]
+    for delta in expected[4:]:
+        delta["reasoning_content"] = None
     if extra:
-        expected.insert(-1, {"content": ""})  # the last token, which has no text
+        expected.insert(-1, {"content": "", "reasoning_content": None})  # the last token, which has no text
     assert [choice["delta"] for choice in choices] == expected
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(expected) - 1) + ["tool_calls"]
     if "logprobs" in extra:

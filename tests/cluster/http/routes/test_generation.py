@@ -90,11 +90,11 @@ async def test_chat_stream_has_role_pieces_finish_and_usage_in_this_order() -> N
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "reasoning_content": None},
         {"content": "hello"},
         {"content": " wor"},
         {"content": "ld ä"},
-        {},
+        {"reasoning_content": None},
     ]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * 4 + ["stop"]
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 5

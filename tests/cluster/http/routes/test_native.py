@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from cluster.transport.messages import SpeculationStats
 from tests.support.edge_client import CHAT, HELLO, MODEL, events, in_process
 from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
 
@@ -94,6 +95,45 @@ async def test_log_probabilities_are_triples() -> None:
     assert plain["output_token_logprobs"][0][2] is None and "output_top_logprobs" not in plain
 
 
+async def test_the_prompts_log_probabilities_begin_where_they_are_wanted() -> None:
+    body = {"text": "hello world", "return_logprob": True, "logprob_start_len": 0, "return_text_in_logprobs": True}
+    prompt = _ids("hello world")
+    meta = (await _generated(body | {"top_logprobs_num": 2}))["meta_info"]
+    entries, tops = meta["input_token_logprobs"], meta["input_top_logprobs"]
+    assert [token for _, token, _ in entries] == prompt and "".join(text for _, _, text in entries) == "hello world"
+    assert entries[0][0] is None and all(value <= 0 for value, _, _ in entries[1:])
+    assert tops[0] is None and [len(top) for top in tops[1:]] == [2] * (len(prompt) - 1)
+    for start in (1, len(prompt), 10**6):
+        later = (await _generated(body | {"logprob_start_len": start}))["meta_info"]
+        assert later["input_token_logprobs"] == entries[start:] and "input_top_logprobs" not in later
+    for without in ({"return_logprob": False}, {"logprob_start_len": -1}):
+        engine = FakeEngine(says("a"))
+        assert "input_token_logprobs" not in (await _generated(body | without, engine))["meta_info"]
+        assert engine.calls[0].sampling.prompt_logprobs == -1
+
+
+async def test_a_prompt_is_scored_alone() -> None:
+    params = {"max_new_tokens": 0}
+    body = {"text": "hello", "return_logprob": True, "logprob_start_len": 0, "sampling_params": params}
+    found = await _generated(body)
+    meta = found["meta_info"]
+    assert (found["text"], found["output_ids"], meta["completion_tokens"]) == ("", [], 0)
+    assert [token for _, token, _ in meta["input_token_logprobs"]] == _ids("hello")
+    assert meta["output_token_logprobs"] == []
+    async with in_process(FakeEngine(says("ab", "c"))) as client:
+        streamed = await client.post("/generate", json={"text": "hello", "stream": True, "sampling_params": params})
+    assert [each["output_ids"] for each in events(streamed.text)] == [[]]
+
+
+async def test_speculation_has_sglangs_names() -> None:
+    stats = SpeculationStats(num_rounds=4, histogram=(1, 0, 2, 1), num_draft_tokens=3, num_drafted=12)
+    meta = (await _generated({"text": "a"}, FakeEngine(says("ab", "c", cached_tokens=0, speculation=stats))))[
+        "meta_info"
+    ]
+    assert (meta["spec_verify_ct"], meta["spec_draft_token_num"], meta["spec_accept_token_num"]) == (4, 12, 7)
+    assert meta["spec_accept_length"] == 2.75
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -102,13 +142,14 @@ async def test_log_probabilities_are_triples() -> None:
         ({"text": 5}, "text"),
         ({"text": []}, "text"),
         ({"input_ids": [10**6]}, None),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 9999}}, None),
         ({"text": "a", "sampling_params": {"stop": [""]}}, "sampling_params.stop"),
         ({"text": "a", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex"),
         ({"text": "a", "sampling_params": {"json_schema": "{"}}, "sampling_params.json_schema"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
-        ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "a", "logprob_start_len": -2}, "logprob_start_len"),
+        ({"text": "a", "logprob_start_len": 0, "return_logprob": True, "stream": True}, "logprob_start_len"),
         ({"text": "a", "image_data": "x"}, "image_data"),
     ],
 )

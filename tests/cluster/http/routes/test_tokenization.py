@@ -25,6 +25,7 @@ ANSWER = {"role": "assistant", "content": "it is"}
     [
         ({"messages": [USER]}, {}),
         ({"messages": [USER], "tools": [TOOL]}, {}),
+        ({"messages": [USER], "tools": [TOOL], "tool_choice": "none"}, {}),
         (
             {"messages": [USER, ANSWER], "continue_final_message": True, "add_generation_prompt": False},
             {},
@@ -43,6 +44,16 @@ async def test_a_chat_is_tokenized_as_it_would_be_asked(tokenize: dict[str, Any]
     assert found["tokens"] == engine.calls[0].prompt and found["count"] == len(found["tokens"])
     if tokenize.get("return_token_strs"):
         assert found["token_strs"] == [small_tokenizer().id_to_token(token) for token in found["tokens"]]
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_special_tokens_are_left_out_of_texts_on_request(prefix: str) -> None:
+    async with in_process(FakeEngine(says("x"))) as client:
+        tokens = (await client.post(f"{prefix}/tokenize", json={"prompt": f"hello{EOS}"})).json()["tokens"]
+        for skips, text in ((None, f"hello{EOS}"), (False, f"hello{EOS}"), (True, "hello")):
+            body = {"tokens": tokens, "skip_special_tokens": skips}
+            found = (await client.post(f"{prefix}/detokenize", json=body)).json()
+            assert found == {"prompt": text} | ({} if skips is None else {"text": text})
 
 
 async def test_what_cannot_be_continued_is_refused() -> None:
