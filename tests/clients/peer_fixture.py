@@ -1,15 +1,12 @@
 """Stands in for vLLM while its server tests run against a URL: its test fixture and the few things they import.
 
-A pytest plugin, alone in a process of `tests.clients.peer_suites`, which gives it in the environment PEER_URL,
-PEER_MODEL, PEER_TOKENIZER (a folder), PEER_RESULTS (a file for the outcomes). No other module of ours can be imported
-here: `tests` is vLLM's package.
+A pytest plugin in a process of `tests.clients.peer_suites`, beside `peer_outcomes`. Reads PEER_URL, PEER_MODEL and
+PEER_TOKENIZER (a folder) from the environment. No other module of ours can be imported here: `tests` is vLLM's package.
 """
 
 import importlib.abc
 import importlib.machinery
-import json
 import os
-import signal
 import sys
 import types
 import unittest.mock
@@ -18,13 +15,11 @@ from typing import Any
 
 import openai
 import pytest
+from peer_outcomes import LIMIT_S, in_test
 
 URL, MODEL = os.environ["PEER_URL"], os.environ["PEER_MODEL"]
-LIMIT_S = int(os.environ.get("PEER_LIMIT_S", "60"))  # of one test
 ROCM_EXTRA_ARGS: list[str] = []
 VLLM_PATH = Path("/nowhere")
-_outcomes: dict[str, tuple[str, str]] = {}
-_in_test: list[str] = []  # the test that runs
 
 
 class RemoteOpenAIServer:
@@ -91,7 +86,7 @@ class _NotByURL(metaclass=_OwnClass):
 
 
 def _skip(*args: Any, **options: Any) -> Any:
-    if _in_test:
+    if in_test:
         pytest.skip("uses vLLM's own classes")
     return unittest.mock.MagicMock()
 
@@ -153,46 +148,3 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.insert(0, _Finder())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Any:
-    """A test that hangs fails."""
-
-    def late(*args: Any) -> None:
-        raise TimeoutError(f"not over after {LIMIT_S} s")
-
-    former = signal.signal(signal.SIGALRM, late)
-    signal.alarm(LIMIT_S)
-    _in_test.append(item.nodeid)
-    try:
-        return (yield)
-    finally:
-        _in_test.clear()
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, former)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """The worst of a test's phases, and what it says."""
-    former = _outcomes.get(report.nodeid, ("passed", ""))
-    if report.outcome != "passed" or report.nodeid not in _outcomes:
-        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-        lines = [line.removeprefix("E").strip() for line in text.splitlines() if line.startswith(("E ", "Skipped"))]
-        _outcomes[report.nodeid] = (report.outcome, lines[0][:300] if lines else text[-300:])
-    elif former[0] != "passed":
-        _outcomes[report.nodeid] = former
-    if report.when == "teardown":
-        _save()
-
-
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A file that cannot be imported."""
-    if report.failed:
-        _outcomes[report.nodeid] = ("failed", report.longreprtext.strip()[-300:])
-        _save()
-
-
-def _save() -> None:
-    """For the process that waits, which may lose patience."""
-    Path(os.environ["PEER_RESULTS"]).write_text(json.dumps(_outcomes))

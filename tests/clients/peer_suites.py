@@ -1,11 +1,16 @@
-"""vLLM's own server tests against a server that runs: which pass, which fail as expected, and which are new.
+"""A peer's own server tests against a server that runs: which pass, which fail as expected, and which are new.
 
     python -m tests.clients.peer_suites --vllm FOLDER --url URL --tokenizer FOLDER [--only PART ...]
+    python -m tests.clients.peer_suites --sglang FOLDER [FOLDER] --url URL --tokenizer FOLDER [--only PART ...]
 
-FOLDER of --vllm: its source distribution of the release that `peer_expectations.toml` names, unpacked. Nothing of it is
-kept here: the files are copied to a temporary folder, the names of their models replaced by the served one, and run in
-a process of their own, where `peer_fixture.py` stands in for their fixture. The exit status is 1 if a test fails that
-is not expected to. They need openai, anthropic and pytest-asyncio, and a server with
+FOLDER of --vllm: its source distribution of the release that `peer_expectations.toml` names, unpacked. FOLDERs of
+--sglang: `sglang/test` of its unpacked wheel, whose `kits` hold most of its server tests, and `test/registered` of its
+repository; `sglang_expectations.toml` names the release. Files of a folder that is not given count as absent.
+
+Nothing of theirs is kept here: the files are copied to a temporary folder, the names of their models replaced by the
+served one, and run in a process of their own, where `peer_fixture.py` or `sglang_fixture.py` stands in for their
+fixture. The exit status is 1 if a test fails that is not expected to. They need openai, anthropic, requests and
+pytest-asyncio, and a server with
 `ingress: {output_parser: hermes, model_aliases: [claude-3-7-sonnet-latest, HuggingFaceH4/zephyr-7b-beta]}`.
 """
 
@@ -27,9 +32,10 @@ from typing import Any
 import httpx
 
 HERE = Path(__file__).parent
-EXPECTATIONS = HERE / "peer_expectations.toml"
+EXPECTATIONS = {"vllm": HERE / "peer_expectations.toml", "sglang": HERE / "sglang_expectations.toml"}
 _MODEL_NAMES = re.compile(r'^(\w*MODEL\w*) = (?:"[^"\n]+"|os\.environ\.get\([^)\n]*\))$', re.MULTILINE)
 _TOOL_MODELS = re.compile(r'"model": "[\w./-]+"')
+_ANY_MODEL = re.compile(r'\bmodel="[\w.-]+/[\w.-]+"')
 _FOLDERS = ("entrypoints", "tool_use")
 
 Outcomes = dict[str, tuple[str, str]]  # test -> "passed", "failed" or "skipped", and what it said
@@ -39,11 +45,16 @@ def main() -> int:
     """The command."""
     options = _options()
     model = httpx.get(f"{options.url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
-    expected = tomllib.loads(EXPECTATIONS.read_text())
+    peer = "vllm" if options.vllm else "sglang"
+    expected = tomllib.loads(EXPECTATIONS[peer].read_text())
     files = [name for name in expected["files"] if any(part in name for part in options.only)]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        _copy(options.vllm / "tests", root, model)
+        shutil.copy(HERE / "peer_outcomes.py", root)
+        if options.vllm:
+            _copy_vllm(options.vllm / "tests", root, model)
+        else:
+            files = _copy_sglang(options.sglang, root, files, model)
         outcomes = _run(root, files, options, model)
     if options.results:
         options.results.write_text(json.dumps(outcomes, indent=1))
@@ -52,7 +63,9 @@ def main() -> int:
 
 def _options() -> Any:
     parser = argparse.ArgumentParser(prog="python -m tests.clients.peer_suites", description=__doc__.split("\n")[0])
-    parser.add_argument("--vllm", type=Path, required=True, help="folder of vLLM's source distribution")
+    peer = parser.add_mutually_exclusive_group(required=True)
+    peer.add_argument("--vllm", type=Path, help="folder of vLLM's source distribution")
+    peer.add_argument("--sglang", type=Path, nargs="+", help="folders of SGLang's tests")
     parser.add_argument("--url", required=True, help="of the server")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the served model")
     parser.add_argument("--only", nargs="+", default=[""], help="files whose path has one of these")
@@ -62,7 +75,7 @@ def _options() -> Any:
     return parser.parse_args()
 
 
-def _copy(source: Path, root: Path, model: str) -> None:
+def _copy_vllm(source: Path, root: Path, model: str) -> None:
     """Their files, with our model's name and our fixture."""
     shutil.copy(HERE / "peer_fixture.py", root)
     for path in (path for part in _FOLDERS for path in (source / part).rglob("*.py")):
@@ -78,6 +91,26 @@ def _copy(source: Path, root: Path, model: str) -> None:
     (root / "pytest.ini").write_text("[pytest]\n")
 
 
+def _copy_sglang(sources: list[Path], root: Path, files: list[str], model: str) -> list[str]:
+    """Their files, with our model's name and our fixture; return those that there are."""
+    shutil.copy(HERE / "sglang_fixture.py", root / "peer_fixture.py")
+    found = []
+    for name in files:
+        source = next((folder / name for folder in sources if (folder / name).exists()), None)
+        if source is None:
+            print(f"{name}: in none of the folders", file=sys.stderr)
+            continue
+        found.append(name)
+        text = _ANY_MODEL.sub(f"model={model!r}", source.read_text())
+        if source.parent.name == "kits":  # mixins, which need a class
+            text = f'from peer_fixture import mixed\n\nglobals().update(mixed("sglang.test.kits.{source.stem}"))\n'
+        copy = root / "tests" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text)
+    (root / "pytest.ini").write_text("[pytest]\n")
+    return found
+
+
 def _run(root: Path, files: list[str], options: Any, model: str) -> Outcomes:
     results = root / "results.json"
     environment = os.environ | {
@@ -86,9 +119,22 @@ def _run(root: Path, files: list[str], options: Any, model: str) -> Outcomes:
         "PEER_TOKENIZER": str(options.tokenizer.resolve()),
         "PEER_RESULTS": str(results),
         "PEER_LIMIT_S": str(options.limit_s),
+        "PEER_SOURCES": os.pathsep.join(str(folder.resolve()) for folder in options.sglang or []),
         "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    arguments = ["-p", "peer_fixture", "-q", "--no-header", "--tb=short", "-W", "ignore", "-p", "no:cacheprovider"]
+    arguments = [
+        "-p",
+        "peer_outcomes",
+        "-p",
+        "peer_fixture",
+        "-q",
+        "--no-header",
+        "--tb=short",
+        "-W",
+        "ignore",
+        "-p",
+        "no:cacheprovider",
+    ]
     arguments.append("--continue-on-collection-errors")
     paths = [f"tests/{name}" for name in files]
     command = [sys.executable, "-m", "pytest", *arguments, *paths]

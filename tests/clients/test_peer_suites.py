@@ -1,4 +1,4 @@
-"""The runner of vLLM's suites: it replaces their fixture and model, and reports unexpected failures."""
+"""The runner of peers' suites: it replaces their fixture and model, and reports unexpected failures."""
 
 import asyncio
 import sys
@@ -47,6 +47,44 @@ from vllm.tokenizers import get_tokenizer
 def test_tokenizer():
     assert get_tokenizer(tokenizer_name="Qwen/Qwen3-0.6B").encode("hello")
 """
+KIT = """
+import requests
+from sglang.test.run_eval import run_eval
+
+
+class GreetingMixin:
+    def test_greeting(self):
+        body = {"text": "hi", "sampling_params": {"max_new_tokens": 4}}
+        assert requests.post(self.base_url + "/generate", json=body).json()["text"] == "hello"
+
+    def test_own_function(self):
+        run_eval(self.process.pid)
+"""
+KIT_USER = """
+import unittest
+import openai
+from sglang.test.kits.greeting_kit import GreetingMixin
+from sglang.test.test_utils import (
+    DEFAULT_SMALL_MODEL_NAME_FOR_TEST, DEFAULT_URL_FOR_TEST, CustomTestCase, popen_launch_server
+)
+
+
+class TestIt(CustomTestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.process = popen_launch_server(DEFAULT_SMALL_MODEL_NAME_FOR_TEST, DEFAULT_URL_FOR_TEST, timeout=9)
+        cls.client = openai.OpenAI(base_url=DEFAULT_URL_FOR_TEST + "/v1", api_key="none")
+
+    def test_chat(self):
+        reply = self.client.chat.completions.create(
+            model="meta-llama/Llama-3.1-8B-Instruct", messages=[{"role": "user", "content": "hi"}]
+        )
+        assert reply.choices[0].message.content == "bye"
+"""
+KIT_EXPECTED = """
+files = ["kits/greeting_kit.py", "openai_server/test_it.py", "openai_server/test_absent.py"]
+[expected]
+"""
 EXPECTED = """
 files = ["entrypoints/test_it.py"]
 [expected."entrypoints/test_it.py"]
@@ -78,6 +116,21 @@ async def test_the_import_of_the_tokenizer_is_no_part_of_a_tests_limit(
     assert await _run(TOKENIZING, "", tmp_path, MODELS / "target", 2, monkeypatch) == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
+async def test_sglangs_kits_and_files_run_from_several_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"wheel/kits/greeting_kit.py": KIT, "registered/openai_server/test_it.py": KIT_USER}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    options = ["--sglang", tmp_path / "wheel", tmp_path / "registered"]
+    assert await _report(options, "sglang", KIT_EXPECTED, tmp_path, tmp_path, 20, monkeypatch) == 1
+    said = capsys.readouterr()
+    assert said.err == "openai_server/test_absent.py: in none of the folders\n"
+    assert "FAILED  openai_server/test_it.py::TestIt::test_chat" in said.out
+    assert said.out.endswith("1 failed, 1 passed, 1 skipped\n")
+
+
 async def _run(
     suite: str, known: str, folder: Path, tokenizer: Path, limit_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> int:
@@ -85,10 +138,23 @@ async def _run(
     file = folder / "vllm" / "tests" / "entrypoints" / "test_it.py"
     file.parent.mkdir(parents=True)
     file.write_text(suite)
+    options = ["--vllm", folder / "vllm"]
+    return await _report(options, "vllm", EXPECTED + known, folder, tokenizer, limit_s, monkeypatch)
+
+
+async def _report(
+    suite: list[str | Path],
+    peer: str,
+    expected: str,
+    folder: Path,
+    tokenizer: Path,
+    limit_s: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> int:
     expectations = folder / "expectations.toml"
-    expectations.write_text(EXPECTED + known)
-    monkeypatch.setattr(peer_suites, "EXPECTATIONS", expectations)
+    expectations.write_text(expected)
+    monkeypatch.setitem(peer_suites.EXPECTATIONS, peer, expectations)
     async with served(FakeEngine(says("hello"))) as url:
-        options = {"--vllm": folder / "vllm", "--url": url, "--tokenizer": tokenizer, "--limit-s": limit_s}
-        monkeypatch.setattr(sys, "argv", ["", *(str(each) for option in options.items() for each in option)])
+        options = [*suite, "--url", url, "--tokenizer", tokenizer, "--limit-s", limit_s]
+        monkeypatch.setattr(sys, "argv", ["", *map(str, options)])
         return await asyncio.to_thread(peer_suites.main)
