@@ -1,7 +1,8 @@
 """Measured times of steps: a plain value that ranks send to the scheduler. It decides the number of prompt tokens in a
 step and the tree shape, so both can be tested without a GPU. Measured by `workers.runner.costs.cost_probe`."""
 
-from bisect import bisect_left
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -125,3 +126,15 @@ def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float
     right = min(bisect_left(at, x), len(at) - 1)
     left = right - 1
     return values[left] + (values[right] - values[left]) * (x - at[left]) / (at[right] - at[left])
+
+
+def most_within(limit_ms: float, sizes: Sequence[int], ms: Sequence[float], most: int) -> int:
+    """The largest size, at most `most`, whose milliseconds are within a limit: `ms` at ascending `sizes`, linear
+    between them and, after the last, as between the last two; 0 if not even the first is."""
+    num_fitting = bisect_right(ms, limit_ms)
+    if num_fitting == 0:
+        return 0
+    left = min(num_fitting, len(ms) - 1) - 1
+    rise = (ms[left + 1] - ms[left]) / (sizes[left + 1] - sizes[left])
+    fitting = math.inf if rise == 0.0 else sizes[left] + (limit_ms - ms[left]) / rise
+    return int(fitting) if fitting < most else most

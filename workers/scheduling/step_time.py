@@ -6,14 +6,13 @@ folder and `PlanTiming` ask for predictions. Pure: the sum of the reported milli
 
 import functools
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from workers.scheduling.cost_table import CostTable, default_itl_target_ms
+from workers.scheduling.cost_table import CostTable, default_itl_target_ms, most_within
 
 # standard deviations of the logarithm of a step's time over its table's, before any step has run
 PACE_ERROR = 0.7  # common to all steps: the machine is busier or cooler than at the start
@@ -25,6 +24,7 @@ PACE_DRIFT = 0.0003  # a sudden change of load is noticed by `SURPRISE`
 SHAPE_DRIFT = 0.0001
 FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # standard deviations of one step's relative time
 NOISE_WEIGHT = 1 / 32
+FIRST_LAUNCH = 1.3  # times the predicted time, from which the first rounds of a shape at a batch size tell nothing
 OUTLIER = 3.0  # standard deviations that one step counts at most,
 SURE_AFTER = 8  # unless fewer steps of its kind have been observed
 ABSENT_STEPS = 128  # without a kind, after which what was observed of it
@@ -114,6 +114,7 @@ class StepTime:
         self._unlearnt_ms = 0.0  # of steps since the last that was learnt from
         self._few_ratios: dict[int, list[float]] = {}  # by the last of their parts; see `_middle_ratio`
         self._num_steps = 0
+        self._launched: set[tuple[int, int]] = set()  # shapes and numbers of requests of rounds so far
         self._last_ran = [0] * len(errors)  # number of the last step, by the last of their parts
         self._settling = 0  # steps
         self.num_pace_changes = 0  # sudden ones: a change of load
@@ -141,7 +142,7 @@ class StepTime:
         ]
         # a chunk smaller than the smallest costs as much, but for its context
         points = [without[0] + per_pair[0] * more_pairs, *accumulate(points, max)]
-        return _most_within(limit_ms, (0, *sizes), points, most)
+        return most_within(limit_ms, (0, *sizes), points, most)
 
     def row_ms(self) -> float:
         """Milliseconds that each further prompt token adds to a step of prompts alone, in the mean."""
@@ -197,7 +198,7 @@ class StepTime:
             self._few_ratios.pop(own, None)
         passed_s, self._unlearnt_ms = self._unlearnt_ms / 1e3, 0.0
         table_ms, doubt = self.costs.step_ms(*step), 0.0
-        if table_ms <= 0.0 or ms <= 0.0:
+        if table_ms <= 0.0 or ms <= 0.0 or self._is_first_launch(step, ms):
             return
         self._grow(min(passed_s, MAX_DRIFT_S))
         is_sure = self._num_observed[own] >= SURE_AFTER
@@ -222,6 +223,14 @@ class StepTime:
         self._learn(parts, difference)
         self._variances[own] += doubt
         self._num_observed[own] += 1
+
+    def _is_first_launch(self, step: Step, ms: float) -> bool:
+        """Whether rounds took longer because they are the first of their kind: a graph goes to the device then."""
+        kind = step.shape, step.num_requests
+        if step.chunk_tokens or kind in self._launched:
+            return False
+        self._launched.add(kind)
+        return ms > FIRST_LAUNCH * self.ms(step)
 
     def _middle_ratio(self, own: int, ratio: float) -> float:
         """The lower median of what the last three steps of a kind took over their table's time, while there are few:
@@ -282,18 +291,6 @@ class StepTime:
             return [0, self._first_chunk + 2 * at + (step.num_requests > 0)]
         batch = min(max(step.num_requests - 1, 0).bit_length(), self._num_batches - 1)
         return [0, 1 + step.shape, self._first_batch + step.shape * self._num_batches + batch]
-
-
-def _most_within(limit_ms: float, sizes: Sequence[int], ms: Sequence[float], most: int) -> int:
-    """The largest size, at most `most`, whose milliseconds are within a limit: `ms` at ascending `sizes`, linear
-    between them and, after the last, as between the last two; 0 if not even the first is."""
-    num_fitting = bisect_right(ms, limit_ms)
-    if num_fitting == 0:
-        return 0
-    left = min(num_fitting, len(ms) - 1) - 1
-    rise = (ms[left + 1] - ms[left]) / (sizes[left + 1] - sizes[left])
-    fitting = math.inf if rise == 0.0 else sizes[left] + (limit_ms - ms[left]) / rise
-    return int(fitting) if fitting < most else most
 
 
 def _bounded(logarithm: float) -> float:

@@ -94,6 +94,16 @@ def test_a_single_slow_step_changes_little() -> None:
     assert ran.correction(rounds(PLAIN)) == pytest.approx(1.0, rel=0.05)
 
 
+def test_first_launches_at_several_batch_sizes_tell_nothing_of_a_shape() -> None:
+    """Four sizes share an estimate: their graphs' first launches, four times as slow, were believed."""
+    step_time = StepTime(COSTS, 16)
+    before = step_time.ms(rounds(CHAIN))
+    for num_requests in (5, 6, 7, 8):
+        step = rounds(CHAIN, num_requests)
+        step_time.observe(step, 4 * COSTS.step_ms(*step))
+    assert step_time.ms(rounds(CHAIN)) == before and not step_time.has_run(rounds(CHAIN))
+
+
 def test_the_slowdown_is_the_last_rounds_and_prompts_alone_leave_it() -> None:
     step_time = StepTime(COSTS, 128)
     assert step_time.slowdown == 1.0
