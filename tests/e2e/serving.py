@@ -127,7 +127,7 @@ def engine_stats() -> list[EngineStats]:
     return [msgspec.msgpack.decode(each, type=EngineStats) for each in raw]
 
 
-def wait_idle(limit_s: float = 10.0) -> EngineStats:
+def wait_idle(limit_s: float = 30.0) -> EngineStats:
     """The one engine's statistics once nothing runs, waits or holds a page."""
     deadline = time.monotonic() + limit_s
     while True:

@@ -42,7 +42,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def _complete(client: openai.OpenAI, prompt: str, **parameters: Any) -> Any:
-    defaults = {"max_tokens": 24, "temperature": 0}
+    defaults = {"max_tokens": 12, "temperature": 0}
     return client.completions.create(model="target", prompt=prompt, **(defaults | parameters))
 
 
@@ -93,16 +93,16 @@ def test_chat_streams_role_text_usage(client: openai.OpenAI) -> None:
 
 
 def test_speculation_does_not_change_greedy_text(client: openai.OpenAI) -> None:
-    with_draft = _complete(client, "abc", max_tokens=40)
-    without = _complete(client, "abc", max_tokens=40, extra_body={"speculative": False})
+    with_draft = _complete(client, "abc", max_tokens=24)
+    without = _complete(client, "abc", max_tokens=24, extra_body={"speculative": False})
     assert with_draft.choices[0].text == without.choices[0].text
     assert with_draft.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
 def test_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
-    whole = _complete(client, "stop here", max_tokens=40).choices[0].text
+    whole = _complete(client, "stop here", max_tokens=16).choices[0].text
     stop = whole[5:7]
-    answer = _complete(client, "stop here", max_tokens=40, stop=[stop])
+    answer = _complete(client, "stop here", max_tokens=16, stop=[stop])
     assert answer.choices[0].text == whole[: whole.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
     assert answer.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
@@ -117,7 +117,7 @@ def test_n_choices_differ_when_sampled(client: openai.OpenAI) -> None:
 
 
 def test_seed_repeats_a_sampled_answer(client: openai.OpenAI) -> None:
-    texts = {_complete(client, "again", temperature=1, seed=11).choices[0].text for _ in range(3)}
+    texts = {_complete(client, "again", temperature=1, seed=11).choices[0].text for _ in range(2)}
     assert len(texts) == 1
 
 
@@ -139,13 +139,13 @@ def test_logprobs_stand_beside_each_token(client: openai.OpenAI) -> None:
 
 def test_thirty_two_at_once_each_get_what_they_get_alone(server: Server, client: openai.OpenAI) -> None:
     prompts = [f"{i} bottles of beer on the wall"[: 4 + i] for i in range(32)]
-    alone = [_complete(client, prompt, max_tokens=6 + i % 9).choices[0].text for i, prompt in enumerate(prompts[:6])]
+    alone = [_complete(client, prompt, max_tokens=3 + i % 5).choices[0].text for i, prompt in enumerate(prompts[:6])]
 
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as many:
             answers = await asyncio.gather(
                 *(
-                    many.completions.create(model="target", prompt=prompt, max_tokens=6 + i % 9, temperature=0)
+                    many.completions.create(model="target", prompt=prompt, max_tokens=3 + i % 5, temperature=0)
                     for i, prompt in enumerate(prompts)
                 )
             )
@@ -165,15 +165,15 @@ def test_client_that_leaves_frees_pages_and_slot(server: Server) -> None:
             lines = (line for line in stream.iter_lines() if line)
             next(lines), next(lines)
             assert engine_stats()[0].num_running == 1
-    stats = wait_idle(limit_s=5)
+    stats = wait_idle()
     assert stats.scheduler.finished.get("abort", 0) >= 3
 
 
 def test_client_that_leaves_without_streaming_frees_too(server: Server) -> None:
     body = {"model": "target", "prompt": "go on", "max_tokens": 480, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
-    wait_idle(limit_s=5)
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.3))
+    wait_idle()
 
 
 def test_flushed_cache_finds_nothing_and_a_running_request_goes_on(server: Server, client: openai.OpenAI) -> None:
@@ -183,7 +183,7 @@ def test_flushed_cache_finds_nothing_and_a_running_request_goes_on(server: Serve
 
     cached()
     assert cached() > 0
-    body = {"model": "target", "prompt": "go on", "max_tokens": 150, "stream": True, "ignore_eos": True}
+    body = {"model": "target", "prompt": "go on", "max_tokens": 100, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
         lines = (line for line in stream.iter_lines() if line)
         next(lines), next(lines)
