@@ -162,7 +162,7 @@ class WatchedRank:
         rows = emitted.rows.tolist()
         drafting = plan.drafting or bytes(len(rows))
         for slot, row, drafts in zip([*unpack_i32(plan.slots).tolist(), *finals], rows, drafting, strict=True):
-            count, finish = row[-3], row[-2]
+            count, finish = row[emitted.num_tokens : emitted.num_tokens + 2]
             self._texts[slot] += row[:count]
             if count and not finish:
                 self._compare(slot, plan.next_shape if drafts else 0, plan)
