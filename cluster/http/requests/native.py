@@ -12,7 +12,9 @@ from cluster.http.schema.request import CompletionRequest
 _FIELDS = frozenset(NativeSampling.model_fields)
 # SGLang's names that differ from ours.
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-_THEIRS = {"prompt": "text", "prompt_logprobs": "logprob_start_len"} | {ours: name for name, ours in _NAMES.items()}
+_OURS_TO_THEIRS = {"prompt": "text", "prompt_logprobs": "logprob_start_len"} | {
+    ours: name for name, ours in _NAMES.items()
+}
 
 
 def native_completion(body: NativeRequest) -> CompletionRequest:
@@ -58,9 +60,6 @@ def to_native_error(error: ApiError) -> ApiError:
         return error
     base = re.split(r"[\[.]", name, maxsplit=1)[0]
     rest = name[len(base) :]
-    theirs = {"prompt": "text", "prompt_logprobs": "logprob_start_len"} | {
-        completion: native for native, completion in _NAMES.items()
-    }
-    base = theirs.get(base, base)
+    base = _OURS_TO_THEIRS.get(base, base)
     param = f"sampling_params.{base}{rest}" if base in _FIELDS else base + rest
     return ApiError(error.status, error.message, kind=error.kind, param=param, code=error.code, headers=error.headers)
