@@ -9,13 +9,12 @@ import importlib.machinery
 import os
 import sys
 import types
-import unittest.mock
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from peer_outcomes import LIMIT_S, in_test
+from peer_outcomes import LIMIT_S, NotByURL
 
 URL, MODEL = os.environ["PEER_URL"], os.environ["PEER_MODEL"]
 ROCM_EXTRA_ARGS: list[str] = []
@@ -71,26 +70,6 @@ def requires_fp8(test: Any) -> Any:
     return pytest.mark.skip(reason="starts an engine with FP8 weights")(test)
 
 
-class _OwnClass(type):
-    """A test that asks one of vLLM's classes for something is not about a server."""
-
-    def __getattr__(cls, name: str) -> Any:
-        return _skip
-
-
-class _NotByURL(metaclass=_OwnClass):
-    """In place of a class of vLLM. Modules may make some, tests may not."""
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        return _skip()
-
-
-def _skip(*args: Any, **options: Any) -> Any:
-    if in_test:
-        pytest.skip("uses vLLM's own classes")
-    return unittest.mock.MagicMock()
-
-
 class _Config:
     """`ModelConfig`, of which tests by URL want the vocabulary's size alone."""
 
@@ -133,7 +112,7 @@ class _Module(types.ModuleType):
             raise AttributeError(name)
         if name == "get_tokenizer":  # while tests are collected: torch cannot be imported again after a test's limit
             from transformers import AutoTokenizer  # noqa: F401
-        return _KNOWN.get(name, _NotByURL)
+        return _KNOWN.get(name, NotByURL)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -1,11 +1,13 @@
-"""The outcomes of a peer's tests, and the limit of each: a pytest plugin in a process of `tests.clients.peer_suites`.
+"""The outcomes of a peer's tests, the limit of each, and what stands in for its classes.
 
-Reads PEER_RESULTS (a file for the outcomes) and PEER_LIMIT_S from the environment.
+A pytest plugin in a process of `tests.clients.peer_suites`. Reads PEER_RESULTS (a file for the outcomes) and
+PEER_LIMIT_S from the environment.
 """
 
 import json
 import os
 import signal
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,28 @@ import pytest
 LIMIT_S = int(os.environ.get("PEER_LIMIT_S", "60"))  # of one test
 in_test: list[str] = []  # the test that runs
 _outcomes: dict[str, tuple[str, str]] = {}
+
+
+class _OwnClass(type):
+    """A test that asks one of the peer's classes for something is not about a server."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _skip
+
+
+class NotByURL(metaclass=_OwnClass):
+    """In place of a class or function of the peer. Modules may call it, tests may not."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        return _skip()
+
+
+def _skip(*args: Any, **options: Any) -> Any:
+    if in_test:
+        pytest.skip("uses the peer's own classes")
+    return unittest.mock.MagicMock()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,13 +12,11 @@ import os
 import sys
 import types
 import unittest
-import unittest.mock
 from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
-from peer_outcomes import in_test
+from peer_outcomes import NotByURL
 
 URL, MODEL = os.environ["PEER_URL"], os.environ["PEER_MODEL"]
 SOURCES = [Path(folder) for folder in os.environ["PEER_SOURCES"].split(os.pathsep)]
@@ -66,34 +64,12 @@ def tokenizer(*args: Any, **options: Any) -> Any:
     return AutoTokenizer.from_pretrained(os.environ["PEER_TOKENIZER"])
 
 
-class _OwnClass(type):
-    """A test that asks one of SGLang's classes for something is not about a server."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _skip
-
-
-class _NotByURL(metaclass=_OwnClass):
-    """In place of a class or function of SGLang. Modules may call it, tests may not."""
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        return _skip()
-
-
-def _skip(*args: Any, **options: Any) -> Any:
-    if in_test:
-        pytest.skip("uses SGLang's own classes")
-    return unittest.mock.MagicMock()
-
-
 def _known(name: str) -> Any:
     if name in _KNOWN:
         return _KNOWN[name]
     if name.startswith("DEFAULT_"):
         return URL if "URL" in name else 60 if "TIMEOUT" in name else MODEL
-    return (lambda *args, **options: False) if name.startswith("is_") else _NotByURL
+    return (lambda *args, **options: False) if name.startswith("is_") else NotByURL
 
 
 _KNOWN: dict[str, Any] = {
