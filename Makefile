@@ -19,8 +19,8 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
 
-# All parts run, whatever the first ones find. The checks take what rooms leave of the cores, and are over before
-# clusters start, of whose processes each would get as much time as all checks.
+# All parts run, whatever the first ones find. The checks take what rooms leave of the cores. Beside clusters they would
+# delay tests that watch the time, but they are over before.
 test: $(VENV)/.installed-test
 	$(MAKE) -k -j2 check rooms-and-clusters
 

@@ -152,7 +152,8 @@ def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_every_round_tells_the_targets_min_entropy(pair: Pair, tensor_parallel: int) -> None:
-    """Of its first token's distribution, whatever shape runs and whether or not prompts run beside it."""
+    """The min-entropy is that of the distribution from which a round's first token is chosen. It is told for every
+    shape, with prompts beside the rounds or without."""
     asking = spec(pair, pair.tree())
     asking = dataclasses.replace(asking, worker=dataclasses.replace(asking.worker, tensor_parallel=tensor_parallel))
     kinds = set()

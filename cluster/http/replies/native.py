@@ -11,7 +11,7 @@ from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.prompt_scores import TokenScore
 from cluster.http.replies.logprobs import finite
-from cluster.http.replies.reply import ReplyContext, WholeAnswer
+from cluster.http.replies.reply import ReplyContext, WholeAnswer, speculation_metrics
 from cluster.http.replies.streaming import DONE, chunk_event, event
 from cluster.http.schema.native_reply import NamedLogprob, NativeAnswer, NativeFinish, NativeMeta
 from workers.scheduling.plan import TokenLogprobs
@@ -95,11 +95,11 @@ class NativeReply:
         )
         self._add_prompt(index, meta)
         if (speculation := answer.speculation) is not None and speculation.num_rounds:
-            accepted = sum(length * count for length, count in enumerate(speculation.histogram))
-            meta.spec_verify_ct = speculation.num_rounds
-            meta.spec_draft_token_num = speculation.num_drafted
-            meta.spec_accept_token_num = accepted
-            meta.spec_accept_length = round(1 + accepted / speculation.num_rounds, 4)
+            metrics = speculation_metrics(speculation)
+            meta.spec_verify_ct = metrics.num_spec_steps
+            meta.spec_draft_token_num = metrics.num_draft_tokens
+            meta.spec_accept_token_num = metrics.num_accepted_draft_tokens
+            meta.spec_accept_length = round(metrics.mean_acceptance_length, 4)
         return NativeAnswer(shown.text, shown.tokens, meta, index if self._several and request.stream else UNSET)
 
     def _add_prompt(self, index: int, meta: NativeMeta) -> None:

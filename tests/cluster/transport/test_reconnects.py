@@ -19,7 +19,7 @@ from cluster.transport.channel import _INGRESS_HIGH_WATER, _RANK_HIGH_WATER, Inb
 from cluster.transport.messages import Heartbeat, TokenBatch
 from cluster.transport.sockets import Transport
 
-RECONNECT_S = 0.4  # ZeroMQ reconnects after 0.1 to 0.2 s unless it is told otherwise
+RECONNECT_S = 0.4  # by then ZeroMQ would have reconnected: by default it does so after 0.1 to 0.2 s
 FULL_S = 0.05  # without room for a message
 WAIT_S = 10.0
 

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[tuple[int, int, int], int, CacheConfig | None, dict[str, 
     "chain, 2 ranks, draft whole": (CHAIN, 2, None, {"draft_tp": 1}),
     "fixed tree": (TREE, 1, None, {"adaptive": False}),
 }
-# Of three families that share their rounds, two in one case each; all crosses are slow.
+# The three families share the code of rounds, so that two run one case each by default; all others are slow.
 QUICK = {
     ("Qwen3_5Moe", "tree, 2 ranks, trimmed head"),
     ("Qwen3Next", "tree, pages of 1"),

@@ -1,7 +1,7 @@
 """How hard each request's text is to predict, and what that says of the acceptance of drafts.
 
-Drafts are accepted where the target is sure. How sure it is, every round tells, also one without drafts: so a request
-that decodes plainly is known to have come to a text that speculation pays for. Pure, arrays over slots.
+Drafts are accepted where the target is sure. Every round tells how sure it is, with drafts or without, so plain rounds
+show that speculation would pay for a request's text. Pure, arrays over slots.
 """
 
 import math
@@ -44,21 +44,21 @@ class Difficulty:
         self._recent = np.zeros(2)
         self._drafted = np.zeros((2, num_families))
 
-    def count(self, steps: Sequence[tuple[int, Ints, Floats]], users: Sequence[Ints], current: Ints) -> None:
+    def count(self, steps: Sequence[tuple[int, Ints, Ints, Floats]], current: Ints) -> None:
         """Count the rounds of some steps, in their order.
 
-        steps: the family of the verified shape, -1 of plain rounds; slots [n]; and min-entropies [n] in nats, NaN where
-            unknown.
-        users: the requests in these slots then. current: [slots] those of now, whose means are updated.
+        steps: the family of the verified shape, -1 of plain rounds; slots [n]; the requests in them [n]; and
+            min-entropies [n] in nats, NaN where unknown.
+        current: [slots] the requests of now, whose means are updated.
         """
-        slots, nats = (np.concatenate([step[i] for step in steps]) for i in (1, 2))
+        slots, users, nats = (np.concatenate([step[i] for step in steps]) for i in (1, 2, 3))
         families = np.repeat([step[0] for step in steps], [len(step[1]) for step in steps])
         known = nats >= 0.0  # false of NaN
         nats = np.where(known, np.minimum(nats, MAX_NATS), 0.0)
         _add(self._recent, nats, known, RECENT_WINDOW * len(slots) / len(steps))
         for family in set(families.tolist()) - {-1}:
             _add(self._drafted[:, family], nats, known & (families == family), DRAFTED_WINDOW)
-        own = known & (np.concatenate(users) == current[slots])
+        own = known & (users == current[slots])
         num_slots = self._of_slot.shape[1]
         rounds = np.bincount(slots[own], minlength=num_slots)
         total = np.bincount(slots[own], nats[own], num_slots)
@@ -74,7 +74,7 @@ class Difficulty:
     def ended(self, slots: Ints, family: int, excess: Floats, information: Floats) -> None:
         """Learn from requests that have ended, and forget them.
 
-        family: that most of their rounds were of.
+        family: of the last rounds with drafts, with whose estimate theirs are compared.
         excess: [n] accepted drafts beyond those that were expected of each request, with its `log_odds`.
         information: [n] the variance of its accepted drafts; 0 without rounds with drafts.
         """

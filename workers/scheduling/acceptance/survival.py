@@ -82,8 +82,7 @@ class Survival:
         self._last = 0  # the family that ran last
         self._reports: list[tuple[int, Ints, Ints, Ints, npt.NDArray[np.int32]]] = []  # not counted yet
         self._difficulty = Difficulty(num_slots, count)
-        self._entropies: list[tuple[int, Ints, Floats]] = []  # see `Difficulty.count`; not counted yet
-        self._entropy_users: list[Ints] = []
+        self._entropies: list[tuple[int, Ints, Ints, Floats]] = []  # see `Difficulty.count`; not counted yet
         self._log_odds = np.zeros((count, num_slots))  # of `Difficulty`, at the last estimate
 
     def family(self, shape: int) -> int:
@@ -109,15 +108,14 @@ class Survival:
     def record_entropies(self, slots: Ints, users: Ints, shape: int, nats: Floats) -> None:
         """Report the target's min-entropies [n] in rounds that verified `shape`; NaN where unknown. They are counted
         with later ones."""
-        self._entropies.append((self.family(shape) if shape else -1, slots, nats))
-        self._entropy_users.append(users)
+        self._entropies.append((self.family(shape) if shape else -1, slots, users, nats))
         if len(self._entropies) == MAX_REPORTS:
             self._count_entropies()
 
     def _count_entropies(self) -> None:
         if self._entropies:
-            self._difficulty.count(self._entropies, self._entropy_users, self._users)
-            self._entropies, self._entropy_users = [], []
+            self._difficulty.count(self._entropies, self._users)
+            self._entropies = []
 
     def _count_reports(self) -> None:
         reports, self._reports = self._reports, []

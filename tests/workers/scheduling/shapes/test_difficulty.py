@@ -17,7 +17,7 @@ PLAIN = -1
 
 def count(difficulty: Difficulty, users: np.ndarray, nats: list[float], family: int = 0, steps: int = 1) -> None:
     slots = np.arange(len(nats))
-    difficulty.count([(family, slots, np.array(nats))] * steps, [users[slots]] * steps, users)
+    difficulty.count([(family, slots, users[slots], np.array(nats))] * steps, users)
 
 
 def test_a_request_that_the_target_is_surer_of_accepts_more_also_after_plain_rounds() -> None:
@@ -42,7 +42,7 @@ def test_rounds_of_a_former_request_are_not_those_of_the_next() -> None:
     count(difficulty, users, [0.5], steps=50)
     difficulty.ended(np.array([0]), 0, np.zeros(1), np.zeros(1))
     before = difficulty.log_odds(np.array([0]))
-    difficulty.count([(PLAIN, np.array([0]), np.array([3.0]))], [np.array([6])], users)  # 6 was there before
+    difficulty.count([(PLAIN, np.array([0]), np.array([6]), np.array([3.0]))], users)  # 6 was there before
     assert abs(difficulty.log_odds(np.array([0])) - before) < 0.3
 
 
