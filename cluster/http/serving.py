@@ -194,7 +194,7 @@ class GenerationResponse(Response):
 
     async def _run_choice(self, index: int, emit: Emit) -> None:
         """One choice to its end. A stop string ends it before the engine does: leaving the block aborts it there."""
-        answer = self._answers[index]
+        answer, choice = self._answers[index], self._request.choices[index]
         deltas = self._deltas(index)
         trace = self._trace
         if trace is not None:
@@ -203,7 +203,7 @@ class GenerationResponse(Response):
             async for delta in deltas:
                 if trace is not None:
                     trace.push(index, delta)
-                piece = answer.push(without_tokens(delta) if self._request.echo_only else delta)
+                piece = answer.push(without_tokens(delta) if choice.form.echo_only else delta)
                 if delta.prompt_logprobs and piece.finish is None and not piece.tokens:
                     continue
                 if piece.finish is not None:
@@ -218,7 +218,7 @@ class GenerationResponse(Response):
         request, choice = self._request, self._request.choices[index]
         prompt, budget = request.prompts[choice.prompt], request.thinking_budget
         # A stop string or the budget may end an answer at any delta.
-        running_stats = bool(request.stops) or budget is not None
+        running_stats = bool(choice.form.stops) or budget is not None
 
         def generate(output: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
             name = f"{self._engine_id}-{index}" + ("-2" if output else "")
@@ -250,11 +250,11 @@ def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answe
     choice = request.choices[index]
     before: Sequence[int] = () if request.chat else request.prompts[choice.prompt]
     return Answer(
-        tokenizer.detokenizer(request.skip_special_tokens, before, MARKS[request.output_parser]),
-        request.stops,
-        request.include_stop,
+        tokenizer.detokenizer(choice.form.skip_special_tokens, before, MARKS[request.output_parser]),
+        choice.form.stops,
+        choice.form.include_stop,
         choice.sampling.min_tokens,
-        request.eos_token_ids,
+        choice.form.eos_token_ids,
     )
 
 

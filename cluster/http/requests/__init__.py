@@ -5,7 +5,8 @@ limits             checks against the configuration and the model's length
 reasoning          what a chat asks about the model's reasoning
 responses          /v1/responses as a chat
 messages           /v1/messages as a chat
-native             SGLang's /generate as a completion
+native             SGLang's /generate as completions
+batch              several requests of one prompt each as one
 prompts            prompts of every form, as token ids
 sampling           the sampling parameters
 structured_output  what an answer's form must be, as a grammar

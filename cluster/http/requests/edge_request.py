@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from cluster.http.config import EdgeConfig, OutputParserName
-from cluster.http.errors import ApiError, invalid, unsupported
+from cluster.http.errors import invalid, unsupported
 from cluster.http.requests.limits import (
     answer_tokens,
     check_model,
@@ -35,11 +35,26 @@ from cluster.http.requests.reasoning import chat_parser, separates_reasoning, th
 from cluster.http.requests.sampling import sampling_params
 from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
-from cluster.http.schema.request import BatchRequest, ChatCompletionRequest, CompletionRequest
+from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.text.user_text import ChatText
 from cluster.http.thinking_budget import ThinkingBudget
-from workers.scheduling.plan import SamplingParams
+from workers.scheduling.plan import Grammar, SamplingParams
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How the tokens of a choice become its text.
+
+    eos_token_ids: the model's own among the stop tokens.
+    echo_only: the reply has nothing after the prompt.
+    """
+
+    eos_token_ids: frozenset[int]
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    echo_only: bool
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,7 @@ class Choice:
 
     prompt: int
     sampling: SamplingParams
+    form: AnswerForm
 
 
 @dataclass(frozen=True)
@@ -57,9 +73,8 @@ class EdgeRequest:
     choices: prompt by prompt, n of each.
     echo: texts in front of the answers, one per prompt, or none.
     prompt_texts: of chats, one per prompt.
-    eos_token_ids: the model's own among the stop tokens.
     logprobs: as in SamplingParams.
-    prompt_logprobs: the same, of prompts. echo_logprobs: whether echoes have them. echo_only: and nothing after them.
+    prompt_logprobs: the same, of prompts. echo_logprobs: whether echoes have them.
     tools: as the chat template gets them.
     thinking_budget: None for no limit.
     include_reasoning: whether the reply shows what the model thinks. separate_reasoning: apart from the content.
@@ -72,13 +87,8 @@ class EdgeRequest:
     prompts: list[list[int]]
     choices: list[Choice]
     echo: list[str]
-    eos_token_ids: frozenset[int]
     logprobs: int
     prompt_logprobs: int
-    echo_only: bool
-    stops: tuple[str, ...]
-    include_stop: bool
-    skip_special_tokens: bool
     return_token_ids: bool
     return_token_origins: bool
     tokens_as_ids: bool
@@ -100,9 +110,14 @@ class EdgeRequest:
         return bool(self.echo) and self.logprobs >= 0 and not self.chat
 
     @property
+    def grammars(self) -> list[Grammar]:
+        """Those that answers follow, each once."""
+        found = (choice.sampling.grammar for choice in self.choices)
+        return list(dict.fromkeys(grammar for grammar in found if grammar is not None))
+
+    @property
     def is_constrained(self) -> bool:
-        """Whether answers follow a grammar."""
-        return any(choice.sampling.grammar is not None for choice in self.choices)
+        return bool(self.grammars)
 
     @property
     def scores_prompt(self) -> bool:
@@ -123,20 +138,20 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     max_tokens = body.max_completion_tokens or body.max_tokens
     text, prompt = await _chat_prompt(body, calls, max_tokens, config, tokenizer)
     request = _request(body, [prompt], _chat_echo(body), logprobs, max_tokens, config, tokenizer)
-    sampling, template = request.choices[0].sampling, tokenizer.template_source
-    maker = GrammarMaker(config, request.eos_token_ids)
+    first, template = request.choices[0], tokenizer.template_source
+    maker = GrammarMaker(config, first.form.eos_token_ids)
     if body.allowed_token_ids or body.bad_words:  # of the whole answer, thinking included
-        grammar = sampling.grammar
+        grammar = first.sampling.grammar
         if calls.forced or any(tool.function.strict for tool in calls.tools):
             raise invalid("tools", "calls that are constrained cannot be combined with allowed_token_ids or bad_words")
     else:
-        grammar = answer_grammar(sampling.grammar, calls, request.output_parser, text, template, maker)
+        grammar = answer_grammar(first.sampling.grammar, calls, request.output_parser, text, template, maker)
     if grammar is not None and body.min_tokens:
         raise invalid("min_tokens", "min_tokens cannot be combined with a form of answer, which says where it may end")
     return dataclasses.replace(
         request,
         choices=[
-            Choice(choice.prompt, msgspec.structs.replace(choice.sampling, grammar=grammar))
+            dataclasses.replace(choice, sampling=msgspec.structs.replace(choice.sampling, grammar=grammar))
             for choice in request.choices
         ],
         prompt_texts=(text,),
@@ -147,30 +162,6 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         thinking_budget=await thinking_budget(body, request.output_parser, tokenizer),
         separate_reasoning=separates_reasoning(body, request.output_parser),
         stream_reasoning=body.stream_reasoning is not False,
-    )
-
-
-async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
-    """The chats of a batch as one request with a prompt for each. Raises ApiError."""
-    if len(body.messages) > config.max_choices:
-        raise invalid("messages", f"{len(body.messages)} conversations are more than {config.max_choices}")
-    values = {name: getattr(body, name) for name in body.model_fields_set - {"messages", *(body.model_extra or ())}}
-    chats = []
-    for i, messages in enumerate(body.messages):
-        try:
-            one = ChatCompletionRequest.model_construct(messages=messages, **values)
-            chats.append(await chat_request(one, config, tokenizer))
-        except ApiError as error:
-            if error.param is not None and error.param.startswith("messages"):
-                error.param = error.param.replace("messages", f"messages[{i}]", 1)
-                error.message = error.message.replace("messages", f"messages[{i}]", 1)
-            raise
-    return dataclasses.replace(
-        chats[0],
-        prompts=[chat.prompts[0] for chat in chats],
-        prompt_texts=tuple(chat.prompt_texts[0] for chat in chats),
-        choices=[dataclasses.replace(chat.choices[0], prompt=i) for i, chat in enumerate(chats)],
-        echo=[(chat.echo or [""])[0] for chat in chats],
     )
 
 
@@ -270,6 +261,13 @@ def _request(
     check_scores(body, scored, sum(map(len, prompts)) * n, config)
     sampling = sampling_params(body, logprobs, eos, config, tokenizer)
     sampling = msgspec.structs.replace(sampling, prompt_logprobs=scored)
+    form = AnswerForm(
+        eos_token_ids=eos,
+        stops=stop_strings(body.stop, config),
+        include_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        echo_only=max_tokens == 0,
+    )
     random_seed = secrets.randbits(64)
     choices = []
     for p, prompt in enumerate(prompts):
@@ -279,7 +277,7 @@ def _request(
         for i in range(n):
             # A given seed means the same for each prompt of a batch as for that prompt alone.
             seed = choice_seed(random_seed, p * n + i) if body.seed is None else choice_seed(body.seed, i)
-            choices.append(Choice(p, msgspec.structs.replace(sampling, max_tokens=budget, seed=seed)))
+            choices.append(Choice(p, msgspec.structs.replace(sampling, max_tokens=budget, seed=seed), form))
     options = body.stream_options
     return EdgeRequest(
         chat=chat,
@@ -287,13 +285,8 @@ def _request(
         prompts=prompts,
         choices=choices,
         echo=echo,
-        eos_token_ids=eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        echo_only=max_tokens == 0,
-        stops=stop_strings(body.stop, config),
-        include_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
-        skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
         return_token_origins=bool(body.return_token_origins),
         stream=bool(body.stream),

@@ -90,9 +90,14 @@ def check_scores(
     num_tokens: prompt tokens of all choices. num_top: likely tokens reported for each; -1: none."""
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "prompt_logprobs is not available with stream: true; ask for the whole reply")
+    check_total_scores(num_top, num_tokens, "logprobs" if body.prompt_logprobs is None else "prompt_logprobs", config)
+
+
+def check_total_scores(num_top: int, num_tokens: int, param: str, config: EdgeConfig) -> None:
+    """As `check_scores`. param: what asked for them."""
     if num_top >= 0 and num_tokens * (1 + num_top) > config.max_prompt_logprobs:
         raise invalid(
-            "logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+            param,
             f"{num_tokens} prompt tokens with {num_top} likely ones each are more than {config.max_prompt_logprobs} "
             "log-probabilities (ingress.max_prompt_logprobs); ask for fewer, or send several requests",
         )

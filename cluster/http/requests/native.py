@@ -1,13 +1,20 @@
-"""A request to SGLang's own route as one to /v1/completions. Raises ApiError."""
+"""A request to SGLang's own route as those to /v1/completions that it amounts to."""
 
 import re
+from typing import Any
 
 from pydantic import ValidationError
 
+from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError, invalid
+from cluster.http.requests.batch import joined_request
+from cluster.http.requests.edge_request import EdgeRequest, text_request
+from cluster.http.requests.limits import check_total_scores, num_choices
+from cluster.http.requests.prompts import listed_prompts
 from cluster.http.schema.body import validation_fault, without_refused
 from cluster.http.schema.native_request import DEFAULT_NEW_TOKENS, NativeRequest, NativeSampling
 from cluster.http.schema.request import CompletionRequest
+from cluster.http.text.tokenizer import ChatTokenizer
 
 _FIELDS = frozenset(NativeSampling.model_fields)
 # SGLang's names that differ from ours.
@@ -17,33 +24,80 @@ _OURS_TO_THEIRS = {"prompt": "text", "prompt_logprobs": "logprob_start_len"} | {
 }
 
 
-def native_completion(body: NativeRequest) -> CompletionRequest:
-    """The completion that a request amounts to."""
+async def native_request(body: NativeRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
+    """The request with `n` choices for each prompt. Raises ApiError."""
     if (body.text is None) == (body.input_ids is None):
         raise invalid("text", "give either text or input_ids")
-    sampling = body.sampling_params or NativeSampling()
+    prompts: Any = body.input_ids if body.text is None else body.text
+    given = body.sampling_params
+    if not isinstance(given, list):
+        return await _request(body, prompts, given or NativeSampling(), config, tokenizer)
+    try:
+        listed = listed_prompts(prompts, config.max_choices, tokenizer)
+    except ApiError as error:
+        raise _to_native_error(error, "") from None
+    if not has_several(body) or len(listed) != len(given):
+        message = f"sampling_params has {len(given)} entries for {len(listed)} prompts; give one for each"
+        raise invalid("sampling_params", message)
+    for i, sampling in enumerate(given):
+        if sampling.n != given[0].n:
+            raise invalid(f"sampling_params[{i}].n", f"sampling_params[{i}].n must be that of the others")
+    n = num_choices(given[0].n, len(given), config)
+    each = [await _request(body, listed[i], given[i], config, tokenizer, i) for i in range(len(given))]
+    check_total_scores(
+        max(request.choices[0].sampling.prompt_logprobs for request in each),
+        n * sum(len(request.prompts[0]) for request in each),
+        "logprob_start_len",
+        config,
+    )
+    return joined_request(each)
+
+
+def has_several(body: NativeRequest) -> bool:
+    """Whether the request has a list of prompts, which gets a list of answers."""
+    prompts: Any = body.input_ids if body.text is None else body.text
+    return isinstance(prompts, list) and not (prompts and type(prompts[0]) is int)
+
+
+async def _request(
+    body: NativeRequest,
+    prompt: Any,
+    sampling: NativeSampling,
+    config: EdgeConfig,
+    tokenizer: ChatTokenizer,
+    index: int | None = None,
+) -> EdgeRequest:
+    """The request for a prompt or a list of them with the same sampling parameters. index: of the prompt in the body's
+    list. Raises ApiError, by the body's names."""
+    where = "" if index is None else f"[{index}]"
     try:
         without_refused(sampling.model_extra or {}, NativeSampling.refused)
     except ApiError as error:
-        raise ApiError(400, error.message, param=f"sampling_params.{error.param}", code=error.code) from None
+        raise ApiError(400, error.message, param=f"sampling_params{where}.{error.param}", code=error.code) from None
+    try:
+        return await text_request(_completion(body, prompt, sampling), config, tokenizer)
+    except ValidationError as error:
+        raise _to_native_error(validation_fault(error), where) from None
+    except ApiError as error:
+        raise _to_native_error(error, where) from None
+
+
+def _completion(body: NativeRequest, prompt: Any, sampling: NativeSampling) -> CompletionRequest:
+    """The completion that a request amounts to. Raises ApiError and ValidationError."""
     given = sampling.model_dump(exclude_none=True, include=set(_FIELDS))
     values = {_NAMES.get(name, name): value for name, value in given.items()}
     if (tag := values.pop("structural_tag", None)) is not None:
         values["structured_outputs"] = {"structural_tag": tag}
     values.setdefault("max_tokens", DEFAULT_NEW_TOKENS)
     values["echo"] = values["max_tokens"] == 0  # which asks for the prompt's log-probabilities alone
-    values |= {"prompt": body.input_ids if body.text is None else body.text, "stream": body.stream, "rid": body.rid}
-    values["return_token_ids"] = True
+    values |= {"prompt": prompt, "stream": body.stream, "rid": body.rid, "return_token_ids": True}
     if body.return_logprob:
         values["logprobs"] = body.top_logprobs_num or 0
     if scored_from(body) is not None:
         if body.stream:
             raise invalid("logprob_start_len", "logprob_start_len is not available with stream: true; use -1")
         values["prompt_logprobs"] = values["logprobs"]
-    try:
-        return CompletionRequest.model_validate(values)
-    except ValidationError as error:
-        raise to_native_error(validation_fault(error)) from None
+    return CompletionRequest.model_validate(values)
 
 
 def scored_from(body: NativeRequest) -> int | None:
@@ -53,13 +107,16 @@ def scored_from(body: NativeRequest) -> int | None:
     return start if body.return_logprob and start is not None and start >= 0 else None
 
 
-def to_native_error(error: ApiError) -> ApiError:
-    """An error of the completion by the names of the request."""
+def _to_native_error(error: ApiError, where: str) -> ApiError:
+    """An error of the completion by the names of the request. where: index in its list of prompts, in brackets."""
     name = error.param
     if name is None:
         return error
     base = re.split(r"[\[.]", name, maxsplit=1)[0]
     rest = name[len(base) :]
     base = _OURS_TO_THEIRS.get(base, base)
-    param = f"sampling_params.{base}{rest}" if base in _FIELDS else base + rest
+    if base in _FIELDS:
+        param = f"sampling_params{where}.{base}{rest}"
+    else:
+        param = f"{base}{where}{rest}" if base == "text" else base + rest
     return ApiError(error.status, error.message, kind=error.kind, param=param, code=error.code, headers=error.headers)

@@ -25,7 +25,8 @@ def sampling_params(
     temperature = _given(body.temperature, config.default_temperature, 1.0)
     top_p = _given(body.top_p, config.default_top_p, 1.0)
     top_k = max(0, int(_given(body.top_k, config.default_top_k, 0)))
-    stop_tokens = eos.union(check_token_ids("stop_token_ids", body.stop_token_ids or [], tokenizer))
+    # Scripts that were written for another model send its ids. Those that this model does not have end nothing.
+    stop_tokens = eos.union(token for token in body.stop_token_ids or [] if token < tokenizer.vocab_size)
     if len(stop_tokens) > MAX_STOP_TOKEN_IDS:
         raise invalid(
             "stop_token_ids",

@@ -9,7 +9,8 @@ from cluster.http.endpoint import Endpoint, post
 from cluster.http.replies.chat import ChatReply
 from cluster.http.replies.reply import Reply, ReplyContext
 from cluster.http.replies.text import TextReply
-from cluster.http.requests.edge_request import EdgeRequest, batch_request, chat_request, text_request
+from cluster.http.requests.batch import batch_request
+from cluster.http.requests.edge_request import EdgeRequest, chat_request, text_request
 from cluster.http.schema.chat_reply import ChatCompletion, ChatCompletionChunk
 from cluster.http.schema.request import (
     BatchRequest,
@@ -32,9 +33,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     async def response(
         http: Request, body: SamplingFields, request: EdgeRequest, form: Callable[[ReplyContext], Reply], prefix: str
     ) -> Response:
-        """The reply, once the request's grammar is known to compile; all choices have the same."""
-        grammar = request.choices[0].sampling.grammar
-        if grammar is not None:
+        """The reply, once the request's grammars are known to compile."""
+        for grammar in request.grammars:
             await edge.grammars.check(grammar)
         own_id = body.request_id or body.rid
         if own_id is not None:

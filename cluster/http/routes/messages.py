@@ -33,7 +33,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         """Continues a conversation, in Anthropic's form."""
         chat = chat_of(http, body)
         request = await chat_request(chat, config, tokenizer)
-        if (grammar := request.choices[0].sampling.grammar) is not None:
+        for grammar in request.grammars:
             await edge.grammars.check(grammar)
         if body.request_id is not None:
             http.state.request_id = body.request_id

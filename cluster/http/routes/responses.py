@@ -45,7 +45,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         conversation = [*(earlier.messages if earlier else ()), *input_messages(body.input)]
         try:
             request = await chat_request(chat_body(body, conversation), config, tokenizer)
-            if (grammar := request.choices[0].sampling.grammar) is not None:
+            for grammar in request.grammars:
                 await edge.grammars.check(grammar)
         except ApiError as error:
             raise to_responses_error(error) from None

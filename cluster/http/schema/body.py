@@ -26,7 +26,7 @@ MAX_MESSAGE_FIELDS = 32
 MAX_PARTS = 4096  # parts of one message, item or turn
 MAX_PARTS_IN_ALL = 16384
 MAX_OBJECT_FIELDS = 1024  # fields of an object parameter; logit_bias is the largest
-_CONVERSATIONS = ("messages", "input")  # parameters that are lists of messages or items
+_CONVERSATIONS = ("messages", "input", "sampling_params")  # parameters that are lists of messages or items
 
 
 class Schema(BaseModel):
@@ -65,6 +65,11 @@ def by_type(default: str = "") -> Discriminator:
 def text_or_list() -> Discriminator:
     """Choose between a string, tagged `<string>`, and a list, `<list>`."""
     return Discriminator(lambda value: "<string>" if isinstance(value, str) else "<list>")
+
+
+def object_or_list() -> Discriminator:
+    """Choose between an object, tagged `<object>`, and a list, `<list>`."""
+    return Discriminator(lambda value: "<list>" if isinstance(value, list) else "<object>")
 
 
 def parse_body(raw: bytes, kind: type[Body], strict: bool = False) -> tuple[Body, list[str]]:

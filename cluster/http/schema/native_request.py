@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, Tag
 
-from cluster.http.schema.body import Schema
+from cluster.http.schema.body import Schema, object_or_list
 from cluster.http.schema.request import (
     OTHER_SAMPLERS,
     REFUSED,
@@ -42,6 +42,7 @@ class NativeSampling(CommonSampling):
 class NativeRequest(Schema):
     """Continue a text, SGLang's way. One of `text` and `input_ids`; a list of them gets a list of answers.
 
+    sampling_params: of all prompts, or a list with those of each.
     logprob_start_len: with return_logprob, the first prompt token whose log-probability is returned; -1: none."""
 
     refused = {
@@ -58,7 +59,13 @@ class NativeRequest(Schema):
 
     text: str | Strings = None
     input_ids: TokenIds | None = None
-    sampling_params: NativeSampling | None = None
+    sampling_params: (
+        Annotated[
+            Annotated[NativeSampling, Tag("<object>")] | Annotated[list[NativeSampling], Tag("<list>")],
+            object_or_list(),
+        ]
+        | None
+    ) = None
     stream: bool | None = None
     return_logprob: bool | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -60,7 +60,7 @@ BAD_SHARED: list[tuple[dict[str, Any], str]] = [
     ({"stop": "x" * 1025}, "stop"),
     ({"stop": {"a": 1}}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
-    ({"stop_token_ids": [0, 10**9]}, "stop_token_ids[1]"),
+    ({"stop_token_ids": [10**9, -1]}, "stop_token_ids[1]"),
     ({"stop_token_ids": 5}, "stop_token_ids"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"logit_bias": {"٣": 1}}, "logit_bias"),

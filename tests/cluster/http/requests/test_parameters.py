@@ -101,6 +101,7 @@ async def test_null_means_default() -> None:
         ({"top_k": -1}, {"top_k": 0}),
         ({"ignore_eos": True}, {"stop_token_ids": ()}),
         ({"ignore_eos": True, "stop_token_ids": [5, 5]}, {"stop_token_ids": (5,)}),
+        ({"ignore_eos": True, "stop_token_ids": [10**9, 5]}, {"stop_token_ids": (5,)}),  # another model's
         ({"logprobs": True}, {"logprobs": 0}),
     ],
 )

@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import httpx
 import pytest
 
+from cluster.http.app import build_app
+from cluster.http.errors import ApiError
 from cluster.transport.messages import SpeculationStats
-from tests.support.edge_client import CHAT, HELLO, MODEL, events, in_process
-from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
+from tests.support.edge_client import CHAT, HELLO, MODEL, edge_config, events, in_process
+from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
+from workers.scheduling.plan import Grammar
 
 END = small_tokenizer().token_to_id(EOS)
 
@@ -67,6 +71,39 @@ async def test_a_list_of_prompts_gets_a_list_of_answers() -> None:
     assert len(await _generated({"text": ["hello"]})) == 1
     assert len(await _generated({"input_ids": [[98], [99]]})) == 2
     assert len(await _generated({"text": "hello", "sampling_params": {"n": 3}})) == 3
+
+
+async def test_each_prompt_may_have_its_own_sampling_parameters() -> None:
+    engine = FakeEngine(says("ab", "c"))
+    params = [
+        {"max_new_tokens": 7, "n": 2, "stop": "b", "sampling_seed": 5, "stop_token_ids": [9]},
+        {"max_new_tokens": 5, "n": 2, "regex": "abc"},
+        {"max_new_tokens": 0, "n": 2, "ignore_eos": True},
+    ]
+    found = await _generated({"text": ["hello", "a", "hello world"], "sampling_params": params}, engine)
+    calls = sorted(engine.calls, key=lambda call: int(call.request_id.rpartition("-")[2]))
+    assert [call.prompt for call in calls] == [_ids(text) for text in ("hello", "a", "hello world") for _ in range(2)]
+    assert [call.sampling.max_tokens for call in calls] == [7, 7, 5, 5, 1, 1]
+    assert [call.sampling.stop_token_ids for call in calls] == 2 * [(9, END)] + 2 * [(END,)] + 2 * [()]
+    assert [call.sampling.grammar is None for call in calls] == [True, True, False, False, True, True]
+    assert calls[0].sampling.seed == 5
+    assert [answer["text"] for answer in found] == ["a", "a", "abc", "abc", "", ""]
+    assert found[0]["meta_info"]["finish_reason"] == {"type": "stop", "matched": "b"}
+    assert [answer["meta_info"]["completion_tokens"] for answer in found[4:]] == [0, 0]
+
+
+async def test_every_grammar_of_a_list_is_checked() -> None:
+    class Checker:
+        async def check(self, grammar: Grammar) -> None:
+            if grammar.text == "b":
+                raise ApiError(400, "slow")
+
+    engine = FakeEngine(says("x"))
+    body = {"text": ["a", "b"], "sampling_params": [{"regex": "a"}, {"regex": "b"}]}
+    app = build_app(edge_config(), chat_tokenizer(), engine, grammars=Checker())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
+        reply = await client.post("/generate", json=body)
+    assert (reply.json()["error"]["message"], engine.calls) == ("slow", [])
 
 
 @pytest.mark.parametrize(("prompt", "num"), [("hello", 1), (["hello", "a"], 2)])
@@ -148,6 +185,14 @@ async def test_speculation_has_sglangs_names() -> None:
         ({"text": "a", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex"),
         ({"text": "a", "sampling_params": {"json_schema": "{"}}, "sampling_params.json_schema"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
+        ({"text": ["a"], "sampling_params": []}, "sampling_params"),
+        ({"text": [], "sampling_params": []}, "text"),
+        ({"text": [["a", "b"], "c"], "sampling_params": [{}, {}]}, "text[0]"),
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}, "sampling_params[1].n"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"stop": [""]}]}, "sampling_params[1].stop"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"max_new_tokens": -1}]}, "sampling_params[1].max_new_tokens"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"custom_params": 1}]}, "sampling_params[1].custom_params"),
         ({"text": "a", "logprob_start_len": -2}, "logprob_start_len"),
         ({"text": "a", "logprob_start_len": 0, "return_logprob": True, "stream": True}, "logprob_start_len"),
         ({"text": "a", "image_data": "x"}, "image_data"),
