@@ -20,8 +20,7 @@ from cluster.transport.messages import Heartbeat, TokenBatch
 from cluster.transport.sockets import Transport
 
 RECONNECT_S = 0.4  # by then ZeroMQ would have reconnected: by default it does so after 0.1 to 0.2 s
-FULL_S = 0.05  # without room for a message
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 async def ingress(folder: str) -> None:
@@ -30,8 +29,7 @@ async def ingress(folder: str) -> None:
     inbox = Inbox(context, Transport(folder), "inbox")
     link = EngineLink(context, Transport(folder), inbox.endpoint)
     engine, _ = _until(inbox.receive)
-    num_sent = _fill(lambda: not inbox.send(engine, TokenBatch(())))
-    _until(lambda: inbox.receive() or inbox.send(engine, TokenBatch(())) == "its connection closed")
+    num_sent = _fill(lambda: not inbox.send(engine, TokenBatch(())), lambda: inbox.receive() or engine.is_gone)
     time.sleep(RECONNECT_S)
     async with asyncio.timeout(WAIT_S):
         while not link.lost:
@@ -46,8 +44,7 @@ async def coordinator(folder: str) -> None:
     rank = RankChannel(context, Transport(folder), 0, 1, "rank")
     link = RankLink(context, Transport(folder), rank.endpoint, 0)
     numbers = itertools.count()
-    num_sent = _fill(lambda: rank.send(Heartbeat(0, 1, next(numbers))))
-    _until(rank.lost)
+    num_sent = _fill(lambda: rank.send(Heartbeat(0, 1, next(numbers))), rank.lost)
     time.sleep(RECONNECT_S)
     assert link.monitor.check() == "its connection closed"
     received = list(iter(link.receive, None))
@@ -55,13 +52,17 @@ async def coordinator(folder: str) -> None:
     assert _RANK_HIGH_WATER <= len(received) <= num_sent
 
 
-def _fill(send: Callable[[], bool]) -> int:
-    """Send until there is no room; return how many messages there was room for."""
-    _until(send)
-    num_sent, until_s = 1, time.monotonic() + FULL_S
-    while time.monotonic() < until_s:
-        if send():
-            num_sent, until_s = num_sent + 1, time.monotonic() + FULL_S
+def _fill(send: Callable[[], bool], lost: Callable[[], Any]) -> int:
+    """Send whenever there is room, until the full connection is lost; return how many messages there was room for."""
+    num_sent = 0
+
+    def is_over() -> bool:
+        nonlocal num_sent
+        while send():
+            num_sent += 1
+        return num_sent > 0 and bool(lost())
+
+    _until(is_over)
     return num_sent
 
 
