@@ -24,36 +24,63 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string"
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._longest = max(map(len, self._stops), default=0)
+        self._begun = [_Begun(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._firsts = frozenset(stop[0] for stop in stops)
         self._held = ""
 
     def push(self, text: str) -> str | StopMatch:
         """The text that may be shown now, or the match."""
-        if not self._stops:
+        if not self._held and self._firsts.isdisjoint(text):
             return text
+        before = len(self._held)
         text = self._held + text
-        match = self._earliest(text)
-        if match is not None:
-            end, stop = match
-            self._held = ""
-            return StopMatch(text[: end - len(stop)], stop)
-        start = start_of_partial(text, self._stops)
+        for end in range(before, len(text)):
+            character = text[end]
+            for begun in self._begun:  # longest first
+                if begun.push(character):
+                    self._held = ""
+                    return StopMatch(text[: end + 1 - len(begun.stop)], begun.stop)
+        start = len(text) - max(begun.length for begun in self._begun)
         self._held = text[start:]
         return text[:start]
 
     def flush(self) -> str:
         """The text held back, when the answer ends without a stop string or nothing may match yet."""
         held, self._held = self._held, ""
+        for begun in self._begun:
+            begun.length = 0
         return held
 
-    def _earliest(self, text: str) -> tuple[int, str] | None:
-        best: tuple[int, str] | None = None
-        for stop in self._stops:  # longest first, so that a shorter one must end earlier to win
-            at = text.find(stop)
-            if at >= 0 and (best is None or at + len(stop) < best[0]):
-                best = at + len(stop), stop
-        return best
+
+class _Begun:
+    """How much of a stop string the text so far ends with, by Knuth, Morris and Pratt (1977): a hostile text and string
+    cost as much per character as others, in the mean.
+
+    length: characters; less than the stop string has.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        # Of each beginning of the string reached so far: the length of the longest shorter one that it ends with.
+        self._shorter = [0, 0]
+
+    def push(self, character: str) -> bool:
+        """Whether the string is complete now."""
+        self.length = self._next(self.length, character)
+        if self.length == len(self.stop):
+            self.length = 0
+            return True
+        if self.length == len(self._shorter):
+            self._shorter.append(self._next(self._shorter[-1], character))
+        return False
+
+    def _next(self, length: int, character: str) -> int:
+        """Return the length for the text with `character`, from that for the text without."""
+        stop, shorter = self.stop, self._shorter
+        while length and stop[length] != character:
+            length = shorter[length]
+        return length + 1 if stop[length] == character else 0
 
 
 def start_of_partial(text: str, strings: Iterable[str]) -> int:

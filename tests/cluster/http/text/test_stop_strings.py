@@ -2,8 +2,11 @@
 
 import itertools
 import random
+import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.http.answer import Answer, EngineFailedError, Piece, joined
 from cluster.http.text.stop_strings import StopMatch, StopMatcher
@@ -54,6 +57,24 @@ def test_any_cut_gives_what_single_characters_give(stops: list[str]) -> None:
         expected = _by_characters(stops, text)
         for parts in random.Random(text).sample(_cuts(text), 8):
             assert _run(stops, parts) == expected, (stops, parts)
+
+
+_words = st.text("ab", min_size=1, max_size=9)
+
+
+@given(st.lists(_words, min_size=1, max_size=4), st.lists(st.text("ab", max_size=7), max_size=8))
+def test_strings_that_repeat_themselves_are_found(stops: list[str], parts: list[str]) -> None:
+    assert _run(stops, parts) == _by_characters(stops, "".join(parts))
+
+
+def test_no_strings_and_text_take_the_time_of_others() -> None:
+    """Comparing every end of the held text with every string took 3 ms for each character, in which no other stream
+    went on."""
+    matcher = StopMatcher(["ab" * 511 + last for last in "0123456789cdefg"] + ["a" * 1000])
+    begin_s = time.process_time()
+    assert [matcher.push("a") for _ in range(999)] == [""] * 999
+    assert time.process_time() - begin_s < 1.5
+    assert matcher.push("c") == "a" * 999 + "c"
 
 
 def test_only_what_may_begin_a_stop_is_held_back() -> None:
