@@ -194,7 +194,7 @@ class RunningAnswer:
     def _listed(self, token: int, found: plan.TokenLogprobs) -> dict[int, Logprob]:
         ranks = {id_: rank for rank, id_ in enumerate(found.top_ids, 1)}
         values = {token: found.logprob, **dict(zip(found.top_ids, found.top_logprobs, strict=True))}
-        return {id_: Logprob(value, ranks.get(id_), self._tokenizer.decode([id_])) for id_, value in values.items()}
+        return {id_: Logprob(value, ranks.get(id_), self._tokenizer.token_text(id_)) for id_, value in values.items()}
 
 
 def prompt_of(given: Any) -> tuple[str | None, list[int] | None]:

@@ -124,7 +124,7 @@ def _top(token: int, logprob: float, tokenizer: ChatTokenizer, as_ids: bool) -> 
 
 
 def _text(token: int, tokenizer: ChatTokenizer, as_ids: bool) -> str:
-    return f"token_id:{token}" if as_ids else tokenizer.token_bytes(token).decode(errors="replace")
+    return f"token_id:{token}" if as_ids else tokenizer.token_text(token)
 
 
 def finite(logprob: float) -> float:

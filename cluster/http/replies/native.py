@@ -67,7 +67,7 @@ class NativeReply:
                 shown.tops.append(self._tops(entry))
 
     def _named(self, token: int, logprob: float | None) -> NamedLogprob:
-        text = self._context.tokenizer.decode([token]) if self._texts else None
+        text = self._context.tokenizer.token_text(token) if self._texts else None
         return None if logprob is None else finite(logprob), token, text
 
     def _tops(self, entry: TokenLogprobs | TokenScore) -> list[NamedLogprob]:

@@ -3,11 +3,13 @@ they are whole; what is emitted in all, with `flush`, is what decoding all token
 """
 
 import codecs
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 MAX_HELD_TOKENS = 8  # a UTF-8 character has at most four bytes, so at most four tokens: more is not a character
 
 
@@ -34,6 +36,33 @@ class ByteVocabulary:
         if raw is None:
             raw = self._bytes[token] = _token_bytes(self._tokenizer.id_to_token(token) or "")
         return raw
+
+
+class PieceVocabulary:
+    """The bytes of each token of any other tokenizer, as in the middle of a text, looked up when first seen. Decoded
+    alone, most of SentencePiece's tokens would lose the space before them, and its byte tokens be U+FFFD."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+
+    def of(self, token: int) -> bytes:
+        """b"" for ids that the vocabulary does not have."""
+        raw = self._bytes.get(token)
+        if raw is None:
+            raw = self._bytes[token] = self._found(token)
+        return raw
+
+    def _found(self, token: int) -> bytes:
+        name, alone = self._tokenizer.id_to_token(token) or "", self._decode([token])
+        byte = _BYTE_TOKEN.fullmatch(name)
+        if byte is not None and alone != name:  # the decoder knows byte tokens
+            return bytes([int(byte[1], 16)])
+        twice = self._decode([token, token])
+        return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 class ByteLevelDetokenizer:

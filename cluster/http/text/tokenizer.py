@@ -18,7 +18,13 @@ from tokenizers import Tokenizer, decoders
 from cluster.http.text import harmony_prompt, long_text, model_files
 from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError
 from cluster.http.text.control_tokens import ControlTokens
-from cluster.http.text.detokenizer import ByteLevelDetokenizer, ByteVocabulary, Detokenizer, PrefixDetokenizer
+from cluster.http.text.detokenizer import (
+    ByteLevelDetokenizer,
+    ByteVocabulary,
+    Detokenizer,
+    PieceVocabulary,
+    PrefixDetokenizer,
+)
 from cluster.http.text.harmony_prompt import HarmonyPrompt
 from cluster.http.text.long_text import Truncation
 from cluster.http.text.user_text import ChatText, marked, unmarked
@@ -71,6 +77,7 @@ class ChatTokenizer:
         self._long_encodes = asyncio.Semaphore(MAX_LONG_ENCODES)
         self._hidden_beside: dict[tuple[str, ...], frozenset[int]] = {(): self._special}
         self._bytes = ByteVocabulary(tokenizer) if _is_byte_level(tokenizer) else None
+        self._pieces = PieceVocabulary(tokenizer)
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
@@ -208,10 +215,12 @@ class ChatTokenizer:
         return self._hidden_beside[shown]
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token; possibly a part of a character."""
-        if self._bytes is not None:
-            return self._bytes.of(token)
-        return self.decode([token]).encode()
+        """Return the bytes of one token in the middle of a text; possibly a part of a character."""
+        return self._pieces.of(token) if self._bytes is None else self._bytes.of(token)
+
+    def token_text(self, token: int) -> str:
+        """Return the text of `token_bytes`, with incomplete characters as U+FFFD."""
+        return self.token_bytes(token).decode(errors="replace")
 
     def token_name(self, token: int) -> str:
         """The vocabulary's entry of a token, "" if there is none."""

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -144,15 +145,16 @@ def test_character_split_over_tokens_comes_when_it_is_whole() -> None:
     assert detokenizer.flush() == "\ufffd"
 
 
+LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+
+
 def _sentencepiece_like() -> Tokenizer:
     """Words with U+2581 for spaces and byte tokens for what is no word, as Llama 2 has them."""
     words = ["<unk>", "▁hello", "▁world", "▁", "lo", "!"] + [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(
         models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True)
     )
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    tokenizer.decoder = decoders.Sequence(LLAMA)
     return tokenizer
 
 
@@ -170,6 +172,22 @@ def test_prefix_detokenizer_equals_decoding_at_once() -> None:
         assert isinstance(detokenizer, PrefixDetokenizer)
         text = "".join(map(detokenizer.step, tokens)) + detokenizer.flush()
         assert text == tokenizer.decode(tokens), tokens
+
+
+@pytest.mark.parametrize("decoder", [decoders.Sequence(LLAMA), decoders.Sequence(LLAMA[:-1]), decoders.Metaspace()])
+def test_the_bytes_of_a_token_are_its_part_of_a_text(decoder: Any) -> None:
+    """Log-probabilities name tokens by them: of Llama 2's, Gemma's and T5's tokenizers."""
+    tokenizer, rng = _sentencepiece_like(), random.Random(3)
+    tokenizer.decoder = decoder
+    edge = ChatTokenizer(tokenizer, None, ())
+    has_bytes = not isinstance(decoder, decoders.Metaspace)
+    parts = [[1], [2], [3], [4], [5], *(_byte_tokens(each) for each in "aä€𝄞" if has_bytes)]
+    for _ in range(100):
+        tokens = [token for part in rng.choices(parts, k=8) for token in part]
+        text, whole = b"".join(map(edge.token_bytes, tokens)).decode(), tokenizer.decode(tokens)
+        assert text in (whole, " " + whole), tokens  # without the space that begins a text
+    assert [edge.token_bytes(token) for token in (1, 2, 3, 4, 10**6)] == [b" hello", b" world", b" ", b"lo", b""]
+    assert not has_bytes or [edge.token_bytes(6 + byte) for byte in range(256)] == [bytes([b]) for b in range(256)]
 
 
 def test_completion_continues_its_prompt_with_a_space() -> None:
