@@ -4,7 +4,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 
 from cluster.http.endpoint import Endpoint, get, post
-from cluster.http.errors import invalid
+from cluster.http.errors import invalid, too_long
 from cluster.http.requests.limits import check_model
 from cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
 from cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
@@ -49,6 +49,9 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     async def detokenize(http: Request, body: DetokenizeRequest) -> DetokenizeReply:
         """The text of tokens."""
         check_model(body.model, config)
+        limit = 2 * config.max_model_len  # as many as a text may have, for a moment, in /tokenize
+        if isinstance(body.tokens, list) and len(body.tokens) > limit:
+            raise too_long(f"tokens has {len(body.tokens)} entries, more than {limit}; send them in parts", "tokens")
         tokens = check_token_ids("tokens", body.tokens, tokenizer)
         text = await tokenizer.decode_long(tokens, body.skip_special_tokens is True)
         return DetokenizeReply(prompt=text, text=UNSET if body.skip_special_tokens is None else text)

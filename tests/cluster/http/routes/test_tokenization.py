@@ -56,6 +56,13 @@ async def test_special_tokens_are_left_out_of_texts_on_request(prefix: str) -> N
             assert found == {"prompt": text} | ({} if skips is None else {"text": text})
 
 
+async def test_far_more_tokens_than_the_models_length_are_refused() -> None:
+    async with in_process(FakeEngine(says("x")), max_model_len=8) as client:
+        replies = [await client.post("/detokenize", json={"tokens": [66] * num}) for num in (16, 17)]
+    assert [reply.status_code for reply in replies] == [200, 400]
+    assert replies[1].json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_what_cannot_be_continued_is_refused() -> None:
     body = {"messages": [USER], "continue_final_message": True, "add_generation_prompt": True}
     async with in_process(FakeEngine(says("x"))) as client:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
 from cluster.http.text.detokenizer import MAX_HELD_TOKENS, PrefixDetokenizer
-from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.text.tokenizer import LONG_TEXT, ChatTokenizer
 from tests.support.fake_engine import CHATML, EOS, chat_tokenizer, small_tokenizer
 
 LLAMA_LIKE = """{{- bos_token }}
@@ -206,6 +206,23 @@ def test_bytes_that_never_make_a_character_are_not_held_for_ever() -> None:
 async def test_long_text_is_encoded_as_a_short_one() -> None:
     edge = chat_tokenizer()
     assert await edge.encode("hello world" * 1000, False) == (await edge.encode("hello world", False)) * 1000
+
+
+@pytest.mark.parametrize("skip", [False, True])
+async def test_many_tokens_are_decoded_as_few_are(skip: bool) -> None:
+    edge, rng = chat_tokenizer(), random.Random(4)
+    tokens = [rng.randrange(edge.vocab_size + 3) for _ in range(LONG_TEXT + 1)]
+    assert await edge.decode_long(tokens, skip) == small_tokenizer().decode(tokens, skip_special_tokens=skip)
+
+
+async def test_event_loop_goes_on_while_many_tokens_are_decoded() -> None:
+    decoding = asyncio.ensure_future(chat_tokenizer().decode_long([66] * 3_000_000))
+    turns = 0
+    while not decoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert len(await decoding) == 3_000_000
+    assert turns > 10
 
 
 async def test_event_loop_goes_on_while_a_long_text_is_encoded() -> None:
