@@ -188,10 +188,9 @@ def take(
         rank.capture_rest(share)
         choice = random.Random(0)
         for _ in range(steps):
-            counts = [_prompt_tokens(choice) for _ in range(choice.choice((1, 1, 2, 4)))]
-            rank.run(
-                choice.choice((0, 0, 1, 3, 7, 20, 41)), counts, choice.choice((0, 0, 64, 100)), choice.choice(SAMPLING)
-            )
+            counts = [_prompt_tokens(choice) for _ in range(min(choice.choice((1, 1, 2, 4)), max_running))]
+            rounds = min(choice.choice((0, 0, 1, 3, 7, 20, 41)), max_running - len(counts))
+            rank.run(rounds, counts, choice.choice((0, 0, 64, 100)), choice.choice(SAMPLING))
     return {"start": len(known), "late": sorted(census.late(known))}
 
 
@@ -323,7 +322,7 @@ def main() -> None:
     parser.add_argument("shape", choices=("plain", "chain", "tree"))
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--max-running", type=int, default=MAX_RUNNING, help="48 at least")
+    parser.add_argument("--max-running", type=int, default=MAX_RUNNING)
     parser.add_argument("--share", type=float, default=1.0, help="of the later captures")
     arguments = parser.parse_args()
     stand_in_for_a_gpu()

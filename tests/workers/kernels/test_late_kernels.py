@@ -20,6 +20,9 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
         pytest.param(
             "dsv3-rank", "chain", ("--steps", "8", "--max-running", "48", "--share", "0.2"), marks=pytest.mark.slow
         ),
+        pytest.param(
+            "dsv3-rank", "chain", ("--steps", "12", "--max-running", "8", "--share", "0.05"), marks=pytest.mark.slow
+        ),
         pytest.param("dsv3-rank", "chain", (), marks=pytest.mark.slow),
         pytest.param("dsv3-rank", "tree", (), marks=pytest.mark.slow),
         pytest.param("qwen3.5-27b", "tree", (), marks=pytest.mark.slow),

@@ -175,9 +175,12 @@ class GraphKeys:
         return frozenset(key for key in found if key is not None)
 
     def first_masked(self) -> list[GraphKey]:
-        """Return those steps with grammar masks that together launch every kernel that no other step launches."""
+        """Return those steps with grammar masks that together launch every kernel that no other step launches. Their
+        prompt tokens are never expanded, so that of few requests no other step has as many absorbed rows."""
         kinds = [needs for needs in CAPTURED_NEEDS if needs.masked]
-        found = (self.of_rounds(self._shapes.default, 1, needs) for needs in (kinds[0], kinds[-1]))
+        found = [self.of_rounds(self._shapes.default, 1, needs) for needs in (kinds[0], kinds[-1])]
+        if self._expands and self.tokens:
+            found.append(self.of_chunks(self._shapes.default, 0, self.tokens[-1], MASKED_CHUNK_NEEDS))
         return [key for key in found if key is not None]
 
     def _seen_of(self, tokens: int, needs: SamplingNeeds) -> int:
