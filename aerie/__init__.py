@@ -15,6 +15,8 @@ shadows  whether other modules hide Aerie's
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from aerie.shadows import hidden
+
 if TYPE_CHECKING:
     from deploy.offline import LLM as LLM
     from deploy.offline import CompletionOutput as CompletionOutput
@@ -32,8 +34,6 @@ def __getattr__(name: str) -> Any:
     """Import a public name. Raises ImportError if other modules hide Aerie's."""
     if name not in __all__:
         raise AttributeError(f"module 'aerie' has no attribute '{name}'; it has {', '.join(__all__)}")
-    from aerie.shadows import hidden
-
     if fault := hidden():
         raise ImportError(fault)
     if name == "__version__":

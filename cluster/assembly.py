@@ -17,7 +17,7 @@ from workers.engine_layout import EngineLayout
 from workers.runner.build import PhaseAdvance, PhaseReport, build_rank
 from workers.runner.executor import StepExecutor
 from workers.runner.graphs.compile_processes import CompileProcesses
-from workers.runner.graphs.kernel_compilation import compile_processes, read_compiler
+from workers.runner.graphs.kernel_compilation import compile_processes, hash_compiler
 
 
 def engine_spec(config: AerieConfig | RankPlan) -> EngineSpec:
@@ -40,7 +40,7 @@ class RankBuilder:
         self._num_threads = plan.threads
         self._uses_gpu = plan.uses_gpus
         if self._uses_gpu:
-            read_compiler()
+            hash_compiler()
         self.device_name = torch.cuda.get_device_name(0) if self._uses_gpu else f"cpu, {self._num_threads} thread(s)"
 
     def build(

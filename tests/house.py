@@ -18,7 +18,7 @@ from tests.support import ROOT
 
 FLOORS = ("attention", "workers", "speculative", "cluster", "deploy", "aerie")
 MAX_DEVICE_TESTS = 8
-MAX_INNER_IMPORTS = 25
+MAX_INNER_IMPORTS = 23
 MAX_MODULES = 20  # of a folder, without its subfolders
 MAX_LINES = 300  # of a product file
 MAX_LONG_FILES = 8  # files whose head says why they are longer

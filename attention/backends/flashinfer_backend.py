@@ -1,14 +1,14 @@
 """Attention by FlashInfer's paged wrappers (checked with 0.6.17): fa3 for prompt chunks on Hopper, fa2 for the rest and
-for KV in FP8, which fa3 takes with FP8 queries only. fa2 reads FP8 as numbers of the queries' type, sums in float32.
-Rounds over latent rows are in `attention.backends.flashinfer_latent`.
+for FP8 KV, which fa3 accepts with FP8 queries only. fa2 converts FP8 to the queries' dtype, and sums in float32. Rounds
+over latent rows are in `attention.backends.flashinfer_latent`.
 
-Its wrappers cut the work on the host, from lengths there. Those of prompt chunks come with the plan, so nothing is
-copied. Those of a round are on the device, so a round's work is cut there, by a kernel of ours in FlashInfer's own way
-and format (`attention.backends.flashinfer_rounds`): nothing waits for the GPU, and a captured graph stays valid when
+The wrappers split the work on the host, from lengths on the host. For prompt chunks the step's plan has these lengths,
+so nothing is copied. For rounds the lengths are on the device, so our kernel splits the work there, in FlashInfer's
+format (`attention.backends.flashinfer_rounds`). Nothing waits for the GPU, and a captured graph stays valid when
 lengths, page tables and masks change.
 
-A wrapper of prompt chunks exists twice and the two take turns: a plan is staged in pinned memory that belongs to its
-wrapper, and must have left it before the next plan is written there.
+There are two wrappers for prompt chunks, used alternately: a plan is staged in the wrapper's pinned memory, and must
+have been copied from there before the next plan is written.
 """
 
 from abc import abstractmethod
@@ -31,18 +31,18 @@ from attention.scores import ScoreRule
 from attention.to_device import pinned, to_device
 from attention.views import LatentKV, LayerKV
 
-WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it
+WORKSPACE_BYTES = 128 << 20  # as in FlashInfer's documentation
 # fa2 keeps partial results of 264 tiles of 128 rows x 128 dimensions in float32 for each query head of a KV head
 WORKSPACE_BYTES_PER_GROUP = 32 << 20
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Prompt chunks that have rows, on the host.
+    """The n prompt chunks of a pass that have rows, on the host.
 
-    chunks: their lines in the page table.
-    q_lens: rows of each.
-    kv_lens: KV positions of each, with those of this pass.
+    chunks: [n] their rows of the page table.
+    q_lens: [n] rows of each chunk.
+    kv_lens: [n] KV positions of each chunk, including those of this pass.
     page_table: [C, max_pages] int32 on the device.
     """
 
@@ -61,7 +61,7 @@ class Extent:
 
 @dataclass
 class _Turn:
-    """A wrapper, and the event after the copy of its last plan to the device."""
+    """A wrapper for prompt chunks, and the event after the copy of its last plan to the device."""
 
     wrapper: Wrapper
     copied: torch.cuda.Event
@@ -84,7 +84,7 @@ class FlashInferBackend(AttentionBackend):
         return _PreparedPrefill(self, Extent.of(batch))
 
     def turn(self, device: torch.device, heads: Heads) -> _Turn:
-        """The wrapper of prompt chunks whose last plan is the older one."""
+        """Return the wrapper for prompt chunks that was not used last."""
         kernel = prefill_kernel(device, heads.kv_dtype)
         turns = self._turns.setdefault((device, kernel), deque())
         if len(turns) < 2:
@@ -95,13 +95,14 @@ class FlashInferBackend(AttentionBackend):
             turns.append(_Turn(wrapper, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         else:
             turns.rotate(-1)
-        turns[-1].copied.synchronize()  # a plan made two passes ago: long copied unless the host is far ahead
+        turns[-1].copied.synchronize()  # its last plan is two passes old, and copied unless the host is far ahead
         return turns[-1]
 
     def round_plan(self, batch: DecodeBatch, heads: Heads) -> RoundPlan:
-        """Buffers shared by all passes of this shape. Captured graphs hold their addresses, so they are never freed."""
+        """Return the buffers for all passes of this shape. They are never freed, because captured graphs hold their
+        addresses."""
         device = batch.prefix_len.device
-        causal = batch.rows > 1 and batch.is_causal  # as FlashInfer's kernels for one row are planned
+        causal = batch.rows > 1 and batch.is_causal  # FlashInfer plans its kernels for one row without the causal flag
         key = (device, heads, batch.rows, causal, batch.page_table.shape)
         if key not in self._rounds:
             assert_not_captured(self.name, device)
@@ -111,7 +112,7 @@ class FlashInferBackend(AttentionBackend):
         return self._rounds[key]
 
     def _workspace(self, device: torch.device, group: int) -> Tensor:
-        """Scratch of all wrappers, which run one after another."""
+        """Return the scratch memory of all wrappers, which run one after another."""
         if device not in self._workspaces:
             size = max(WORKSPACE_BYTES, group * WORKSPACE_BYTES_PER_GROUP)
             self._workspaces[device] = torch.empty(size, dtype=torch.uint8, device=device)
@@ -124,8 +125,9 @@ class FlashInferBackend(AttentionBackend):
         return self._kernels[key]
 
     def _mask(self, batch: DecodeBatch, page_size: int) -> Tensor:
-        """[B, bytes] uint8 in memory that shapes share: each pass writes its masks before it reads them. FlashInfer's
-        have a bit for each row and position, prefix and all; their offsets are int32."""
+        """Return a view of the memory for masks, [B, bytes] uint8. All shapes share it, because each pass writes its
+        masks before it reads them. FlashInfer's masks have a bit for each row and position, the prefix included, and
+        int32 offsets."""
         device = batch.prefix_len.device
         num_requests, width = batch.page_table.shape
         each = mask_bytes(batch.rows, width * page_size)
@@ -141,7 +143,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 class _Prepared(Prepared):
-    """A pass whose work is cut at its first layer, where heads and page size are known."""
+    """A pass whose work is split at its first layer, where heads and page size are known."""
 
     def __init__(self, backend: FlashInferBackend) -> None:
         self.backend = backend
@@ -165,7 +167,7 @@ class _Prepared(Prepared):
 
     @abstractmethod
     def _plan(self, heads: Heads) -> Callable[..., object]:
-        """The planned wrapper's `run`."""
+        """Return the planned wrapper's `run`."""
 
 
 class _PreparedPrefill(_Prepared):
@@ -207,20 +209,21 @@ class _PreparedRound(_Prepared):
 
 
 def scales_of(kv: LayerKV) -> dict[str, float]:
-    """Arguments of `run`. k_scale goes into the factor on q . k; v_scale multiplies the output in a kernel of its own.
-    Scales of 1 are left out."""
+    """Return arguments of `run`, without scales of 1. k_scale becomes part of the factor on q . k; v_scale costs
+    another kernel, which multiplies the output."""
     scales = {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
     return {name: scale for name, scale in scales.items() if scale != 1.0}
 
 
 def prefill_kernel(device: torch.device, kv_dtype: torch.dtype) -> str:
-    """ "fa3" for prompt chunks on Hopper; rounds have masks, which it does not take, and fill few rows of its tiles."""
+    """Return the kernel for prompt chunks: "fa3" on Hopper, except over FP8. Rounds use "fa2": fa3 has no masks, and
+    they would fill few rows of its tiles."""
     return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 and kv_dtype != FP8 else "fa2"
 
 
 def paged(extent: Extent, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """FlashInfer's page lists: indptr [C + 1] and last_page_len [C] int32 on the host, indices int32 on the device:
-    each chunk's pages, one chunk after the other. Nothing waits for the device."""
+    """Return FlashInfer's page lists: indptr [n + 1] and last_page_len [n], int32 on the host, and indices, int32 on
+    the device, the chunks' pages one after the other. Does not wait for the device."""
     device, table = extent.page_table.device, extent.page_table
     counts = torch.tensor([-(-length // page_size) for length in extent.kv_lens])
     ends = counts.cumsum(0)
@@ -232,5 +235,5 @@ def paged(extent: Extent, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pinned(values: Sequence[int], device: torch.device) -> Tensor:
-    """[len(values)] int32 on the host, pinned where a GPU copies from it."""
+    """Return [len(values)] int32 on the host, pinned if a GPU copies from it."""
     return pinned(torch.tensor(values, dtype=torch.int32), device)

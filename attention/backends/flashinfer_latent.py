@@ -1,10 +1,11 @@
-"""Rounds over latent rows by FlashInfer's fa3 kernel for Hopper (checked with 0.6.17), with plans of ours.
+"""Rounds over latent rows by FlashInfer's fa3 kernel for Hopper (checked with 0.6.17), with our plans.
 
-Its wrapper plans on the host, from lengths there. Here a plan is written on the device
-(`attention.ops.flashinfer_latent_plan_triton`) and the library's compiled kernel is called with it. It knows no masks
-but the causal one: where rows see columns of their own, it attends to the prefix, which all see, and a kernel of ours
-adds the columns. When a kind of pass first comes, one request of it is attended to with a plan of FlashInfer's too, and
-a start fails if results differ: what a plan consists of is no interface that the library promises to keep.
+FlashInfer plans on the host, from lengths on the host. Here `attention.ops.flashinfer_latent_plan_triton` writes the
+plan on the device, and the library's compiled kernel is called with it. That kernel has no masks but the causal one.
+For a tree it attends to the prefix, which all rows see, and our kernel adds the masked columns.
+
+The format of a plan is not a stable interface of the library. So the first pass of each kind also attends to one
+request with a plan of FlashInfer, and the start fails if the results differ.
 """
 
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ from attention.ops.flashinfer_latent_plan_triton import LatentGrid, LatentPlanAr
 from attention.scores import ScoreRule
 from attention.views import LatentKV
 
-SAMPLE_TOKENS = 3000  # tokens of the request that FlashInfer plans, too; long enough to be split
-# Partial results are rounded to the type of the rows, and each plan cuts elsewhere.
+SAMPLE_TOKENS = 3000  # tokens of the request that FlashInfer also plans; long enough to be split
+# Partial results are rounded to the rows' dtype, and the two plans split at different tokens.
 TOLERANCE = 2.0**-6
 
 Module = Any  # flashinfer has no types
@@ -30,8 +31,8 @@ Module = Any  # flashinfer has no types
 
 @dataclass
 class LatentRounds:
-    """The plans and workspaces of one backend. Captured graphs hold their memory, so none is freed but a workspace
-    that has become too small before its first capture."""
+    """The plans and workspaces of one backend. Captured graphs hold their addresses, so they are not freed; only a
+    workspace that becomes too small before its first capture is."""
 
     name: str
     _plans: dict[tuple[Any, ...], "LatentRoundPlan"] = field(default_factory=dict)
@@ -57,7 +58,8 @@ class LatentRounds:
         return self._plans[key]
 
     def workspace(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Partial results of all plans, which run one after another; at least num_bytes, uint8."""
+        """Return memory for partial results, uint8, at least num_bytes. All plans share it, because they run one after
+        another."""
         held = self._workspaces.setdefault(device, [])
         if not held or held[-1].numel() < num_bytes:
             held.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
@@ -65,7 +67,7 @@ class LatentRounds:
 
 
 class LatentRoundPlan:
-    """The kernel, and its plan in memory of ours, for batches of one shape."""
+    """The kernel, and its plan in our memory, for batches of one shape."""
 
     def __init__(
         self, module: Module, grid: LatentGrid, workspace: Tensor, scale: float, device: torch.device, row_bytes: int
@@ -75,11 +77,11 @@ class LatentRoundPlan:
         self._info = self._arrays.plan_info(partial_lse=grid.max_partial_rows * row_bytes)
 
     def write(self, batch: DecodeBatch) -> None:
-        """Cut the work of `batch`, on the device."""
+        """Write the plan for `batch`, on the device."""
         write_latent_plan(self._arrays, batch.prefix_len, batch.suffix_len, batch.page_table.shape[1])
 
     def attend(self, q: Tensor, kv: LatentKV, batch: DecodeBatch) -> Tensor:
-        """[B * R, heads, latent] of q [B * R, heads, latent + rotated]; the plan is written."""
+        """Return attention [B * R, heads, latent] of q [B * R, heads, latent + rotated], with the written plan."""
         causal, ints = self._arrays.grid.causal, self._arrays.ints.view(torch.uint8)
         out = torch.empty((*q.shape[:2], kv.latent), dtype=q.dtype, device=q.device)
         lse = None if causal else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -92,7 +94,7 @@ class LatentRoundPlan:
 
 @dataclass
 class PreparedLatentRound(Prepared):
-    """plans: made at a pass's first layer; there is one."""
+    """A pass. plans: the plan, which its first layer makes."""
 
     rounds: LatentRounds
     batch: DecodeBatch
@@ -134,7 +136,7 @@ def _call(
 ) -> None:
     latent, rotated = q[..., : kv.latent], q[..., kv.latent :]
     rows = kv.rows
-    # in the kernel's order; the last three: log-sum-exps to the base of 2, and scales of FP8 rows
+    # in the kernel's order; the last three: base-2 log-sum-exps, and scales of FP8 rows
     module.run(
         *plan,
         latent,
@@ -155,7 +157,7 @@ def _call(
 
 
 def _check(module: Module, grid: LatentGrid, q: Tensor, kv: LatentKV, scale: float) -> None:
-    """Raises RuntimeError if FlashInfer's own plan of one request differs, as with another version."""
+    """Raise RuntimeError if results by FlashInfer's own plan of one request differ, as with another version."""
     device, dtype, page_size = q.device, q.dtype, kv.rows.shape[1]
     one = LatentGrid(1, grid.rows, grid.heads, grid.multiprocessors, grid.causal)
     pages = -(-SAMPLE_TOKENS // page_size)

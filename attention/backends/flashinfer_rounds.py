@@ -1,8 +1,9 @@
-"""The kernels of rounds that the flashinfer backend calls, with plans of ours: FlashInfer's fa2 wrappers (checked with
-0.6.17) plan on the host, from lengths there. Here a plan is written on the device
-(`attention.ops.flashinfer_plan_triton`) and a copy of the library's wrapper is made to read it. When a kind of pass
-first comes, FlashInfer plans a request of it too, and a start fails if the two plans differ: what wrappers hold is no
-interface that the library promises to keep.
+"""The flashinfer backend's kernels for rounds, with our plans.
+
+FlashInfer's fa2 wrappers (checked with 0.6.17) plan on the host, from lengths on the host. Here
+`attention.ops.flashinfer_plan_triton` writes the plan on the device, and a copy of the library's wrapper reads it. The
+contents of a wrapper are not a stable interface of the library. So at the first pass of each kind FlashInfer also plans
+one request, and the start fails if the two plans differ.
 """
 
 from copy import copy
@@ -16,10 +17,10 @@ from attention.metadata import DecodeBatch
 from attention.ops.flashinfer_plan_triton import TILE_ARRAYS, Grid, PlanArrays, write_mask, write_plan
 from attention.views import LayerKV
 
-MAX_CUDA_CORE_GROUP = 2  # from 3 query heads a KV head on, decoding goes through tensor cores
-SAMPLE_PAGES = 300  # pages of the request that FlashInfer plans, too; long enough to be split
+MAX_CUDA_CORE_GROUP = 2  # with 3 or more query heads per KV head, FlashInfer decodes on tensor cores
+SAMPLE_PAGES = 300  # pages of the request that FlashInfer also plans; long enough to be split
 
-# The parts of a wrapper's plan, in its order: offsets of arrays where they are named as in `PlanArrays`.
+# The fields of a wrapper's plan, in its order. Those named as arrays of `PlanArrays` are their offsets.
 ROWS_PLAN = (
     "padded_batch_size",
     "max_total_num_rows",
@@ -55,7 +56,7 @@ Wrapper = Any  # flashinfer has no types
 
 @dataclass(frozen=True)
 class Heads:
-    """The sizes that a wrapper is planned for, besides lengths."""
+    """What a wrapper is planned for, besides lengths."""
 
     num_heads: int
     num_kv_heads: int
@@ -87,10 +88,10 @@ class Heads:
 class Kernel:
     """One of fa2's kernels as FlashInfer plans it, for `rows` rows of each request.
 
-    wrapper: to be copied for each shape.
+    wrapper: copied for each shape of batches.
     plan: the fields of its plan.
-    tile_rows: query rows x heads of a KV head that a tile has.
-    room: tiles for each KV head.
+    tile_rows: query rows x heads of a KV head in a tile.
+    room: maximum tiles per KV head.
     """
 
     wrapper: Wrapper
@@ -106,9 +107,10 @@ class Kernel:
 
 
 class RoundPlan:
-    """A wrapper that reads its plan from memory of ours, for batches of one shape.
+    """A wrapper that reads its plan from our memory, for batches of one shape.
 
-    kernel: for this number of rows. mask: [B, bytes] uint8 where rows differ in what they see, else None.
+    kernel: for this number of rows.
+    mask: [B, bytes] uint8; None if the mask is causal.
     """
 
     def __init__(self, kernel: Kernel, batch: DecodeBatch, mask: Tensor | None) -> None:
@@ -131,7 +133,7 @@ class RoundPlan:
             wrapper._mask_indptr_buf = steps * mask.shape[1]
 
     def write(self, batch: DecodeBatch) -> Wrapper:
-        """Cut the work of `batch` and pack its masks, on the device; the wrapper that then attends."""
+        """Write the plan and the masks of `batch`, on the device. Return the wrapper that reads them."""
         width = batch.page_table.shape[1]
         write_plan(self._arrays, batch.prefix_len, batch.suffix_len, width, self._last_page_len)
         if self._mask is not None:
@@ -141,7 +143,7 @@ class RoundPlan:
 
 
 def plan_info(kernel: Kernel, arrays: PlanArrays) -> list[int]:
-    """A wrapper's plan: sizes, and where it finds the arrays and room for partial results."""
+    """Return a wrapper's plan: sizes, and offsets of the arrays and of partial results."""
     grid, heads = arrays.grid, kernel.heads
     values = {name: arrays.byte(name) for name in arrays.begin} | {
         "padded_batch_size": grid.padded,
@@ -149,14 +151,14 @@ def plan_info(kernel: Kernel, arrays: PlanArrays) -> list[int]:
         "cta_tile_q": kernel.tile_rows,
         "partial_v": 0,
         "partial_lse": 4 * heads.num_heads * grid.padded * kernel.tile_rows * heads.head_dim,
-        "enable_cuda_graph": 1,  # tiles without work are launched too
+        "enable_cuda_graph": 1,  # launch tiles without work, too
         "split_kv": int(grid.splits),
     }
     return [values[name] for name in kernel.plan]
 
 
 def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> Kernel:
-    """The kernel for rounds of `rows` rows, from a plan that FlashInfer makes of one request.
+    """Return the kernel for rounds of `rows` rows, from FlashInfer's plan for one request.
 
     Raises RuntimeError if our plan of the same request differs, as with another version of FlashInfer.
     """
@@ -171,7 +173,7 @@ def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> 
         if name in info:
             ours = arrays.values(name)
             if name in TILE_ARRAYS:
-                ours = ours[:num_tiles]  # after them FlashInfer leaves what was there
+                ours = ours[:num_tiles]  # FlashInfer does not write the rest
             theirs = wrapper._int_workspace_buffer[info[name] :][: ours.nbytes].view(ours.dtype)
             if not torch.equal(ours, theirs):
                 import flashinfer
@@ -185,7 +187,7 @@ def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> 
 
 
 def _sample(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> tuple[Wrapper, tuple[str, ...]]:
-    """A wrapper that has planned one request of `rows` rows, and what its plan consists of."""
+    """Return a wrapper that has planned one request of `rows` rows, and the fields of its plan."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
     def buffer(size: int) -> Tensor:

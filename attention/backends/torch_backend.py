@@ -1,8 +1,8 @@
-"""Attention in plain PyTorch: the oracle that other backends are tested against, and the backend of CPUs.
+"""Attention in plain PyTorch: the reference for tests of other backends, and the backend for CPUs.
 
-A row's result does not depend on what the other requests of a pass hold, nor on their lengths: what lies after a
-request's own length is masked to minus infinity and contributes exact zeros. Its last bits may depend on the number of
-requests and on the bound of their lengths, by which a library of matrix products may choose its kernels.
+A row's result does not depend on the tokens or lengths of other requests in the pass: positions after a request's own
+length are masked to minus infinity, and contribute exact zeros. Its last bits may depend on the number of requests and
+on the bound of their lengths, by which the matrix library may choose its kernels.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,11 @@ class TorchBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class _PreparedDecode(Prepared):
-    """hidden_of: by page size and window, [B, 1, 1, R, length] bool, true where a row must not attend. The positions
-    are those of the pages from `_pages_seen`."""
+    """A pass of rounds.
+
+    hidden_of: by page size and window, [B, 1, 1, R, length] bool: True where a row must not attend, for the positions
+        of the pages from `_pages_seen`.
+    """
 
     batch: DecodeBatch
     hidden_of: dict[tuple[int, int | None], Tensor]
@@ -42,7 +45,7 @@ class _PreparedDecode(Prepared):
         num_kv_heads, head_dim = k.shape[1:]
         k, v = (x.view(batch.num_requests, length, num_kv_heads, -1) for x in (k, v))
         group = q.shape[1] // num_kv_heads
-        # [B, kv_heads, group * R, head_dim]: all rows of a request that share a KV head read it once
+        # [B, kv_heads, group * R, head_dim]: the rows that share a KV head are one product with it
         rows = q.view(batch.num_requests, batch.rows, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
         rows = rows.reshape(batch.num_requests, num_kv_heads, group * batch.rows, head_dim)
         scores = (rows * (rule.scale * k_scale)) @ k.permute(0, 2, 3, 1)
@@ -62,8 +65,8 @@ class _PreparedDecode(Prepared):
 
 
 def _pages_seen(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor | None]:
-    """Pages [B, n] int64 in which all that rows see lies, and the positions [B] int64 at which the first of them
-    begins, None for 0. Places of a window that are after a table's end repeat its last page, and are masked."""
+    """Return pages [B, n] int64 that contain all positions which rows see, and the position [B] int64 where the first
+    of them begins; None if that is 0. After a table's end its last page is repeated, which is masked."""
     num_pages = -(-batch.max_kv_len // page_size)
     if batch.window is None:
         return batch.page_table[:, :num_pages].long(), None
@@ -74,7 +77,7 @@ def _pages_seen(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor | No
 
 
 def _hidden_positions(batch: DecodeBatch, first: Tensor | None, length: int) -> Tensor:
-    """[B, 1, 1, R, length] bool: True where a row must not attend, for positions from `first` [B] on."""
+    """Return [B, 1, 1, R, length] bool: True where a row must not attend, for positions from `first` [B] on."""
     origin = batch.prefix_len.long() if first is None else batch.prefix_len.long() - first
     column = torch.arange(length, device=batch.mask.device) - origin.unsqueeze(1)
     in_suffix = (column >= 0) & (column < batch.suffix_len)
@@ -115,7 +118,7 @@ def _attend_chunk(
     rule: ScoreRule,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention of one chunk: q [n, q_heads, head_dim] at positions start .. start + n - 1."""
+    """Return causal attention of one chunk: q [n, q_heads, head_dim] at positions start .. start + n - 1."""
     page_size, end = page_size_of(kv), start + q.shape[0]
     first = 0 if batch.window is None else max(start + 1 - batch.window, 0) // page_size
     k, v = _keys_and_values(kv, batch.page_table[chunk, first : -(-end // page_size)].long(), q.dtype)
@@ -144,8 +147,8 @@ def page_size_of(kv: LayerKV | LatentKV) -> int:
 
 
 def _keys_and_values(kv: LayerKV | LatentKV, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[tokens, kv_heads, dim] each, of all tokens of pages [n] int64, without their scales. Latent rows are one head,
-    whose values are a part of its keys. dtype: of FP8 numbers."""
+    """Return keys and values, [tokens, kv_heads, dim] each, of all tokens of pages [n] int64, without their scales.
+    Latent rows are one head, whose values are a part of its keys. dtype: to which FP8 is converted."""
     if isinstance(kv, LatentKV):
         rows = read_pages(kv.rows, pages, dtype).flatten(0, 1).unsqueeze(1)
         return rows, rows[..., : kv.latent]

@@ -1,15 +1,15 @@
 """Attention by our Triton kernels: every mode, every length read on the device, safe to capture in a CUDA graph.
 
 Captured graphs of a `DecodeBatch` stay valid when lengths, page tables and masks change: only batch size, rows and
-suffix are fixed. Those of a `PrefillBatch` stay valid when chunks change: only the numbers of rows and chunks are. A
-shape must run once before it is captured, which compiles its kernels and makes its workspace. One backend serves one
-stream at a time: its workspace is shared by all its layers and passes.
+suffix are fixed. Those of a `PrefillBatch` stay valid when chunks change: only the numbers of rows and chunks are
+fixed. A shape must run once before it is captured, which compiles its kernels and allocates its workspace. A backend is
+used on one stream at a time, because all its layers and passes share the workspace.
 
-A request is cut into stretches whose number depends on the other lengths in the batch, so the last bits of a row's
-result may too. Equal batches give equal bits. A backend with a `span` is for results that depend on nothing else than
-the row's own path: it cuts all contexts at the multiples of the span, computes all rows in tiles of one shape, and
-prompt chunks by the kernel of rounds, in pieces of few rows. A token's KV then has the same bits whether it was part of
-a prompt, decoded or verified in a tree.
+The number of items that a request is split into depends on the other lengths in the batch, and so may the last bits of
+a row's result. Equal batches give equal bits. In a backend with a `span`, results depend on the row's own path only: it
+splits all contexts at multiples of the span, computes all rows in tiles of one shape, and computes prompt chunks by the
+kernel of rounds, in pieces of few rows. A token's KV then has the same bits whether the token was part of a prompt,
+decoded or verified in a tree.
 """
 
 from dataclasses import dataclass, field, replace
@@ -33,16 +33,16 @@ from attention.views import LatentKV, LayerKV
 
 CPU_MULTIPROCESSORS = 8  # in Triton's interpreter: enough to split short contexts
 
-MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, see tests/bench/EXPERIMENTS.md
-LATENT_MERGED_AT_ONCE = 16  # of 512 values: one request of up to 1,024 tokens is merged in one step
+MERGED_AT_ONCE = 8  # partial results that a merging program loads at a time; measured, see tests/bench/EXPERIMENTS.md
+LATENT_MERGED_AT_ONCE = 16  # the same over latent rows: a request of up to 1,024 tokens is merged in one step
 
-FIXED_SPAN = 1024  # tokens of an item where contexts are short enough
+FIXED_SPAN = 1024  # minimum of `fixed_span`, in tokens
 MAX_PIECE_ROWS = 32  # rows of a prompt chunk per piece
-MAX_PIECE_PARTIALS = 256  # partial results that the pieces of one launch have room for
+MAX_PIECE_PARTIALS = 256  # maximum partial results of the pieces in one launch
 
 
 def fixed_span(max_model_len: int) -> int:
-    """The span for contexts of up to max_model_len tokens, and as many again that rounds in flight may write."""
+    """Return the span for contexts of up to max_model_len tokens, and as many more that rounds in flight may write."""
     return max(FIXED_SPAN, 1 << (-(-2 * max_model_len // MAX_SPLITS) - 1).bit_length())
 
 
@@ -52,7 +52,11 @@ def deterministic(max_model_len: int) -> "TritonBackend":
 
 
 class TritonBackend(AttentionBackend):
-    """span: None, or a multiple of FIXED_TILES.block_n, of which MAX_SPLITS hold the longest context; see above."""
+    """Our Triton kernels.
+
+    span: None, or tokens of an item, see the head of this module: a multiple of FIXED_TILES.block_n, at least a
+        MAX_SPLITS-th of the longest context.
+    """
 
     name = "triton"
 
@@ -71,7 +75,8 @@ class TritonBackend(AttentionBackend):
         return None if self.span is not None else TritonExpandedChunks.of(batch, page_size)
 
     def workspace(self, tiles: DecodeTiles, head_dim: int, device: torch.device) -> DecodeWorkspace:
-        """The buffers for programs of this shape. They are never freed: captured graphs hold their addresses."""
+        """Return the buffers for programs of this shape. They are never freed, because captured graphs hold their
+        addresses."""
         key = (device, tiles, head_dim)
         if key not in self._workspaces:
             assert_not_captured(self.name, device, lambda: self.workspace(tiles, head_dim, device))
@@ -82,9 +87,9 @@ class TritonBackend(AttentionBackend):
     def fixed_workspace(
         self, tiles: DecodeTiles, num_rows: int, head_dim: int, device: torch.device
     ) -> DecodeWorkspace:
-        """Room for num_rows rows of partials: those of all items x columns. Graphs are captured from the largest batch
-        down, so that there is seldom more than one, of 4 * (head_dim + 1) bytes a row: for 32 requests of up to 8,192
-        tokens, 4 rows each and 8 KV heads with 4 query heads of 128 values, 21 MB."""
+        """Return memory for num_rows rows of partials, those of all items x columns, at 4 * (head_dim + 1) bytes per
+        row. Graphs are captured from the largest batch down, so it is rarely allocated twice. 32 requests of up to
+        8,192 tokens, with 4 rows and 8 KV heads of 4 query heads of 128 values each, take 21 MB."""
         key = (device, tiles, head_dim)
         held = self._workspaces.get(key)
         if held is None or held.lse.shape[0] < num_rows:
@@ -97,8 +102,10 @@ class TritonBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class _PreparedDecode(Prepared):
-    """plans: by what differs between layers, their shapes and windows, each with the batch as those layers see it. Made
-    at the first such layer of a pass."""
+    """A pass of rounds.
+
+    plans: by shape and window of layers, each with the batch as those layers see it. The first such layer makes it.
+    """
 
     batch: DecodeBatch
     backend: TritonBackend
@@ -112,20 +119,23 @@ class _PreparedDecode(Prepared):
             fixed = self.backend.span is not None
             batch = _with_newest_columns(self.batch.through(rule.window), fixed)
             self.plans[key] = batch, (plan_fixed if fixed else plan_decode)(batch, shape, self.backend)
-        return is_new  # the kernel that attends is a fence for the layers after it
+        return is_new  # the attention kernel that follows is a fence for later layers
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         key = LayerShape.of(q, kv), rule.window
-        planned = key in self.plans  # else the predecessor is the kernel that writes the plan
+        planned = key in self.plans  # else the kernel before is the one that writes the plan, which must have ended
         self.plan(q, kv, rule)
         batch, plan = self.plans[key]
         return attend_rows(q, kv, batch, plan, rule, sinks, early=planned)
 
 
 def _with_newest_columns(batch: DecodeBatch, fixed: bool) -> DecodeBatch:
-    """Cut the masks of trees that are wider than the window. A kernel finds a row's oldest position by its number of
-    columns, but a suffix column's position on the row's path by none; where paths are chains, or read in their order
-    (`fixed`), both are the same."""
+    """Remove from the masks of trees the columns that a window excludes, if trees are wider than the window.
+
+    A kernel computes the oldest position that a row sees from the number of its columns, but it cannot tell a suffix
+    column's position on the row's path. In chains, and in kernels that read paths in order (`fixed`), the column is the
+    position.
+    """
     if batch.window is None or batch.window >= batch.suffix_len or batch.is_causal or fixed:
         return batch
     return replace(batch, mask=newest_columns(batch.mask, batch.suffix_len, batch.window))
@@ -148,8 +158,8 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
 
 
 def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
-    """The plan of a backend with a span: nothing in it that changes a row's result depends on the batch. Launches one
-    small kernel."""
+    """Return the plan of a backend with a span, in which nothing that affects a row's result depends on other requests.
+    Launches one small kernel."""
     device, span, tiles = batch.prefix_len.device, backend.span, shape.fixed_tiles
     assert span is not None and batch.max_kv_len <= span * MAX_SPLITS
     items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len, batch.window)
@@ -167,7 +177,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _PreparedPrefill(Prepared):
-    """plans: by shape of layers, made at the first such layer of a pass; windows do not change them."""
+    """A pass of prompt chunks. plans: by shape of layers; the first such layer makes it. Windows do not affect them."""
 
     batch: PrefillBatch
     plans: dict[LayerShape, tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
@@ -193,8 +203,7 @@ class _PreparedPrefill(Prepared):
 class _PreparedPieces(Prepared):
     """Prompt chunks as decode batches.
 
-    plans: by shape of layers, made at the first such layer of a pass. Each has batches, and the rows of q that they
-        take.
+    plans: by shape of layers; the first such layer makes it. Each is a list of batches with their rows of q.
     """
 
     batch: PrefillBatch
@@ -221,7 +230,7 @@ class _PreparedPieces(Prepared):
         return out
 
     def _prepare(self, size: int, largest: int) -> list[tuple[_PreparedDecode, Tensor]]:
-        """The pieces of `size` rows, as many at once as there is room for."""
+        """Return the pieces of `size` rows as batches, each as large as the memory for partials allows."""
         assert self.backend.span is not None
         pieces = [piece for piece in list_pieces(self.batch, largest) if piece[3] == size]
         longest = max((start + size for _, _, start, _ in pieces), default=1)
@@ -246,8 +255,8 @@ class _PreparedPieces(Prepared):
 
 
 def list_pieces(batch: PrefillBatch, rows: int) -> list[tuple[int, int, int, int]]:
-    """The chunks' rows in pieces of `rows`, as (chunk, first row, its position, rows). The last piece of a chunk may
-    have some of the one before again; chunks of fewer rows come one by one."""
+    """Return the chunks' rows in pieces of `rows` rows, as (chunk, first row, its position, rows). The last piece of a
+    chunk overlaps the one before if need be; a chunk of fewer rows is a piece."""
     pieces, end, chunks = [], 0, batch.known
     for chunk, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
         first, end = end, end + count

@@ -1,5 +1,5 @@
-"""Our Triton kernels by the kind of a layer's view: K/V heads or latent rows. The backend's plan does not depend on the
-kind. Used by `attention.backends.triton_backend`."""
+"""Calls our Triton kernels by the kind of a layer's view, K/V heads or latent rows. The backend's plan does not depend
+on the kind. Used by `attention.backends.triton_backend`."""
 
 from dataclasses import dataclass
 
@@ -21,8 +21,8 @@ from attention.ops.attend.prefill_triton import PrefillTiles, attend_prefill, pr
 from attention.scores import ScoreRule
 from attention.views import LatentKV, LayerKV
 
-FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not there cost no reads
-WIDE_FIXED_TILES = DecodeTiles(64, 32, 8, 2, 1, 0)  # the same of heads of more than 256 numbers
+FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # of backends with a span; unused rows cost no reads
+WIDE_FIXED_TILES = DecodeTiles(64, 32, 8, 2, 1, 0)  # the same for heads of more than 256 numbers
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class LayerShape:
 
     @staticmethod
     def of(q: Tensor, kv: LayerKV | LatentKV) -> "LayerShape":
-        """Raises ValueError where the kernels have no tiles. q: as `Prepared.forward` takes it, by its shape."""
+        """Return the sizes of a layer with queries like q (`Prepared.forward`). Raises ValueError if no tiles fit
+        them."""
         if isinstance(kv, LatentKV):
             rotated = kv.rows.shape[2] - kv.latent
             shape = LayerShape(q.shape[1], 1, kv.latent, rotated, q.itemsize, kv.rows.itemsize)
@@ -64,7 +65,7 @@ class LayerShape:
         return self.num_heads // self.num_kv_heads
 
     def decode_tiles(self, rows: int, density: float) -> DecodeTiles:
-        """rows: of a request. density: requests x KV heads by multiprocessors."""
+        """Return the tiles of a round. rows: of a request. density: requests x KV heads / multiprocessors."""
         if self.rotated is None:
             return decode_tiles(rows * self.group, self.dim, self.itemsize, density, self.kv_itemsize)
         return latent_tiles(rows * self.group, self.itemsize, density, self.kv_itemsize)
@@ -86,7 +87,7 @@ class LayerShape:
         return tiles.block_m // together
 
     def columns(self, rows: int, tiles: DecodeTiles) -> int:
-        """Programs that share an item of a request of so many rows."""
+        """Return the number of programs that share an item, for requests of `rows` rows."""
         return self.num_kv_heads * -(-rows * self.group // tiles.block_m)
 
 
@@ -99,7 +100,7 @@ def attend_rows(
     sinks: Tensor | None,
     early: bool,
 ) -> Tensor:
-    """See `attend_decode`, `attend_latent`. batch, plan: as a layer with the rule's window sees them."""
+    """Run `attend_decode` or `attend_latent`. batch, plan: cut to the rule's window."""
     if isinstance(kv, LatentKV):
         assert rule.soft_cap is None and not rule.has_sinks, "refused by `attention.limits`"
         return attend_latent(q, kv, batch, plan, rule.scale, early)
@@ -115,7 +116,7 @@ def attend_chunks(
     rule: ScoreRule,
     sinks: Tensor | None,
 ) -> Tensor:
-    """See `attend_prefill`, `attend_latent_prefill`. batch: as a layer with the rule's window sees it."""
+    """Run `attend_prefill` or `attend_latent_prefill`. batch: cut to the rule's window."""
     if isinstance(kv, LatentKV):
         assert rule.soft_cap is None and not rule.has_sinks, "refused by `attention.limits`"
         return attend_latent_prefill(q, kv, batch, tile_list, tiles, rule.scale)

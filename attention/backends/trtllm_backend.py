@@ -3,9 +3,11 @@ XQA on compute capability 9.x and 12.x, with tree masks; trtllm-gen on 10.x, cau
 so a captured graph stays valid when lengths, page tables and masks change. Latent rows have kernels of their own
 (`attention.backends.trtllm_latent`).
 
-The contract, in every mode, eager or captured: lengths are totals, the rows of this pass included; every request has
-the same number of rows; a length is never below that number, which padding rows keep because their prefix is 0 and
-their page table the dummy page's. XQA works on as many splits as the page table is wide, so one width per graph.
+The kernels require, in every mode, eager or captured:
+- lengths include the rows of this pass;
+- every request has the same number of rows, and no length is below it. Padding requests have a prefix of 0 and a page
+  table of the dummy page, so this holds for them, too;
+- a graph has one width of page tables, because XQA's number of splits follows it.
 
 XQA is compiled for each number of rows, so a shape must run once before it is captured.
 """
@@ -22,7 +24,7 @@ from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.scores import ScoreRule
 from attention.views import LatentKV, LayerKV
 
-COUNTER_BYTES = 1 << 20  # trtllm-gen: four for each request and query head
+COUNTER_BYTES = 1 << 20  # trtllm-gen needs four per request and query head
 WORD_BITS = 16
 ROW_ALIGNMENT = 2  # words: rows of a mask begin at multiples of 32 bits
 
@@ -34,8 +36,9 @@ class Device:
     """State of the backend on one device.
 
     attend: FlashInfer's function.
-    kernel: the kernel that it is asked for.
-    workspace, counters: uint8, zero before the first launch; every launch resets its semaphores to zero."""
+    kernel: the kernel that it runs.
+    workspace, counters: uint8, zero before the first launch; every launch resets its semaphores to zero.
+    """
 
     attend: Attend
     kernel: str
@@ -56,14 +59,15 @@ class TrtllmBackend(AttentionBackend):
         return _PreparedRound(self, batch)
 
     def prepare_heads(self, batch: DecodeBatch) -> Prepared:
-        """A pass over keys and values by heads."""
+        """Prepare a pass over K/V heads."""
         device = self._device(batch.prefix_len.device)
         return _PreparedHeads(device, batch, batch.prefix_len + batch.suffix_len, self._mask(batch, device.kernel))
 
     def _mask(self, batch: DecodeBatch, kernel: str) -> Tensor | None:
-        """The mask words of `batch`, in a buffer of its shape that lives on; None where rows see all before them."""
+        """Return the mask words of `batch`, in a buffer that is never freed; None if rows see all positions before
+        them."""
         if batch.rows == 1:
-            return None  # sees its whole suffix in every mode: a round's single row has no siblings
+            return None  # a single row sees its whole suffix in every mode
         if batch.mode is Mode.DRAFT_DECODE or batch.suffix_len != batch.rows:
             raise ValueError(
                 f"attention backend 'trtllm': {batch.mode.value} with {batch.rows} rows that see "
@@ -87,7 +91,7 @@ class TrtllmBackend(AttentionBackend):
         return self._words(Mode.VERIFY, num_requests, rows, device)
 
     def _causal_words(self, batch: DecodeBatch) -> Tensor:
-        """The mask of an accepted path: the same in every pass, so it is written once."""
+        """Return the causal mask of an accepted path, which is the same in every pass, so it is written once."""
         device = batch.prefix_len.device
         if (device, Mode.DRAFT_EXTEND, batch.num_requests, batch.rows) not in self._masks:
             buffer = self._words(Mode.DRAFT_EXTEND, batch.num_requests, batch.rows, device)
@@ -114,7 +118,7 @@ class TrtllmBackend(AttentionBackend):
 
 
 class _PreparedRound(Prepared):
-    """A pass; how its KV is kept is known at its first layer, and the same in all."""
+    """A pass. Its first layer shows whether KV is K/V heads or latent rows, which is the same in all layers."""
 
     def __init__(self, backend: TrtllmBackend, batch: DecodeBatch) -> None:
         self._backend, self._batch = backend, batch
@@ -137,7 +141,11 @@ class _PreparedRound(Prepared):
 
 @dataclass(frozen=True)
 class _PreparedHeads(Prepared):
-    """lengths: [B] int32, with this pass's rows. mask: [B, R, words] uint16 or None."""
+    """A pass over K/V heads.
+
+    lengths: [B] int32, including this pass's rows.
+    mask: [B, R, words] uint16 or None.
+    """
 
     device: Device
     batch: DecodeBatch
@@ -149,7 +157,7 @@ class _PreparedHeads(Prepared):
         page_size = kv.k.shape[1]
         only = {"multi_ctas_kv_counter_buffer": device.counters} if device.kernel == "trtllm-gen" else {}
         return device.attend(
-            query=q.contiguous(),  # the kernels know no stride between rows; a model's q is a part of a wider product
+            query=q.contiguous(),  # the kernels take no row stride, and a model's q is a part of a wider product
             kv_cache=(kv.k, kv.v),
             workspace_buffer=device.workspace,
             block_tables=batch.page_table,
@@ -158,7 +166,7 @@ class _PreparedHeads(Prepared):
             bmm1_scale=rule.scale,
             bmm2_scale=1.0,
             kv_layout="NHD",
-            enable_pdl=None,  # as the library finds the device can
+            enable_pdl=None,  # the library decides by device
             backend=device.kernel,
             q_len_per_req=batch.rows,
             mask=self.mask,
@@ -167,7 +175,7 @@ class _PreparedHeads(Prepared):
 
 
 def words_of(rows: int) -> int:
-    """16-bit words of a row of a mask over `rows` columns."""
+    """Return the number of 16-bit words in a mask row over `rows` columns."""
     return -(-rows // (WORD_BITS * ROW_ALIGNMENT)) * ROW_ALIGNMENT
 
 

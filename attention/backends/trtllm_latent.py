@@ -2,14 +2,14 @@
 the source and documentation of 0.6.17): trtllm-gen on compute capability 10.x, XQA on 12.x. Not run on a device yet:
 tests compare a stand-in that follows the documentation (`tests.support.kernels.flashinfer_mla`).
 
-For the library every row of a pass is a request of one row, whose length says how much of the KV it sees: of several
-rows of a request the documentation does not say what they see of each other, and XQA takes one alone. So a chain is
-exact without a mask. The kernels take no masks: rows of a tree attend to their prefix, which all of them see, with
-log-sum-exps, and a kernel of ours adds the masked columns (`attention.ops.attend.latent_suffix_triton`), which it reads
-where the tree's builder writes them. XQA gives no log-sum-exps, so that trees are refused there.
+Each row of a pass is passed to the library as a request of one row, whose length says how much of the KV it sees. For
+several rows per request the documentation does not say what they see of each other, and XQA takes one row only. So a
+chain needs no mask. The kernels have no masks, so the rows of a tree attend to their common prefix, with log-sum-exps,
+and our kernel adds the masked columns (`attention.ops.attend.latent_suffix_triton`). XQA returns no log-sum-exps, so
+trees are refused there.
 
-Lengths, page tables, log-sum-exps, workspaces and counters lie in memory that is made at a shape's first pass and is
-never freed, since captured graphs hold it; nothing is read on the host.
+Lengths, page tables, log-sum-exps, workspaces and counters are allocated at a shape's first pass, and are never freed,
+because captured graphs hold their addresses. Nothing is read on the host.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ from attention.scores import ScoreRule
 from attention.views import LatentKV
 
 WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
-STATS_BYTES = 8 * 256  # maximum and sum for each of 256 rows, the library's limit per request; per row and head
+STATS_BYTES = 8 * 256  # per row and head: maximum and sum for each of 256 rows, the library's limit per request
 STATS_GUARD_BYTES = 1 << 20
-COUNTER_BYTES = 4  # per row and head, or per multiprocessor if there are more of those
+COUNTER_BYTES = 4  # times rows x heads, or multiprocessors if these are more
 COUNTER_ALIGNMENT = 8  # counters
 XQA_TABLE_TOKENS = 128  # XQA takes page tables of a multiple of so many tokens
 
@@ -40,9 +40,9 @@ class LatentBuffers:
     """Buffers shared by passes of one shape. n: rows of the pass.
 
     lengths: [n] int32, tokens that each row sees.
-    offsets: [R] int32, of a chain's rows after the prefix; None for a tree.
+    offsets: [R] int32, tokens after the prefix that a chain's rows see; None for a tree.
     tables: [n, pages] int32, the page table of each row; None if the batch's own is used.
-    empty: [n, 1] bool, rows without a prefix; lse: [n, heads] float32. None without log-sum-exps.
+    empty: [n, 1] bool, whether a row has no prefix. lse: [n, heads] float32. None without log-sum-exps.
     workspace, counters: uint8, zero before their first launch; every launch resets its semaphores to zero.
     """
 
@@ -66,7 +66,8 @@ class LatentRows:
     _attend: Attend | None = None
 
     def written(self, batch: DecodeBatch, q: Tensor, kv: LatentKV) -> LatentBuffers:
-        """The buffers of a pass, filled on the device. q: [n, heads, latent + rotated], whose values are not read."""
+        """Return the buffers of a pass, filled on the device. q: [n, heads, latent + rotated]; only its shape is
+        read."""
         page_size, is_tree = kv.rows.shape[1], not batch.is_causal
         key = (q.device, batch.page_table.shape, batch.rows, q.shape[1], page_size, batch.suffix_len, is_tree)
         if key not in self._buffers:
@@ -76,7 +77,9 @@ class LatentRows:
         lengths = buffers.lengths.view(-1, rows)
         if buffers.offsets is None:
             assert buffers.empty is not None
-            torch.clamp_min(batch.prefix_len.unsqueeze(1).expand(-1, rows), 1, out=lengths)  # 0 is no length
+            torch.clamp_min(
+                batch.prefix_len.unsqueeze(1).expand(-1, rows), 1, out=lengths
+            )  # the library does not accept 0
             torch.eq(batch.prefix_len.unsqueeze(1).expand(-1, rows), 0, out=buffers.empty.view(-1, rows))
         else:
             torch.add(batch.prefix_len.unsqueeze(1), buffers.offsets, out=lengths)
@@ -87,7 +90,7 @@ class LatentRows:
         return buffers
 
     def attend(self) -> Attend:
-        """FlashInfer's function."""
+        """FlashInfer's function, imported at its first use."""
         if self._attend is None:
             from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
 
@@ -116,7 +119,7 @@ class LatentRows:
         )
 
     def _zeros(self, what: str, num_bytes: int, device: torch.device) -> Tensor:
-        """Scratch of all passes, which run one after another; at least num_bytes."""
+        """Return zeroed scratch memory, at least num_bytes. All passes share it, because they run one after another."""
         held = self._scratch.get((device, what))
         if held is None or held.numel() < num_bytes:
             self._outgrown += [] if held is None else [held]
@@ -167,11 +170,11 @@ class PreparedLatentRows(Prepared):
 
         assert buffers.empty is not None
         out: Tensor = given[0].view(*q.shape[:2], kv.latent)
-        buffers.lse.masked_fill_(buffers.empty, float("-inf"))  # what they saw is no token of theirs
-        add_suffix(out, buffers.lse, q, kv, batch, rule.scale)  # to the base of 2, as trtllm-gen gives them
+        buffers.lse.masked_fill_(buffers.empty, float("-inf"))  # they saw the dummy page only
+        add_suffix(out, buffers.lse, q, kv, batch, rule.scale)  # base 2, as trtllm-gen returns them
         return out
 
 
 def kernel_on(device: torch.device) -> str:
-    """The library's name of the kernels for this GPU."""
+    """Return the library's name for this GPU's kernels."""
     return "trtllm-gen" if torch.cuda.get_device_capability(device)[0] == TRTLLM_GEN_MAJOR else "xqa"

@@ -7,8 +7,8 @@ cuda_source                    kernels in CUDA C++: compiled, loaded and launche
 interpreter_triton             whether Triton's interpreter runs the kernels
 rope_store                     rotary embedding of q and k, and the write of k and v to their pages
 slot_mapping                   KV positions of a pass's rows, and the token indices that they write
-move_path                      the KV of an accepted path moves to the front of its tree
-flashinfer_plan_triton         what FlashInfer's kernels read beside q and KV in a round
+move_path                      moves the KV of an accepted path to the front of its tree
+flashinfer_plan_triton         plans FlashInfer's kernels for a round, on the device
 flashinfer_latent_plan_triton  the same for rounds over latent rows
 attend/                        attention over paged KV
 delta_rule/                    recurrent layers of the gated delta rule

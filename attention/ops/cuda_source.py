@@ -1,8 +1,7 @@
-"""CUDA C++ kernels, compiled by NVRTC when they are first used and launched by the driver.
+"""Compiles CUDA C++ kernels with NVRTC at their first use, and launches them through the driver.
 
-Used where Triton cannot say what a kernel needs. torch's wheels for CUDA bring NVRTC; without it
-(`Capability.compiles_cuda`) operations take their Triton kernels. Sources include no header. Compiled kernels are kept
-in Triton's cache.
+For kernels that Triton cannot express. NVRTC comes with torch's CUDA wheels; without it (`Capability.compiles_cuda`)
+operations use their Triton kernels. Sources include no headers. Compiled kernels are stored in Triton's disk cache.
 """
 
 import ctypes
@@ -90,9 +89,10 @@ class Kernel:
 def load(
     device: int, source: str, name: str, defines: tuple[tuple[str, int], ...], threads: int, shared_bytes: int
 ) -> Kernel:
-    """Compile a kernel if no earlier process has, and load it in the context of a device.
+    """Return a kernel loaded in the context of a device, compiled unless it is in the disk cache.
 
-    name: of an `extern "C"` function. defines: macros.
+    name: name of an `extern "C"` function.
+    defines: macros.
 
     Raises RuntimeError with the compiler's log.
     """
@@ -109,7 +109,7 @@ def load(
 
 
 def compiled(source: str, defines: Sequence[tuple[str, int]], compute: tuple[int, int]) -> bytes:
-    """Return machine code for a compute capability, from Triton's cache if it is there."""
+    """Return machine code for a compute capability, from Triton's disk cache if possible."""
     target = f"sm_{compute[0]}{compute[1]}{'a' if compute == (9, 0) else ''}"
     options = [f"--gpu-architecture={target}", "-default-device", *(f"-D{key}={value}" for key, value in defines)]
     key = hashlib.sha256("\n".join([source, str(torch.version.cuda), *options]).encode()).hexdigest()

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Plans FlashInfer's fa3 kernel for latent rows on the device: which cluster of programs attends to which piece of
-which request, and which program merges.
+"""Plans FlashInfer's fa3 kernel for latent rows on the device: assigns pieces of requests to clusters of programs, and
+merges to programs.
 
 The kernel is persistent: a cluster works through a list of pieces, each a tile of query rows x heads and a span of
 tokens. After a barrier over the grid, programs merge rows whose pieces went to several clusters.
@@ -50,7 +50,7 @@ class LatentGrid:
 
     @property
     def cluster(self) -> int:
-        """Programs per cluster, which take adjacent tiles of rows over the same tokens: FlashInfer's choice."""
+        """Programs per cluster, as FlashInfer chooses it. They have adjacent tiles of rows over the same tokens."""
         return 2 if self.packed_rows > TILE_ROWS else 1
 
     @property
@@ -91,7 +91,7 @@ class LatentPlanArrays:
         self.ints = torch.zeros(end, dtype=torch.int32, device=device)
 
     def values(self, name: str) -> Tensor:
-        """An array, as on the device."""
+        """Return an array of the plan, a view on the device."""
         return self.ints[self.begin[name] :][: self.sizes[name]]
 
     def plan_info(self, partial_lse: int) -> list[int]:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Plans FlashInfer's fa2 kernels on the device: how work is split, and packed masks.
+"""Plans FlashInfer's fa2 kernels on the device: splits the work, and packs masks.
 
-FlashInfer plans on the host and copies the plan to a workspace. Its kernels read lengths and splits there, so that a
-plan written on the device needs no lengths on the host. Format and splitting are those of FlashInfer 0.6.17
+FlashInfer plans on the host and copies the plan to a workspace, where its kernels read lengths and splits. A plan that
+is written there on the device needs no lengths on the host. Format and splitting are those of FlashInfer 0.6.17
 (`attention/scheduler.cuh`, with CUDA graphs): pieces have the fewest pages, at least 128 tokens, with which all pieces
 of all requests fit in the grid. A tile is a piece of KV for a tile of query rows.
 """
@@ -38,7 +38,7 @@ class Grid:
 
     @property
     def splits(self) -> bool:
-        """Whether KV may be split; if the grid is full without that, every request is one piece."""
+        """Whether KV is split. If the grid is full without that, every request is one piece."""
         return self.num_requests * self.tiles < self.room
 
     @property
@@ -81,7 +81,7 @@ class PlanArrays:
         return 4 * self.begin[name]
 
     def values(self, name: str) -> Tensor:
-        """An array, as on the device: int32 (`block_valid`: uint8)."""
+        """Return an array of the plan, a view on the device: int32 (`block_valid`: uint8)."""
         rest = self.ints[self.begin[name] :]
         return (rest.view(torch.uint8) if name == "block_valid" else rest)[: self._sizes[name]]
 

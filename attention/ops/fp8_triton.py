@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""FP8 (e4m3) in kernels: rounding to it, and the dtypes in which FP8 pages are multiplied."""
+"""FP8 (e4m3) in kernels: rounds to FP8, and converts FP8 pages to the dtype in which they are multiplied."""
 
 import triton
 import triton.language as tl
@@ -31,8 +31,8 @@ def as_stored(x, pool_ptr, inverse_scale, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def widened(x, dtype: tl.constexpr):
-    """Return x in `dtype`. FP8 becomes bfloat16 by way of float16 and float32: the compiler's direct way ends with an
-    instruction that runs at an eighth of the others' rate (compute capability 9.0)."""
+    """Return x in `dtype`. FP8 is converted to bfloat16 through float16 and float32, because the compiler's direct
+    conversion uses an instruction with an eighth of the usual rate (compute capability 9.0)."""
     if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
         x = x.to(tl.float16).to(tl.float32)
     return x.to(dtype)
@@ -40,10 +40,10 @@ def widened(x, dtype: tl.constexpr):
 
 @triton.jit
 def even(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the first of each pair of FP8 numbers, which `pairs` has as int16, in `dtype`.
+    """Return the first of each pair of FP8 numbers in `dtype`. pairs: int16, two FP8 numbers each.
 
-    16 bits because instructions that load operands of products transpose units of that size: pairs of one token become
-    operands of two products, one of even and one of odd dimensions, without a byte of theirs crossing a thread.
+    Instructions that load operands of products transpose units of 16 bits. So pairs of one token become operands of two
+    products, one of even and one of odd dimensions, without moving bytes between threads.
     """
     if INTERPRETED:
         number = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
@@ -80,9 +80,9 @@ def odd(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def as_multiplied(q, FP8: tl.constexpr, UPCAST: tl.constexpr):
-    """Return q in the dtype in which attention multiplies it with the pages. Over FP8 that is float16 in
-    bfloat16's place, to which one instruction converts two numbers of the pages, exactly; bfloat16 takes four. Queries
-    beyond float16 saturate; those below 2^-14 round to multiples of 2^-24."""
+    """Return q in the dtype in which attention multiplies it with the pages. Over FP8 pages that is float16 instead of
+    bfloat16: one instruction converts two FP8 numbers to float16 exactly; for bfloat16 it takes four. Queries beyond
+    float16's range saturate; those below 2^-14 round to multiples of 2^-24."""
     if FP8 and q.dtype == tl.bfloat16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     if UPCAST:

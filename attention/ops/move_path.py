@@ -1,4 +1,4 @@
-"""Moves the KV of an accepted path to the front of its tree."""
+"""Moves the KV of an accepted path to the front of its tree, where the committed KV ends."""
 
 import torch
 from torch import Tensor

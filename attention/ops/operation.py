@@ -7,10 +7,10 @@
         \"\"\"The contract: what is computed, shapes, dtypes, what is written in place, limits, source.\"\"\"
         ...  # the reference, in torch
 
-Calling `rms_norm` runs the first implementation that serves the device and the arguments, else the reference. The
-device is that of the first tensor among the arguments, or of the first in a dataclass among them. With CUDA graphs the
-choice is made at capture. `tests/ops` tests every implementation against the reference; `python -m workers.ops` prints
-the tables.
+A call of `rms_norm` runs the first implementation that supports the device and the arguments, else the reference. The
+device is that of the first tensor among the arguments, or in a dataclass among them. With CUDA graphs the choice is
+made at the capture. `tests/ops` tests every implementation against the reference; `python -m workers.ops` prints the
+tables.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ def anywhere(here: Capability) -> bool:
 
 
 def on_gpu(here: Capability) -> bool:
-    """For Triton kernels: any GPU that PyTorch supports."""
+    """Whether Triton kernels run: on any GPU that PyTorch supports."""
     return here.is_gpu
 
 
@@ -45,8 +45,8 @@ class Implementation:
     name: library or kernel.
     target: "module:function" with the operation's signature. Imported when first chosen, so that unused libraries are
         not needed.
-    needs: what the device must be able to do.
-    serves: whether it accepts these arguments; None: all that the contract allows.
+    needs: whether a device can run it.
+    serves: whether it accepts given arguments; None: it accepts all that the contract allows.
     limits: `serves` in words, for the printed table.
     """
 
@@ -63,7 +63,10 @@ class Implementation:
 
 
 class Operation(Generic[P, R]):
-    """reference: the operation in torch, which runs if no implementation serves."""
+    """An operation, called like its reference.
+
+    reference: the operation in torch, which runs if no implementation supports the device and the arguments.
+    """
 
     def __init__(self, reference: Callable[P, R], implementations: tuple[Implementation, ...]) -> None:
         self.reference = reference
@@ -102,7 +105,7 @@ def _device_of(arguments: Iterable[object]) -> torch.device:
 
 
 OPERATIONS: list[Operation[..., Any]] = []
-"""All that have been imported."""
+"""All operations that have been imported."""
 
 
 def operation(*implementations: Implementation) -> Callable[[Callable[P, R]], Operation[P, R]]:

@@ -1,4 +1,4 @@
-"""KV positions of a pass's rows, and the pool slots that they write."""
+"""KV positions of a pass's rows, and the token indices of the pool that they write."""
 
 import torch
 from torch import Tensor

@@ -113,6 +113,6 @@ def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tenso
 
 
 def _places(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate both outputs, each fully aligned: Triton compiles other kernels for other alignments."""
+    """Allocate both outputs, each fully aligned, because Triton compiles a kernel for each alignment."""
     positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
     return positions, slots

@@ -3,17 +3,17 @@
 from cluster.transport.messages import MAX_CRASHES, Refusal
 from workers.scheduling.plan import SamplingParams
 
-NEW_ATTEMPTS = 2  # for a request that no engine has accepted
-RESUMED_ATTEMPTS = 3  # for a request that an engine had accepted
-RETRY_AFTER_S = 4.0  # if there was no engine
+NEW_ATTEMPTS = 2  # maximum for a request that no engine has accepted
+RESUMED_ATTEMPTS = 3  # maximum for a request that an engine had accepted
+RETRY_AFTER_S = 4.0  # Retry-After if there was no engine
 
 
 class EngineFailed(Exception):
-    """The engine of a request is lost, or some of its tokens are.
+    """A request's engine failed, or some of the request's tokens were lost.
 
-    had_taken: the engine had queued the request, or it was on its way there when the engine failed.
-    is_hung: one of its steps has been running for too long.
-    num_crashes: steps with the request that the engine reported as hung or crashed.
+    had_taken: the engine had queued the request, or the request was on its way when the engine failed.
+    is_hung: a step of the engine has been running for too long.
+    num_crashes: steps with this request that the engine reported as hung or crashed.
     """
 
     def __init__(self, reason: str, had_taken: bool, is_hung: bool = False) -> None:
@@ -26,14 +26,14 @@ class EngineFailed(Exception):
 class Attempts:
     """The attempts of one request.
 
-    num_attempts: engines that were asked.
+    num_attempts: attempts so far.
     delivered: tokens sent to the client.
-    was_taken: an engine had queued it; from then on it is resumed instead of refused.
-    num_crashes: steps with it that hung or crashed, on all engines.
-    num_failed: attempts whose engine could have accepted it and did not, or was lost.
-    avoid: engines that did not accept it.
-    refusal: reason of the last of them, if it gave one.
-    failure: of the last attempt.
+    was_taken: an engine had queued the request; from then on it is resumed instead of refused.
+    num_crashes: steps with this request that hung or crashed, on all engines.
+    num_failed: attempts whose engine failed, or did not accept the request although it could have.
+    avoid: engines that did not accept the request.
+    refusal: the last engine's reason for that, if it gave one.
+    failure: why the last attempt failed.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class Attempts:
         return "length" if len(delivered) >= sampling.max_tokens else None
 
     def failed(self, name: str, failed: EngineFailed) -> None:
-        """An engine was lost, or did not accept the request."""
+        """Record that an engine failed, or did not accept the request in time."""
         self.num_failed += 1
         before = self.num_crashes
         self.num_crashes = max(before, failed.num_crashes)
-        if failed.is_hung and self.num_crashes == before:  # the engine itself has not reported it
+        if failed.is_hung and self.num_crashes == before:  # the engine has not counted the hung step itself
             self.num_crashes += 1
         self.failure, self.refusal = str(failed), None
         if failed.had_taken:
@@ -79,7 +79,7 @@ class Attempts:
             self.avoid.add(name)
 
     def refused(self, name: str, refusal: Refusal) -> None:
-        """An engine refused the request with a reason."""
+        """Record that an engine refused the request with a reason."""
         self.num_failed += refusal.kind != "leaving"
         self.refusal = refusal
         self.failure = f"the engine failed and no other took the request over: {refusal.message}"

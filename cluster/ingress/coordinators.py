@@ -1,4 +1,4 @@
-"""Finds coordinators through Ray, and calls all of them at once."""
+"""Finds coordinators through Ray, and calls methods of all of them at once."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ class Coordinators:
         self._coordinators: dict[str, Any] = {}
 
     async def endpoints(self, known: Collection[str]) -> dict[str, str]:
-        """Return the inboxes of all coordinators that answer, by engine id; "" for one without an inbox, or if it is
-        `known`."""
+        """Return the inboxes (ZeroMQ endpoints) of all coordinators that answer, by engine id; "" for those in `known`,
+        and for those without an inbox yet."""
         coordinators = await self._found()
 
         async def ask(engine_id: str, coordinator: Any) -> str | None:
@@ -58,7 +58,7 @@ class Coordinators:
         )
 
     async def _ask_all(self, method: str, kind: type[T], limit_s: float, failed: Callable[[str, str], T]) -> list[T]:
-        """Call `method` of every coordinator. `failed` turns an engine id and an error into a result."""
+        """Call `method` of every coordinator. failed: makes a result from an engine id and an error."""
         with contextlib.suppress(TimeoutError):
             await self._found()
 
@@ -75,7 +75,8 @@ class Coordinators:
         return list(await asyncio.gather(*(ask(*item) for item in list(self._coordinators.items()))))
 
     async def _found(self) -> dict[str, Any]:
-        """Return handles of living coordinators by engine id. Raises TimeoutError, and keeps those found before."""
+        """Return handles of living coordinators by engine id. Raises TimeoutError if Ray does not answer; those found
+        before are kept."""
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 found = await asyncio.to_thread(find_coordinators, self._application, dict(self._coordinators))

@@ -1,4 +1,5 @@
-"""`Ingress`: the Serve deployment of the HTTP application. Has a ZeroMQ connection to every engine (`engine_links`)."""
+"""`Ingress`, the Serve deployment of the HTTP application. It has a ZeroMQ connection to every engine
+(`engine_links`)."""
 
 import asyncio
 import dataclasses
@@ -24,16 +25,18 @@ from cluster.transport.channel import Context
 from cluster.transport.keys import application_keys
 from cluster.transport.sockets import Transport
 
-# Wait for a first probe: an ingress that replaces another receives requests at once.
+# Maximum wait for a first probe: an ingress that replaces another one receives requests at once.
 MEET_LIMIT_S = 5.0
-STREAM_SHARE = 0.75  # of open files; the rest is for HAProxy's idle connections, engines and libraries
+STREAM_SHARE = 0.75  # share of open files for requests; HAProxy's idle connections, engines and libraries need others
 READY_PERIOD_S = 1.0  # between checks whether an engine is ready
 
 
 @serve.ingress()
 class Ingress:
-    """One replica: the HTTP application over all engines of its Serve application. It finds and calls engines itself;
-    the argument `engine` only makes Serve deploy both together."""
+    """One replica: the HTTP application in front of all engines of its Serve application.
+
+    engine: unused, because the ingress finds engines itself; it makes Serve deploy both together.
+    """
 
     async def __init__(self, plan: IngressPlan, engine: DeploymentHandle) -> None:  # type: ignore[misc]
         log = StartLog("ingress")
@@ -58,7 +61,7 @@ class Ingress:
         return build_app(self._edge, self._tokenizer, self._engines, False, self._grammars, self._tracing)
 
     async def _begin_grammars(self) -> None:
-        """Start the grammar process once an engine is ready: until then the engine needs this machine's cores."""
+        """Start the grammar process once an engine is ready. Until then the engine needs the cores of this machine."""
         while not any(engine.status == "ready" for engine in (await self._engines.health())[0]):
             await asyncio.sleep(READY_PERIOD_S)
         await self._grammars.begin()
@@ -74,8 +77,8 @@ class Ingress:
 
 
 def edge_config(config: EdgeConfig, open_files: int) -> EdgeConfig:
-    """Limit concurrent requests to what this process can serve. open_files: its limit of open files; each generation
-    needs a connection."""
+    """Return `config` with the limit of concurrent requests lowered to what this process can serve. open_files: its
+    limit of open files, of which each request needs one for its connection."""
     wanted = config.max_concurrent_requests or open_files
     limit = max(config.max_choices, min(wanted, int(open_files * STREAM_SHARE)))
     return dataclasses.replace(config, max_concurrent_requests=limit)

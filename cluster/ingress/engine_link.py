@@ -1,4 +1,4 @@
-"""The connection to one coordinator: requests out; tokens, ends and the engine's state back."""
+"""The connection to one coordinator, which carries requests, and back tokens, ends and the engine's state."""
 
 import asyncio
 import logging
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLink:
-    """Runs in one asyncio loop. All messages arrive on one connection, in order and numbered. If a message or the
-    connection is lost, the link and all its requests end, and a new link is opened.
+    """A link to one coordinator, in one asyncio loop. All messages arrive on one connection, in order and numbered. If
+    a message or the connection is lost, the link and all its requests end; `EngineLinks` opens a new link.
 
-    view: the engine's reported state.
+    view: the engine's state as last reported.
     lost: why the link has ended; "" while it works.
     inbox: the coordinator's endpoint.
     on_state: called after each report, and when the link ends.
@@ -50,12 +50,12 @@ class EngineLink:
         self.lost = ""
         self._on_state = on_state
         self._clock = clock
-        self._streams: dict[str, RequestStream] = {}  # of requests that have not ended
+        self._streams: dict[str, RequestStream] = {}  # by request id; requests that have not ended
         self._num_received = 0
         socket, self._monitor = connect_engine(context, transport, inbox)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._monitor.socket.fileno(), self._check)
-        self._loop.call_soon(self._check)  # the descriptor signals changes only
+        self._loop.call_soon(self._check)  # the descriptor signals new messages only, not those that have come already
         self._listener = Listener(socket, self._take)
         self._aborts = RequestAborts(self._listener.send)
         self._listener.send(encode(Subscribe()))
@@ -119,12 +119,12 @@ class EngineLink:
             stream.fail(EngineRefused(message.refusal))
 
     def _deliver(self, batch: TokenBatch) -> None:
-        """Give deltas to their streams, first tokens first: readers run in this order, about 0.1 ms each."""
+        """Put deltas into their streams, first tokens first: readers run in this order, and take about 0.1 ms each."""
         running: list[tuple[RequestStream, TokenDelta]] = []
         for delta in batch.deltas:
             stream = self._streams.get(delta.request_id)
             if stream is None:
-                continue  # its reader is gone
+                continue  # the stream was closed
 
             if delta.finish is not None:
                 del self._streams[delta.request_id]

@@ -1,5 +1,5 @@
-"""Finds all coordinators, keeps a link to each, and chooses an engine per request. The search is handed in, so that
-tests need no Ray."""
+"""Finds all coordinators, keeps a link to each, and chooses an engine for each request. The search is an argument, so
+that tests need no Ray."""
 
 import asyncio
 import contextlib
@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 
 Find = Callable[[Collection[str]], Awaitable[Mapping[str, str]]]
 
-FIND_PERIOD_S = 1.0
-FIND_HASTE_S = 0.1  # while a request waits for an engine
+FIND_PERIOD_S = 1.0  # between searches for coordinators
+FIND_HASTE_S = 0.1  # the same while a request waits for an engine
 CONNECT_LIMIT_S = 10.0  # from opening a link to the engine's first message
-SUCCESSOR_WAIT_S = 60.0  # for the replacement of an engine that announced one
+SUCCESSOR_WAIT_S = 60.0  # maximum wait for the engine that replaces one which announced that
 
 
 class EngineLinks:
     """Implements `cluster.ingress.remote_engines.Engines` over ZeroMQ.
 
-    find: returns inbox endpoints of all living coordinators by name; "" if one accepts no requests yet, or if its name
-        was passed in.
+    find: takes names of known engines; returns the inbox endpoint of every living coordinator by name, "" for known
+        ones and for one that accepts no requests yet.
     routing: how engines are chosen.
     """
 
@@ -51,19 +51,21 @@ class EngineLinks:
         self._chance = random.Random(seed)
         self._links: dict[str, EngineLink] = {}
         self._opened_s: dict[str, float] = {}
-        self._successor_by_s = clock() + SUCCESSOR_WAIT_S  # an ingress may start while an engine is being replaced
+        self._successor_by_s = (
+            clock() + SUCCESSOR_WAIT_S
+        )  # the ingress may have started while an engine is being replaced
         self._server_ends = False
         self._num_waiting = 0
-        self._changed = asyncio.Event()  # a report has come, or a link has ended
-        self._wanted = asyncio.Event()  # a request waits for an engine
+        self._changed = asyncio.Event()  # set when a report comes or a link ends
+        self._wanted = asyncio.Event()  # set while a request waits for an engine
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:
-        """Return the engine for a request; None if there is none within `wait_s`.
+        """Return the name of the engine for a request; None if there is none within `wait_s`.
 
-        Unless `wait_s` is 0, waits up to `SUCCESSOR_WAIT_S` after an engine that is to be replaced has left, or after
-        the start of this ingress. Does not wait once all engines are drained to end. avoid: engines that did not accept
-        this request; waits for another one only if there is one.
+        avoid: engines that did not accept this request, which are not returned.
+        wait_s: unless 0, the wait is extended to `SUCCESSOR_WAIT_S` after this ingress started, or after an engine left
+            that is being replaced. Does not wait if all engines are draining to end.
         """
         wait_s = 0.0 if self._server_ends else wait_s
         deadline_s = self._clock() + wait_s
@@ -91,7 +93,7 @@ class EngineLinks:
         return link.start(message)
 
     def suspect(self, name: str) -> None:
-        """An engine has not accepted a request in time: prefer others until its next report."""
+        """Record that an engine did not accept a request in time: others are preferred until its next report."""
         if name in self._links:
             self._links[name].view.is_suspect = True
 
@@ -111,9 +113,9 @@ class EngineLinks:
                 self._drop_lost()
                 await self._look()
             except TimeoutError:
-                pass  # keep the links; the search has logged the error
+                pass  # the search has logged it; keep the links
             except Exception:
-                logger.exception("the engines could not be looked for")
+                logger.exception("the search for engines failed")
             self._wanted.clear()
             if self._num_waiting:
                 await asyncio.sleep(FIND_HASTE_S)
@@ -123,7 +125,7 @@ class EngineLinks:
                     await self._wanted.wait()
 
     async def _look(self) -> None:
-        """Open links to new coordinators, and close those to coordinators that are gone."""
+        """Open links to new coordinators, and close the links to coordinators that are gone."""
         found = await self._find(self._links.keys())
         now = self._clock()
         for name in [name for name in self._links if name not in found]:

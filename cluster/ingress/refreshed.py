@@ -1,4 +1,4 @@
-"""A value that is fetched when it is requested and too old. Callers may limit their wait."""
+"""A cached value that is fetched again when it is requested and too old. Callers may limit their wait."""
 
 import asyncio
 import logging
@@ -11,7 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class Refreshed(Generic[T]):
-    """last: the last result of `fetch`; None before the first. One fetch runs at a time, in the caller's event loop."""
+    """A value at most `max_age_s` old. One fetch runs at a time, in the caller's event loop.
+
+    last: the last result of `fetch`; None before the first.
+    """
 
     def __init__(self, fetch: Callable[[], Awaitable[T]], max_age_s: float, clock: Callable[[], float]) -> None:
         self.last: T | None = None
@@ -28,7 +31,7 @@ class Refreshed(Generic[T]):
         return 0.0 if self._task is None else self._clock() - self._started_s
 
     async def refresh(self, wait_s: float) -> None:
-        """Refresh the value if it is too old, waiting at most `wait_s`. The fetch goes on after that."""
+        """Fetch the value if it is too old. Wait at most `wait_s`; the fetch continues after that."""
         if self._task is None:
             if self._clock() < self._fetched_s + self._max_age_s:
                 return
@@ -37,7 +40,7 @@ class Refreshed(Generic[T]):
         await asyncio.wait((self._task,), timeout=wait_s)
 
     async def newest(self) -> T:
-        """Return a value that is not too old, however long that takes. Raises what the fetch raises."""
+        """Return a value that is not too old, however long the fetch takes. Raises what `fetch` raises."""
         if self._task is None and self.last is not None and self._clock() < self._fetched_s + self._max_age_s:
             return self.last
         if self._task is None:
@@ -61,4 +64,4 @@ class Refreshed(Generic[T]):
 
 def _log_failure(task: "asyncio.Task[T]") -> None:
     if not task.cancelled() and task.exception() is not None:
-        logger.error("what is to be kept fresh could not be fetched", exc_info=task.exception())
+        logger.error("a cached value could not be fetched again", exc_info=task.exception())

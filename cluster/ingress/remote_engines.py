@@ -1,6 +1,6 @@
-"""Sends each request to a chosen engine, and again to another one if that fails.
+"""Sends each request to a chosen engine, and to another one if that engine fails.
 
-`RemoteEngines` implements `cluster.http.engine_client.EngineClient`. ZeroMQ and Ray are handed in as `Engines` and
+`RemoteEngines` implements `cluster.http.engine_client.EngineClient`. It uses ZeroMQ and Ray through `Engines` and
 `EngineCalls`, so that tests need neither.
 """
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 STATS_MAX_AGE_S = 0.5
 PROBE_MAX_AGE_S = 1.0
-HEALTH_WAIT_S = 0.4  # for new statistics, before older ones are returned
+HEALTH_WAIT_S = 0.4  # maximum wait for new statistics before older ones are returned
 MEET_PERIOD_S = 0.05  # between checks whether a probe has arrived
 STUCK_PERIOD_S = 1.0  # between checks whether a request's engine is stuck
-PROBE_LIMIT_S = 4.0  # after which a request would fail, too
-TAKEN_TIMEOUT_S = 4.0  # for an engine to confirm that a request is queued, which takes milliseconds
-NEW_WAIT_S = 8.0  # for an engine that accepts a new request
+PROBE_LIMIT_S = 4.0  # a probe fails after this, as a request would
+TAKEN_TIMEOUT_S = 4.0  # for an engine to confirm that it has queued a request, which takes milliseconds
+NEW_WAIT_S = 8.0  # maximum wait of a new request for an engine that accepts requests
 
 
 class Engines(Protocol):
     """The reachable engines."""
 
     async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:
-        """Return the engine for a request, none of `avoid`; None if there is none within `wait_s`."""
+        """Return the name of the engine for a request, not one in `avoid`; None if there is none within `wait_s`."""
         ...
 
     def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> RequestStream:
@@ -47,11 +47,11 @@ class Engines(Protocol):
         ...
 
     def suspect(self, name: str) -> None:
-        """An engine has not accepted a request in time."""
+        """Record that an engine did not accept a request in time."""
         ...
 
     def is_stuck(self, name: str) -> bool:
-        """Whether an engine has run nothing for a while, and another one would."""
+        """Whether an engine has run no step for a while, and another engine is healthy."""
         ...
 
 
@@ -70,7 +70,8 @@ class EngineCalls(Protocol):
 class RemoteEngines:
     """EngineClient over ZeroMQ.
 
-    resume: continue a request on another engine if its engine fails, waiting for one for `resume_wait_s`.
+    resume: continue a request on another engine if its engine fails.
+    resume_wait_s: maximum wait for that engine.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class RemoteEngines:
         token_origins: bool = False,
         output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
-        """See `EngineClient.generate`. A request with output is accepted by a full queue, because its client has its
-        beginning."""
+        """See `EngineClient.generate`. A full queue accepts a request with output, because its client has that
+        already."""
         attempts = Attempts()
         attempts.delivered.extend(output)
         known = Prompt(prompt, sampling.cache_salt)
@@ -149,8 +150,8 @@ class RemoteEngines:
         return engines, "the first probe is under way" if self._probed.last is None else self._probed.last
 
     async def meet(self, limit_s: float) -> None:
-        """Wait until a probe has arrived, for the first request's sake: at most `limit_s`, and not while no engine is
-        ready."""
+        """Wait until a probe has succeeded, so that the first request finds the connections open: at most `limit_s`,
+        and only while an engine is ready."""
         deadline_s = self._clock() + limit_s
         while self._clock() < deadline_s:
             engines, fault = await self.health()
@@ -163,7 +164,7 @@ class RemoteEngines:
         return await self._calls.flush_cache()
 
     async def _probe(self) -> str:
-        """Send a probe the way of a request. Return why it failed, or ""."""
+        """Send a probe as a request is sent. Return why it failed, or ""."""
         attempts, prompt = Attempts(), Prompt((), b"")
         while not attempts.is_over and (name := await self._choose(attempts, prompt)) is not None:
             self._num_probes += 1
@@ -174,20 +175,20 @@ class RemoteEngines:
         return attempts.as_refusal().message
 
     async def _choose(self, attempts: Attempts, prompt: Prompt) -> str | None:
-        """Return the engine for the next attempt; None if none may accept it."""
+        """Return the engine for the next attempt; None if no engine may accept the request."""
         avoid, refusal = frozenset(attempts.avoid), attempts.refusal
         wait_s = self._resume_wait_s if attempts.was_taken else NEW_WAIT_S
         if avoid and (refusal is None or refusal.kind != "leaving"):
-            wait_s = 0.0  # there are others, or this refusal is the answer
+            wait_s = 0.0  # try another engine, or else return this refusal, without waiting
         name = await self._engines.choose(prompt, avoid, wait_s)
-        if name is None and avoid and refusal is None:  # it gave no reason, and may accept the request now
+        if name is None and avoid and refusal is None:  # engines that gave no reason may accept the request now
             return await self._engines.choose(prompt, frozenset(), 0.0)
         return name
 
     async def _attempt(
         self, attempts: Attempts, name: str, message: GenerateRequest | Probe, prompt: Prompt, client_id: str
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield deltas of one engine. Records a loss, refusal or timeout in `attempts`."""
+        """Yield the deltas of one engine. Record its failure, refusal or timeout in `attempts`."""
         attempts.num_attempts += 1
         stream = self._engines.start(name, message, prompt)
         can_move = self._resume and isinstance(message, GenerateRequest)
@@ -210,10 +211,10 @@ class RemoteEngines:
     async def _deltas(
         self, stream: RequestStream, client_id: str, waits: bool, engine: str | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas of one attempt; closing it closes the stream.
+        """Yield the deltas of one attempt. Closing this generator closes the stream.
 
-        waits: wait for the engine to queue the request, however long.
-        engine: give up once this engine is stuck; None: never.
+        waits: wait without limit for the engine to queue the request.
+        engine: name of the engine, to give up once it is stuck; None: never give up.
         Raises EngineRefused or EngineFailed.
         """
         taken_by_s = math.inf if waits else self._clock() + TAKEN_TIMEOUT_S

@@ -1,5 +1,5 @@
-"""Aborts of requests whose readers are gone, until the engine has taken them. The coordinator ends such a request in
-`cluster.coordinator.request_streams`, and the scheduler in `Scheduler.abort`."""
+"""Sends aborts of requests whose clients are gone, until the engine accepts them. The coordinator ends such a request
+in `cluster.coordinator.request_streams`, and the scheduler in `Scheduler.abort`."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,9 +9,10 @@ from cluster.transport.messages import Abort
 
 
 class RequestAborts:
-    """The aborts for one engine, in order. A coordinator that hung for a while has a full queue, which refuses them.
+    """The aborts for one engine, in order. The queue to a coordinator that hangs may be full and refuse them for a
+    while.
 
-    send_message: returns whether the queue has taken a message.
+    send_message: sends a message; returns whether the queue accepted it.
     """
 
     def __init__(self, send_message: Callable[[bytes], bool]) -> None:
@@ -24,10 +25,10 @@ class RequestAborts:
         self.send()
 
     def send(self) -> None:
-        """Send as many as the engine takes."""
+        """Send the remaining aborts, as many as the queue accepts."""
         while self._unsent and self._send_message(encode(Abort(self._unsent[0]))):
             self._unsent.popleft()
 
     def clear(self) -> None:
-        """Forget all: the engine is gone."""
+        """Drop the remaining aborts, because the engine is gone."""
         self._unsent.clear()

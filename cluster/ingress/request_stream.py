@@ -1,4 +1,4 @@
-"""Received tokens of one request on one engine. Filled by `cluster.ingress.engine_link`."""
+"""Tokens received for one request from one engine. Filled by `cluster.ingress.engine_link`."""
 
 import asyncio
 from array import array
@@ -11,13 +11,14 @@ from workers.scheduling.plan import PromptLogprobs, TokenLogprobs
 
 
 class RequestStream:
-    """Tokens of a request in order, then its end: a delta with `finish`, or `failure`.
+    """A request's tokens in order, then its end: a delta with `finish`, or `failure`.
 
-    Unread tokens are one delta: a slow reader costs the memory of its own tokens, and no queue can overflow.
+    Unread tokens are joined to one delta. So a slow reader costs only the memory of its tokens, and no queue can
+    overflow.
 
-    changed: set when there is something to take, or a failure; `take` clears it.
+    changed: set when there is a delta to take, or a failure; `take` clears it.
     is_taken: the engine has queued the request.
-    num_crashes: steps with the request that hung or crashed there.
+    num_crashes: steps with the request that hung or crashed on this engine.
     failure: why no more tokens come; earlier ones can still be taken.
     """
 
@@ -54,7 +55,7 @@ class RequestStream:
         last, self._last = self._last, None
         self.changed.clear()
         if last is None or (last.finish is None and not self._tokens and not self._of_prompt):
-            return None  # nothing, or only the confirmation that it is queued
+            return None  # no tokens, perhaps only the confirmation that the request is queued
         tokens, self._tokens = tuple(self._tokens), array("i")
         logprobs, self._logprobs = tuple(self._logprobs), []
         of_prompt, self._of_prompt = tuple(self._of_prompt), []
@@ -69,5 +70,5 @@ class RequestStream:
         )
 
     def close(self) -> None:
-        """The reader is gone. Aborts the request unless it has ended."""
+        """Stop reading. Aborts the request unless it has ended."""
         self._on_close(self)

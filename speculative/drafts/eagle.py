@@ -35,7 +35,7 @@ class Eagle(DraftMethod):
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Whether config.json is that of a decoder with one layer; it does not mention EAGLE."""
+        """Whether config.json describes a decoder of one layer, since that of an EAGLE head does not mention EAGLE."""
         architecture = draft_architecture(raw)
         if "speculators_model_type" in raw or "Assistant" in architecture:  # of other methods
             return False
@@ -65,7 +65,8 @@ class Eagle(DraftMethod):
 
 
 class EagleModel(DraftModel):
-    """The recurrent state replaces the target's hidden state in the next step."""
+    """An EAGLE head on one rank. In the next draft step its recurrent state takes the place of the target's hidden
+    state."""
 
     reads_last_layer: ClassVar[bool] = True
 

@@ -41,7 +41,7 @@ from workers.ops.rotary import Angles
 class Eagle3(DraftMethod):
     """An EAGLE-3 head.
 
-    capture: empty if the head reads the target's final hidden state, without a projection.
+    capture: the target's layers whose input it reads; empty if it reads the final hidden state, without a projection.
     projection_bias: whether the projection of captured layers has a bias; published heads have none.
     target_hidden_size: width of a captured layer; the head's own is `model.hidden_size`.
     reads_last_layer: whether it reads the target's last layer, normalised or not.
@@ -102,7 +102,7 @@ class Eagle3(DraftMethod):
 
 
 class Eagle3Layer(DraftLayer):
-    """Attends to the normalised embedding and the normalised feature, side by side."""
+    """The first layer, whose attention reads the normalised embedding and the normalised feature, side by side."""
 
     def __init__(self, model: LlamaConfig, group: TPGroup) -> None:
         super().__init__(model, group, 2 * model.hidden_size)
@@ -119,7 +119,8 @@ class Eagle3Layer(DraftLayer):
 
 
 class Eagle3Model(DraftModel):
-    """The recurrent state replaces the projected features in the next step."""
+    """An EAGLE-3 head on one rank. In the next draft step its recurrent state takes the place of the projected
+    features."""
 
     def __init__(self, method: Eagle3, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)
@@ -173,7 +174,7 @@ class Eagle3Model(DraftModel):
 
     @property
     def _last(self) -> DecoderLayer:
-        """The last of several layers."""
+        """Return the last of several layers."""
         return self.layers[str(self.num_layers - 1)]  # type: ignore[return-value]
 
     def _input(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

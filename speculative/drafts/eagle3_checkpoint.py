@@ -13,7 +13,7 @@ from workers.models.config_fields import ids_of, section_of, size_of
 from workers.models.name_map import NameMap
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-MIN_TARGET_LAYERS = 7  # with fewer, the default capture is not three distinct layers
+MIN_TARGET_LAYERS = 7  # with fewer layers `default_capture` is not three distinct layers
 
 _NUMBERED_LAYER = re.compile(r"(?:layers|midlayer)\.(\d+)\.")
 _ADDITIONAL_LAYER = re.compile(r"additional_layers\.(\d+)\.")
@@ -21,23 +21,23 @@ _AUX_NORMS = ("aux_norm_low.", "aux_norm_mid.", "aux_norm_high.")  # former name
 
 
 def default_capture(num_layers: int) -> tuple[int, int, int]:
-    """Return the target's layers whose input is captured if the checkpoint does not say (EAGLE-3's code)."""
+    """Return the target's layers whose input is captured if the checkpoint names none, as in EAGLE-3's code."""
     return 2, num_layers // 2, num_layers - 3
 
 
 def layer_ids(capture: tuple[int, ...]) -> list[int]:
-    """Return `eagle_aux_hidden_state_layer_ids` of config.json: ids name the layer before, whose output is this layer's
-    input."""
+    """Return `eagle_aux_hidden_state_layer_ids` of config.json for `capture`. An id names the layer before, whose
+    output is the captured layer's input."""
     return [layer - 1 for layer in capture]
 
 
 def captured_layers(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the target's layers whose input a draft reads; `num_layers` stands for the last layer's output. Raises
-    ValueError.
+    ValueError if the target does not have them.
 
-    Checkpoints name layers by output or, like `speculators` and some others, by input. No draft reads a lower layer
-    than the first one's output, so ids that start with 1 name outputs, others inputs (as SGLang decides since pull
-    request 25454).
+    Checkpoints name layers by their output or, like `speculators` and some others, by their input. No draft reads
+    anything below the output of layer 1, so ids that start with 1 name outputs, and others inputs (SGLang decides so,
+    too, since pull request 25454).
     """
     source, key = f"draft {path}", "eagle_aux_hidden_state_layer_ids"
     given = ids_of(section_of(raw, "eagle_config", source), key, source) or ids_of(raw, key, source)
@@ -73,7 +73,7 @@ def weight_names(num_layers: int) -> NameMap:
 
 
 def count_layers(names: Iterable[str]) -> int:
-    """Return the number of layers with tensors of these names."""
+    """Return the number of layers that the tensors of these names belong to."""
     names = [name.removeprefix("model.") for name in names]
     first = {0} if any(name.startswith(("midlayer.", "layers.")) for name in names) else set()
     numbered = {int(match[1]) for match in map(_NUMBERED_LAYER.match, names) if match}

@@ -1,7 +1,7 @@
-"""Reads config.json of published EAGLE-3 heads, and refuses what would be ignored.
+"""Reads config.json of published EAGLE-3 heads, and refuses keys that would be ignored.
 
-Three formats: the flat one of SafeAILab and SpecForge; NVIDIA's, with more keys in `eagle_config`; and that of RedHat's
-`speculators`, with the layers' keys in `transformer_layer_config`.
+There are three formats: the flat one of SafeAILab and SpecForge; NVIDIA's, with more keys in `eagle_config`; and that
+of RedHat's `speculators`, with the layers' keys in `transformer_layer_config`.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from typing import Any
 from speculative.drafts.config import draft_architecture, refuse_unknown
 from workers.models.config_fields import section_of
 
-# The family of the layers by transformer_layer_config.model_type.
+# Architecture of the layers, by transformer_layer_config.model_type.
 _SPECULATORS_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# Keys that change the module, and the one value with which it is the module that we have.
+# Keys that change the module, each with the only value that is supported.
 _ONLY: dict[str, Any] = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -34,7 +34,7 @@ _ONLY: dict[str, Any] = {
     "n_routed_experts": None,
 }
 
-# Keys that may be true, an object or a list: read here or by `workers.models.llama`, or of no matter to inference.
+# Keys that may be true, an object or a list: read here or by `workers.models.llama`, or without effect on inference.
 _KNOWN = {
     *("norm_before_residual", "norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "return_hidden_post_norm"),
     *("use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "eagle_config", "transformer_layer_config"),
@@ -62,7 +62,7 @@ class HeadFlags:
 
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:
-    """Whether this config.json is of an EAGLE-3 head."""
+    """Whether this config.json describes an EAGLE-3 head."""
     if "speculators_model_type" in raw:
         return bool(raw["speculators_model_type"] == "eagle3")
     return "eagle3" in draft_architecture(raw).lower() or "draft_vocab_size" in raw
@@ -98,8 +98,8 @@ def layers_config(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:
-    """Read the flags; `eagle_config` has priority, as in NVIDIA's heads. Raises ValueError for a flag that is not a
-    boolean."""
+    """Read the flags, first from `eagle_config`, where NVIDIA's heads have them. Raises ValueError for a flag that is
+    not a boolean."""
     given = {**raw, **section_of(raw, "eagle_config", f"draft {path}")}
 
     def flag(name: str, *others: str, default: bool = False) -> bool:
@@ -110,7 +110,7 @@ def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:
         return any(value for _, value in values) if values else default
 
     return HeadFlags(
-        # speculators heads without the key were trained with it; vLLM serves them so
+        # speculators heads without this key were trained with it; vLLM serves them so, too
         norm_before_residual=flag("norm_before_residual", default=is_speculators(raw)),
         norm_before_fc=flag("norm_before_fc"),
         fc_norm=flag("fc_norm", "use_aux_norm"),
@@ -125,7 +125,8 @@ def reads_captured_layers(raw: Mapping[str, Any]) -> bool:
 
 
 def _flat_architecture(raw: Mapping[str, Any]) -> str:
-    """Architecture of the layers: a head for Qwen3 has Llama's layers unless it says otherwise."""
+    """Return the architecture of the layers. A head for Qwen3 has Llama's layers unless its config.json says
+    otherwise."""
     architecture = draft_architecture(raw)
     has_qk_norm = "qwen3" in architecture.lower() and "qwen3vl" not in architecture.lower()
     return "Qwen3ForCausalLM" if has_qk_norm else "LlamaForCausalLM"
@@ -135,8 +136,8 @@ def _refuse_other_family(source: str, architecture: str) -> None:
     known = ("llama", "qwen", "eagle3speculator", "eagle3draftmodel", "eagle3model")
     if not any(name in architecture.lower() for name in known):
         raise ValueError(
-            f"{source}: architectures={[architecture]} has layers of a family that EAGLE-3 heads are not supported "
-            "with; use a head with Llama's or Qwen3's layers"
+            f"{source}: architectures={[architecture]}: heads with layers of this family are not supported; use a head "
+            "with Llama's or Qwen3's layers"
         )
 
 

@@ -1,6 +1,6 @@
-"""Gemma 4's assistant: a small draft without KV of its own. Its layers have queries only, and attend to the KV of the
-target's last layer of their kind. Every step of a round sees the committed tokens alone, from the position of the
-newest token, so that a step depends on the drafted token before it by its state only.
+"""Gemma 4's assistant: a small draft without its own KV. Its layers have queries only, and attend to the KV of the
+target's last layer of the same kind. Every draft step attends to the committed tokens only, from the position of the
+newest one. So the tokens drafted before influence a step through its recurrent state only.
 
 Checkpoints: `google/gemma-4-*-it-assistant`. Layout and formula: transformers 5, `models/gemma4_assistant`, and
 `SinglePositionMultiTokenCandidateGenerator`."""
@@ -37,8 +37,11 @@ ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalL
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConfig(Gemma4Config):
-    """kv_layers: layer of the target whose KV each layer attends to. windows: one less than the target's, which
-    count the row's own token."""
+    """Configuration of an assistant's layers.
+
+    kv_layers: for each layer, the target's layer whose KV it attends to.
+    windows: one less than the target's, which include the row's own token.
+    """
 
     kv_layers: tuple[int, ...]
 
@@ -48,10 +51,10 @@ class AssistantConfig(Gemma4Config):
 
 @dataclass(frozen=True)
 class VocabClusters:
-    """A vocabulary head that is evaluated in the best clusters of tokens only.
+    """A vocabulary head whose logits are used in the best clusters of tokens only.
 
-    count: clusters of equal size.
-    best: clusters that are evaluated.
+    count: number of clusters, all of equal size.
+    best: number of clusters that are used.
     """
 
     count: int
@@ -60,7 +63,11 @@ class VocabClusters:
 
 @dataclass(frozen=True)
 class Gemma4Assistant(DraftMethod):
-    """backbone: hidden_size of the target. clusters: None if the whole head is evaluated."""
+    """An assistant.
+
+    backbone: hidden_size of the target.
+    clusters: None if all logits are used.
+    """
 
     name: ClassVar[str] = "mtp"
     lookahead: ClassVar[int] = 0
@@ -101,7 +108,8 @@ class Gemma4Assistant(DraftMethod):
 
     @property
     def weight_names(self) -> NameMap:
-        """The checkpoint's embedding is its vocabulary head, if these are tied; else unused."""
+        """Map checkpoint names to parameters. The checkpoint's embedding is used as vocabulary head only, if they are
+        tied."""
         names = gemma4.weight_names(dataclasses.replace(self.model, tie_embeddings=False))
         rules = {
             "pre_projection": "pre_projection",
@@ -119,7 +127,7 @@ class Gemma4Assistant(DraftMethod):
 
 
 def _read_layers(raw: Mapping[str, Any], source: str) -> Gemma4Config:
-    """Read the configuration of the layers as if they had KV. Raises ValueError for what assistants do not have."""
+    """Read the configuration of the layers as if they had KV. Raises ValueError for settings that no assistant has."""
     text = section_of(raw, "text_config", source)
     shared, count = (size_of(text, key, source, 0, least=0) for key in ("num_kv_shared_layers", "num_hidden_layers"))
     if shared not in (0, count):
@@ -140,8 +148,8 @@ def _read_layers(raw: Mapping[str, Any], source: str) -> Gemma4Config:
 
 
 def _fitted(own: Gemma4Config, layer: int, target: Gemma4Config, kv: int, source: str) -> tuple[Heads, int | None]:
-    """Return heads and window of layer `layer` over the KV of the target's layer `kv`. The target says how many K/V
-    heads there are. Raises ValueError if queries do not fit the KV."""
+    """Return heads and window of layer `layer`, which attends to the KV of the target's layer `kv`. The number of K/V
+    heads is the target's. Raises ValueError if the queries do not fit the KV."""
     heads, theirs = own.heads[layer], target.heads[kv]
     if heads.head_dim != theirs.head_dim or own.num_heads % theirs.num_kv_heads:
         raise ValueError(
@@ -173,8 +181,8 @@ def _clusters(raw: Mapping[str, Any], vocab_size: int, source: str) -> VocabClus
 
 
 class AssistantModel(DraftModel):
-    """The output of its last norm is its recurrent state, whose projection later draft steps use in place of the
-    target's hidden state. Contexts come from `TargetKVRunner`."""
+    """An assistant on one rank. The output of its last norm is its recurrent state; later draft steps use its
+    projection in place of the target's hidden state. Contexts come from `TargetKVRunner`."""
 
     reads_last_layer: ClassVar[bool] = True
 
@@ -200,13 +208,13 @@ class AssistantModel(DraftModel):
         return self._run(ids, features, context)
 
     def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
-        """It has no KV."""
+        """Do nothing: it has no KV."""
 
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         return self._run(ids, self.post_projection(hidden), context)
 
     def _run(self, ids: Tensor, backbone: Tensor, context: ForwardContext) -> Tensor:
-        """backbone: [rows, backbone], of the target or in its place."""
+        """Run all layers. backbone: [rows, backbone] the target's hidden states, or what takes their place."""
         embedded = self.embed_tokens(ids) * self.embedding_scale
         stream: Tensor = self.pre_projection(torch.cat((embedded, backbone), dim=-1))
         for layer, rotary in zip(self.layers, self.rotary, strict=True):
@@ -223,7 +231,7 @@ class AssistantModel(DraftModel):
 
 
 class Clusters(nn.Module):
-    """Chooses the tokens that a state may propose: those of the clusters whose centroids fit it best."""
+    """Restricts proposals to the tokens of the clusters whose centroids fit a state best."""
 
     def __init__(self, clusters: VocabClusters, hidden_size: int, shard: VocabShard) -> None:
         super().__init__()
@@ -239,7 +247,10 @@ class Clusters(nn.Module):
 
 
 class TokenClusters(WeightedModule):
-    """cluster_of: [shard size] int64 cluster of each token of this rank; 0 for padding."""
+    """The cluster of each token.
+
+    cluster_of: [shard size] int64, by token of this rank; 0 for padding.
+    """
 
     def __init__(self, count: int, shard: VocabShard) -> None:
         super().__init__()

@@ -7,14 +7,16 @@ from speculative.ops import guides
 from speculative.tree.nodes import Children, Level
 from workers.structured_output.mask_table import MaskTable
 
-UNLIKELY = -1024.0  # added to the log-probability of tokens that are not worth proposing
+UNLIKELY = -1024.0  # added to the log-probability of tokens that acceptance would end at
 
 
 class Guidance:
-    """masks: masks and guides of the step, on the device.
+    """The states of a batch's draft guides.
+
+    masks: masks and guides of the step, on the device.
     slots: [B] int64 slots whose trees are drafted.
     nodes: [B] int64 node of each verified tree after which the newest token was chosen.
-    bonus: [B] int64 that token.
+    bonus: [B] int64 the newest tokens.
     """
 
     def __init__(self, masks: MaskTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> None:
@@ -31,7 +33,8 @@ class Guidance:
         guides.mask(logits, self._guides, self._words, self._slots, self._states, ids)
 
     def follow(self, tokens: Tensor) -> Tensor:
-        """Return drafted tokens [B] int64 of chains, or the forced tokens instead, and advance."""
+        """Return the next tokens of chains, [B] int64: the forced ones, else the drafted `tokens`. Advance the
+        states."""
         tokens, self._states = guides.follow_chain(self._guides, self._slots, self._states, tokens)
         return tokens
 
@@ -40,5 +43,5 @@ class Guidance:
         return guides.children(self._guides, self._slots, self._states, found, UNLIKELY)
 
     def grown(self, level: Level) -> None:
-        """Advance by one level of trees."""
+        """Advance the states by one level of the trees."""
         self._states = guides.follow_level(self._guides, self._slots, self._states, level)

@@ -38,10 +38,10 @@ def load_draft(
 ) -> DraftModel:
     """Load this rank's part of the draft.
 
-    An embedding or vocabulary head that the checkpoint lacks is the target's: the same module if both are cut alike,
-    else a copy from the target's checkpoint.
+    An embedding or vocabulary head that the checkpoint lacks is the target's: the same module if both are sharded
+    alike, else a copy from the target's checkpoint.
 
-    source: of the target.
+    source: the target's checkpoint.
     Raises ValueError naming missing, unknown or non-finite tensors.
     """
     model = fill_draft(method, source, target, group, device, max_position)
@@ -57,8 +57,10 @@ def fill_draft(
     device: torch.device,
     max_position: int,
 ) -> DraftModel:
-    """`load_draft` without packing. device: "meta" checks headers only, as in `fill_target`; `target` is then on it,
-    too, and cut alike."""
+    """As `load_draft`, without packing.
+
+    device: "meta" checks headers only, as in `fill_target`; `target` must then be on "meta", too, and sharded alike.
+    """
     dtype = next(target.parameters()).dtype
     names = method.weight_names
     model = allocate(lambda: method.build(group, max_position, device), names, method.model.quant, dtype, device)
@@ -79,12 +81,12 @@ def fill_draft(
 
 
 def _trimmed_ids(method: DraftMethod, source: ModelSource, target: TargetModel) -> Tensor:
-    """Choose the rows of a trimmed head, and say so once."""
+    """Choose the rows of a trimmed head, and log it."""
     size, whole = method.vocab_size, target.config.vocab_size
     ids = head_ids(source.path, whole, size, target.config.eos_token_ids)
     if target.group.rank == 0 and Capability.of(next(target.parameters()).device).has_memory:
         by = FILE if (Path(source.path) / FILE).is_file() else f"the tokenizer's order; aerie token-map makes {FILE}"
-        logger.info("draft: its vocabulary head has %d of the target's %d tokens, by %s", size, whole, by)
+        logger.info("draft: its vocabulary head has %d of the target's %d tokens, chosen by %s", size, whole, by)
     return ids
 
 
@@ -96,7 +98,7 @@ def _dummy_target_ids(method: DraftMethod, device: torch.device) -> Tensor | Non
 def _share_with_target(
     model: DraftModel, tensors: Set[str], method: DraftMethod, source: ModelSource, target: TargetModel
 ) -> frozenset[str]:
-    """Fill what the draft takes from the target. Return the names that the draft's checkpoint may lack."""
+    """Give the draft the modules that it shares with the target. Return the names that its checkpoint may lack."""
     if method.head_rows is not None and "lm_head.weight" not in tensors:
         assert model.target_ids is not None, "its ids are read with the checkpoint"
         rows = gathered_rows(target.lm_head, model.target_ids, f"draft {method.path}")
@@ -107,7 +109,7 @@ def _share_with_target(
     if "lm_head" in lacking and method.vocab_size != method.model.vocab_size:
         raise ValueError(
             f"draft {method.path}: has its own vocabulary of {method.vocab_size} but no lm_head.weight; "
-            "use a checkpoint that is whole"
+            "use a complete checkpoint"
         )
     width = method.model.hidden_size
     widths = {"embed_tokens": method.embedding_size, "lm_head": width}
@@ -117,7 +119,7 @@ def _share_with_target(
     if other and not _ties_head(method, lacking):
         raise ValueError(
             f"draft {method.path}: has hidden_size={width} of its own but no {other[0]}.weight, and the target's has "
-            f"{theirs[other[0]]}; use a checkpoint that is whole"
+            f"{theirs[other[0]]}; use a complete checkpoint"
         )
     if not lacking:
         return frozenset()

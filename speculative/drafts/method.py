@@ -1,7 +1,7 @@
-"""The interface of draft methods. Rounds and drafter use these two classes only; verification, acceptance, commit and
-tree growth are the same for all methods.
+"""The interface of draft methods: two classes, which are all that rounds and `Drafter` use. Verification, acceptance,
+commit and tree growth are the same for all methods.
 
-`DraftMethod`: a checkpoint's description; a plain value, read before anything is loaded.
+`DraftMethod`: describes a checkpoint; a plain value, read before weights are loaded.
 `DraftModel`: the module that drafts on one rank.
 """
 
@@ -26,16 +26,17 @@ class DraftMethod(ABC):
     """A draft of this method, read from its config.json and checked against its target.
 
     name: value of `speculative.method`.
-    lookahead: tokens after a position that its draft KV depends on; 1 if a row holds the next token's embedding.
+    lookahead: number of tokens after a position that its KV there depends on: 1 if a row reads the next token's
+        embedding.
     path: folder of its weights.
     model: configuration of its layers, for its KV pool and attention backends.
-    vocab_size: of its own vocabulary; the target's if it has none.
+    vocab_size: size of its own vocabulary, or of the target's if it has none.
     capture: layers of the target whose input it reads; empty: it reads the final hidden state.
-    shared_modules: modules that are always the target's, of "embed_tokens" and "lm_head".
-    reads_target_kv: whether its layers attend to the target's KV and have none of their own; `model` then says of which
-        heads (`speculative.drafts.drafter.TargetKVRunner`).
-    trims_head: whether it may use some rows only of the target's vocabulary head (`speculative.drafts.trimmed_head`).
-    head_rows: number of those rows, then also its `vocab_size`; None: it uses the target's whole head.
+    shared_modules: which of "embed_tokens" and "lm_head" are always the target's.
+    reads_target_kv: whether its layers attend to the target's KV and have no KV themselves. `model` then has the
+        target's K/V heads (`speculative.drafts.drafter.TargetKVRunner`).
+    trims_head: whether it can use a part of the target's vocabulary head (`speculative.drafts.trimmed_head`).
+    head_rows: number of rows in that part, which is also its `vocab_size`; None: the whole head.
     """
 
     name: ClassVar[str]
@@ -51,12 +52,13 @@ class DraftMethod(ABC):
     head_rows: int | None = field(default=None, kw_only=True)
 
     def trimmed(self, rows: int | None) -> Self:
-        """The draft with `rows` rows of the target's vocabulary head; itself for None, and where it has its own."""
+        """Return the draft with `rows` rows of the target's vocabulary head. Unchanged for None, and with its own
+        head."""
         return replace(self, vocab_size=rows, head_rows=rows) if rows is not None and self.trims_head else self
 
     @classmethod
     def folder(cls, draft_path: str, target_path: str) -> str:
-        """Return the checkpoint's folder, from the configured folders."""
+        """Return the folder of the draft's checkpoint. Both paths: as configured."""
         return draft_path
 
     @classmethod
@@ -67,8 +69,8 @@ class DraftMethod(ABC):
     @classmethod
     @abstractmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
-        """Read config.json in folder `path`. Raises ValueError, naming draft, target and remedy, if they do not fit, or
-        if something would be ignored."""
+        """Read config.json, `raw`, of folder `path`. Raises ValueError, naming draft, target and remedy, if they do not
+        fit, or if a setting would be ignored."""
 
     @abstractmethod
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "DraftModel":
@@ -80,17 +82,17 @@ class DraftMethod(ABC):
 
     @property
     def embedding_size(self) -> int:
-        """Size of a row of its embedding."""
+        """Width of its embedding."""
         return self.model.hidden_size
 
     @property
     def max_num_steps(self) -> int | None:
-        """Tokens that one pass drafts; None for a method that drafts one token per pass."""
+        """Number of tokens that one pass drafts; None for a method that drafts one token per pass."""
         return None
 
     @property
     def masks_steps(self) -> bool:
-        """Whether a draft step of a chain needs masks, because its rows see later ones."""
+        """Whether the draft step of a chain needs masks, because rows see later rows."""
         return False
 
     @property
@@ -107,17 +109,17 @@ class DraftMethod(ABC):
 class DraftModel(nn.Module, ABC):
     """A draft on one rank.
 
-    Row i of a pass has position i, the feature of position i and the embedding of token i + 1, and predicts token i +
-    2.
+    Row i of a pass has position i, reads the feature of position i and the embedding of token i + 1, and predicts token
+    i + 2.
 
     group: its ranks.
-    num_layers: its own layers; with several, all but the last compute every row of `extend`.
+    num_layers: number of its layers. All but the last compute every row of `extend`.
     reads_target_kv: see `DraftMethod`.
-    embed_tokens: over the target's vocabulary; `loading` shares the target's if the checkpoint has none.
-    lm_head: over the draft's vocabulary; likewise.
+    embed_tokens: embedding of the target's vocabulary; the target's module if the checkpoint has none (`loading`).
+    lm_head: vocabulary head of the draft's vocabulary; the target's module if the checkpoint has none.
     target_ids: [draft vocabulary] int64 target id of each draft id; None if equal.
     reads_last_layer: whether its features are the target's final hidden states, which are then computed for every row.
-    drafts_blocks: whether one pass drafts all tokens (`speculative.drafts.blocks`). Then `keep` alone extends its KV.
+    drafts_blocks: whether one pass drafts all tokens (`speculative.drafts.blocks`). Its KV is then extended by `keep`.
     """
 
     reads_last_layer: ClassVar[bool] = False
@@ -138,7 +140,7 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def features(self, output: DecoderOutput) -> Tensor:
-        """Return [rows, F]: the target's output that it reads."""
+        """Return [rows, F]: the part of the target's output that it reads."""
 
     def extend(self, ids: Tensor, features: Tensor, context: ForwardContext) -> Tensor:
         """Extend its KV to the committed tokens. Return the recurrent state [n, hidden] of the rows that attend.
@@ -150,7 +152,8 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
-        """`extend` if nothing is drafted next: writes KV only, so no row attends in the last layer."""
+        """Extend its KV to the committed tokens if nothing is drafted next, so that no row attends in the last
+        layer."""
 
     @abstractmethod
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:

@@ -1,5 +1,5 @@
-"""Modules stored as one more layer of the same kind after the target's: DeepSeek-V3 (arXiv 2412.19437, section 2.2) and
-GLM's mixtures of experts."""
+"""MTP modules that are stored as one more layer after the target's layers: DeepSeek-V3 (arXiv 2412.19437, section 2.2)
+and GLM's mixtures of experts."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ ARCHITECTURES = ("DeepseekV3ForCausalLM",)  # those whose modules can be trained
 
 @dataclass(frozen=True)
 class _Family:
-    """A family's checkpoint: its reader, its layers, and the names of a layer's tensors (ours, theirs)."""
+    """A family's checkpoint: how to read its config, build a layer, and map a layer's tensor names (ours, theirs)."""
 
     read_config: Callable[[dict[str, Any], str], Any]
     make_layer: Callable[[Any, int, TPGroup], DecoderLayer]
@@ -42,8 +42,11 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class DeepseekMtp(Mtp):
-    """model: of the module's layer. layer: its number in the checkpoint, after those of the target. Of several modules
-    the first is used."""
+    """The first MTP module of a checkpoint.
+
+    model: configuration of the module's layer.
+    layer: its number in the checkpoint, after the target's layers.
+    """
 
     model: DeepseekConfig | Glm4MoeConfig
     layer: int
@@ -80,7 +83,8 @@ class DeepseekMtp(Mtp):
 
     @property
     def weight_names(self) -> NameMap:
-        """The rest of the checkpoint is the target's; the module's copies of embedding and head are not used."""
+        """Map checkpoint names to parameters. The module's copies of embedding and head, and the target's tensors, are
+        not read."""
         theirs, others = f"model.layers.{self.layer}", range(self.layer + self.model.num_mtp_layers)
         rules = {"norm": f"{theirs}.shared_head.norm", "lm_head": f"{theirs}.shared_head.head"}
         return NameMap(

@@ -1,5 +1,5 @@
-"""The module of Qwen3-Next, Qwen3.5, 3.6 and 3.8: one layer of gated attention, with an MLP or experts. It has KV and
-no recurrent state."""
+"""The MTP module of Qwen3-Next, Qwen3.5, 3.6 and 3.8: one layer of gated attention, with an MLP or experts. It has KV
+and no recurrent layer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _LAYER = "mtp.layers.0"
 
 @dataclass(frozen=True)
 class QwenMtp(Mtp):
-    """model: of the module's layer. Of several layers the first is used."""
+    """The first layer of a checkpoint's MTP module. model: configuration of that layer."""
 
     model: HybridConfig
 
@@ -60,7 +60,7 @@ class QwenMtp(Mtp):
 
     @property
     def weight_names(self) -> NameMap:
-        """The rest of the checkpoint is the target's."""
+        """Map checkpoint names to parameters. The target's tensors are not read."""
         rules = {
             "enorm": "mtp.pre_fc_norm_embedding",
             "hnorm": "mtp.pre_fc_norm_hidden",
@@ -77,7 +77,8 @@ class QwenMtp(Mtp):
 
 
 def _check_module(raw: Mapping[str, Any], source: str) -> None:
-    """Qwen3-Next's config.json does not say whether there is a module, so that its weights decide."""
+    """Raise ValueError if the checkpoint has no module, or one with its own embedding. Qwen3-Next's config.json does
+    not say whether there is one; its weights show it."""
     text = {**raw, **section_of(raw, "text_config", source)}
     known = "mtp_num_hidden_layers" in text
     if known and size_of(text, "mtp_num_hidden_layers", source, least=0) < 1:

@@ -17,7 +17,7 @@ from speculative.drafts.mtp_qwen import QwenMtp
 from workers.models.config import ModelConfig, read_config_json
 from workers.models.loading import fitted_quant
 
-# Key: name. If it has several methods, the one that recognises the checkpoint is used.
+# By value of speculative.method; of several methods, the one that recognises the checkpoint is used.
 METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
     "eagle": (Eagle,),
     "eagle3": (Eagle3,),
@@ -48,13 +48,13 @@ def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig
 
 
 def method_of(raw: Mapping[str, Any]) -> str | None:
-    """Return the name of the method whose draft has this config.json; None: of no method."""
+    """Return the name of the method that recognises this config.json; None if none does."""
     return next((name for name, methods in METHODS.items() if any(each.recognises(raw) for each in methods)), None)
 
 
 def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:
-    """Return the error for a draft of another method: it might load, and then the target would accept
-    nothing, without any message."""
+    """Return the error for a draft of another method. Without it such a draft might load, and the target would accept
+    none of its tokens, without any message."""
     draft, architecture = f"speculative.method={name}: draft {path}", draft_architecture(raw)
     right = method_of(raw)
     if right is None and "speculators_model_type" in raw:

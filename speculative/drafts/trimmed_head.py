@@ -1,10 +1,9 @@
-"""The target's vocabulary head as a draft has it, with the rows of the most frequent tokens only (FR-Spec, arXiv
-2502.14856).
+"""Trims the target's vocabulary head to the most frequent tokens, for a draft (FR-Spec, arXiv 2502.14856).
 
-A draft multiplies by the head in every step, and most of a large vocabulary hardly occurs. The verifier has the whole
-head, so that a smaller one changes how many drafts are accepted and no token. Which tokens: `FILE` in the target's
-folder, which `aerie token-map` makes; without it the first of the tokenizer, whose merges were learnt in the order of
-their frequency. Called by `speculative.build` and `speculative.drafts.loading`.
+A draft multiplies by the head in every step, and most tokens of a large vocabulary are rare. Verification uses the
+whole head, so a smaller one in the draft changes the number of accepted drafts, but no token. The frequent tokens are
+in `FILE` in the target's folder, which `aerie token-map` writes. Without it, they are the tokenizer's first ones, whose
+merges were learnt in the order of their frequency. Called by `speculative.build` and `speculative.drafts.loading`.
 """
 
 import json
@@ -19,18 +18,22 @@ from workers.layers.linear_method import DenseLinearMethod
 from workers.layers.vocab import LMHead
 
 FILE = "token_map.json"
-# Rows by "auto". Share of answers' tokens (GSM8K, code, role play) that are among the rows, Qwen's vocabulary of
-# 151,643: 32,768 by a map made of other such rows 99.5, 99.0, 97.1 %; in the tokenizer's order 97.3, 95.7, 90.3 %, and
-# 65,536 in that order 99.2, 98.6, 96.7 %. What a draft cannot propose ends a path, so that it needs more without a map.
+# Rows of "auto". Share of the tokens in answers (GSM8K, code, role play) that the rows contain, of Qwen's vocabulary of
+# 151,643: 32,768 rows by a map from other such answers 99.5, 99.0, 97.1 %; in the tokenizer's order 97.3, 95.7, 90.3 %;
+# 65,536 in that order 99.2, 98.6, 96.7 %. A token that a draft cannot propose ends a path, so more are needed without
+# map.
 AUTO_ROWS = 32_768
 AUTO_ROWS_WITHOUT_MAP = 65_536
-_AUTO_SHARE = 3  # "auto" trims to a third or less: what a larger head costs is worth less than what it proposes
-_BLOCK_ROWS = 4096  # rows that ranks exchange at once
+_AUTO_SHARE = 3  # "auto" trims only to a third or less: cutting less saves too little for the proposals that it loses
+_BLOCK_ROWS = 4096  # rows that ranks exchange at a time
 
 
 def head_rows(setting: int | Literal["auto"], vocab_size: int, folder: str | Path) -> int | None:
-    """Rows of the trimmed head, None for the target's own. setting: `speculative.draft_vocab_size`. folder: the
-    target's."""
+    """Return the number of rows of the trimmed head; None for the target's whole head.
+
+    setting: `speculative.draft_vocab_size`.
+    folder: the target's.
+    """
     if setting == "auto":
         rows = AUTO_ROWS if (Path(folder) / FILE).is_file() else AUTO_ROWS_WITHOUT_MAP
         setting = rows if rows * _AUTO_SHARE <= vocab_size else 0
@@ -38,10 +41,11 @@ def head_rows(setting: int | Literal["auto"], vocab_size: int, folder: str | Pat
 
 
 def head_ids(folder: str | Path, vocab_size: int, size: int, end_ids: Sequence[int]) -> Tensor:
-    """The target's ids of the head's rows: [size] int64 on the CPU, ascending.
+    """Return the target's ids of the trimmed head's rows: [size] int64 on the CPU, ascending.
 
-    folder: the target's. end_ids: that end an answer. These and the tokenizer's added tokens are always among the rows:
-    a chat has few of them, and each ends or begins something.
+    folder: the target's.
+    end_ids: tokens that end an answer. They and the tokenizer's added tokens are always among the rows, because they
+        are rare but mark where parts of a chat begin and end.
     Raises ValueError for a token map of another vocabulary, and for a size that these tokens alone exceed.
     """
     forced = [*end_ids, *_added_tokens(Path(folder))]
@@ -59,7 +63,8 @@ def head_ids(folder: str | Path, vocab_size: int, size: int, end_ids: Sequence[i
 
 
 def read_token_map(folder: Path, vocab_size: int) -> list[int]:
-    """Token ids, the most frequent first; none where `folder` has no token map. Raises ValueError."""
+    """Return token ids, the most frequent first; [] without a token map in `folder`. Raises ValueError for a bad
+    one."""
     file = folder / FILE
     if not file.is_file():
         return []
@@ -78,21 +83,22 @@ def read_token_map(folder: Path, vocab_size: int) -> list[int]:
 
 
 def write_token_map(folder: Path, vocab_size: int, ids: Iterable[int]) -> Path:
-    """Write ids, the most frequent first, into the target's folder; returns the file. Raises OSError."""
+    """Write ids, the most frequent first, into the target's folder. Return the file. Raises OSError."""
     file = folder / FILE
     file.write_text(json.dumps({"vocab_size": vocab_size, "token_ids": list(ids)}) + "\n", encoding="utf-8")
     return file
 
 
 def gathered_rows(head: LMHead, ids: Tensor, source: str) -> Tensor:
-    """The rows `ids` of the target's head: [len(ids), hidden], whole on every rank of its group. A collective.
+    """Return the rows `ids` of the target's head, [n, hidden], on every rank of its group. A collective.
 
-    ids: [n] int64, ascending; on the head's device. source: the draft, for errors.
-    Raises ValueError where ranks have other ids, as with other files on their nodes, and for a quantised head.
+    ids: [n] int64, ascending, on the head's device.
+    source: the draft, for errors.
+    Raises ValueError if the ranks' ids differ, as with different files on their nodes, and for a quantised head.
     """
     if not isinstance(head.method, DenseLinearMethod):
         raise ValueError(
-            f"{source}: the target's vocabulary head is quantised, whose rows cannot be taken apart; set "
+            f"{source}: the target's vocabulary head is quantised, so its rows cannot be selected; set "
             "speculative.draft_vocab_size: 0"
         )
     shard, weight = head.shard, head.method.dense_weight()
@@ -108,9 +114,9 @@ def gathered_rows(head: LMHead, ids: Tensor, source: str) -> Tensor:
 
 
 def _check_equal(head: LMHead, ids: Tensor, source: str) -> None:
-    """Ranks whose rows mean other tokens would verify other trees."""
+    """Raise ValueError unless all ranks have the same ids. Else they would verify different trees."""
     weights = torch.arange(1, ids.shape[0] + 1, device=ids.device)
-    # float64 is exact for these: below 2^53, and of one sum each
+    # exact in float64: integers below 2^53
     sums = torch.stack(((ids * weights % 1_000_003).sum(), ids.sum())).double()
     found = head.shard.group.all_gather(sums)
     if not bool((found == found[0]).all()):
@@ -125,4 +131,4 @@ def _added_tokens(folder: Path) -> list[int]:
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         return [int(token["id"]) for token in content.get("added_tokens", [])]
     except (OSError, ValueError, TypeError, KeyError):
-        return []  # targets in tests have none; servers have checked it before
+        return []  # only targets in tests have no tokenizer: a server checks that before

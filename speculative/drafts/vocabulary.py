@@ -11,10 +11,10 @@ def take_target_ids(tensors: dict[str, Tensor], method: DraftMethod) -> Tensor |
     """Return the target id of each draft id, [draft vocabulary] int64; None if equal. Removes `d2t` and `t2d` from
     `tensors`.
 
-    d2t: [draft vocabulary] integers to add to draft ids; in some checkpoints the target ids themselves, which t2d
-        reveals.
+    d2t: [draft vocabulary] integers to add to draft ids. In some checkpoints they are the target ids themselves, which
+        t2d shows.
     t2d: [target vocabulary] bool, whether the draft has a token. It has no order, so it cannot replace a missing d2t.
-    Raises ValueError if the vocabularies differ without a map, or if the map is of another target.
+    Raises ValueError if the vocabularies differ and there is no map, or one for another target.
     """
     source, vocab_size, target_size = f"draft {method.path}", method.vocab_size, method.model.vocab_size
     given, members = tensors.pop("d2t", None), _members(tensors.pop("t2d", None), vocab_size)

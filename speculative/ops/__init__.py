@@ -1,9 +1,10 @@
 """Operations of a speculative round: one module each, its contract and reference on top, its Triton kernels in a
 sibling whose name ends in _triton. `attention.ops.operation` says what an operation is.
 
-acceptance   the path that the target agrees with, and what it changes in the slot
-tree_read    the pending trees' rows, as the target verifies them
-tree_growth  one level of drafting: the best children; and the tree that is kept of all levels
-head_input   what an EAGLE-3 head reads: two norms, side by side
-guides       drafting under grammars: states, forced tokens, masks
+acceptance    finds the accepted path of each tree, and commits it to the slots
+tree_read     reads the trees to verify, as rows of the target
+tree_growth   adds a level to draft trees, and selects the nodes to verify
+head_input    the input of an EAGLE-3 layer: two norms, side by side
+guides        drafting under grammars: states, forced tokens, masks
+suffix_match  drafts copied from the request's own text
 """

@@ -1,14 +1,13 @@
-"""Acceptance: which drafted nodes the target agrees with, and their commit to the slots.
+"""Acceptance: finds the drafted nodes that the target agrees with, and commits them to the slots.
 
-The target chooses a token after every node of the tree: greedily, or by a draw that depends on the position alone
-(`workers.sampling.sampler`). A node is accepted if its parent is accepted and it equals the token chosen after its
-parent. So the emitted tokens are those of non-speculative decoding: the same greedy tokens, the same draws. The seed
-alone decides a sampled text, with and without speculation, alone and in a batch, and ranks need not exchange what they
-accepted.
+The target chooses a token after every node of the tree: greedily, or by a draw whose noise depends on seed and position
+only (`workers.sampling.sampler`). A node is accepted if its parent is accepted and it equals the token chosen after its
+parent. So the emitted tokens are those of non-speculative decoding: a seed gives the same text with and without
+speculation, alone and in a batch. Ranks need not exchange what they accepted.
 
-Rejection sampling, which is optimal for one drafted token, would accept a little more than a draft that shares the
-target's noise. Tokens per round of the embedded pair, chains of three (exact expectations): 2.50 instead of 2.58 at
-temperature 1.0, 2.54 instead of 2.59 at 0.7, 2.90 instead of 2.93 at 0.7 with top-k 20 and top-p 0.8.
+Rejection sampling, which is optimal for one drafted token, would accept slightly more. Tokens per round of the embedded
+pair, chains of three (exact expectations): 2.50 instead of 2.58 at temperature 1.0, 2.54 instead of 2.59 at 0.7, 2.90
+instead of 2.93 at 0.7 with top-k 20 and top-p 0.8.
 """
 
 from dataclasses import dataclass, replace
@@ -41,9 +40,9 @@ class Accepted:
 class Committed:
     """A committed path, and its rows.
 
-    path_rows: [B, D + 1] int64 rows of the path among all [B * W].
-    newest: [B] int64 row of the paths' [B * (D + 1)] after which the newest token was chosen.
-    newest_position: [B] int32 its KV position.
+    path_rows: [B, D + 1] int64, index of each of the path's nodes among all B * W rows.
+    newest: [B] int64, index among the B * (D + 1) entries of `path_rows` after which the newest token was chosen.
+    newest_position: [B] int32, that row's KV position.
     reported: [B] int64 accepted drafts for statistics; -1 if none were verified.
     """
 
@@ -79,14 +78,14 @@ def accept_commit(
 
 
 def has_drafts(tree: Tree) -> Tensor:
-    """Return [B] bool: whether a tree has nodes beside its root."""
+    """Return [B] bool: whether a tree has nodes besides its root."""
     if tree.tokens.shape[1] == 1:
         return torch.zeros_like(tree.tokens[:, 0], dtype=torch.bool)
     return tree.tokens[:, 1] != NO_TOKEN
 
 
 def committed(tree: Tree, accepted: Accepted, commit: Commit, length: Tensor) -> Committed:
-    """length: [B] int32, the committed KV before."""
+    """Return the committed path. length: [B] int32, committed KV tokens before this round."""
     batch, columns = accepted.path.shape
     row = torch.arange(batch, device=length.device)
     verified = has_drafts(tree) & (commit.counts > 0)
@@ -105,7 +104,7 @@ def committed(tree: Tree, accepted: Accepted, commit: Commit, length: Tensor) ->
 def accept(tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int) -> Accepted:
     """Compare trees with the target's choices chosen [B, W] int64. enabled: [B] bool; False accepts no draft.
 
-    A node is accepted if all its ancestors' bits are among the matching nodes: no walk over the tree.
+    A node is accepted if its ancestors' bits are all among the matching nodes, so no walk over the tree is needed.
     """
     width = tree.tokens.shape[1]
     node = torch.arange(width, device=chosen.device)
@@ -119,9 +118,8 @@ def accept(tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int) -> Accep
 def accept_synthetic(
     tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int, length: float, seed: Tensor, position: Tensor
 ) -> Accepted:
-    """Accept so that 1 + accepted drafts is `length` in the mean, whatever the tokens are: floor(length) - 1 drafts,
-    and one more with the fractional probability (the minimum-variance schedule of vLLM's
-    `synthetic_acceptance_length`).
+    """Accept a given number of drafts, whatever the tokens are: floor(length) - 1, and one more with probability
+    length - floor(length). So 1 + accepted drafts has the mean `length` (as vLLM's `synthetic_acceptance_length`).
 
     seed, position: [B] int64, for the draw.
     """

@@ -77,7 +77,7 @@ def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children,
     slots     [B] int64, contiguous
     states    [B, R] int32, contiguous
     found     [B * R, k], contiguous
-    unlikely  added to the log-probability of tokens beside a forced one that no edge leads on from
+    unlikely  added to the log-probability of the tokens beside a forced one that have no edge
     ->        [B * R, k], target ids
     """
     batch = states.shape[0]
@@ -85,7 +85,7 @@ def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children,
     forced = _forced(guides, slots, states).view(-1, 1)
     known = _hits(guides, slots, states.repeat_interleave(ids.shape[1], 1), ids.view(batch, -1)).any(2).view(ids.shape)
     scores = torch.where(known, found.log_probabilities, found.log_probabilities + unlikely)
-    # the forced token first, then the others in order, without it, or without the last
+    # the forced token, then the others in order; the last is dropped unless the forced token was among them
     others = torch.cat((forced, ids), dim=1)
     scores = torch.cat((torch.zeros_like(forced, dtype=scores.dtype), scores), dim=1)
     again = others == forced
@@ -116,7 +116,7 @@ def _hits(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> 
 
 
 def forced_or(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
-    """Return the tokens that states [B, R] force, else tokens [B, R]: int64."""
+    """Return [B, R] int64: the token that a state forces, or else that of tokens [B, R]."""
     forced = _forced(guides, slots, states)
     return torch.where(forced >= 0, forced, tokens)
 

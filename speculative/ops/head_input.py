@@ -13,7 +13,6 @@ def head_input(
 ) -> Tensor:
     """Return RMSNorm(table[ids]) and RMSNorm(hidden), side by side.
 
-
     ids            [rows] int64
     table          [vocabulary, size], the embedding, of the model's type
     hidden         [rows, size], as table

@@ -1,8 +1,9 @@
-"""Drafts copied from a request's own text: tokens enter a history on the device, the newest ones are looked up in it,
-and what followed them there becomes a branch of the request's tree.
+"""Drafts copied from a request's own text. The device has a history of each request's tokens. The newest tokens are
+looked up in it, and the tokens that followed them there become a branch of the request's tree.
 
-Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) and suffix decoding (arXiv 2411.04975), by a scan
-instead of a suffix tree: a round reads 4 bytes of each token of each request once, and there is nothing to update.
+Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) and suffix decoding (arXiv 2411.04975), with a
+scan
+in place of a suffix tree: a round reads each request's text once, 4 bytes per token, and updates no tree.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,11 @@ def _on_host(here: Capability) -> bool:
 
 @dataclass(frozen=True)
 class MatchLimits:
-    """shortest, longest: tokens of a match; longer ones count as `longest`."""
+    """Limits of a match's length, in tokens.
+
+    shortest: shorter matches do not count.
+    longest: longer matches count as this long.
+    """
 
     shortest: int
     longest: int
@@ -31,17 +36,16 @@ class MatchLimits:
 def record_tokens(
     history: Tensor, slots: Tensor, length: Tensor, tokens: Tensor, counts: Tensor, chains: Tensor
 ) -> Tensor:
-    """Append emitted tokens to the history, and compare them with the chains that were proposed before.
+    """Append emitted tokens to the history, and compare them with the chains that were proposed for them.
 
     history  [S, T] int32, contiguous, written: tokens of each slot by position
     slots    [B] int64; all padding rows name the padding slot
-    length   [B] int32: committed KV tokens before; the newest token known is at this position, the first of `tokens`
-             one later; length + M < T
+    length   [B] int32: committed KV tokens before this step. The newest token of then has this position; the first of
+             `tokens` follows it. length + M < T
     tokens   [B, M] int64, contiguous
     counts   [B] int64, 0 to M: how many of them are valid
-    chains   [S, K] int64, contiguous: proposals after the newest token known; NO_TOKEN where there are none
-    ->       [B] int64: how many valid tokens, from the first, equal the chain; -1 without a chain
-
+    chains   [S, K] int64, contiguous: tokens proposed for these positions; NO_TOKEN where there are none
+    ->       [B] int64: number of leading valid tokens that equal the chain's; -1 without a chain
     """
     column = torch.arange(tokens.shape[1], device=tokens.device)
     valid = column < counts.unsqueeze(1)
@@ -60,18 +64,17 @@ def record_tokens(
 def find_matches(
     history: Tensor, slots: Tensor, seq_len: Tensor, limits: MatchLimits, chains: Tensor, max_tokens: int
 ) -> Tensor:
-    """Look up each request's newest tokens in its earlier ones, and propose what followed them.
+    """Look up each request's newest tokens in its earlier text, and propose the tokens that followed them.
 
-    The longest match counts, and of equally long ones the newest. Where it overlaps the end of the text, the proposal
-    repeats itself.
+    The longest match is used, and of equally long ones the newest. If what followed reaches the end of the text, the
+    proposal continues with its own beginning.
 
     history     [S, T] int32, contiguous
     slots       [B] int64; all padding rows name the padding slot
     seq_len     [S] int32: committed KV tokens; a slot has one token more
     chains      [S, K] int64, contiguous; the rows of `slots` are written: NO_TOKEN without a match
-    max_tokens  bound of the tokens of each of `slots`; the reference reads no further
+    max_tokens  bound on the tokens of each of `slots`; the reference reads no further
     ->          [B] int64: length of the match; 0 without one
-
     """
     own = history[slots, : min(max_tokens, history.shape[1])]
     count = seq_len[slots].long().unsqueeze(1) + 1
@@ -96,14 +99,13 @@ def find_matches(
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
     """Add each slot's chain to its tree as a branch, in the nodes from `first` on.
 
-    The branch leaves the tree where its path does: nodes that are in the tree already are not repeated, so that no two
-    children of a node are equal. Nodes that are left become NO_TOKEN.
+    Nodes of the chain that the tree has already are not repeated, so that no two children of a node are equal. Unused
+    nodes become NO_TOKEN.
 
     trees   [S, W] per field, contiguous; nodes first to first + K - 1 of `slots` are written; W >= first + K
     slots   [B] int64; all padding rows name the padding slot
     chains  [S, K] int64, contiguous; NO_TOKEN from some column on
-    first   nodes of the tree before, its root included; at least 1
-
+    first   number of nodes of the tree before this call, its root included; at least 1
     """
     chain, num_nodes = chains[slots], chains.shape[1]
     tokens, parents, depths, masks = (

@@ -1,5 +1,5 @@
-"""`suffix_match.find_matches` on a CPU: candidates shrink with each token compared, so most requests end after one
-comparison of their text."""
+"""`suffix_match.find_matches` on a CPU. Each compared token leaves fewer candidates, so for most requests one
+comparison with the whole text suffices."""
 
 import numpy as np
 import numpy.typing as npt

@@ -10,7 +10,7 @@ from speculative.ops.suffix_match import MatchLimits
 from speculative.tree.nodes import NO_TOKEN, Tree
 
 _BLOCK = 1024  # positions that a program compares at once
-_MAX_PROGRAMS = 32  # programs per request: 128k tokens take four blocks each
+_MAX_PROGRAMS = 32  # programs per request: with 128k tokens each has four blocks
 
 
 @triton.jit
@@ -129,8 +129,8 @@ def _propose(
 def find_matches(
     history: Tensor, slots: Tensor, seq_len: Tensor, limits: MatchLimits, chains: Tensor, max_tokens: int
 ) -> Tensor:
-    """`speculative.ops.suffix_match.find_matches`. Positions are compared as far as a slot's text goes, on a grid that
-    does not depend on it: a captured step serves texts of any length."""
+    """`speculative.ops.suffix_match.find_matches`. Programs loop over the slot's text, so the grid does not depend on
+    its length, and a captured step works for any."""
     batch, num_nodes = slots.shape[0], chains.shape[1]
     assert history.is_contiguous() and chains.is_contiguous() and limits.shortest >= 1
     programs = min(_MAX_PROGRAMS, triton.next_power_of_2(triton.cdiv(history.shape[1], _BLOCK)))

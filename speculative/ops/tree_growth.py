@@ -15,7 +15,7 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
 
     candidates  [B, C] per field; columns first to first + parents * k are written
     above       the level, k nodes per request, contiguous; None: the root
-    children    [B * parents, k], contiguous; equal scores rank by column, NaN and plus infinity like masked tokens
+    children    [B * parents, k], contiguous; equal scores rank by column, NaN and plus infinity rank like masked tokens
     first       column of the first child
     first_bit   suffix column of the next level's first node
     ->          the next level, k nodes per request, best first
@@ -70,10 +70,11 @@ def write_trees(trees: Tree, slots: Tensor, tree: Tree) -> None:
 
 
 def best_tree(root: Tensor, candidates: Candidates, width: int) -> Tree:
-    """Return the `width - 1` candidates with the highest scores, best first, under root [B] (section 4.2). So the first
-    nodes of a tree are the narrower tree of the same candidates.
+    """Return the tree of root [B] and the `width - 1` candidates with the highest scores, best first (section 4.2). So
+    the first nodes of a tree are the narrower tree of the same candidates.
 
-    The sort is stable: of equal scores the one drafted first wins, so a node's parent is also kept, before it.
+    The sort is stable: of equal scores the candidate drafted first wins. So a node's parent is selected, too, and comes
+    before it.
     """
     kept = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, : width - 1]
     batch, node = root.shape[0], torch.arange(1, width, device=root.device)

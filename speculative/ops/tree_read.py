@@ -17,12 +17,12 @@ def read_trees(
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """Return the rows of the trees of some slots: their first `width` nodes, as `speculative.tree.nodes.trimmed` does.
+    """Return the first `width` nodes of the trees of some slots as rows, cut as by `speculative.tree.nodes.trimmed`.
 
     trees       [num_slots + 1, W] per field, contiguous, W >= width
     slots       [B] int64
     max_depth   deeper nodes are not accepted
-    as_chain    reduce trees to chains: the nodes that follow one another
+    as_chain    reduce each tree to the chain of nodes of which each is the child of the one before
     seq_len     [num_slots + 1] int32, committed KV tokens
     mask_words  [B, width, words] uint16, contiguous, words even, written: the low 16 * words bits of each node's mask,
                 lowest first; None: not needed
@@ -43,8 +43,7 @@ def read_trees(
 
 @operation(Implementation("triton", "speculative.ops.tree_read_triton:write_roots", on_gpu))
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
-    """Reset the trees of some slots to their newest token, without drafts.
-
+    """Reset the trees of some slots to their root, the newest token.
 
     trees  [num_slots + 1, W] per field, contiguous; the tokens of `slots` are written
     slots  [B] int64, contiguous

@@ -127,13 +127,22 @@ def _other_quantization(config: Mapping[str, Any], folder: Path) -> dict[str, An
 
 
 # Fields of a model of images and text that hold for its text part, too.
-OUTER_FIELDS = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
+_OUTER_FIELDS = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
 
 
-def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the part of config.json that describes the token decoder: text_config, or all of it."""
+def text_part(config: dict[str, Any], source: str, text_first: bool = False) -> dict[str, Any]:
+    """Return the part of config.json that describes the token decoder: text_config, or all of it.
+
+    `_OUTER_FIELDS` that are not null come from the whole model. text_first: except those that text_config has, too, and
+    that are not null there.
+    """
     text = section_of(config, "text_config", source)
-    return {**text, **{key: config[key] for key in OUTER_FIELDS if config.get(key) is not None}} if text else config
+    if not text:
+        return config
+    outer = {key: config[key] for key in _OUTER_FIELDS if config.get(key) is not None}
+    if text_first:
+        outer = {key: value for key, value in outer.items() if key == "architectures" or text.get(key) is None}
+    return {**text, **outer}
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from workers.runner.chunk_tensors import in_order
-from workers.runner.graphs.emitted import Emitted
+from workers.runner.graphs.host_output import HostOutput
 from workers.sampling.prompt_logprobs import PromptRanking
 from workers.sampling.sampler import Logprobs
 from workers.scheduling.plan import (
@@ -38,7 +38,7 @@ class PendingStep:
     """
 
     plan: StepPlan
-    emitted: Emitted | None
+    emitted: HostOutput | None
     num_logprobs: tuple[int, ...]
     started_s: float
     failed: dict[int, Failure]

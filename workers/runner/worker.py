@@ -16,7 +16,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import StepTensors
 from workers.runner.chunk_tensors import in_order
 from workers.runner.decoding import DecodingStrategy
-from workers.runner.graphs.emitted import Emitted
+from workers.runner.graphs.host_output import HostOutput
 from workers.runner.plan_batch import PlanBatches, entries_of
 from workers.runner.step_result import PendingStep
 from workers.scheduling.cost_table import CostTable
@@ -111,7 +111,7 @@ class Worker:
         if self._debug:
             self._assert_ranks_agree(tensors)
         num_logprobs = tuple(self._slots.facts[slot].sampling.logprobs for slot in entries)
-        emitted = Emitted.of(tensors)
+        emitted = HostOutput.of(tensors)
         if self._grammars is not None and batch.needs.masked:
             self._grammars.ran(entries, emitted)
         asking = tuple(self._slots.facts[chunk.slot].number for chunk in in_order(plan) if chunk.logprobs >= 0)

@@ -1,8 +1,8 @@
 """Decides when a serving engine captures another CUDA graph. Pure; used by `workers.scheduling.scheduler`.
 
-A capture blocks the ranks for 30 to 200 ms. So it waits for 0.5 s without requests, which makes it unlikely to delay
-one. If requests never stop, it runs once padding, for want of that graph, has cost as much time as the capture takes.
-So captures never cost more than they could have saved, whatever arrives later.
+A capture blocks the ranks for 30 to 200 ms. So it waits for 0.5 s without requests, after which it is unlikely to delay
+one. If requests never pause, it runs once steps have lost as much time to padding, for lack of that graph, as the
+capture takes. So captures never cost more than they could have saved, whatever arrives later.
 """
 
 import math
@@ -14,11 +14,13 @@ IDLE_S = 0.5  # after the last request
 
 
 class CapturePacing:
-    """busy_interval_s: minimum time between captures while requests run; 0 captures everything before the next step.
-    clock: in seconds.
+    """Paces captures.
+
+    busy_interval_s: minimum seconds between captures while requests run; 0: capture everything before the next step.
+    clock: returns seconds.
     graphs: the ranks' last report.
     in_flight: a capture is planned and has no result yet.
-    row_ms: time that a row adds to a step; None if unknown: any padding is then reason enough.
+    row_ms: milliseconds that a row adds to a step; None if unknown, where any padding justifies a capture.
     """
 
     def __init__(self, busy_interval_s: float, clock: Callable[[], float]) -> None:
@@ -29,13 +31,14 @@ class CapturePacing:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the ranks, which are new."""
+        """Start again with new ranks."""
         self.graphs = GraphCount()
         self.in_flight = False
         self._since_s = self._clock()
 
     def is_due(self, is_idle: bool) -> bool:
-        """Whether the next plan must be a capture, once no step is in flight. is_idle: there are no requests."""
+        """Whether the next plan must be a capture. It is sent when no step is in flight. is_idle: there are no
+        requests."""
         now_s = self._clock()
         if not is_idle:
             self._last_request_s = now_s
@@ -54,7 +57,7 @@ class CapturePacing:
         return graphs.missed_rows > 0 and (row_ms is None or graphs.missed_rows * row_ms >= graphs.capture_ms)
 
     def has_ended(self, graphs: GraphCount) -> bool:
-        """Take the graph count of a result. Return whether it is the result of a capture."""
+        """Store the graph count of a result. Return whether it is the result of a capture."""
         self.graphs = graphs
         if not self.in_flight:
             return False

@@ -1,5 +1,5 @@
-"""Measured times of steps: a plain value that ranks send to the scheduler. It decides the number of prompt tokens in a
-step and the tree shape, so both can be tested without a GPU. Measured by `workers.runner.costs.cost_probe`."""
+"""Measured times of steps: a plain value that `workers.runner.costs.cost_probe` measures and ranks send to the
+scheduler. Prompt tokens per step and tree shapes depend on it alone, so both can be tested without a GPU."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-TARGET_CHUNK_TOKENS = 768
+TARGET_CHUNK_TOKENS = 768  # both: see `default_itl_target_ms`
 TARGET_ROUNDS = 2.0
 
 
@@ -35,12 +35,12 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     """Times of all kinds of steps.
 
     rounds: by index of the shape; index 0 is non-speculative decoding.
-    chunk_requests: numbers of requests that ran rounds beside a chunk, ascending from 0.
-    chunk_tokens: prompt tokens of the chunk, ascending.
+    chunk_requests: measured numbers of requests that run rounds beside a chunk, ascending from 0.
+    chunk_tokens: measured prompt tokens of the chunk, ascending.
     chunk_ms: [chunk_requests][chunk_tokens] milliseconds of the whole step.
-    default: index of the shape that is drafted by default.
+    default: index of the default shape.
     ms_per_chunk_kv: attention time per pair of a chunk's token and a token before the chunk.
-    beside: shapes of the rounds in `chunk_ms`, by chunk_requests; empty: the default.
+    beside: shape of the rounds in `chunk_ms`, by chunk_requests; empty: the default everywhere.
     """
 
     rounds: tuple[RoundCosts, ...]
@@ -77,9 +77,9 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     def chunk_added_ms(self, shape: int, num_requests: int) -> list[float]:
         """Milliseconds that a chunk adds to a round of `shape` with `num_requests` requests, by `chunk_tokens`.
 
-        Between measured numbers of requests, interpolates what chunks add to rounds, or, for this shape, whole steps,
-        and takes the smaller result: in a large mixture of experts a chunk reads nearly all experts anyway, so a small
-        round beside it adds far less than it takes alone.
+        Between two measured numbers of requests there are two estimates: interpolate the added time, or, if `shape` was
+        measured there, interpolate the whole step and subtract this round. The smaller one counts. In a large mixture
+        of experts a chunk reads nearly all experts anyway, so a small round beside it costs far less than alone.
         """
         at = self.chunk_requests
         right = min(bisect_left(at, num_requests), len(at) - 1)
@@ -96,17 +96,17 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
 
 
 def default_itl_target_ms(costs: CostTable, step_ms: Callable[[int, int, int, int], float] | None = None) -> float:
-    """Default of `SchedulerConfig.itl_target_ms`: milliseconds to which prompt chunks may stretch a step.
+    """Return "auto" of `SchedulerConfig.itl_target_ms`: the milliseconds to which prompt chunks may stretch a step.
 
-    step_ms: current time of a step with (shape, requests, KV tokens, prompt tokens), if not `costs.step_ms`.
+    step_ms: current time of a step with (shape, requests, KV tokens, prompt tokens); None: `costs.step_ms`.
 
     The larger of two times:
-    - a step with `TARGET_CHUNK_TOKENS` prompt tokens (or the maximum) beside half of all requests, or beside fewer with
-      a larger shape. That many tokens keep a GPU busy; smaller chunks would delay prompts more than they help others.
+    - the slowest step with `TARGET_CHUNK_TOKENS` prompt tokens (or the maximum) beside up to half of all requests. That
+      many tokens keep a GPU busy; smaller chunks would delay prompts more than they help running requests.
     - `TARGET_ROUNDS` times the slowest round beside prompts, so that prompts get half of each step. With less, prompts
-      of a large mixture of experts, whose rounds are slow from eight requests on, would queue up and rounds would grow.
+      of a large mixture of experts would queue up, because its rounds are slow from eight requests on.
 
-    H200, chain 3/1/4: 26 ms for Llama-3.1-8B with 128 slots; 51 ms for one of eight ranks of DeepSeek-V3 with 64.
+    H200, chain of 3: 26 ms for Llama-3.1-8B with 128 slots; 51 ms for one of eight ranks of DeepSeek-V3 with 64.
     """
     step_ms = costs.step_ms if step_ms is None else step_ms
     shape = costs.shape_beside(len(costs.chunk_requests) - 1)
@@ -119,8 +119,8 @@ def default_itl_target_ms(costs: CostTable, step_ms: Callable[[int, int, int, in
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:
-    """Interpolate `values` at ascending points `at`: constant before the first, linear after, extrapolated from the
-    last two."""
+    """Interpolate `values` at ascending points `at` linearly: constant before the first point, extrapolated from the
+    last two after them."""
     if x <= at[0] or len(at) == 1:
         return values[0]
     right = min(bisect_left(at, x), len(at) - 1)
@@ -128,13 +128,16 @@ def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float
     return values[left] + (values[right] - values[left]) * (x - at[left]) / (at[right] - at[left])
 
 
-def most_within(limit_ms: float, sizes: Sequence[int], ms: Sequence[float], most: int) -> int:
-    """The largest size, at most `most`, whose milliseconds are within a limit: `ms` at ascending `sizes`, linear
-    between them and, after the last, as between the last two; 0 if not even the first is."""
+def largest_within(limit_ms: float, sizes: Sequence[int], ms: Sequence[float], max_size: int) -> int:
+    """Return the largest size, at most `max_size`, whose milliseconds are within the limit; 0 if the first of `sizes`
+    is not.
+
+    sizes, ms: ascending sizes and their ascending milliseconds; linear in between, extrapolated from the last two.
+    """
     num_fitting = bisect_right(ms, limit_ms)
     if num_fitting == 0:
         return 0
     left = min(num_fitting, len(ms) - 1) - 1
     rise = (ms[left + 1] - ms[left]) / (sizes[left + 1] - sizes[left])
     fitting = math.inf if rise == 0.0 else sizes[left] + (limit_ms - ms[left]) / rise
-    return int(fitting) if fitting < most else most
+    return int(fitting) if fitting < max_size else max_size

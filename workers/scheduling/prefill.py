@@ -15,9 +15,9 @@ from workers.scheduling.shared_prefixes import SharedPrefixes
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_time import Prediction, Step
 
-MAX_PASSED = 64  # waiting requests without a compiled grammar that each step looks past
-MAX_ASKED = 8  # waiting requests whose common prefixes with running ones each step of a hybrid model looks for
-MASK_WAIT_MS = 250.0  # where no costs are known
+MAX_PASSED = 64  # waiting requests that a step examines for admission
+MAX_ASKED = 8  # waiting requests for whose common prefixes a step of a hybrid model plans saved states
+MASK_WAIT_MS = 250.0  # without costs
 _ORDER = attrgetter("order")
 
 
@@ -25,17 +25,17 @@ class PrefillPlanner:
     """Fills a plan with prompt tokens up to its latency budget (without one: `max_step_tokens`), earliest deadline
     first.
 
-    A prompt's deadline is its arrival plus its patience (`LatencyBudget.patience_s`; 0 without a budget, which is first
-    come, first served). It is set once. So only prompts with earlier deadlines, which all arrived before this one's,
-    can pass it: no prompt starves.
+    A prompt's deadline is its arrival plus `LatencyBudget.patience_s` (plus 0 without a budget: first come, first
+    served). It is set once. A prompt passes another only if its deadline is earlier, so it arrived before that one's
+    deadline: no prompt starves.
 
-    Requests are admitted in the same order, with their first chunk. If one has no room, later ones wait, too; a request
-    whose grammar is not compiled does not block others. So a younger request may be admitted before an older one.
-    Memory stays safe: an admitted request has room for its whole prompt beside all promised pages, and pages are taken
-    from the youngest arrival. The oldest request, once admitted, can take every page and finish. While it waits, later
-    arrivals cannot pass its deadline and running requests end; then it is admitted.
+    Requests are admitted in this order, too, each with its first chunk. If one has no room, all later ones wait. A
+    request whose grammar is not compiled does not block others, so a younger request may be admitted first. No request
+    waits for pages forever: an admitted request has room for its whole prompt beside all promised pages, and pages are
+    taken from the youngest. So the oldest request, once admitted, can take every page and finish. While it waits, later
+    arrivals cannot pass its deadline, and running requests end; then it is admitted.
 
-    A number as the target bounds the batch, too (`LatencyBudget.growth_limit_ms`).
+    A numeric ITL target also limits the growth of the batch (`LatencyBudget.growth_limit_ms`).
 
     budget: None until costs are known.
     """
@@ -61,7 +61,7 @@ class PrefillPlanner:
         self.budget: LatencyBudget | None = None
 
     def deadline_s(self, sequence: Sequence) -> float:
-        """Time at which the prompt should be computed. Ignores cached prefixes."""
+        """Return the time by which the prompt should be computed. Sets `num_cached`; cached tokens take no time."""
         if self.budget is None:
             return sequence.submitted_s
         cache = self._cache_for(sequence)
@@ -71,17 +71,17 @@ class PrefillPlanner:
         return sequence.submitted_s + self.budget.patience_s(num_tokens, self._queues.backlog_tokens)
 
     def mask_wait_ms(self, expected: Prediction | None) -> float:
-        """Milliseconds that a step may wait for its grammar masks. expected: the step's predicted time."""
+        """Return the milliseconds that a step may wait for grammar masks. expected: its predicted time."""
         return MASK_WAIT_MS if self.budget is None or expected is None else self.budget.mask_wait_ms(expected.ms)
 
     def plan(
         self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds, usual_shape: int | None = None
     ) -> StepBudget:
         """Add prompt chunks of admitted and new requests beside `rounds`, while slots, pages and budget last. Return
-        the used budget.
+        the budget, from which they are taken.
 
         drafted: the shape drafted after a prompt's last chunk, if its request speculates.
-        usual_shape: that later rounds verify; None: that of `rounds`.
+        usual_shape: index of the shape that later rounds are expected to verify; None: that of `rounds`.
         """
         queues, budget = self._queues, self._step_budget(rounds)
         usual = rounds if usual_shape is None else rounds._replace(shape=usual_shape)
@@ -103,7 +103,8 @@ class PrefillPlanner:
             else:
                 break
         if self._slot_pages.saves is not None:
-            # a state at the end of a common prefix must be planned before the prompt that computes it has passed it
+            # the save of a state at the end of a common prefix must be planned before the chunk that passes this
+            # position
             for sequence in islice(queues.waiting, MAX_ASKED):
                 if sequence.number not in builder.held:
                     self.shared.must_wait(sequence, builder)
@@ -111,10 +112,10 @@ class PrefillPlanner:
         return budget
 
     def _next_waiting(self, admitted: Sequence | None, builder: PlanBuilder, rounds: StepRounds) -> Sequence | None:
-        """Return the first waiting request if its deadline is before `admitted`'s.
+        """Return the first waiting request that can be admitted, unless `admitted` has an earlier deadline.
 
         Skips requests whose grammar or mask is not ready, because rounds beside them would wait, and requests whose
-        prefix this plan computes for another.
+        prefix this plan computes for another request.
         """
         for sequence in islice(filter(self._queues.may_be_admitted, self._queues.waiting), MAX_PASSED):
             if admitted is not None and admitted.order < sequence.order:
@@ -127,10 +128,10 @@ class PrefillPlanner:
         return None
 
     def _may_grow(self, sequence: Sequence, builder: PlanBuilder, rounds: StepRounds) -> bool:
-        """Whether a request may join the rounds. Beyond a target that is a number one joins rounds in a step, so that
-        each size's time is known before the next."""
+        """Whether a request may join the rounds. Where rounds exceed a numeric target, one request joins per step, so
+        that the time of each batch size is known before the next."""
         budget, queues = self.budget, self._queues
-        if budget is None or budget.gives_way or not queues.active or sequence.max_len <= len(sequence.tokens) + 1:
+        if budget is None or budget.may_stretch or not queues.active or sequence.max_len <= len(sequence.tokens) + 1:
             return True
         step_time, num_requests = budget.step_time, len(queues.active) + 1
         grown = Step(rounds.shape, num_requests, rounds.kv_tokens + len(sequence.tokens))
@@ -151,7 +152,7 @@ class PrefillPlanner:
         return self.budget.step(rounds, self._admissible_tokens())
 
     def _admissible_tokens(self) -> int:
-        """Prompt tokens that may be planned now: of requests that have or could get a slot."""
+        """Return the uncomputed prompt tokens of requests that have a slot or could get one now."""
         queues = self._queues
         backlog = sum(len(sequence.tokens) - sequence.computed for sequence in queues.prefilling.values())
         for sequence in islice(queues.waiting, self._slot_pages.num_free_slots):
@@ -191,8 +192,8 @@ class PrefillPlanner:
         return count
 
     def _fit_chunk(self, sequence: Sequence, count: int, draft_tokens: int, builder: PlanBuilder) -> int:
-        """Get pages for up to `count` tokens, and for `draft_tokens` after the prompt's last. Preempts younger requests
-        if not even one token fits. Returns the number of tokens."""
+        """Get pages for up to `count` tokens, and for `draft_tokens` after a prompt's end. Preempt younger requests if
+        not even one token fits. Return the number of tokens that have pages."""
         slot_pages = self._slot_pages
         start, total = sequence.computed, len(sequence.tokens)
         while True:
@@ -209,8 +210,8 @@ class PrefillPlanner:
             self._queues.preempt_youngest(builder)
 
     def _admit(self, sequence: Sequence, builder: PlanBuilder, budget: StepBudget) -> bool:
-        """Give a waiting request a slot if its whole prompt has room beside the pages that others need soon, and the
-        step has room for its first chunk."""
+        """Give a waiting request a slot if the pool has room for its whole prompt beside all promised pages, and the
+        step for its first chunk. Return whether it did."""
         if sequence.not_before >= builder.oldest_in_flight:
             return False  # results from before its preemption are still in flight
         slot_pages, request = self._slot_pages, sequence.request
@@ -245,10 +246,12 @@ class PrefillPlanner:
         return True
 
     def _cache_for(self, sequence: Sequence) -> PrefixCache | None:
-        """The prefix cache to look a prompt up in; None if log-probabilities of the whole prompt are requested."""
+        """Return the prefix cache; None for a request with prompt log-probabilities, which computes its whole
+        prompt."""
         return None if sequence.request.wants_prompt_logprobs else self._slot_pages.cache
 
     def _promised_pages(self) -> int:
-        """Pages that running requests may need in their next round, and that admitted prompts still need."""
+        """Return the pages that running requests may need for their next round, and that admitted prompts still
+        lack."""
         num_decoding = len(self._queues.active) - len(self._queues.prefilling)
         return self._round_pages * num_decoding + self._slot_pages.prompt_pages_missing(self._max_kv_tokens)

@@ -21,14 +21,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the model's length
     ABORT = "abort"  # the client left
     ERROR = "error"  # an internal error
-    INVALID = "invalid"  # found to be impossible while it ran
+    INVALID = "invalid"  # the request turned out to be impossible while it ran
 
 
 @dataclass
 class Request:
     """One request.
 
-    prompt: token ids; as `array("i")` if sent from another process: a tenth of a list's memory.
+    prompt: token ids. From another process they come as `array("i")`, which takes a tenth of a list's memory.
     output: token ids so far.
     cached_tokens: prompt tokens found in the prefix cache at its first admission.
     num_rounds: rounds that verified drafts.
@@ -58,10 +58,10 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """New tokens of a request after a step.
 
     finish_reason: set with the last tokens.
-    prompt_logprobs: of a prompt chunk, in an output without tokens. Sent again if the prompt is computed again after a
-        preemption.
-    num_drafted: how many of the tokens, from the first, were accepted drafts; the next one is the target's own.
-    error: why it ended as ERROR or INVALID.
+    prompt_logprobs: of a prompt chunk; the output then has no tokens. Sent again if the prompt is computed again after
+        a preemption.
+    num_drafted: number of leading tokens that are accepted drafts; the token after them is the target's own.
+    error: why the request ended as ERROR or INVALID.
 
     A msgspec struct, because a step creates 128 of them: 0.2 us each instead of 1.2 us for a frozen dataclass.
     """

@@ -13,7 +13,7 @@ from workers.scheduling.step_time import StepTime
 
 
 class RoundPlanner:
-    """Plans a round for every decoding request whose end is not already in flight.
+    """Plans a round for every decoding request, unless a step in flight is certain to end it.
 
     choose_shape: replaces `shape_choice`; called once per step for the index of the shape.
     """
@@ -30,46 +30,48 @@ class RoundPlanner:
         self._shapes = shapes
         self._shape_choice = shape_choice
         self.choose_shape = choose_shape
-        self._last_slots = (-1, 0)  # changes of slots, and slots that run a round, when the next two were found
-        self._speculates = self._is_rare = False  # whether a slot that runs a round wants drafts, or samples rarely
+        self._last_slots = (-1, 0)  # `num_changes` and number of slots when the next two were computed
+        self._speculates = self._is_rare = False  # any of these slots wants drafts; needs `rare_sampling`
 
     def shape(
         self, slots: Slots, kv_tokens: int, step_time: StepTime | None, budget: LatencyBudget | None = None
     ) -> int:
-        """Return the shape that the next rounds verify and draft.
+        """Return the index of the shape that the next rounds verify and draft.
 
-        slots: [n] that run a round.
+        slots: [n] slots that run a round.
         kv_tokens: committed tokens of all of them together.
-        budget: limits the time of a slower shape.
+        budget: limits the time of a slower shape than the last; None without costs.
         """
         if self.choose_shape is not None:
             return self.choose_shape(self._shapes)
         if self._shapes.default == 0:
             return 0
         slot_pages, waiting = self._slot_pages, self._queues.waiting
-        if self._last_slots != (slot_pages.num_changes, len(slots)):  # else they are the same
+        if self._last_slots != (slot_pages.num_changes, len(slots)):
             self._last_slots = slot_pages.num_changes, len(slots)
             self._speculates = bool(slot_pages.speculative[slots].any())
             self._is_rare = bool(slot_pages.rare_sampling[slots].any())
         with_prompts = bool(self._queues.prefilling or (waiting and slot_pages.num_free_slots))
         if not with_prompts and not self._speculates:
-            self._shape_choice.reason = Reason.NOBODY
+            self._shape_choice.reason = Reason.NOT_WANTED
             return 0
-        users, speculative = slot_pages.user, slot_pages.speculative
+        numbers, speculative = slot_pages.number, slot_pages.speculative
         choice, limit_ms = self._shape_choice, math.inf
-        if budget is not None and not budget.gives_way and choice.max_round_ms(len(slots)) > budget.target_ms:
+        if budget is not None and not budget.may_stretch and choice.max_round_ms(len(slots)) > budget.target_ms:
             limit_ms = budget.shape_limit_ms(slot_pages.mean_gap_ms())
-        load = Load(slots, users, speculative, kv_tokens, with_prompts, self._speculates, self._is_rare, limit_ms)
+        load = Load(slots, numbers, speculative, kv_tokens, with_prompts, self._speculates, self._is_rare, limit_ms)
         return choice.choose(load, step_time)
 
     def usual(self, shape: int) -> int:
-        """Return the shape of the rounds after this step's, whose shape may be a probe's."""
+        """Return the shape that later rounds are expected to have: this step's, unless that is a probe's."""
         usual, is_probe = self._shape_choice.usual, self._shape_choice.reason is Reason.PROBE
         return usual if is_probe and usual is not None else shape
 
     def reserve(self, builder: PlanBuilder, slots: Slots, shape: int) -> tuple[Slots, Int64s]:
-        """Reserve pages for a round of `slots`, preempting the youngest requests until the pages suffice. Return the
-        remaining slots, and the end of each slot's writes."""
+        """Reserve pages for a round of `slots`, preempting the youngest requests until the pages suffice.
+
+        Return the remaining slots, and for each the end of the positions that its round may write.
+        """
         slot_pages = self._slot_pages
         while True:
             ends = slot_pages.round_ends(slots, self._shapes[shape])
@@ -79,7 +81,7 @@ class RoundPlanner:
             slots = slot_pages.round_slots()
 
     def load(self, slots: Slots, shape: int) -> StepRounds:
-        """Return the rounds of these slots, for the latency budget."""
+        """Return the rounds of these slots as `LatencyBudget` takes them."""
         return StepRounds(shape, len(slots), self.kv_tokens(slots))
 
     def kv_tokens(self, slots: Slots) -> int:

@@ -1,7 +1,7 @@
 """Decides what each step runs: rounds, prompt chunks, and their KV pages.
 
-The coordinator's loop and the local engine call `schedule` for a plan, and `apply` with its result one step late. Pure:
-plain values in and out, the clock is handed in.
+The coordinator's loop and the local engine call `schedule` for the next plan, and `apply` with its result one step
+later. Pure: takes and returns plain values, and gets the clock as an argument.
 """
 
 from collections import deque
@@ -40,9 +40,9 @@ UPDATE_EVERY = 128  # steps between updates of an "auto" ITL target
 class Scheduler:
     """Continuous batching with chunked prefill and any number of steps in flight.
 
-    Every running request runs a round in each step (`RoundPlanner`). Prompt chunks run beside the rounds, up to a
-    latency budget (`LatencyBudget`), by deadline (`PrefillPlanner`). When pages run out, the youngest request is
-    preempted. So the oldest can take every page, and `submit` has checked that these suffice.
+    Each step runs a round of every running request (`RoundPlanner`) and, within a latency budget (`LatencyBudget`),
+    prompt chunks by deadline (`PrefillPlanner`). When pages run out, the youngest request is preempted. So the oldest
+    can take every page, and `submit` has checked that the pool suffices for it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Scheduler:
         lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`).
         choose_shape: replaces `ShapeChoice`; called once per step for the index of the shape.
         num_snapshots: saved states that each rank's state pool has room for; None without recurrent layers.
-        window: of the layers that keep only a window; None without such layers.
+        window: sizes of the layers that keep KV of a window only; None without such layers.
         """
         self._config = config
         self.cache = cache
@@ -138,22 +138,22 @@ class Scheduler:
 
     @property
     def backlog_tokens(self) -> int:
-        """Prompt tokens not planned yet, without those cached when their request came."""
+        """Prompt tokens not planned yet, except those found in the prefix cache on arrival."""
         return self.queues.backlog_tokens
 
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens per second beside the current rounds; 0 without costs."""
+        """Return the prompt tokens per second beside the current rounds; 0 without costs."""
         slots = self.slot_pages.round_slots()
         rounds = self.rounds.load(slots, self._shapes.largest_beside_chunks(len(slots)))
         return self._prefill.budget.tokens_per_s(rounds) if self._prefill.budget else 0.0
 
     @property
     def kv_usage(self) -> float:
-        """Share of pages that requests hold, 0 to 1; of window pages if that is larger."""
+        """Share of pages that requests hold, or of window pages if that is larger; 0 to 1."""
         return self.allocator.usage
 
     def submit(self, request: Request, resumed: bool = False) -> None:
-        """Queue a request, which continues after its output, if any. resumed: accept it even if the queue is full.
+        """Queue a request. It continues after its output, if it has one. resumed: accept it even if the queue is full.
 
         Raises QueueFullError, RequestTooLargeError, or ValueError for an invalid request.
         """
@@ -173,26 +173,25 @@ class Scheduler:
         return sequence.request
 
     def flush_prefix_cache(self) -> int:
-        """Empty the prefix cache. Return the number of its pages. Steps may be in flight, but requests would refill it.
+        """Empty the prefix cache. Return the number of pages that it had. Steps may be in flight.
 
-        Raises UnfinishedError, without a change, if there are requests.
+        Raises UnfinishedError, and changes nothing, if there are requests, which would fill it again.
         """
         if self.num_running or self.num_waiting:
             raise UnfinishedError(f"{self.num_running} requests run and {self.num_waiting} wait")
         return 0 if self.prefix_cache is None else self.prefix_cache.clear()
 
     def blamed(self) -> list[Request]:
-        """Return the requests to suspect if the ranks fail now: those on probation, else all in running steps."""
+        """Return the requests to suspect if the ranks fail now: the one on probation, else all with a slot."""
         if not self._in_flight:
             return []
         return [sequence.request for sequence in self.queues.on_probation or self.queues.active.values()]
 
     def requeue_all(self, epoch: int) -> list[Request]:
-        """Return all active requests to the queue with their output, after the worker group and its KV were lost.
+        """Return all active requests to the queue with their output, because the worker group and its KV are lost.
 
-        Forgets plans in flight. Steps count from 0 under the new `epoch`; results of other epochs are dropped. Returns
-        the requests that had a slot, oldest first. If a step was in flight, they run again one at a time
-        (`RequestQueues.suspects`).
+        Forgets plans in flight. Steps count from 0 in the new `epoch`; results of other epochs are dropped. If a step
+        was in flight, the requests run again one at a time (`RequestQueues.suspects`). Return them, oldest first.
         """
         had_step = bool(self._in_flight)
         self._in_flight.clear()
@@ -204,7 +203,7 @@ class Scheduler:
         return self.queues.requeue(had_step)
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step; None if nothing can run before another result or request."""
+        """Return the next plan; None if nothing can run before another result or request comes."""
         if self.captures.is_due(is_idle=not self.num_running and not self.num_waiting):
             return None if self._in_flight else self._plan_capture()
         slot_pages = self.slot_pages
@@ -253,21 +252,21 @@ class Scheduler:
         return plan
 
     def _launch(self, builder: PlanBuilder, shape: int, slots: Slots, load: Step) -> InFlightStep:
-        """Return the step of the builder's plan, now in flight."""
+        """Record the builder's plan as in flight, and return it."""
         slot_pages, by_slot = self.slot_pages, self.queues.by_slot
         max_new_tokens = self._shapes[shape].max_new_tokens
         in_flight = InFlightStep(
             self._next_step,
             [by_slot[slot] for slot in slots.tolist()] + builder.last_chunks,
             slots,
-            slot_pages.user[slots],
+            slot_pages.number[slots],
             max_new_tokens,
             shape,
             slot_pages.drafted[slots],
             self.shape_choice.reason.value,
             builder.asking,
             load,
-            self.shape_choice.match_classes(slots, slot_pages.user[slots]),
+            self.shape_choice.match_classes(slots, slot_pages.number[slots]),
         )
         if self.step_time is not None:
             in_flight.expected = self.step_time.predict(load)
@@ -278,7 +277,8 @@ class Scheduler:
         return in_flight
 
     def apply(self, result: StepResult) -> list[RequestOutput]:
-        """Apply the result of the oldest plan in flight. Return one output per request; none for another epoch."""
+        """Apply the result of the oldest plan in flight. Return an output for each request with news. A result of
+        another epoch is dropped."""
         if result.epoch != self.epoch:
             self.stats.num_stale_results += 1
             return []
@@ -293,7 +293,7 @@ class Scheduler:
         return outputs
 
     def _plan_capture(self) -> StepPlan:
-        """Return a plan to capture a graph: with nothing in flight, and nothing planned before its result."""
+        """Return a plan to capture a graph. Called with nothing in flight; no other plan follows before its result."""
         self._in_flight.append(InFlightStep.without_requests(self._next_step))
         self.captures.in_flight = True
         self._next_step += 1

@@ -1,4 +1,4 @@
-"""State that the scheduler keeps per request and per step in flight."""
+"""The scheduler's state of a request, of a step in flight, and of a plan under construction."""
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,9 @@ class Sequence:
     number: order of arrival; its priority for pages.
     deadline_s: its priority among prompts (`workers.scheduling.prefill`).
     num_cached: tokens found in the prefix cache on arrival; 0 without costs.
-    computed: tokens in planned chunks.
-    kept: tokens whose KV was cached at its last admission; recomputing them writes no KV.
-    probation: steps with tokens that it must complete before other suspects run; 0 unless a step with it hung or
-        crashed.
+    computed: tokens that are cached or in planned chunks.
+    kept: tokens whose KV was cached at its last admission. Computing them again, for states, writes no KV.
+    probation: steps with new tokens that it must still complete before another suspect may run; 0 if it is no suspect.
     not_before: the last step planned before its preemption; it is admitted again after that step's result.
     """
 
@@ -59,7 +58,7 @@ class Sequence:
         self.max_len = len(request.prompt) + request.sampling.max_tokens
         self.submitted_s = now
         self.first_token_s = -1.0
-        self.first_output = 0  # length of the output when its first token here had come
+        self.first_output = 0  # length of the output after its first token on this engine
         self.was_admitted = False
         self.is_finished = False
 
@@ -75,23 +74,26 @@ class Sequence:
 
 
 class InFlightStep:
-    """A planned step. Its first `num_rounds` sequences ran a round, the others their last chunk.
+    """A planned step without an applied result. Its first `num_rounds` sequences run a round, the n - num_rounds others
+    their last chunk.
 
-    shape: that the rounds verify.
-    drafted: [n] shape of each sequence's tree.
-    num_drafted: tokens that the step drafts per sequence.
-    reason: why this shape.
+    slots, numbers: [n] slots of the sequences, and the sequences' numbers.
+    max_new_tokens: maximum tokens that a round emits.
+    shape: index of the shape that the rounds verify.
+    drafted: [num_rounds] shape that each round's tree was drafted in.
+    num_drafted: [n] tokens that the step drafts for each sequence.
+    reason: why the rounds have this shape (`Reason`).
     asking: sequences with prompt log-probabilities in this step, in the plan's order.
-    load: what the step runs.
-    match_classes: [num_rounds] what was known of each request's drafts (`MatchSurvival.classes`); None elsewhere.
-    expected: its predicted time; None without costs.
+    load: the step's work, for `StepTime`.
+    match_classes: [num_rounds] `MatchSurvival.classes`; None in engines that do not copy drafts.
+    expected: predicted time; None without costs.
     """
 
     __slots__ = (
         "step",
         "sequences",
         "slots",
-        "users",
+        "numbers",
         "num_rounds",
         "max_new_tokens",
         "shape",
@@ -109,7 +111,7 @@ class InFlightStep:
         step: int,
         sequences: list[Sequence],
         round_slots: Int64s,
-        round_users: Int64s,
+        round_numbers: Int64s,
         max_new_tokens: int,
         shape: int,
         drafted: Int64s,
@@ -121,7 +123,7 @@ class InFlightStep:
         self.step = step
         self.sequences = sequences
         self.slots = round_slots
-        self.users = round_users
+        self.numbers = round_numbers
         self.num_rounds = len(round_slots)
         self.max_new_tokens = max_new_tokens
         self.shape = shape
@@ -135,11 +137,11 @@ class InFlightStep:
         rest = sequences[len(round_slots) :]
         if rest:
             self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))
-            self.users = np.concatenate((round_users, np.array([sequence.number for sequence in rest], np.int64)))
+            self.numbers = np.concatenate((round_numbers, np.array([sequence.number for sequence in rest], np.int64)))
 
     @staticmethod
     def without_requests(step: int) -> "InFlightStep":
-        """A step that captures a graph."""
+        """Return a step that captures a graph."""
         none = np.empty(0, np.int64)
         return InFlightStep(step, [], none, none, 0, 0, none, "", [])
 
@@ -147,11 +149,14 @@ class InFlightStep:
 class PlanBuilder:
     """Plan number `step` under construction.
 
-    oldest_in_flight: first step without an applied result.
-    preempted: this plan preempted a request, so it admits none.
+    oldest_in_flight: the first step without an applied result.
+    inits, chunks: as in `StepPlan`.
+    last_chunks: sequences whose prompt ends in this plan, in the order of their chunks.
+    asking: sequences with prompt log-probabilities in this plan.
+    max_kv_len: bound above the positions that the chunks read or write.
+    preempted: the plan preempted a request, so it admits none.
     admits: False once a new request had no room.
-    held: numbers of waiting requests whose prefix this plan computes for another.
-    asking: requests with prompt log-probabilities in this plan.
+    held: numbers of waiting requests whose prefix this plan computes for another request.
     num_planned: tokens of the plan's chunks, by slot.
     """
 

@@ -1,7 +1,7 @@
-"""Probes: steps of a shape that is not the best by what is known, to learn its acceptance or its time.
+"""Probes (exploration): a few steps of a shape that seems worse than the best, to measure its acceptance or time.
 
-`workers.scheduling.shape_choice` asks once a step whether to probe. Pure: steps are the clock. What probes may cost is
-a share of the time that rounds take, so that no shape is out of reach for ever and none costs much.
+Used by `workers.scheduling.shape_choice`. Pure: time is counted in steps. Each step adds to a credit of time that
+probes may cost. So every shape is measured sooner or later, and together they cost a bounded share of the time.
 """
 
 import math
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workers.scheduling.shape_rates import Acceptance, Rates, shapes_told_by
+from workers.scheduling.shape_rates import Acceptance, Rates, informed_shapes
 from workers.scheduling.step_time import Step, StepTime
 
-FIRST_RESULTS = 3  # steps until the first results of a shape have been read
-PROBING_SHARE = 1 / 150  # share of the time for probes of promising shapes
-OLD_SHARE = 1 / 500  # share of the time for probes of shapes without recent results
-FIRST_ROUNDS = 3  # rounds whose time probes may cost in advance
-PAID_SHARE = 1 / 2  # share of a probe's first rounds that must have been saved for
+FIRST_RESULTS = 3  # steps from a shape's first round until the host has its result
+PROBING_SHARE = 1 / 150  # credit per step for probes of promising or untimed shapes, as a share of the step's time
+OLD_SHARE = 1 / 500  # credit per step for probes of shapes without recent results
+FIRST_ROUNDS = 3  # rounds of time that probes may cost beyond the credit
+MAX_ROUNDS = 6.0  # bound on the credit, in rounds of time
+PAID_SHARE = 1 / 2  # share of the cost of a probe's first rounds that must be in credit before it starts
 PROBE_AGE = 128  # steps without results after which a shape is probed again
-MAX_ROUNDS = 6.0  # rounds whose time probes may cost after a long time without any
 MAX_PROBE_STEPS = 16  # longest probe of a shape that stays promising
-TIMED_STEPS = 2  # steps that tell how long a shape takes
+TIMED_STEPS = 2  # steps that measure a shape's time
 FREE_PROBES = 3  # timing probes that are not charged, per shape and batch size
 
 
@@ -30,17 +30,17 @@ FREE_PROBES = 3  # timing probes that are not charged, per shape and batch size
 class Probe:
     """One probe.
 
-    least: steps that it runs at least.
-    most: steps that it runs at most; in between it ends once its shape is not promising.
-    steps: so far.
-    is_old: it began because the shape had no recent results.
+    min_steps: steps that it runs in any case.
+    max_steps: maximum steps. After min_steps it ends as soon as its shape is no longer promising.
+    steps: steps so far.
+    is_old: it started because the shape had no recent results.
     is_free: it is not charged, because the shape has hardly run at this batch size.
-    budget: rounds whose time it may cost; it ends once that is spent.
+    budget: rounds of time that it may cost. After min_steps it ends when that is spent.
     """
 
     shape: int
-    least: int
-    most: int
+    min_steps: int
+    max_steps: int
     steps: int = 1
     is_old: bool = False
     is_free: bool = False
@@ -48,22 +48,22 @@ class Probe:
 
 
 class ShapeProbes:
-    """current: the probe that runs, if any."""
+    """Starts, ends and charges probes. current: the probe that runs; None without one."""
 
     def __init__(self, survival: Acceptance, num_shapes: int) -> None:
         self.current: Probe | None = None
-        self._told = shapes_told_by(survival, num_shapes)
-        # last step that taught about each shape, without the last ones, which all ran the same shape
+        self._informs = informed_shapes(survival, num_shapes)
+        # last step that measured each shape's acceptance, as of the last change of shape
         self._informed = np.full(num_shapes, -PROBE_AGE, np.int64)
         self._last_step, self._last_shape = -PROBE_AGE, 0
-        # time that probes may cost now, in rounds; below 0 after a probe that cost more
+        # time that probes may cost now, in rounds; negative after a probe that cost more
         self._credit = self._old_credit = 0.0
         self._num_pace_changes = 0
-        self._num_free: Counter[tuple[int, int]] = Counter()  # probes, by shape and logarithm of the batch size
-        self._ended: deque[tuple[int, Probe]] = deque()  # with the step at which each is charged
+        self._num_free: Counter[tuple[int, int]] = Counter()  # free probes so far, by shape and log2 of the batch size
+        self._ended: deque[tuple[int, Probe]] = deque()  # not charged yet, with the step from which each is
 
     def count_step(self, step: int, shape: int) -> None:
-        """Step number `step` runs `shape`."""
+        """Record that step number `step` runs `shape`."""
         self._credit = min(self._credit + PROBING_SHARE, MAX_ROUNDS)
         self._old_credit += OLD_SHARE
         if shape != self._last_shape:
@@ -71,12 +71,12 @@ class ShapeProbes:
         self._last_step, self._last_shape = step, shape
 
     def _inform(self) -> None:
-        self._informed[self._told[self._last_shape]] = self._last_step
+        self._informed[self._informs[self._last_shape]] = self._last_step
 
-    def go_on(self, rates: Rates, shape: int, allowed: Sequence[int], step: int) -> bool:
-        """Continue or end the current probe; returns whether it has just ended.
+    def advance(self, rates: Rates, shape: int, allowed: Sequence[int], step: int) -> bool:
+        """Continue or end the current probe. Return whether it has just ended.
 
-        shape: runs if no probe does.
+        shape: the shape that runs without a probe.
         allowed: shapes that this step may run.
         """
         probe = self.current
@@ -85,16 +85,16 @@ class ShapeProbes:
         if probe.shape == shape:
             self.current = None  # it has become the best
             return False
-        is_spent = probe.steps * rates.certain_loss(probe.shape) >= probe.budget * rates.ms[shape]
-        is_over = probe.steps >= probe.least and (is_spent or not rates.is_promising(probe.shape))
-        if is_over or probe.steps >= probe.most or probe.shape not in allowed:
+        is_spent = probe.steps * rates.min_loss(probe.shape) >= probe.budget * rates.ms[shape]
+        is_over = probe.steps >= probe.min_steps and (is_spent or not rates.is_promising(probe.shape))
+        if is_over or probe.steps >= probe.max_steps or probe.shape not in allowed:
             return self.end(step)
         probe.steps += 1
         return False
 
     def end(self, step: int) -> bool:
-        """End the current probe; returns whether there was one. It is charged once its last results have been read,
-        because they say how long its rounds took."""
+        """End the current probe. Return whether there was one. It is charged once its last results are there, which
+        tell how long its rounds took."""
         if self.current is None:
             return False
         self._ended.append((step + FIRST_RESULTS, self.current))
@@ -102,10 +102,10 @@ class ShapeProbes:
         return True
 
     def charge(self, rates: Rates, shape: int, step: int) -> None:
-        """Charge ended probes with what they have cost. shape: that runs otherwise."""
+        """Charge ended probes with the time that they cost. shape: the shape that runs without a probe."""
         while self._ended and self._ended[0][0] <= step:
             probe = self._ended.popleft()[1]
-            lost_ms = probe.steps * rates.certain_loss(probe.shape) + rates.change_loss(probe.shape, shape)
+            lost_ms = probe.steps * rates.min_loss(probe.shape) + rates.change_loss(probe.shape, shape)
             lost = lost_ms / rates.ms[shape]
             if probe.is_old:
                 self._old_credit -= lost
@@ -122,30 +122,30 @@ class ShapeProbes:
         step: int,
         with_prompts: bool,
     ) -> bool:
-        """Begin a probe if one is due; returns whether it did.
+        """Start a probe if one is due. Return whether it did. In this order:
 
-        - A shape that has never run at this batch size is timed at once: nothing else tells how wrong the table is. So
-          is one that has hardly run and may still be the best.
-        - A shape whose time is uncertain is probed once former probes are paid for.
-        - A promising shape is probed once it can be paid for, and only for so long: else one probe of a tree takes what
-          the next thousand steps may spend.
-        - A shape without recent results is probed once the cost is saved up.
+        - A shape that has never run at this batch size is timed at once, because nothing else shows how wrong the
+          measured table is. So is a shape that has hardly run and may still be the best.
+        - A shape whose time is uncertain is timed if the credit covers that.
+        - A promising shape is probed if the credit covers its first rounds, and until the credit is spent: else one
+          probe of a tree would cost what the next thousand steps may spend.
+        - A shape without recent results is probed once its own credit covers that.
 
-        Steps with prompt chunks (`with_prompts`) tell nothing about the time of a shape's rounds.
+        with_prompts: the step has prompt chunks, and so does not show the time of a shape's rounds alone.
         """
         if self._ended or not step_time.is_settled:
             return False
-        if step_time.num_pace_changes != self._num_pace_changes:  # what was learnt and charged before may be wrong
+        if step_time.num_pace_changes != self._num_pace_changes:  # the debt may have been computed from wrong times
             self._num_pace_changes, self._credit = step_time.num_pace_changes, max(self._credit, 0.0)
         others = [other for other in allowed if other != shape]
         round_ms = rates.ms[shape]
         left_ms = (self._credit + FIRST_ROUNDS) * round_ms
-        if not with_prompts and (timed := self._to_time(rates, others, num_requests, step_time, left_ms)):
+        if not with_prompts and (timed := self._timing_probe(rates, others, num_requests, step_time, left_ms)):
             self.current = timed
             return True
         promising = [other for other in others if rates.is_promising(other) and self._can_pay(rates, other, left_ms)]
         if promising:
-            best = max(promising, key=rates.hoped.__getitem__)
+            best = max(promising, key=rates.upper.__getitem__)
             budget = math.inf if rates.changes_are_free else left_ms / round_ms
             self.current = Probe(best, FIRST_RESULTS, MAX_PROBE_STEPS, budget=budget)
             return True
@@ -160,27 +160,27 @@ class ShapeProbes:
         return False
 
     def _can_pay(self, rates: Rates, shape: int, left_ms: float) -> bool:
-        """Whether former probes are paid for and, unless every round tells of all shapes, `PAID_SHARE` of this one's
-        first rounds are saved for, or as much as ever is."""
+        """Whether the credit covers `PAID_SHARE` of the probe's first rounds, or is at its bound. Where a change of
+        shape is free, it only must not be spent."""
         if rates.changes_are_free or self._credit >= MAX_ROUNDS:
             return left_ms > 0.0
-        return PAID_SHARE * FIRST_RESULTS * rates.certain_loss(shape) < left_ms
+        return PAID_SHARE * FIRST_RESULTS * rates.min_loss(shape) < left_ms
 
-    def _to_time(
+    def _timing_probe(
         self, rates: Rates, others: Sequence[int], num_requests: int, step_time: StepTime, left_ms: float
     ) -> Probe | None:
-        """A probe that tells how long a shape takes, if one is due."""
+        """Return a probe that measures a shape's time, if one is due."""
         batch = (num_requests - 1).bit_length()
 
         def is_free(shape: int) -> bool:
             has_run = step_time.has_run(Step(shape, num_requests))
             is_left = self._num_free[shape, batch] < FREE_PROBES
-            return not has_run or (is_left and rates.is_vague(shape) and rates.is_possible(shape))
+            return not has_run or (is_left and rates.has_uncertain_time(shape) and rates.may_be_best(shape))
 
         free = [other for other in others if is_free(other)]
         if free:
-            shape = rates.least_loss(free)
+            shape = rates.min_loss_shape(free)
             self._num_free[shape, batch] += 1
             return Probe(shape, TIMED_STEPS, TIMED_STEPS, is_free=True)
-        vague = [o for o in others if rates.is_vague(o) and TIMED_STEPS * rates.certain_loss(o) < left_ms]
-        return Probe(rates.least_loss(vague), TIMED_STEPS, TIMED_STEPS) if vague else None
+        uncertain = [o for o in others if rates.has_uncertain_time(o) and TIMED_STEPS * rates.min_loss(o) < left_ms]
+        return Probe(rates.min_loss_shape(uncertain), TIMED_STEPS, TIMED_STEPS) if uncertain else None

@@ -1,6 +1,6 @@
-"""Expected tokens and milliseconds of every tree shape at the current load, with their uncertainty.
+"""Expected tokens and milliseconds of a round of every tree shape at the current load, with their uncertainty.
 
-`workers.scheduling.shape_choice` evaluates it every few steps; pure.
+`workers.scheduling.shape_choice` computes them every few steps; pure.
 """
 
 import math
@@ -14,14 +14,14 @@ import numpy.typing as npt
 from workers.scheduling.acceptance.survival import Bools, Floats, Ints
 from workers.scheduling.step_time import Step, StepTime
 
-PROMISING_ABOVE = 1 / 40  # share by which a promising shape may be better than the best one
-HOPE = 1.5  # standard errors by which a promising shape may be better than its estimate
-SURE = 3.0  # standard errors of its time that a shape that cannot be the best one is away from it
-TIMED_ERROR = 0.12  # relative error of a shape's time above which it is uncertain
+PROMISING_ABOVE = 1 / 40  # a shape is promising if its upper bound exceeds the best rate by this share
+UPPER_ERRORS = 1.5  # standard errors of its time that a shape's upper bound is above its estimate
+RULED_OUT_ERRORS = 3.0  # a shape that is not the best with its time so many standard errors lower cannot be the best
+TIMED_ERROR = 0.12  # a shape's time is uncertain above this relative error
 
 
 class Acceptance(Protocol):
-    """Expected tokens of drafts: `Survival` or `MatchSurvival`."""
+    """Estimates of accepted drafts: `Survival` or `MatchSurvival`."""
 
     def family(self, shape: int) -> int: ...
 
@@ -29,24 +29,24 @@ class Acceptance(Protocol):
 
     def age(self, num_rounds: int) -> None: ...
 
-    def expected_tokens(self, slots: Ints, users: Ints, speculative: Bools) -> tuple[Floats, Floats]: ...
+    def expected_tokens(self, slots: Ints, numbers: Ints, speculative: Bools) -> tuple[Floats, Floats]: ...
 
 
 class Load(NamedTuple):
-    """The requests of a step that is planned.
+    """The requests of the step being planned.
 
     slots: [n] slots of the requests that run a round.
-    users: [slots] number of the request that has each slot.
-    speculative: [slots] whether it wants drafts.
+    numbers: [num_slots] number of the request in each slot.
+    speculative: [num_slots] whether it wants drafts.
     kv_tokens: committed tokens of the n requests together.
     with_prompts: prompt chunks may run beside the rounds.
-    speculates: one of the n requests wants drafts.
-    limit_ms: maximum milliseconds of rounds of a slower shape than the last.
-    rare_sampling: one of them needs sampling that only `RoundShapes.unrestricted` shapes are captured for.
+    speculates: at least one of the n requests wants drafts.
+    limit_ms: a shape slower than the last one may be chosen only if its rounds take at most this.
+    rare_sampling: at least one of them needs sampling that only `RoundShapes.unrestricted` shapes are captured for.
     """
 
     slots: Ints
-    users: Ints
+    numbers: Ints
     speculative: Bools
     kv_tokens: int
     with_prompts: bool = False
@@ -61,15 +61,15 @@ class Rates:
 
     tokens: expected tokens of a round, all requests together.
     ms: expected milliseconds of a round.
-    hoped: tokens per millisecond at the upper end of what is likely.
+    upper: upper confidence bound on tokens per millisecond.
     errors: standard deviation of the logarithm of a round's time relative to the current shape's.
     best: highest expected tokens per millisecond of any shape.
-    changes_are_free: drafts are there whatever shape ran before.
+    changes_are_free: a change of shape costs nothing, because drafts do not depend on the shape that ran before.
     """
 
     tokens: Sequence[float]
     ms: Sequence[float]
-    hoped: Sequence[float]
+    upper: Sequence[float]
     errors: Sequence[float]
     best: float
     changes_are_free: bool = False
@@ -80,7 +80,7 @@ class Rates:
     ) -> "Rates":
         """Evaluate all shapes. current: the shape that `errors` are relative to."""
         slots, num_requests = load.slots, len(load.slots)
-        expected, hoped = survival.expected_tokens(slots, load.users[slots], load.speculative[slots])
+        expected, upper_tokens = survival.expected_tokens(slots, load.numbers[slots], load.speculative[slots])
         tokens = expected.tolist()
         steps = [Step(shape, num_requests, load.kv_tokens) for shape in range(len(tokens))]
         ms = [step_time.ms(step) for step in steps]
@@ -89,8 +89,8 @@ class Rates:
             tokens,
             ms,
             [
-                count / took * math.exp(math.hypot(math.log(most / count), HOPE * error))
-                for count, most, took, error in zip(tokens, hoped.tolist(), ms, errors, strict=True)
+                count / took * math.exp(math.hypot(math.log(most / count), UPPER_ERRORS * error))
+                for count, most, took, error in zip(tokens, upper_tokens.tolist(), ms, errors, strict=True)
             ],
             errors,
             max(count / took for count, took in zip(tokens, ms, strict=True)),
@@ -98,44 +98,44 @@ class Rates:
         )
 
     def loss(self, shape: int) -> float:
-        """Milliseconds that a round of `shape` takes beyond what its tokens take at the best rate; at least 0."""
+        """Milliseconds by which a round of `shape` is slower than its tokens would be at the best rate (its regret)."""
         return self.ms[shape] - self.tokens[shape] / self.best
 
-    def certain_loss(self, shape: int) -> float:
-        """`loss` for probes: the time of an uncertain shape counts one standard error lower, so that a probe is not
-        charged when other processes slow it down."""
+    def min_loss(self, shape: int) -> float:
+        """Lower bound on `loss`, at least 0, which probes are charged with. An uncertain time counts one standard error
+        lower, so that a probe which other processes slowed down is not charged for that."""
         least_ms = self.ms[shape] * math.exp(-max(0.0, self.errors[shape] - TIMED_ERROR))
         return max(0.0, least_ms - self.tokens[shape] / self.best)
 
     def change_loss(self, shape: int, other: int) -> float:
-        """Milliseconds that changing from one shape to another and back costs: one round of the larger shape verifies
-        the drafts of the smaller one."""
+        """Milliseconds that a change from one shape to the other and back costs, because one round of the larger shape
+        verifies the fewer drafts of the smaller one."""
         return 0.0 if self.changes_are_free else abs(self.tokens[shape] - self.tokens[other]) / self.best
 
-    def least_loss(self, shapes: Sequence[int]) -> int:
-        """Return the one of `shapes` that loses least."""
+    def min_loss_shape(self, shapes: Sequence[int]) -> int:
+        """Return the one of `shapes` with the smallest loss."""
         return min(shapes, key=self.loss)
 
     def is_promising(self, shape: int) -> bool:
-        """Whether the shape may well be better than the best one."""
-        return self.hoped[shape] > (1.0 + PROMISING_ABOVE) * self.best
+        """Whether the shape may well turn out better than the best one."""
+        return self.upper[shape] > (1.0 + PROMISING_ABOVE) * self.best
 
-    def is_vague(self, shape: int) -> bool:
+    def has_uncertain_time(self, shape: int) -> bool:
         """Whether the shape's time is uncertain."""
         return self.errors[shape] > TIMED_ERROR
 
-    def is_possible(self, shape: int) -> bool:
-        """Whether the shape is the best one if its time is within `SURE` standard errors."""
-        return self.tokens[shape] / self.ms[shape] * math.exp(SURE * self.errors[shape]) > self.best
+    def may_be_best(self, shape: int) -> bool:
+        """Whether the shape would be the best one with its time `RULED_OUT_ERRORS` standard errors lower."""
+        return self.tokens[shape] / self.ms[shape] * math.exp(RULED_OUT_ERRORS * self.errors[shape]) > self.best
 
 
-def shapes_told_by(survival: Acceptance, num_shapes: int) -> list[npt.NDArray[np.bool_]]:
-    """[num_shapes] of [num_shapes]: the shapes that rounds of each shape teach about: those of its family that are not
-    deeper."""
+def informed_shapes(survival: Acceptance, num_shapes: int) -> list[npt.NDArray[np.bool_]]:
+    """Return, for each shape, a mask [num_shapes] of the shapes whose acceptance its rounds measure: itself, and shapes
+    of its family that are not deeper."""
     others = range(num_shapes)
 
-    def tells(shape: int, other: int) -> bool:
-        is_kin = shape > 0 and survival.family(other) == survival.family(shape)
-        return other == shape or (is_kin and survival.depth(other) <= survival.depth(shape))
+    def informs(shape: int, other: int) -> bool:
+        same_family = shape > 0 and survival.family(other) == survival.family(shape)
+        return other == shape or (same_family and survival.depth(other) <= survival.depth(shape))
 
-    return [np.array([tells(shape, other) for other in others], np.bool_) for shape in others]
+    return [np.array([informs(shape, other) for other in others], np.bool_) for shape in others]

@@ -9,20 +9,20 @@ from workers.scheduling.sequence import PlanBuilder, Sequence
 
 
 class SharedPrefixes:
-    """Pages of prompts that are computed but not cached yet; they enter the prefix cache when the prompt ends.
+    """Finds common prefixes with prompts whose pages are not in the prefix cache yet, because they enter it only when
+    the prompt ends.
 
-    A request waits only in steps that compute a part of its prompt for another request, which comes before it and has
-    taken all the budget that it can use. So waiting never takes longer than computing that part. If the other request
-    is aborted or preempted, the waiting one computes the rest.
+    A request waits only in steps that compute a part of its prompt for another request. That request comes before it
+    and has taken all the budget that it can use, so waiting never takes longer than computing that part would. If the
+    other request is aborted or preempted, the waiting one computes the rest.
     """
 
     def __init__(self, queues: RequestQueues) -> None:
         self._queues = queues
         self._slot_pages = queues.slot_pages
-        self._ended: deque[tuple[int, Sequence]] = (
-            deque()
-        )  # with the step of the last chunk, whose result is not applied yet
-        # of the plan being built: page index -> tokens of that page -> prompts that compute it
+        # ended prompts, each with the step of its last chunk, whose result is not applied yet
+        self._ended: deque[tuple[int, Sequence]] = deque()
+        # in the plan being built: page index -> tokens of that page -> prompts that compute it
         self._by_page: dict[int, dict[bytes, list[Sequence]]] = {}
 
     def begin(self) -> None:
@@ -30,37 +30,39 @@ class SharedPrefixes:
         self._by_page.clear()
 
     def admitted(self, sequence: Sequence) -> None:
-        """A request was admitted; its prompt is computed from now on."""
+        """Record that a request is admitted, so that its prompt is computed from now on."""
         for page, found in self._by_page.items():
             if key := self._key(sequence, page):
                 found[key].append(sequence)
 
     def ended(self, builder: PlanBuilder) -> None:
-        """The plan is full: remember the prompts that it ends."""
+        """Record the prompts that end in this plan, which is complete."""
         while self._ended and self._ended[0][0] < builder.oldest_in_flight:
             self._ended.popleft()
         self._ended.extend((builder.step, sequence) for sequence in builder.last_chunks)
 
     def clear(self) -> None:
-        """Forget everything, with the ranks' memory."""
+        """Forget everything, because the ranks' memory is gone."""
         self._ended.clear()
         self._by_page.clear()
 
     def must_wait(self, sequence: Sequence, builder: PlanBuilder) -> bool:
-        """Whether this plan computes a part of the prompt for another request. If not, cache what others have computed
-        of it."""
+        """Whether this plan computes a part of the prompt for another request. If not, insert the part that others have
+        computed already into the prefix cache."""
         cache = self._slot_pages.cache
         if cache is None or sequence.request.wants_prompt_logprobs:
             return False
         size, saves = cache.page_size, self._slot_pages.saves
-        may_lack = saves is not None or self._slot_pages.windows is not None  # cached pages may not be enough to resume
+        may_lack = (
+            saves is not None or self._slot_pages.windows is not None
+        )  # resuming needs more than cached pages: a state, or a window
         salt = sequence.request.sampling.cache_salt
         cached = cache.num_cached(sequence.tokens, salt) // size
         for other in self._others(sequence, cached, builder):
             common = min((_common(other, sequence) - cache.lookahead) // size, (len(sequence.tokens) - 1) // size)
             before = other.computed - builder.num_planned.get(other.slot, 0)
             now, after = (min(common, tokens // size) for tokens in (before, other.computed))
-            if saves is not None:  # pages without a state at their end save nothing
+            if saves is not None:  # without a state at the end of the pages, they cannot be used
                 is_worth = saves.is_worth_waiting((common - cached) * size)
                 if not is_worth or not saves.want(other.slot, common * size, before, other.computed):
                     continue
@@ -72,8 +74,8 @@ class SharedPrefixes:
         return False
 
     def _others(self, sequence: Sequence, page: int, builder: PlanBuilder) -> list[Sequence]:
-        """Return requests that compute the same page `page` as `sequence`: the first one that is not cached. Prompts
-        that share only cached pages are not included."""
+        """Return the requests whose prompts have the same tokens as `sequence` in page `page`, its first page that is
+        not cached."""
         key = self._key(sequence, page)
         if not key or (page + 1) * self._slot_pages.page_size >= len(sequence.tokens):
             return []
@@ -90,7 +92,7 @@ class SharedPrefixes:
         yield from (other for step, other in self._ended if step >= builder.oldest_in_flight)
 
     def _key(self, sequence: Sequence, page: int) -> bytes:
-        """Salt and tokens of one page of a prompt; b"" if the prompt does not fill it."""
+        """Return salt and tokens of one page of a prompt; b"" if the prompt does not fill it."""
         cache = self._slot_pages.cache
         assert cache is not None
         start, end = page * cache.page_size, (page + 1) * cache.page_size + cache.lookahead
@@ -99,7 +101,7 @@ class SharedPrefixes:
 
 
 def _common(first: Sequence, second: Sequence) -> int:
-    """Tokens that both prompts begin with."""
+    """Return the number of tokens that both prompts begin with."""
     length = min(len(first.tokens), len(second.tokens))
     same = first.tokens[:length] == second.tokens[:length]
     return length if same.all() else int(same.argmin())

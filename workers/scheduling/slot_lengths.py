@@ -1,7 +1,7 @@
-"""How far each slot's request has come, on the host: arrays by slot. The base of `workers.scheduling.slot_pages`.
+"""Lengths of each slot's request, as the host knows them: arrays by slot. Base of `workers.scheduling.slot_pages`.
 
-The host's lengths are one step old: plan n + 1 is made before result n is read. So each slot has its committed length,
-as known, and bounds on what rounds in flight add.
+Plan n + 1 is made before result n is read, so the host's lengths are one step old. A slot has its known committed
+length and bounds on what rounds in flight add to it.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from workers.config import RoundShape
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int64]
 
-MEAN_GAPS = 256  # rounds after which a request's mean gap follows a change of its pace
+MEAN_GAPS = 256  # minimum gaps in the mean of a request that has had so many
 
 
 class SlotLengths:
@@ -22,15 +22,15 @@ class SlotLengths:
     num_tokens: known prompt and output tokens.
     max_len: prompt_len + max_tokens.
     max_pending: maximum tokens that rounds in flight may commit.
-    min_pending: minimum tokens that entries in flight emit (one each, unless the request ends before).
+    min_pending: minimum tokens that rounds and last chunks in flight emit: one each.
     num_pages: length of the page list.
     decoding: whether it runs rounds.
     speculative: whether it uses drafts.
-    rare_sampling: see `SamplingParams`.
+    rare_sampling: `SamplingParams.is_rare`.
     drafted: index of the shape that the last plan drafted; 0: none.
-    last_token_s: when its newest tokens came.
+    last_token_s: time at which its newest tokens came.
     gaps_since_s, num_gaps: start and number of the gaps between its tokens that `mean_gap_ms` averages.
-    user: number of the slot's request; results for another number are stale.
+    number: the number of the slot's request, -1 without one; results for another number are stale.
     num_changes: increases when a slot is taken, starts to decode, or is freed.
     """
 
@@ -45,25 +45,26 @@ class SlotLengths:
         self.speculative = np.zeros(num_slots, np.bool_)
         self.rare_sampling = np.zeros(num_slots, np.bool_)
         self.drafted = np.zeros(num_slots, np.int64)
-        self.user = np.full(num_slots, -1, np.int64)
+        self.number = np.full(num_slots, -1, np.int64)
         self.last_token_s = np.zeros(num_slots, np.float64)
         self.gaps_since_s = np.zeros(num_slots, np.float64)
         self.num_gaps = np.zeros(num_slots, np.int64)
         self.num_changes = 0
 
     def start_decoding(self, slot: int) -> None:
-        """The slot runs rounds from the next plan on; its first token is in flight."""
+        """Record that the slot runs rounds from the next plan on, and that its first token is in flight."""
         self.num_changes += 1
         self.decoding[slot] = True
         self.min_pending[slot] += 1
 
     def round_slots(self) -> Slots:
-        """Slots that run a round, ascending: decoding, and not certain to end with a step in flight."""
+        """Return the slots that run a round, ascending: those that decode and are not certain to end in a step in
+        flight."""
         return np.flatnonzero(self.decoding & (self.num_tokens + self.min_pending < self.max_len))
 
     def round_ends(self, slots: Slots, shape: RoundShape) -> Int64s:
-        """For each slot, the end of the positions that its next round may write: it verifies `shape` and, if the
-        request speculates, drafts it again."""
+        """Return [n]: the end of the positions that each slot's next round may write. It verifies `shape` and, if the
+        request speculates, drafts `shape` again."""
         last = self.max_len[slots] - 1  # no request commits more
         start = np.minimum(self.committed[slots] + self.max_pending[slots], last)
         committed = np.minimum(start + shape.max_new_tokens, last)
@@ -72,13 +73,18 @@ class SlotLengths:
         return ends
 
     def plan_round(self, slots: Slots, max_new_tokens: int) -> None:
-        """A round of `slots` is in flight from now on."""
+        """Record that a round of `slots` is in flight."""
         self.max_pending[slots] += max_new_tokens
         self.min_pending[slots] += 1
 
     def take_tokens(self, rounds: Slots, first: Slots, now_s: float) -> None:
-        """Tokens came at `now_s`: the next ones of the requests in `rounds`, the first ones of those in `first`.
-        From twice `MEAN_GAPS` gaps on, a slot forgets the older half of them."""
+        """Record tokens that came at `now_s`.
+
+        rounds: slots whose requests had tokens before.
+        first: slots whose requests got their first token.
+
+        At twice `MEAN_GAPS` gaps, the older half of them is dropped, as if all had been equally long.
+        """
         for slots in (rounds, first):
             self.last_token_s[slots] = now_s
         self.gaps_since_s[first] = now_s
@@ -88,8 +94,8 @@ class SlotLengths:
         self.num_gaps[many] //= 2
 
     def mean_gap_ms(self) -> float:
-        """Return the shortest mean gap between a running request's tokens; 0 without gaps. A mean is over `MEAN_GAPS`
-        to twice as many gaps, or all there are."""
+        """Return the shortest mean gap between a running request's tokens, over its newest `MEAN_GAPS` to twice as many
+        gaps, or all if there are fewer; 0 without gaps."""
         slots = np.flatnonzero(self.decoding & (self.num_gaps > 0))
         if len(slots) == 0:
             return 0.0
@@ -97,9 +103,9 @@ class SlotLengths:
         return float(means_s.min()) * 1000
 
     def clear_lengths(self, slot: int) -> None:
-        """The slot has no request any more."""
+        """Clear the slot, which has no request any more."""
         self.num_changes += 1
         lengths = (self.committed, self.num_tokens, self.max_len, self.max_pending, self.min_pending, self.num_pages)
         for values in (*lengths, self.decoding, self.speculative, self.rare_sampling, self.drafted, self.num_gaps):
             values[slot] = 0
-        self.user[slot] = -1
+        self.number[slot] = -1

@@ -22,8 +22,8 @@ class SlotPages(SlotLengths):
     saves: saved states of recurrent layers; None without such layers, or without a prefix cache.
     windows: windows of the slots; None in a model without layers that attend over one.
 
-    Pages may be freed early: ranks execute plans in order, and a page gets a new owner only in a later plan. Steps in
-    flight write to it before that. Cached pages lie below the committed length, where no step writes again.
+    A page may be freed while steps in flight still write to it: ranks execute plans in order, and its next owner comes
+    in a later plan. Cached pages are below the committed length, where no step writes again.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class SlotPages(SlotLengths):
         state_interval: int = 0,
         round_tokens: int = 1,
     ) -> None:
-        """state_interval: of `StateSaves`; read where the cache has snapshots.
-        round_tokens: of `SlotWindows`; read where the allocator has window pages.
+        """state_interval: see `StateSaves.interval`; used only if the cache has snapshots.
+        round_tokens: see `SlotWindows`; used only if the allocator has window pages.
         """
         super().__init__(num_slots)
         has_states = cache is not None and cache.snapshots is not None
@@ -55,8 +55,8 @@ class SlotPages(SlotLengths):
         self.nan_pages = NaNPages()
 
     def reset(self) -> None:
-        """Free all slots and pages and empty the prefix cache, with the ranks' memory."""
-        for slot in np.flatnonzero(self.user >= 0).tolist():
+        """Free all slots and pages and empty the prefix cache, because the ranks' memory is gone."""
+        for slot in np.flatnonzero(self.number >= 0).tolist():
             self._clear(slot)
         self._updates.clear()
         self.nan_pages.reset()
@@ -73,12 +73,12 @@ class SlotPages(SlotLengths):
         """Free slots."""
         return len(self._free_slots)
 
-    def take_slot(self, user: int, num_tokens: int, max_len: int, speculative: bool, match: Match) -> int:
-        """Give request number `user` a slot whose table starts with the pages of `match`, which the caller holds until
-        now."""
+    def take_slot(self, number: int, num_tokens: int, max_len: int, speculative: bool, match: Match) -> int:
+        """Give request `number` a slot, and return it. Its table starts with the pages of `match`, whose references
+        pass from the caller to the slot."""
         slot = heapq.heappop(self._free_slots)
         self.num_changes += 1
-        self.user[slot] = user
+        self.number[slot] = number
         self.num_tokens[slot] = num_tokens
         self.max_len[slot] = max_len
         self.speculative[slot] = speculative
@@ -92,15 +92,15 @@ class SlotPages(SlotLengths):
         return slot
 
     def slide(self) -> None:
-        """Release what the slots' windows have passed, before a plan takes pages."""
+        """Release window pages that the slots' windows have passed. Called before a plan takes pages."""
         if self.windows is not None:
             self.windows.slide(self.pages, self.committed, self.num_tokens)
 
     def fit_rounds(self, slots: Slots, ends: Int64s) -> int:
-        """Give each slot pages for positions below its `ends` and take back later ones, evicting cached pages if
+        """Give each slot pages for the positions below its end, and take back pages after it. Evicts cached pages if
         needed.
 
-        Returns the number of missing pages; unless it is 0, no slot got any.
+        Return the number of missing pages; if it is not 0, no slot got any.
         """
         change = ((ends + (self.page_size - 1)) >> self._shift) - self.num_pages[slots]
         if not change.any():
@@ -138,22 +138,22 @@ class SlotPages(SlotLengths):
         return (num_positions + self.page_size - 1) >> self._shift
 
     def prompt_pages_missing(self, more_tokens: int) -> int:
-        """Pages that requests need whose prompts still run, each for its prompt and `more_tokens`."""
-        slots = np.flatnonzero((self.user >= 0) & ~self.decoding)
+        """Return the pages that requests in prefill still lack for their prompts and `more_tokens` more tokens each."""
+        slots = np.flatnonzero((self.number >= 0) & ~self.decoding)
         needed = (self.num_tokens[slots] + (more_tokens + self.page_size - 1)) >> self._shift
         return int((needed - self.num_pages[slots]).sum())
 
     def windows_fit(self, num_tokens: int, more_tokens: int) -> bool:
-        """Whether a new request of `num_tokens` has room for its window beside the others' windows, once each request
-        has `more_tokens` more."""
+        """Whether the pool of window pages has room for a new request of `num_tokens`, with `more_tokens` more for each
+        request."""
         if self.windows is None:
             return True
         wanted = (self.num_tokens + (more_tokens + self.page_size - 1)) >> self._shift
-        room = self.windows.room(self.user >= 0, self.num_pages, wanted)
+        room = self.windows.room(self.number >= 0, self.num_pages, wanted)
         return min(self.pages_for(num_tokens + more_tokens), self.windows.max_per_slot) <= room
 
     def room(self, slot: int) -> int:
-        """Positions for which the slot has pages, or could get them."""
+        """Return the number of positions that the slot has pages for, or could get pages for."""
         available = self.allocator.num_available
         if self.windows is not None:
             available = min(available, self.windows.pages.num_available)
@@ -171,11 +171,12 @@ class SlotPages(SlotLengths):
         return missing
 
     def share(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int | None = None) -> None:
-        """Insert a slot's committed pages into the prefix cache, while the slot goes on.
+        """Insert a running slot's committed pages into the prefix cache. Where the cache already has a page, the slot
+        uses that one from the next plan on, and its own is freed.
 
-        tokens: all known tokens.
-        num_pages: at most that many pages; they must not include pages that the plan under construction writes.
-        If the tree has a page already, the slot uses that one from the next plan on, and its own is freed.
+        tokens: all known tokens of the slot's request.
+        num_pages: insert only the first `num_pages` pages; None: all. They must not include pages that the plan under
+            construction writes.
         """
         if self.cache is None:
             return
@@ -194,8 +195,8 @@ class SlotPages(SlotLengths):
             self.saves.inserted(slot, tokens, len(kept), self.cache_salt[slot])
 
     def release(self, slot: int, tokens: npt.NDArray[np.int32], num_committed: int, has_ended: bool = False) -> None:
-        """Free the slot and its pages. Pages that are full below `num_committed` go to the prefix cache, and so do the
-        states at their ends. has_ended: on the ranks, too, where steps in flight commit nothing more of it."""
+        """Free the slot and its pages. Full pages below `num_committed` go to the prefix cache, with the states saved
+        at their ends. has_ended: the ranks have ended the request, so steps in flight commit nothing more of it."""
         table = self.pages[slot]
         if self.windows is not None:
             self.windows.leave(slot, table)
@@ -210,12 +211,12 @@ class SlotPages(SlotLengths):
                 self.saves.leave(slot, tokens, len(kept), starts, self.cache_salt[slot])
         self.allocator.release(table)
         self._clear(slot)
-        # Its table is not read any more. It is emptied when the slot gets a new user, perhaps in the same plan.
+        # Its table is not read any more. It is emptied when the slot gets a new request, perhaps in the same plan.
         self._updates = {entry: page for entry, page in self._updates.items() if entry[0] != slot}
 
     def spoil(self, slot: int, tokens: npt.NDArray[np.int32], salt: bytes) -> None:
-        """The KV of `tokens` may hold NaN: drop it from the prefix cache, and zero its pages before they get another
-        owner (`NaNPages`).
+        """Drop the KV of `tokens`, which may hold NaN, from the prefix cache, and zero its pages before they get
+        another owner (`NaNPages`).
 
         slot: the request's slot; -1 if it has none.
         """
@@ -227,8 +228,11 @@ class SlotPages(SlotLengths):
             self.windows.spoil(pages, num_free)
 
     def save_states(self, slots: Slots, margin: int) -> bytes:
-        """The states that the plan saves, as `StepPlan.saved_states`, which has rounds of `slots` that are not counted
-        here yet. margin: of `StateSaves.plan_rounds`."""
+        """Return the states that the plan saves, as `StepPlan.saved_states`.
+
+        slots: [n] slots that run a round in the plan, not passed to `plan_round` yet.
+        margin: see `StateSaves.plan_rounds`.
+        """
         if self.saves is None:
             return b""
         self.saves.plan_rounds(slots, self.committed[slots] + self.max_pending[slots], margin)

@@ -1,20 +1,19 @@
 """Chooses which states of running requests are saved, at which positions and in which rows.
 
-Owned by `SlotPages`, if the model has recurrent layers; called by the scheduler's other parts while they build a plan.
+Owned by `SlotPages` in models with recurrent layers. Called by the scheduler and its parts while they build a plan.
 
 A prompt's state is saved
-- at the last page border before its end, where the same prompt resumes;
-- at a fork: where the text of another prompt has left it, so that the next one resumes there;
-- on the way, every `PROMPT_INTERVALS` intervals: at the last end of a turn in a chunk, where texts part, or at the end
-  of the chunk. So the second prompt that begins like this one computes little again.
-An answer's state is saved once an interval, and the one before is given up once it is certain that the new one is
-written. So the next turn of a conversation resumes near the answer's end. Where no row is free for a second one, the
-first is overwritten.
+- at the last page boundary before its end, where the same prompt can resume;
+- at a fork, the page boundary before the first token that differs from another prompt's;
+- in between, every `PROMPT_INTERVALS` intervals: after the last end of a turn in the chunk, because prompts often
+  differ from there on, or at the chunk's end. So the second prompt with the same beginning recomputes little.
+An answer's state is saved once per interval, so that the next turn of a conversation resumes near the answer's end. The
+state before it is released once the new one is certain to be written. If no second row is free, it is overwritten.
 
-Nothing is read from the device. A prompt's state is written by its chunk's step. An answer's is written by the first
-round that begins at or after its position, because rounds fold what earlier ones have accepted. Lengths on the host are
-one step old. So a position is chosen beyond everything that the steps in flight can reach, and when the request leaves
-its slot the row is kept only if it is certain which state it holds.
+Nothing is read from the device. A chunk's step writes a prompt's state. An answer's state is written by the first round
+that begins at or after its position, because a round's recurrent state includes only what earlier rounds accepted. The
+host's lengths are one step old, so each new position is beyond everything that steps in flight can reach. When the
+request leaves its slot, a row is kept only if the state in it is certain.
 """
 
 from dataclasses import dataclass
@@ -27,18 +26,18 @@ from attention.kv_cache.radix_node import SnapshotKind
 from workers.scheduling.plan import pack_i32
 
 Int64s = npt.NDArray[np.int64]
-PROMPT_INTERVALS = 8  # between states on the way through a long prompt
-FORK_INTERVALS = 1  # intervals that a saved fork must spare, because it cuts a prompt's chunk
-ANSWER_SHARE = 0.5  # largest share of the rows for running answers
+PROMPT_INTERVALS = 8  # intervals between two states of a long prompt
+FORK_INTERVALS = 1  # minimum intervals that resuming at a fork must save, because saving there cuts a chunk in two
+ANSWER_SHARE = 0.5  # maximum share of the snapshot rows for running answers
 
 
 @dataclass
 class _SlotSaves:
     """Saved states of one request.
 
-    wanted: prompt positions whose state will be saved, ascending, with the reason.
-    last: the newest position that has a state, in the tree or planned.
-    planned: rows and kinds of states in planned steps, by position; not in the tree yet.
+    wanted: prompt positions whose state is to be saved, ascending, each with its kind.
+    last: the newest position with a state, in the prefix cache or planned.
+    planned: rows and kinds of states that planned steps save, by position; not in the prefix cache yet.
     row: snapshot row for its answer; -1 for none.
     """
 
@@ -49,12 +48,14 @@ class _SlotSaves:
 
 
 class StateSaves:
-    """interval: tokens between saved states of an answer, a multiple of the page size.
+    """Saved states of all slots; arrays by slot.
 
-    target: by slot, the position that the row of the answer is to hold next; 0 while there is none.
-    folded: by slot, the length at which the newest round began whose result is known: the state has seen so much.
-    saved: by slot, the position of the answer's state before `target`; 0 for none.
-    former: by slot, the row that still holds that state; -1: it is in the same row as `target`, until that is written.
+    interval: tokens between saved states of an answer, a multiple of the page size.
+    target: position of the answer's newest planned state; 0 for none.
+    folded: number of tokens that the recurrent state is known to include: the length at which the newest round with a
+        known result began.
+    saved: position of the answer's state before `target`; 0 for none.
+    former: row of that state; -1 if it is in the row of `target`, which overwrites it.
     """
 
     def __init__(self, cache: PrefixCache, num_slots: int, interval: int) -> None:
@@ -81,7 +82,7 @@ class StateSaves:
         self.former[:] = -1
 
     def enter(self, slot: int, match: Match, num_tokens: int) -> None:
-        """A request of `num_tokens` prompt tokens has a slot; match: what the cache had."""
+        """Start a slot's request of `num_tokens` prompt tokens. match: its cached prefix."""
         matched, last = len(match.pages) * self._size, (num_tokens - 1) // self._size * self._size
         wanted = {}
         if match.is_fork and matched < last and self.is_worth_waiting(matched - match.num_saved):
@@ -91,20 +92,21 @@ class StateSaves:
         self._slots[slot] = _SlotSaves(wanted, match.num_saved, {})
 
     def is_worth_waiting(self, num_tokens: int) -> bool:
-        """Whether a state at a fork, which saves so many tokens, is worth another step of a prompt."""
+        """Whether a state at a fork that saves `num_tokens` tokens is worth one more step of the prompt."""
         return num_tokens >= FORK_INTERVALS * self.interval
 
     def chunk_tokens(self, slot: int, start: int, count: int) -> int:
-        """Return the length of a chunk of at most `count` prompt tokens from `start`: a chunk saves one state, so it
-        ends at the first of two wanted positions."""
+        """Return the length of a chunk of at most `count` prompt tokens from `start`. A chunk saves one state, so one
+        with several wanted positions ends at the first of them."""
         passed = [position for position in self._slots[slot].wanted if start < position <= start + count]
         return passed[0] - start if len(passed) > 1 else count
 
     def plan_chunk(self, slot: int, start: int, tokens: npt.NDArray[np.int32], turn_ends: tuple[int, ...] = ()) -> None:
-        """Plan to save a state within a chunk, where one is wanted and a row is free.
+        """Plan to save a state of this chunk, if one is wanted and a row is free.
 
-        tokens: of the slot's prompt, from position `start` on, which the plan computes.
-        turn_ends: tokens that end a turn of a conversation."""
+        tokens: the chunk's tokens, from position `start` on.
+        turn_ends: token ids that end a turn of a conversation.
+        """
         end = start + len(tokens)
         saves = self._slots[slot]
         border = end // self._size * self._size
@@ -122,8 +124,12 @@ class StateSaves:
             self._save(slot, after_turn if after_turn >= earliest else border, SnapshotKind.CHUNK)
 
     def want(self, slot: int, position: int, start: int, end: int) -> bool:
-        """Another request resumes at `position` of this one's prompt, the end of a page; whether a state is or will be
-        there. start, end: its tokens in the plan being built, equal if it has none there."""
+        """Ask for a state at `position` of this slot's prompt, where another request would resume. Return whether one
+        is or will be saved there.
+
+        position: a page boundary.
+        start, end: the slot's chunk in the plan being built; equal without one.
+        """
         saves = self._slots[slot]
         if position in saves.planned or position in saves.wanted:
             return True
@@ -135,13 +141,17 @@ class StateSaves:
         planned = self._this_plan.pop(slot, None)
         if planned is None:
             return self._save(slot, position, SnapshotKind.FORK)
-        del saves.planned[planned[0]]  # one state a chunk: the one that is waited for
+        del saves.planned[planned[0]]  # a chunk saves one state: the one that the other request waits for
         self._put(slot, position, planned[1], SnapshotKind.FORK)
         return True
 
     def plan_rounds(self, slots: Int64s, lengths: Int64s, margin: int) -> None:
-        """The plan has a round of `slots`, the state of which has seen at most `lengths` tokens when it ends. margin:
-        tokens before a position at which it is planned, at least as many as a round emits."""
+        """Plan to save states of answers in the rounds of the plan being built.
+
+        slots: [n] slots that run a round.
+        lengths: [n] maximum number of tokens that the state includes when this round begins.
+        margin: tokens before a position at which its save is planned, at least as many as a round emits.
+        """
         following = (lengths // self.interval + 1) * self.interval
         is_written = self.target[slots] <= self.folded[slots]
         for slot in slots[is_written & (self.former[slots] >= 0)].tolist():
@@ -163,7 +173,7 @@ class StateSaves:
             self._this_plan[slot] = (position, saves.row)
 
     def take(self) -> bytes:
-        """The states that the plan saves, as `StepPlan.saved_states`. The plan is built."""
+        """Return the states that the plan saves, as `StepPlan.saved_states`. Ends the plan."""
         self._snapshots.plan_ended()
         if not self._this_plan:
             return b""
@@ -172,8 +182,8 @@ class StateSaves:
         return packed
 
     def inserted(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int, salt: bytes) -> None:
-        """The tree has the first `num_pages` pages of the slot's `tokens`: keep the states at their ends that plans
-        before the one being built write."""
+        """Attach states to the first `num_pages` pages of the slot's `tokens`, which the prefix cache has now: those
+        that plans before the one being built save at these pages' ends."""
         planned, new = self._slots[slot].planned, self._this_plan.get(slot)
         for position in [p for p in planned if p <= num_pages * self._size and (new is None or new[0] != p)]:
             self._cache.attach(tokens, position, *planned.pop(position), salt)
@@ -186,9 +196,12 @@ class StateSaves:
         starts: tuple[int, int] | None,
         salt: bytes,
     ) -> None:
-        """A request leaves its slot. num_pages: of its `tokens`, which the tree has; 0: nothing of it may be kept.
-        starts: lengths at which the next of its rounds in flight begins, and the last one at most; None: there are
-        none."""
+        """Free a slot's rows, after attaching the states that are still of use.
+
+        num_pages: pages of its `tokens` that the prefix cache has; 0 if nothing of the request may be cached.
+        starts: length at which its next round in flight begins, and the maximum length at which the last one does; None
+            without rounds in flight.
+        """
         self.inserted(slot, tokens, num_pages, salt)
         saves = self._slots.pop(slot)
         self._this_plan.pop(slot, None)
@@ -202,11 +215,11 @@ class StateSaves:
     def _leave_answer(
         self, slot: int, row: int, tokens: npt.NDArray[np.int32], end: int, starts: tuple[int, int], salt: bytes
     ) -> None:
-        """Keep the newest state of an answer that is certain and at most at position `end`; give other rows back."""
+        """Attach the answer's newest state that is certain and not after position `end`; give its other rows back."""
         target, saved, former = int(self.target[slot]), int(self.saved[slot]), int(self.former[slot])
         is_written = target <= max(int(self.folded[slot]), starts[0])
         held = {former: saved, row: target if is_written else 0}
-        if former < 0 and not is_written and starts[1] < target:  # nothing has been written over the one before
+        if former < 0 and not is_written and starts[1] < target:  # no round can have overwritten the state before it
             held[row] = saved
         held = {row: position for row, position in held.items() if row >= 0}
         newest = max((position for position in held.values() if position <= end), default=0)
@@ -217,7 +230,7 @@ class StateSaves:
                 self._snapshots.give_back(row)
 
     def _save(self, slot: int, position: int, kind: SnapshotKind) -> bool:
-        """Save a prompt's state in the plan being built. Return whether a row was free."""
+        """Plan to save a prompt's state. Return whether a row was free."""
         row = self._cache.lend_row(position - self._slots[slot].last, kind)
         if row is not None:
             self._put(slot, position, row, kind)

@@ -1,7 +1,7 @@
-"""An engine's counters. Each number is declared once; its annotation says what it means and how it is exported.
+"""An engine's counters. Each is declared once; its annotation has its meaning and its Prometheus export.
 
-Filled by the scheduler, sent in `cluster.transport.messages.EngineStats`, exported by `cluster.http.metrics`, read by
-benchmarks. Times are of the scheduler's clock, from `submit` on.
+The scheduler fills them, `cluster.transport.messages.EngineStats` carries them, `cluster.http.metrics` exports them.
+Times are in seconds of the scheduler's clock, from `submit` on.
 """
 
 import functools
@@ -24,10 +24,10 @@ _TOKENS = tuple(float(step * 10**power) for power in range(5) for step in (1, 2,
 class Metric:
     """Prometheus export of a number: `Annotated[int, Metric(...)]`.
 
-    name: vLLM's if vLLM has the metric; without the suffix of counters.
-    help: its meaning, a clause.
-    kind: Prometheus' type.
-    label: name of the key, for a mapping or a tuple by position.
+    name: as in vLLM if vLLM has the metric; counters without the suffix `_total`.
+    help: its meaning.
+    kind: its Prometheus type.
+    label: name of the label for the keys of a mapping, or for the positions of a tuple.
     """
 
     name: str
@@ -37,8 +37,10 @@ class Metric:
 
 
 class Histogram(msgspec.Struct, array_like=True):
-    """counts[i]: observations <= bounds[i] and above the bound before; the last one counts all others.
-    total: sum of observations.
+    """A Prometheus histogram.
+
+    counts[i]: observations <= bounds[i] and above the bound before; the last count is of those above all bounds.
+    total: sum of the observations.
     """
 
     bounds: tuple[float, ...]

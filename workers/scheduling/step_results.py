@@ -1,5 +1,5 @@
-"""Applies a step's result: updates requests, lengths, pages and statistics, and feeds `StepTime`, shape choice and
-admission."""
+"""Applies a step's result: updates requests, lengths, pages and statistics, and reports to `StepTime`, `ShapeChoice`
+and `Admission`."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ _FINISH = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
 
 
 class StepResults:
-    """Applies results in the order of their plans. step_time: receives step times; None without costs."""
+    """Applies results in the order of their plans. step_time: gets the times of steps; None without costs."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class StepResults:
         self._last_s = clock()  # when the last result came
 
     def apply(self, step: InFlightStep, result: StepResult, newest: int) -> list[RequestOutput]:
-        """Apply a result. Return one output per request. newest: the last planned step."""
+        """Apply the result of `step`. Return an output for each request with news. newest: number of the last plan."""
         counts = unpack_i32(result.counts)
         finish = np.frombuffer(result.finish, np.uint8)
         assert len(counts) == len(finish) == len(step.sequences), "a result has other entries than its plan"
         now = self._clock()
         outputs = self._end_failed(step, result, now)
-        late = self._sit_out(step, result, counts, newest, now)
+        late = self._preempt_late(step, result, counts, newest, now)
         committed_before = self._advance(step, counts, now)
         if result.matches:
             self._observe(step, np.where(late, 0, counts), unpack_i32(result.matches).reshape(-1, 3))
         num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)), result.min_entropies)
-        # since its plan, or since the step before it
+        # from the step's start, or from the last result if that is later
         took_s, self._last_s = min(result.elapsed_s, now - self._last_s), now
         if self.step_time is not None:
             expected_ms = step.expected.ms if step.expected is not None and step.num_rounds else 0.0
@@ -80,7 +80,7 @@ class StepResults:
                 continue
             request = sequence.request
             request.output += new
-            self._queues.went_on(sequence)
+            self._queues.has_new_tokens(sequence)
             if num_accepted >= 0:
                 request.acceptance_histogram[num_accepted] += 1
                 request.num_draft_tokens += num_drafts
@@ -95,7 +95,7 @@ class StepResults:
             outputs.append(
                 RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason, num_drafted=drafted)
             )
-        if self._shapes.model_free:  # what is not verified is not counted: a text without a match drafts nothing
+        if self._shapes.model_free:  # count verified drafts only: without a match, nothing was copied
             self._stats.num_draft_tokens += sum(num_drafted)
         else:
             self._stats.num_draft_tokens += int(step.num_drafted[counts > 0].sum())
@@ -103,11 +103,11 @@ class StepResults:
         return outputs
 
     def _end_failed(self, step: InFlightStep, result: StepResult, now: float) -> list[RequestOutput]:
-        """End requests that cannot go on, with or without a slot."""
+        """End requests that failed, with or without a slot. Return their outputs."""
         queues, failed = self._queues, [(step.sequences[entry], why) for entry, why in result.failed.items()]
         others = result.failed_requests | dict.fromkeys(queues.grammars.overdue(now), TOO_LATE)
         for number, why in others.items():
-            if (sequence := queues.numbered(number)) is not None:
+            if (sequence := queues.find_number(number)) is not None:
                 failed.append((sequence, why))
         if FINISH_NOT_FINITE in result.finish:
             for entry, finish in enumerate(result.finish):
@@ -123,25 +123,25 @@ class StepResults:
                 outputs.append(RequestOutput(sequence.request, [], finish_reason=reason, error=why.message))
         return outputs
 
-    def _sit_out(
+    def _preempt_late(
         self, step: InFlightStep, result: StepResult, counts: npt.NDArray[np.int32], newest: int, now: float
     ) -> npt.NDArray[np.bool_]:
-        """Preempt requests whose masks are late; they resume once the ranks have them. Return which entries of the step
-        these are."""
+        """Preempt requests whose masks are late; they resume once the ranks report the masks. Return [n]: True for
+        their entries."""
         queues = self._queues
-        late: npt.NDArray[np.bool_] = (counts == 0) & (self._slot_pages.user[step.slots] == step.users)
+        late: npt.NDArray[np.bool_] = (counts == 0) & (self._slot_pages.number[step.slots] == step.numbers)
         for entry in np.flatnonzero(late).tolist():
             sequence = step.sequences[entry]
             queues.grammars.is_late(sequence, now)
             queues.preempt(sequence, newest)
             self._stats.num_late_masks += 1
         for number in unpack_i32(result.masks_ready).tolist():
-            if queues.numbered(number) is not None:
+            if queues.find_number(number) is not None:
                 queues.grammars.has_mask(number)
         return late
 
     def _prompt_ended(self, sequence: Sequence, now: float) -> None:
-        """The first token after the prompt has arrived."""
+        """Record the first token after a prompt, and insert the prompt into the prefix cache."""
         if sequence.first_token_s < 0:
             sequence.first_token_s, sequence.first_output = now, len(sequence.request.output)
             self._stats.time_to_first_token_s.observe(now - sequence.submitted_s)
@@ -149,12 +149,12 @@ class StepResults:
             self._slot_pages.share(sequence.slot, sequence.known_tokens())
 
     def _advance(self, step: InFlightStep, counts: npt.NDArray[np.int32], now: float) -> list[int]:
-        """Update lengths by a result. Return each entry's committed length before it: what the round that ends a
-        request commits is not reused."""
+        """Update lengths by a result. Return each entry's committed length before it, up to which a request that ends
+        in this step is cached."""
         slot_pages, slots, num_rounds = self._slot_pages, step.slots, step.num_rounds
         before: list[int] = slot_pages.committed[slots].tolist()
         emitted = counts
-        live = slot_pages.user[slots] == step.users
+        live = slot_pages.number[slots] == step.numbers
         if not live.all():
             slots, emitted = slots[live], counts[live]
             num_rounds = int(np.count_nonzero(live[:num_rounds]))
@@ -174,25 +174,25 @@ class StepResults:
         return before
 
     def _learn(self, step: InFlightStep, accepted: npt.NDArray[np.int32], min_entropies: bytes) -> list[int]:
-        """Return the number of drafts that each entry verified, and report their acceptance to the shape choice."""
+        """Report accepted drafts to the shape choice. Return the number of drafts that each entry verified."""
         count = step.num_rounds
         if step.shape == 0 and not min_entropies:
             return [0] * len(accepted)
-        slots, users, of_rounds = step.slots[:count], step.users[:count], accepted[:count]
-        live = self._slot_pages.user[slots] == users
+        slots, numbers, of_rounds = step.slots[:count], step.numbers[:count], accepted[:count]
+        live = self._slot_pages.number[slots] == numbers
         nats = np.where(live, unpack_i32(min_entropies)[:count] * 1e-3, np.nan) if min_entropies else None
-        self._shape_choice.record(slots, users, step.drafted, step.shape, np.where(live, of_rounds, -1), nats)
+        self._shape_choice.record(slots, numbers, step.drafted, step.shape, np.where(live, of_rounds, -1), nats)
         of_slots = self._num_drafts[step.shape if self._shapes.model_free else step.drafted]
         num_drafted: list[int] = np.where(of_rounds >= 0, of_slots, 0).tolist()
         return num_drafted + [0] * (len(accepted) - count)
 
     def _observe(self, step: InFlightStep, counts: npt.NDArray[np.int32], matches: npt.NDArray[np.int32]) -> None:
-        """Report to the shape choice what copied drafts foresaw, and the matches that the next ones follow."""
+        """Report to the shape choice how many copied drafts were right, and the newest matches."""
         slots, known = step.slots, np.full(len(step.sequences), -1, np.int64)
         if step.match_classes is not None:
             known[: step.num_rounds] = np.where(step.drafted > 0, step.match_classes, -1)
-        live = (self._slot_pages.user[slots] == step.users) & (counts > 0) & self._slot_pages.speculative[slots]
-        self._shape_choice.observe(slots[live], step.users[live], known[live], counts[live], matches[live])
+        live = (self._slot_pages.number[slots] == step.numbers) & (counts > 0) & self._slot_pages.speculative[slots]
+        self._shape_choice.observe(slots[live], step.numbers[live], known[live], counts[live], matches[live])
 
     def _count(self, result: StepResult, step: InFlightStep) -> None:
         stats = self._stats
@@ -214,7 +214,7 @@ class StepResults:
 
 
 def _prompt_outputs(step: InFlightStep, result: StepResult) -> list[RequestOutput]:
-    """Return log-probabilities of prompts, for requests that still run."""
+    """Return outputs with log-probabilities of prompts, for requests that still have a slot."""
     return [
         RequestOutput(sequence.request, [], prompt_logprobs=logprobs)
         for sequence, logprobs in zip(step.asking, result.prompt_logprobs, strict=True)

@@ -15,7 +15,7 @@ FIRST_RETRY_S = 0.02  # before a held request is scheduled again; doubled each t
 MAX_RETRY_S = 0.64
 
 
-class Emitted(Protocol):
+class HostOutput(Protocol):
     """The tokens that a step emitted and drafted, on the host or being copied to it."""
 
     def wait(self) -> None:
@@ -68,15 +68,15 @@ class HeldRequests:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[Emitted, list[tuple[int, GrammarRequest]]]] = deque()  # results not taken yet
+        self._steps: deque[tuple[HostOutput, list[tuple[int, GrammarRequest]]]] = deque()  # results not taken yet
         self._num_held: dict[int, int] = {}  # consecutive times, by request
         self._retries: list[tuple[float, int]] = []  # due time and request
 
-    def add_step(self, emitted: Emitted, entries: Sequence[tuple[int, GrammarRequest]]) -> None:
+    def add_step(self, emitted: HostOutput, entries: Sequence[tuple[int, GrammarRequest]]) -> None:
         """Record a launched step. entries: the step's requests with a grammar, by index in the step."""
         self._steps.append((emitted, [(i, request) for i, request in entries if not request.is_held]))
 
-    def take(self, emitted: Emitted) -> None:
+    def take(self, emitted: HostOutput) -> None:
         """Look for held requests in a step's result, which is on the host."""
         if not self._steps or self._steps[0][0] is not emitted:
             return

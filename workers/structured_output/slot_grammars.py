@@ -20,7 +20,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.ops.sampling.masks import FREE
 from workers.scheduling.plan import FINISH_NONE, Failure, Grammar, StepPlan, pack_i32, unpack_i32
 from workers.structured_output.guide_table import NOWHERE
-from workers.structured_output.held_requests import Emitted, GrammarRequest, HeldRequests
+from workers.structured_output.held_requests import GrammarRequest, HeldRequests, HostOutput
 from workers.structured_output.host_link import HostLink
 from workers.structured_output.mask_messages import LATE, Advanced, Entered, Fill, Filled, Order
 from workers.structured_output.mask_table import HELD, MaskTable
@@ -66,7 +66,7 @@ class SlotGrammars:
         self._generation = 0
         self._by_slot: dict[int, GrammarRequest] = {}
         self._requests: dict[int, GrammarRequest] = {}  # by number, including preempted requests
-        self._unread: list[tuple[Emitted, list[tuple[int, GrammarRequest]]]] = []
+        self._unread: list[tuple[HostOutput, list[tuple[int, GrammarRequest]]]] = []
         self._prepared: dict[int, Grammar] = {}  # not compiled yet
         self._num_announced = 0
         self._crashes: dict[int, int] = {}
@@ -100,7 +100,7 @@ class SlotGrammars:
             return
         self._link.tell(Order(0, prepared, tuple(dropped), tuple(entered)))
 
-    def events(self, taken: Emitted) -> MaskEvents:
+    def events(self, taken: HostOutput) -> MaskEvents:
         """Return the reports since the last call. taken: of the step whose result is being taken; on the host."""
         self._held.take(taken)
         events, self._events = self._events, MaskEvents()
@@ -181,7 +181,7 @@ class SlotGrammars:
         finished.logical_or_(held)
         masks.index.masked_fill_(held, FREE)
 
-    def ran(self, entries: Sequence[int], emitted: Emitted) -> None:
+    def ran(self, entries: Sequence[int], emitted: HostOutput) -> None:
         """Record a launched step. entries: its slots."""
         mine = [(i, self._by_slot[slot]) for i, slot in enumerate(entries) if slot in self._by_slot]
         self._unread.append((emitted, mine))

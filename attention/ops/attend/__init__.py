@@ -15,5 +15,5 @@ online_softmax_triton    one tile of the online softmax
 latent_tile_triton       one tile of latent rows
 tree_mask_triton         suffix columns that a row sees by its tree mask
 window_triton            KV positions that a row sees through a window
-references               the same in float64, for tests
+references               attention in float64, for tests
 """

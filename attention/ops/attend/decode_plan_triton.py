@@ -11,7 +11,7 @@ from attention.ops.attend.split_kv_triton import Items
 FAN = 8  # partial results per merge
 MAX_SPLITS = FAN * FAN
 MAX_BLOCK_M = 64
-TOKENS_FIRST_ROWS = 32  # of a tile of latent rows, up to which its products are transposed: `latent_tile_triton`
+TOKENS_FIRST_ROWS = 32  # tiles of up to so many rows have transposed products over latent rows: `latent_tile_triton`
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ def decode_tiles(
         return DecodeTiles(16, 64, 4, 3, 2, 64) if few else DecodeTiles(64, 32, 4, 4, 2, 64)
     if few and density > 2:
         return DecodeTiles(16, 32, 1 if narrow else 2, 4, 2, 128)
-    # Tiles of 64 rows use wgmma: K and V come from shared memory, and there are fewer barriers than with mma on 16
-    # rows. Alone, that outweighs empty rows; in rounds, which run at the power limit, multiplying empty rows costs
-    # more. Tiles of 128 tokens need fewer barriers, where shared memory holds three.
+    # Tiles of 64 rows use wgmma, which reads K and V from shared memory and needs fewer barriers than mma on 16 rows.
+    # Measured alone, that outweighs the empty rows; in rounds, at the GPU's power limit, multiplying empty rows costs
+    # more. Tiles of 128 tokens need fewer barriers, if shared memory holds three of them.
     if few and narrow:
         return DecodeTiles(16, 128, 4, 3, 1, 128)
     return DecodeTiles(64, 64, 4, 3, 2, 128)
 
 
 def _fp8_tiles(packed_rows: int, head_dim: int, density: float) -> DecodeTiles:
-    """Long tiles: each is converted to float16 in registers, which more warps do while others wait for memory. At most
-    32 rows, so that the products take their operands from registers."""
+    """Return long tiles, because each is converted to float16 in registers: more warps do so while others wait for
+    memory. At most 32 rows, so that products take their operands from registers."""
     block_n = min(128, max(32, 128 * 128 // head_dim))
     if head_dim > 256:  # not measured: sums that fit in registers
         return DecodeTiles(16, block_n, 8, 3, 1, 64 if density <= 1 else 128)
@@ -160,5 +160,6 @@ class DecodePlan:
 
 
 def partial_rows(tiles: DecodeTiles, packed_rows: int) -> int:
-    """Rows that programs store per partial if unused rows are skipped, for packed_rows = rows x group of a request."""
+    """Return the rows that a program stores per partial if it skips unused ones. packed_rows: rows x group of a
+    request."""
     return min(tiles.block_m, 1 << (packed_rows - 1).bit_length())

@@ -4,17 +4,17 @@
 All query heads of a KV head and all rows of a request share a tile, so KV is read once. Grid: KV heads (x blocks of
 rows) x items of `split_kv_triton`.
 
-Merging partial results: if a batch is so small that all requests are split, a second kernel merges. If only unusually
-long requests are split, the programs that finish last merge, without a launch: the last of every FAN items merges
-those, and the last of these merges all.
+Partial results are merged in one of two ways. If the batch is so small that all requests are split, a second kernel
+merges. If only unusually long requests are split, the programs that finish last merge, without another launch: the last
+of every FAN items merges these, and the last of those merges all.
 
-In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on where a tree put its
-ancestors. Tiles have one shape and items are fixed spans (`plan_spans`). After a tree's prefix (PATHS) a tile is
-computed once per row, with that row's path in chain order. Columns that a row does not see leave its sums unchanged to
-the bit: their weight is 2^-inf = 0, their factor 2^0 = 1. So does merging with an empty partial: 1 * part / 1.
+In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on the places of its
+ancestors in a tree. Tiles have one shape and items are fixed spans (`plan_spans`). After a tree's prefix (PATHS) a tile
+is computed once per row, with that row's path in chain order. Columns that a row does not see leave its sums bitwise
+unchanged: their weight is 2^-inf = 0, their factor 2^0 = 1. So does merging with an empty partial: 1 * part / 1.
 
-This kernel and `latent_decode_triton` share plan, merging and softmax, but not their loop: there K and V are one tile,
-which is read once and multiplied in either orientation.
+This kernel and `latent_decode_triton` share plan, merging and softmax, but not the loop: over latent rows K and V are
+one tile, which is read once and multiplied in either orientation.
 """
 
 import torch
@@ -245,8 +245,8 @@ def attend_decode(
     assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.suffix_len <= 63
     out, unit = torch.empty(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
-    # Fused multiply-adds round differently, and the compiler fuses other ones in each variant of a kernel. A fixed plan
-    # allows none.
+    # Fused multiply-adds round differently, and in each variant of a kernel the compiler fuses different ones. So a
+    # fixed plan turns fusing off.
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
     _attend_decode[(columns, plan.items.items.shape[0])](

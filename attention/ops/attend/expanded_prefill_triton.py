@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over keys and values computed from latent rows for this pass
-(`attention.expansion`). A key has a part per head, and a rotated part that all heads share.
+"""Causal attention of ragged prompt chunks over keys and values that this pass has computed from latent rows
+(`attention.expansion`). A key consists of a part per head, and a rotated part that all heads share.
 
 A program takes one head and a tile of adjacent rows from `prefill_plan_triton`.
 """
@@ -185,7 +185,7 @@ def attend_expanded(
 
 
 def reference(q_turned: Tensor, made: ExpandedKV, batch: PrefillBatch, scale: float) -> Tensor:
-    """Attention of rotated q in float64, chunk by chunk."""
+    """Return attention of rotated q in float64, chunk by chunk."""
     key_dim, value_dim = made.key_dim, made.kv.shape[2] - made.key_dim
     out = torch.zeros((*q_turned.shape[:2], value_dim), dtype=torch.float64, device=q_turned.device)
     starts, indptr, first = batch.starts.tolist(), batch.qo_indptr.tolist(), made.first.tolist()

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """One tile of attention over latent rows, for rounds and prompt chunks.
 
-A latent row is key and value at once: its first D numbers are both, the ROTATED after them are part of the key. A tile
-is loaded once and multiplied twice. wgmma's first operand has 64 rows. With TOKENS = 1 these are rows of q, in tiles of
-64. With TOKENS = 0 they are tokens, then dimensions of the sums, so that tiles of 16 or 32 rows of q waste nothing.
-TOKENS is the axis of the scores that tokens are on.
+A latent row is key and value at once: its first D numbers are both, and the ROTATED numbers after them belong to the
+key. A tile is loaded once and multiplied twice. wgmma's first operand has 64 rows. With TOKENS = 1 these are 64 rows of
+q. With TOKENS = 0 they are tokens, and in the second product dimensions of the sums, so that tiles of 16 or 32 rows of
+q waste nothing. TOKENS is the axis of the scores that tokens are on.
 """
 
 import torch
@@ -66,8 +66,8 @@ def load_latent_tile(
     D: tl.constexpr,
     ROTATED: tl.constexpr,
 ):
-    """Load a tile of BLOCK_N KV positions from `start`, on pages `page` [BLOCK_N]. If all are on one page, `page` is a
-    number and the tensor maps of `latent_maps` load it without address computation."""
+    """Load a tile of BLOCK_N KV positions from `start`, on pages `page` [BLOCK_N]. If a tile is on one page, `page` is
+    a number, and the tensor maps of `latent_maps` load it without address computation."""
     if latent_desc is None:
         token = page.to(tl.int64) * PAGE + (start + tl.arange(0, BLOCK_N)) % PAGE
         latent, rotated = load_latent_rows(rows_ptr, token, D, ROTATED)
@@ -105,8 +105,8 @@ def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.cons
         scores = tl.dot(rotated, tl.trans(q_rotated), input_precision="ieee")
         scores = tl.dot(latent, tl.trans(q), scores, input_precision="ieee") * scale_log2
     else:
-        # As one another's accumulators, Triton would lay them out over other warps and move the sums through shared
-        # memory.
+        # If one product accumulated onto the other, Triton would distribute it over other warps, and move the sums
+        # through shared memory.
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee") * scale_log2
         scores += tl.dot(q_rotated, tl.trans(rotated), input_precision="ieee") * scale_log2
     return scores, latent
@@ -188,8 +188,9 @@ def accumulate_latent(
     FIXED: tl.constexpr = False,
     UNIT: tl.constexpr = 1.0,
 ):
-    """`online_softmax_triton.accumulate` for both orientations: acc [M, D], or [D, M] with TOKENS = 0. There `total`
-    [N, M] keeps a sum per index of a tile, and `finish_latent` adds them up, because sums over tokens cross warps."""
+    """`online_softmax_triton.accumulate` for both orientations: acc [M, D], or [D, M] with TOKENS = 0. With TOKENS = 0,
+    `total` is [N, M], a sum for each index in a tile, which `finish_latent` adds up, because sums over tokens cross
+    warps."""
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - tl.expand_dims(origin, TOKENS))
@@ -221,7 +222,7 @@ def no_state(M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TOKENS: tl.const
 
 @triton.jit
 def finish_latent(total, acc, TOKENS: tl.constexpr):
-    """Return the sums of weights [M], and the weighted means; zeros for rows that saw nothing."""
+    """Return the sums of weights [M], and the weighted means of the values; zeros for rows that saw nothing."""
     if TOKENS == 0:
         total = tl.sum(total, 0)
     return total, acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), TOKENS)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Merges partial results of attention (partials), weighted by two to their log-sum. Done by a kernel of its own, or by
-the programs of `decode_triton` that finish last."""
+"""Merges partial results of attention (partials), each weighted by 2 ** its log-sum. A second kernel does this, or the
+programs of `decode_triton` that finish last."""
 
 import triton
 import triton.language as tl

@@ -39,8 +39,8 @@ def score_pairs(
 
 @triton.jit
 def sum_weights(weights, axis: tl.constexpr, FIXED: tl.constexpr):
-    """Sum weights of at most 1 along an axis. FIXED: as integers, which give the same sum in every kernel. The order of
-    float additions depends on the layout that the compiler chooses per loop."""
+    """Sum weights of at most 1 along an axis. FIXED: add them as integers, which gives the same sum in every kernel;
+    the order of float additions depends on the layout that the compiler chooses for a loop."""
     if FIXED:
         unit: tl.constexpr = (1 << 30) // weights.shape[axis]
         return tl.sum((weights * unit + 0.5).to(tl.int32), axis).to(tl.float32) / unit

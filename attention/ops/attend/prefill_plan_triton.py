@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Cuts prompt chunks into tiles of adjacent rows, on the device. The longest contexts come first, so that the last
-programs are short. A captured grid is fixed; unused tiles are marked idle."""
+"""Cuts prompt chunks into tiles of adjacent rows, on the device. Tiles with the longest contexts come first, so that
+the programs that start last are short. A captured grid is fixed; unused tiles are marked idle."""
 
 import torch
 import triton
@@ -98,7 +98,7 @@ def plan_tiles(batch: PrefillBatch, rows: int) -> Tensor:
 
 
 def reference(lists: ChunkLists, rows: int) -> list[list[int]]:
-    """The tiles without the idle ones."""
+    """Return the tiles of `plan_tiles` without idle ones."""
     tiles, row = [], 0
     for chunk, (start, count) in enumerate(zip(lists.starts, lists.counts, strict=True)):
         tiles += [[chunk, row + done, row + count, start + done] for done in range(0, count, rows)]

@@ -120,7 +120,7 @@ def _attend_prefill(
     common = (start + 1) // BLOCK_N * BLOCK_N
     low = 0
     if WINDOW:
-        # In tiles before those that all rows see, each row sees its own part.
+        # Each row sees another part of the tiles before those that all rows see.
         first_tile = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         low = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, common)
         top, total, acc = _attend_span(
@@ -209,7 +209,9 @@ def _attend_prefill(
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """block_m: rows x group per program.
+    """Tiles for prompt chunks.
+
+    block_m: rows x group per program.
     block_n: KV positions per tile.
     warps, stages: Triton's.
     """

@@ -1,4 +1,4 @@
-"""Attention in float64 over what the pages hold, request by request: the references of the kernels of this folder."""
+"""Attention in float64 over the contents of pages, request by request: the references of this folder's kernels."""
 
 import torch
 from torch import Tensor

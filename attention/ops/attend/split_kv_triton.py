@@ -16,10 +16,10 @@ from attention.ops.attend.window_triton import first_seen
 
 # Columns of an item: its request or IDLE; its first KV position and its end; the index of its partial result (counted
 # over all split requests); that of the request's first item; the request's number of items.
-ITEM_FIELDS = tl.constexpr(8)  # six, so that an item does not cross a 32-byte sector
+ITEM_FIELDS = tl.constexpr(8)  # six are used; with eight an item does not cross a 32-byte sector
 IDLE = tl.constexpr(-1)
 CHUNK = tl.constexpr(16)
-SPANS = tl.constexpr(8)  # compared: from the minimum to 2.75 times that, closer together at first
+SPANS = tl.constexpr(8)  # spans that are compared: 1 to 2.75 times the minimum, the short ones closer together
 
 
 @triton.jit
@@ -29,8 +29,8 @@ def _span(least, number):
 
 @triton.jit
 def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Return the span that ends soonest if `budget` items run at a time, among those near the minimum; the longest of
-    equals."""
+    """Return the span with which all items end soonest, if `budget` of them run at a time: one of `SPANS`, and the
+    longest of equally good ones."""
     total = tl.sum(length, 0)
     least = tl.maximum(tl.cdiv(total, budget), min_span)
     number = tl.arange(0, SPANS)
@@ -39,7 +39,7 @@ def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.cons
     even = tl.cdiv(tl.cdiv(length[:, None], tl.maximum(count, 1)), TILE) * TILE
     longest = tl.max(even, 0).to(tl.int64)
     waves = tl.cdiv(tl.sum(count, 0), budget)
-    # Items do not wait for a wave's end: they start as soon as one fits.
+    # Items start as soon as there is room, not in waves.
     time = tl.minimum(waves * (longest + TILE), tl.cdiv(total, budget) + longest + TILE)
     best = tl.min(time * SPANS + SPANS - 1 - number, 0)
     return _span(least, SPANS - 1 - (best % SPANS).to(tl.int32))
@@ -121,7 +121,9 @@ def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EAC
 
 @dataclass(frozen=True)
 class Items:
-    """items: [any, ITEM_FIELDS] int32.
+    """Spans of KV for programs.
+
+    items: [any, ITEM_FIELDS] int32.
     requests: [num_requests, 2] int32: the index of the partial result of each request's first item; its number of
         items.
     """
@@ -151,7 +153,7 @@ def plan_items(
     num_items = num_requests + budget
     items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
-    # both constants follow from this one, because each pair of them compiles a kernel
+    # both constants are computed from this power of two, because each pair of values compiles a kernel
     most_requests = triton.next_power_of_2(num_requests)
     _plan_items[(1,)](
         prefix_len,
@@ -173,7 +175,7 @@ def plan_items(
 
 
 def plan_warps(num_requests: int) -> int:
-    """Warps of the planner, which compares `SPANS` numbers per request."""
+    """Return the warps of the planner, which compares `SPANS` numbers per request."""
     return 4 if num_requests <= 128 else 16
 
 
@@ -211,7 +213,7 @@ def reference(
     max_splits: int,
     window: int | None = None,
 ) -> list[list[int]]:
-    """The items as rows of six fields, without the idle ones."""
+    """Return the items of `plan_items` as rows of six fields, without idle ones."""
     origins = [first_seen(prefix, window) // tile * tile for prefix in prefixes]
     lengths = [prefix + suffix_len - origin for prefix, origin in zip(prefixes, origins, strict=True)]
     each = -(-sum(lengths) // max(budget, 1))

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The rows of each block of `chunks_triton`, computed from the chunks on the device. A block has up to BLOCK rows, and
-ends at a snapshot or at the end of its chunk."""
+"""Computes the rows of each block of `chunks_triton`, from the chunks, on the device. A block has up to BLOCK rows, and
+ends early at a snapshot or at the end of its chunk."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ def num_blocks(rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def block_rows(j, rows, border, BLOCK: tl.constexpr):
-    """First row in its chunk, and rows, of a chunk's block j."""
+    """Return the first row of a chunk's block j, counted in the chunk, and its number of rows."""
     before = num_blocks(border, BLOCK)
     first = tl.where(j < before, j * BLOCK, border + (j - before) * BLOCK)
     end = tl.where(j < before, border, rows)

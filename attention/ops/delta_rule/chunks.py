@@ -19,7 +19,7 @@ from attention.ops.delta_rule.tables import (
 )
 from attention.ops.operation import Implementation, on_gpu, operation
 
-BLOCK = 64  # tokens between two states; a snapshot's position ends a block early
+BLOCK = 64  # maximum tokens of a block; a snapshot's position ends a block early
 
 
 def max_blocks(num_rows: int, num_chunks: int) -> int:
@@ -28,10 +28,12 @@ def max_blocks(num_rows: int, num_chunks: int) -> int:
 
 
 def scratch_dtype(heads: DeltaHeads, dtype: torch.dtype) -> torch.dtype:
-    """Type of what passes between the kernels, and of their products' operands, for rows of `dtype`. bfloat16 only for
-    keys and values of 128: with smaller ones, which no published model has, the compiled kernels (3.6) give other
-    numbers than the interpreted ones, on an H200 by more than the largest output (`python -m tests.bench
-    delta_chunks`). With operands of float32 both are right."""
+    """Return the dtype of scratch between the kernels, and of their products' operands, for rows of `dtype`.
+
+    bfloat16 only for keys and values of 128 numbers. With fewer, as in no published model, kernels compiled by Triton
+    3.6 differ from interpreted ones on an H200 by more than the largest output (`python -m tests.bench delta_chunks`);
+    with float32 operands both are right.
+    """
     return dtype if heads.key_dim == heads.value_dim == 128 else torch.float32
 
 
@@ -91,15 +93,15 @@ def delta_rule_chunks(
 
 
 def stops(count: int, border: int) -> list[int]:
-    """Return the ends of the blocks of `count` rows: every BLOCK rows, also from `border` on if it is among them. No
-    border: 0 or less."""
+    """Return the ends of the blocks of `count` rows: every BLOCK rows, counted anew from `border` if that is among the
+    rows. border: 0 or less for none."""
     if not 0 < border < count:
         return [*range(BLOCK, count, BLOCK), count]
     return [*range(BLOCK, border, BLOCK), border, *range(border + BLOCK, count, BLOCK), count]
 
 
 def _advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """The state after one block of each head, and its outputs [Hv, n, dv]."""
+    """Return the state after one block, and the block's outputs [Hv, n, dv]."""
     triangle = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
     o, added, decay = block(state, q, k, v, g, beta, triangle)
     last = decay[..., -1:]

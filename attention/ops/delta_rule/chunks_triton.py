@@ -3,11 +3,11 @@
 
 convolve   q, k and v
 solve      gates, and each block's triangular system: its rows w and u
-advance    the states, block by block: what each block begins with, and what its rows add
+advance    the states, block by block: the state before each block, and what the block's rows add to it
 finish     outputs and their gated norm
 
-Operands of products are of `scratch_dtype`, sums and states are float32. Which rows a block has follows from the chunks
-on the device: grids are as large as any chunks of so many rows ask for.
+Operands of products are of `scratch_dtype`, sums and states are float32. The rows of a block are computed from the
+chunks on the device, so grids are large enough for any division of that many rows into chunks.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,8 @@ def _convolve(
     C: tl.constexpr, CHANNELS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has some channels of a block. The slot's history counts where its chunk does not start the prompt."""
+    """A program computes some channels of a block. Before a chunk that does not start its prompt comes the slot's
+    history."""
     chunk, chunk_row, first, count = locate(
         tl.program_id(1), qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK
     )
@@ -106,7 +107,7 @@ def _solve(
 
 @triton.jit
 def _history(qkv_ptr, history_ptr, chunk_row, token, column, stride, has_history, C: tl.constexpr):
-    """Channels of one token of a chunk, below 0 of those before it."""
+    """Return channels of one token of a chunk; a negative token is one before the chunk."""
     inside = (token >= 0) | has_history
     source = tl.where(token >= 0, qkv_ptr + (chunk_row + token).to(tl.int64) * stride, history_ptr + (token + 3) * C)
     return tl.load(source + column, mask=inside & (column >= 0), other=0.0)
@@ -116,7 +117,8 @@ def _history(qkv_ptr, history_ptr, chunk_row, token, column, stride, has_history
 def _move_history(
     qkv_ptr, conv_ptr, saved_ptr, slot, entry, chunk_row, rows, snapshot, column, stride, has_history, C: tl.constexpr,
 ):  # fmt: skip
-    """The last three tokens of a chunk become its slot's history, and those before the snapshot become its."""
+    """Store the last three tokens of a chunk as the slot's history, and the three before a snapshot as the
+    snapshot's."""
     history_ptr = conv_ptr + slot * (3 * C)
     first = _history(qkv_ptr, history_ptr, chunk_row, rows - 3, column, stride, has_history, C)
     second = _history(qkv_ptr, history_ptr, chunk_row, rows - 2, column, stride, has_history, C)
@@ -126,7 +128,7 @@ def _move_history(
         for i in tl.static_range(3):
             channels = _history(qkv_ptr, history_ptr, chunk_row, snapshot - 3 + i, column, stride, has_history, C)
             tl.store(target_ptr + i * C, channels)
-    # all are read before the first is written: a short chunk keeps tokens from before it
+    # read all before the first write: the new history of a short chunk includes old tokens
     tl.debug_barrier()
     tl.store(history_ptr + column, first)
     tl.store(history_ptr + C + column, second)
@@ -141,7 +143,7 @@ def _advance(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has some columns of a value head's state, for a chunk."""
+    """A program advances some columns of a value head's state over a chunk."""
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     h, part, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -228,8 +230,12 @@ def _finish(
 
 @dataclass(frozen=True)
 class ChunkTiles:
-    """part: columns of the state of a program of `_advance`. solve, advance, finish: warps. stages: blocks that a
-    program of `_advance` has in shared memory or on the way there."""
+    """Tiles of the four kernels.
+
+    part: columns of the state per program of `_advance`.
+    solve, advance, finish: warps.
+    stages: blocks that a program of `_advance` has in shared memory or is loading.
+    """
 
     part: int
     solve: int
@@ -239,14 +245,14 @@ class ChunkTiles:
 
 
 def chunk_tiles(value_dim: int) -> ChunkTiles:
-    """Tiles and warps. `python -m tests.bench delta_chunks` measures others: with eight warps in `_solve` and `_finish`
-    8,192 tokens of a layer of Qwen3.6-27B took 1,551 us on an H200, with four 1,096."""
+    """Return the tiles. `python -m tests.bench delta_chunks` measures others: 8,192 tokens of a layer of Qwen3.6-27B
+    took 1,096 us on an H200 with four warps in `_solve` and `_finish`, and 1,551 with eight."""
     return ChunkTiles(min(value_dim, 32), 4, 4, 4)
 
 
 def padded_chunks(num_chunks: int) -> int:
-    """Chunks that the kernels look through: a power of two. It has few values, because each compiles the kernels, and
-    a start runs the first (its prompts) and the one of as many chunks as there are slots (its largest step)."""
+    """Return the number of chunks that the kernels search, a power of two. It has few values, because each compiles the
+    kernels. A start runs the smallest, and the one for as many chunks as there are slots."""
     return 8 if num_chunks <= 8 else max(64, int(triton.next_power_of_2(num_chunks)))
 
 
@@ -258,8 +264,8 @@ def delta_rule_chunks(
     out: Tensor,
     tiles: ChunkTiles | None = None,
 ) -> None:
-    """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Between its launches it keeps `scratch_bytes`. tiles: None
-    for those of `chunk_tiles`."""
+    """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Allocates `scratch_bytes` between its launches. tiles: None:
+    those of `chunk_tiles`."""
     heads, num_rows, num_chunks = kept.heads, out.shape[0], tables.slots.shape[0]
     assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
     assert weights.conv.is_contiguous() and kept.state.is_contiguous() and kept.conv.is_contiguous()

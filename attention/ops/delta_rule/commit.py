@@ -9,10 +9,11 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 @operation(Implementation("triton", "attention.ops.delta_rule.commit_triton:commit_rows", on_gpu))
 def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-    """Make the accepted path of a round the committed rows of its slots, in all layers; once after the round's pass.
+    """Make the accepted path of a round the committed rows of its slots, in all layers. Called once after a round's
+    pass.
 
-    The pass has folded the rows committed before into `state`. So `conv` advances by these, committed[j] becomes
-    pending[path[j]] for j < counts, and `count` becomes counts. The padding slot stays as it is.
+    The pass has replayed the previous committed rows into `state`. So `conv` advances over them, committed[j] becomes
+    pending[path[j]] for j < counts, and `count` becomes counts. The padding slot does not change.
 
     kept    conv, committed and count are written
     slots   [B] int64; padding rows have the padding slot, all others differ

@@ -36,7 +36,7 @@ def _commit_rows(
         node = tl.load(path_ptr + request * path_stride + j, mask=moves & (j < DEPTH), other=0)
         moved = moves[:, None] & (column < R)[None, :]
         rows = tl.load(pending_ptr + node[:, None] * R + column[None, :], mask=moved, other=0.0)
-        # the committed rows before are read before new ones take their place
+        # read the old committed rows before new ones overwrite them
         tl.debug_barrier()
         tl.store(conv_ptr + i[:, None] * C + column[None, :], history, mask=(i < 3)[:, None] & (column < C)[None, :])
         tl.store(committed_ptr + j[:, None] * R + column[None, :], rows, mask=moved)

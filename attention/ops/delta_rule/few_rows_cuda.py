@@ -1,7 +1,7 @@
-"""Launches the kernel of `delta_rule_rounds` for a few rows a request in CUDA C++, few_rows.cu.
+"""Launches the CUDA C++ kernel of `delta_rule_rounds` for a few rows per request, few_rows.cu.
 
-Products of the state with rows are sums in registers there: Triton (3.6) moves the state through shared memory once for
-each product, or spills it. Rows are bfloat16; keys and values have 128 numbers.
+It computes products of the state with rows as sums in registers. Triton (3.6) would move the state through shared
+memory for each product, or spill it. Rows are bfloat16; keys and values have 128 numbers.
 """
 
 from dataclasses import dataclass
@@ -16,22 +16,26 @@ from attention.capability import Capability
 from attention.ops.cuda_source import load
 from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
 
-_LOAD = 8  # numbers of a load of 16 bytes
+_LOAD = 8  # bfloat16 numbers in a load of 16 bytes
 _MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """warps: of a program. programs: on a multiprocessor at least, by registers."""
+    """Tiles of the kernel.
+
+    warps: per program.
+    programs: minimum number of programs that fit on a multiprocessor, which limits registers.
+    """
 
     warps: int
     programs: int
 
 
 def tiles_of(programs: int) -> Tiles:
-    """Return the tiles for a number of programs. H200, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1, 8 and 32:
-    6.9, 32 and 132 microseconds with eight warps alone on a multiprocessor, 8.5, 22 and 88 with three programs of four
-    warps."""
+    """Return the tiles for a number of programs: few have eight warps and a multiprocessor each; of many, three with
+    four warps share one. H200, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1, 8 and 32: the former take 6.9, 32
+    and 132 microseconds, the latter 8.5, 22 and 88."""
     return Tiles(8, 1) if programs <= _MULTIPROCESSORS else Tiles(4, 3)
 
 
@@ -42,7 +46,7 @@ def source() -> str:
 
 
 def alignment(rows: DeltaRows) -> int:
-    """The power of two, at most 8, of numbers that all addresses of rows are multiples of."""
+    """Return the largest power of two, at most 8, that all addresses of rows are multiples of, in numbers."""
     places = (place for each in (rows.qkv, rows.z) for place in (each.data_ptr() // 2, each.stride(0)))
     return gcd(_LOAD, *places)
 
@@ -50,7 +54,7 @@ def alignment(rows: DeltaRows) -> int:
 def constants_of(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, width: int, tiles: Tiles, early: bool
 ) -> tuple[tuple[str, int], ...]:
-    """The kernel's macros."""
+    """Return the kernel's macros."""
     heads = kept.heads
     return (
         ("WIDTH", width),

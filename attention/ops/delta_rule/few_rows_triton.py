@@ -1,14 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""The kernel of `delta_rule_rounds` for a few rows a request: one launch a layer. A program has one value head of one
-request, whose state it reads once and writes once. Programs write nothing that others read.
+"""The kernel of `delta_rule_rounds` for a few rows per request: one launch per layer. A program computes one value head
+of one request, whose state it reads and writes once. No program reads what another one writes.
 
-A program's tile has the keys of the slot's committed rows, those of its new rows, then the new rows' queries. A key
-sees the keys of committed rows and ancestors before it; a query sees those and its own row's. So what the rows add to
-the state, and the outputs, are the solution of one unit lower triangular system (the UT transform). Its products are as
-exact as float32 has them, so the state is that of the recurrence.
+A program's tile has the keys of the slot's committed rows, then the keys of its new rows, then the new rows' queries. A
+key sees the keys of committed rows and ancestors before it; a query sees these and its own row's key. So the additions
+to the state and the outputs are the solution of one unit lower triangular system (the UT transform). Products have
+float32 precision, so the state is that of the recurrence.
 
-Only for keys and values of 128: at 16 and 32 the compiled kernel (3.6) is wrong where the interpreted one is right, the
-cause of which is not known. There a tile of channels can have the shape of a tile of rows by rows; at 128 it cannot.
+Only for keys and values of 128 numbers. At 16 and 32 the kernel compiled by Triton 3.6 is wrong where the interpreted
+one is right, for an unknown reason. There a tile of channels can have the shape of a tile of rows by rows; at 128 it
+cannot.
 """
 
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def _delta_few_rows(
     else:
         prefetch(own_state_ptr + h * (DK * DV) + lines)
 
-    # 1. Who sees whom.
+    # 1. Which columns each row sees.
     r, c = tl.arange(0, ROWS), tl.arange(0, ROWS)[None, :]
     is_key = r < PATH + WIDTH
     is_new = (r >= PATH) & (r < PATH + 2 * WIDTH)
@@ -121,7 +122,7 @@ def _delta_few_rows(
     b = tl.load(tl.where(is_new, b_ptr + row * b_stride + h, gates), mask=live_key, other=0.0)
     a = tl.load(tl.where(is_new, a_ptr + row * a_stride + h, gates + HV), mask=live_key, other=0.0)
     key_head = h // (HV // HK)
-    leads = h == key_head * (HV // HK)  # one value head of a key head writes its channels
+    leads = h == key_head * (HV // HK)  # one of a key head's value heads stores the key head's channels
     column = tl.where(is_key, KEYS, 0)[:, None] + (key_head * DK + d)[None, :]
     kq = _convolved(column, own, newest, older, oldest, live, is_new & leads, weight_ptr, pending, C)
     values = ()
@@ -190,7 +191,9 @@ FEW_PROGRAMS = 132  # one for each multiprocessor
 
 @dataclass(frozen=True)
 class FewRowTiles:
-    """part: columns of the state that a program works on at a time.
+    """Tiles of the kernel.
+
+    part: columns of the state that a program works on at a time.
     early: a program loads all columns before anything else.
     registers: limit per thread; None: the compiler's choice.
     """

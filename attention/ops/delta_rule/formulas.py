@@ -1,4 +1,4 @@
-"""The gated delta rule in torch, used by the references of this folder. All computation is in the state's type.
+"""The gated delta rule in torch, for the references of this folder. All computation is in the state's dtype.
 
 Source: Gated Delta Networks, arXiv 2412.06464; its UT transform, arXiv 2406.06484 section 3.2; names and order of
     rounding as in transformers' Qwen3-Next.
@@ -14,7 +14,7 @@ NORM_EPS = 1e-6  # epsilon of the l2 norms of q and k
 
 
 def convolved(taps: Tensor, weights: DeltaWeights, full: torch.dtype) -> Tensor:
-    """[..., C]: silu of the convolution, rounded to the rows' type.
+    """Return [..., C]: silu of the convolution, rounded to the rows' dtype.
 
     taps  [..., 4, C], each token's channels after those of the three tokens before it
     """
@@ -23,13 +23,13 @@ def convolved(taps: Tensor, weights: DeltaWeights, full: torch.dtype) -> Tensor:
 
 
 def gates(b: Tensor, a: Tensor, weights: DeltaWeights, full: torch.dtype) -> tuple[Tensor, Tensor]:
-    """g [..., Hv], the logarithm of the decay, and beta [..., Hv], the learning rate."""
+    """Return g [..., Hv], the logarithm of the decay, and beta [..., Hv], the learning rate."""
     g = -weights.a_log.to(full).exp() * F.softplus(a.to(full) + weights.dt_bias.to(full))
     return g, b.to(full).sigmoid()
 
 
 def heads_of(channels: Tensor, heads: DeltaHeads, full: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k [..., Hv, dk], normed and q scaled, and v [..., Hv, dv] of convolved channels [..., C]."""
+    """Return q and k [..., Hv, dk], normed, with q scaled, and v [..., Hv, dv], of convolved channels [..., C]."""
     keys = heads.key_heads * heads.key_dim
     q, k, v = torch.split(channels.to(full), [keys, keys, heads.value_heads * heads.value_dim], -1)
     q, k = (_normed(torch.unflatten(each, -1, (heads.key_heads, heads.key_dim))) for each in (q, k))
@@ -42,7 +42,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def advanced(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The state [..., dk, dv] after one token k [..., dk], v [..., dv], g and beta [...]: the recurrence itself."""
+    """Return the state [..., dk, dv] after one token k [..., dk], v [..., dv], g and beta [...], by the recurrence."""
     state = state * g.exp()[..., None, None]
     delta = beta.unsqueeze(-1) * (v - (state * k.unsqueeze(-1)).sum(-2))
     return state + k.unsqueeze(-1) * delta.unsqueeze(-2)
@@ -51,14 +51,14 @@ def advanced(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Te
 def block(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, seen: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The outputs [..., n, dv] of n rows after `state` [..., dk, dv], each of which sees itself and its ancestors;
-    then what each row adds to the state [..., n, dv], and its decay since `state` [..., n].
+    """Return the outputs [..., n, dv] of n rows after `state` [..., dk, dv], each of which sees itself and its
+    ancestors; what each row adds to the state, [..., n, dv]; and the decay since `state` at each row, [..., n].
 
     q, k     [..., n, dk]; v: [..., n, dv]; g, beta: [..., n]
     seen     [..., n, n] bool, row i sees row j <= i; a tree's ancestors, or a triangle for a run of tokens
     """
     decay = (seen.to(g.dtype) @ g.unsqueeze(-1)).squeeze(-1)
-    # Never positive where a row sees its ancestors' ancestors too. Padding rows may not, and must stay finite.
+    # Not positive where a row sees the ancestors of its ancestors. Padding rows may not see them, and must stay finite.
     since = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).clamp(max=0.0)
     between = since.masked_fill(~seen, -torch.inf).exp()
     system = (beta.unsqueeze(-1) * (k @ k.mT) * between).tril(-1)
@@ -68,7 +68,7 @@ def block(
 
 
 def gated_norm(o: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
-    """norm(o) * weight * gate(z), rounded to z's type once. o: [..., Hv, dv]. z and the result: [..., Hv * dv]."""
+    """Return norm(o) * weight * gate(z), rounded once, to z's dtype. o: [..., Hv, dv]. z and result: [..., Hv * dv]."""
     z_of_heads = z.to(o.dtype).reshape(o.shape)
     gate = z_of_heads.sigmoid() if weights.sigmoid else F.silu(z_of_heads)
     normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + weights.eps)

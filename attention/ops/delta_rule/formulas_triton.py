@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Common functions of the kernels: `attention.ops.delta_rule.formulas` in Triton, in float32."""
+"""Functions that the kernels share: `attention.ops.delta_rule.formulas` in Triton, in float32."""
 
 import triton
 import triton.language as tl
 
 from attention.ops import interpreter_triton
 
-PRECISION = tl.constexpr("tf32x3")  # products of float32, about as exact as float32 itself
+PRECISION = tl.constexpr("tf32x3")  # products of float32 with about the precision of float32
 INTERPRETED = tl.constexpr(interpreter_triton.INTERPRETED)
 NORM_EPS = tl.constexpr(1e-6)  # epsilon of the l2 norms of q and k
 
@@ -28,8 +28,8 @@ def gate(z, SIGMOID: tl.constexpr):
 
 @triton.jit
 def log_decay(a, a_log, dt_bias):
-    """g = -exp(a_log) * softplus(a + dt_bias). log1p is a series where 1 + y would lose y: slow decays add up over
-    thousands of tokens."""
+    """Return g = -exp(a_log) * softplus(a + dt_bias). For small y, log(1 + y) is computed as a series, because 1 + y
+    would lose y, and slow decays add up over thousands of tokens."""
     x = a + dt_bias
     y = tl.exp(tl.minimum(x, 20.0))
     s = y / (2.0 + y)
@@ -90,8 +90,8 @@ def norm_factors(x):
 
 @triton.jit
 def settled(x):
-    """Return x, computed once and here. Without it the compiler (3.6) computes products' operands anew in the layout of
-    each product, where every warp has all of their rows, and registers spill."""
+    """Return x, and make the compiler compute it once, here. Otherwise Triton 3.6 computes operands again in the layout
+    of each product, in which every warp has all of their rows, and registers spill."""
     if not INTERPRETED:
         if x.dtype == tl.bfloat16:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
@@ -102,7 +102,7 @@ def settled(x):
 
 @triton.jit
 def prefetch(pointers):
-    """Start to bring the 128 bytes at each of `pointers` into the L2 cache. Takes no registers."""
+    """Prefetch the 128 bytes at each of `pointers` to the L2 cache. Uses no registers."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
@@ -111,7 +111,8 @@ def prefetch(pointers):
 
 @triton.jit
 def dot(x, y):
-    """x @ y to float32, of any type. The interpreter (3.6) multiplies bfloat16 as raw bits, so it gets float32."""
+    """Return x @ y in float32. The interpreter (3.6) multiplies bfloat16 as raw bits, so there x and y are
+    converted."""
     if INTERPRETED:
         x, y = x.to(tl.float32), y.to(tl.float32)
     return tl.dot(x, y, input_precision=PRECISION)
@@ -119,8 +120,8 @@ def dot(x, y):
 
 @triton.jit
 def product_with_rows(k, q, y):
-    """k @ y and q @ y of float32 y. Where k and q are bfloat16, y is the sum of three numbers of that type, and all
-    products are exact in float32."""
+    """Return k @ y and q @ y of float32 y. If k and q are bfloat16, y is split into a sum of three bfloat16 numbers, so
+    that all products are exact in float32."""
     if k.dtype == tl.bfloat16:
         high = y.to(tl.bfloat16)
         y -= high.to(tl.float32)

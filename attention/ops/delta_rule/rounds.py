@@ -1,4 +1,4 @@
-"""The gated delta rule in a round: committed rows are replayed, then each request's new rows are computed."""
+"""The gated delta rule in a round: replays the committed rows, then computes each request's new rows."""
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def _are_few_in_bfloat16(
 
 
 def _fit_a_tile(kept: LayerState, tables: RoundTables, most: int) -> bool:
-    """Whether several rows a request, with the committed ones, fit into a tile of `most` rows."""
+    """Whether requests have several rows, which fit into a tile of `most` rows with the committed ones."""
     width, heads = tables.mask.shape[1], kept.heads
     fits = width > 1 and kept.committed.shape[1] + 2 * width <= most
     return fits and heads.key_dim == heads.value_dim == 128 and kept.state.dtype is torch.float32
@@ -71,12 +71,12 @@ def _fit_a_tile(kept: LayerState, tables: RoundTables, most: int) -> bool:
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """Outputs of B requests of R rows each, whose states advance by the committed rows alone.
+    """Compute the outputs of B requests of R rows each, and advance their states by the committed rows only.
 
-    1. Replay: the recurrence over a slot's `count` committed rows in float32. The new state is written once; where it
-       passes `snapshot_at`, it also becomes snapshot `snapshot_entry`, with its convolution's history.
+    1. Replay: run the recurrence over a slot's `count` committed rows in float32, and write the new state. If it passes
+       `snapshot_at`, also write the state there to snapshot `snapshot_entry`, with the convolution's history.
     2. The new rows: each sees the replayed state, its ancestors and itself, as if the recurrence had run along its own
-       path. They change no state. They become the slot's pending rows.
+       path. They change no state, and become the slot's pending rows.
 
     rows     [B * R] rows, those of a request side by side, by node
     kept     state, pending and snapshots are written; committed, conv and count are not: `commit_rows` writes them
@@ -100,16 +100,16 @@ def delta_rule_rounds(
     g, beta = (each.transpose(1, 2) for each in gates(b, a, weights, full))
     o, _, _ = block(state, q, k, v, g, beta, ancestry.unsqueeze(1))
     out.copy_(gated_norm(o.transpose(1, 2).flatten(0, 1), rows.z, weights))
-    # cut to the rows without padding: `pending`'s later rows and numbers stay
+    # without padding: later rows and numbers of `pending` do not change
     kept.pending[tables.slots, :width, : qkv.shape[-1] + 2 * heads.value_heads] = torch.cat((qkv, b, a), -1)
 
 
 def _replay(
     weights: DeltaWeights, kept: LayerState, tables: RoundTables, seen: Tensor, committed: Tensor, count: Tensor
 ) -> Tensor:
-    """[B, Hv, dk, dv]: the states after the committed rows, which are written, as are snapshots.
+    """Write and return the states after the committed rows, [B, Hv, dk, dv]. Writes snapshots, too.
 
-    seen: [B, 3 + P, C], the channels of the three tokens before the committed rows, and of these.
+    seen: [B, 3 + P, C], the channels of the three tokens before the committed rows, and of the committed rows.
     """
     full, heads, path = kept.state.dtype, kept.heads, committed.shape[1]
     taps = torch.stack([seen[:, i : i + TAPS] for i in range(path)], 1)
@@ -119,7 +119,7 @@ def _replay(
     state = kept.state[tables.slots]
     passed = tables.snapshot_at[tables.slots] - (tables.prefix_len - count)
     for i in range(path + 1):
-        # by selection: what stands after the committed rows may be NaN
+        # a selection, not a product with 0, because rows after the committed ones may hold NaN
         for j in ((passed == i) & (i <= count)).nonzero().flatten().tolist():
             entry = tables.snapshot_entry[tables.slots[j]]
             kept.saved_state[entry], kept.saved_conv[entry] = state[j], seen[j, i : i + HISTORY]

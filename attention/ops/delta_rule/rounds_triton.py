@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `delta_rule_rounds`: one launch a layer, or two for wide rounds. A program has one value head of one
-request, whose state it reads once and writes once. Programs write nothing that others of their launch read.
+"""The kernel of `delta_rule_rounds`: one launch per layer, or two for wide rounds. A program computes one value head of
+one request, whose state it reads and writes once. No program reads what another one of its launch writes.
 
-A program's tile has the slot's committed rows, then its new rows. A committed row sees those before it; a new row sees
-all of them, its ancestors and itself. One UT transform over the tile gives the outputs of the new rows and what the
-committed rows add to the state. Its products are as exact as float32 has them, so the state is that of the recurrence.
+A program's tile has the slot's committed rows, then its new rows. A committed row sees the committed rows before it; a
+new row sees all committed rows, its ancestors and itself. One UT transform over the tile gives the outputs of the new
+rows, and what the committed rows add to the state. Products have float32 precision, so the state is that of the
+recurrence.
 
-Where committed and new rows together exceed MAX_TILE_ROWS, one launch replays the committed rows and a second one
-computes the new rows from the written state, because one tile would not fit into shared memory.
+If committed and new rows together exceed MAX_TILE_ROWS, one launch replays the committed rows and a second one computes
+the new rows from the written state, because one tile would not fit into shared memory.
 """
 
 import triton
@@ -69,7 +70,7 @@ def _delta_round(
 ):  # fmt: skip
     """REPLAYS: the tile has the committed rows. ANSWERS: it has the new rows."""
     KEYS: tl.constexpr = HK * DK
-    FIRST: tl.constexpr = PATH if REPLAYS else 0  # of the new rows in the tile
+    FIRST: tl.constexpr = PATH if REPLAYS else 0  # index of the first new row in the tile
     USED: tl.constexpr = FIRST + (WIDTH if ANSWERS else 0)
     C: tl.constexpr = 2 * KEYS + HV * DV
     h, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -82,7 +83,7 @@ def _delta_round(
     own_state_ptr = state_ptr + slot * (HV * DK * DV)
     prefetch(own_state_ptr + h * (DK * DV) + tl.arange(0, DK * DV // 32) * 32)
 
-    # 1. Who sees whom.
+    # 1. Which rows each row sees.
     r, c = tl.arange(0, ROWS), tl.arange(0, ROWS)[None, :]
     replayed = count if REPLAYS else 0
     skipped = count - replayed
@@ -116,7 +117,7 @@ def _delta_round(
     tl.store(pending + C + HV + h, a, mask=is_new)
     g, beta = log_decay(a.to(tl.float32), a_log, dt_bias), sigmoid(b.to(tl.float32))
     key_head = h // (HV // HK)
-    leads = is_new & (h == key_head * (HV // HK))  # one value head of a key head writes its channels
+    leads = is_new & (h == key_head * (HV // HK))  # one of a key head's value heads stores the key head's channels
     q = _convolved(key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
     k = _convolved(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
     if not REPLAYS:  # a wide tile; the compiler's products of 64 rows of bfloat16 were wrong on an H200
@@ -177,22 +178,21 @@ MAX_TILE_ROWS = 32
 
 
 def round_rows(width: int, path: int) -> int:
-    """Rows of a program's tile that has `width` new and `path` committed rows."""
+    """Return the rows of a tile that has `width` new and `path` committed rows."""
     return max(16, int(triton.next_power_of_2(path + width)))
 
 
 def round_launches(width: int, path: int) -> tuple[tuple[int, bool, bool], ...]:
-    """Each launch of a round: its tile's rows, and whether the tile has the committed and the new rows."""
+    """Return, for each launch of a round, its tile's rows, and whether the tile has committed rows and new rows."""
     if (rows := round_rows(width, path)) <= MAX_TILE_ROWS:
         return ((rows, True, True),)
     return (round_rows(0, path), True, False), (round_rows(width, 0), False, True)
 
 
 def round_tiles(rows: int, value_dim: int, programs: int) -> tuple[int, int]:
-    """Return the columns of the state that a program works on at a time, and its warps. A few programs are alone on
-    their multiprocessors, where eight warps are faster; of many, two of four warps each share one. H200, rounds of 4
-    rows of one layer of Qwen3.5-27B, batch 1, 8 and 32: 16, 53 and 203 microseconds with eight warps, 24, 54 and 164
-    with four."""
+    """Return the columns of the state that a program works on at a time, and its warps: eight if each program has a
+    multiprocessor, four if two share one. H200, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1, 8 and 32: eight
+    warps take 16, 53 and 203 microseconds, four take 24, 54 and 164."""
     if rows > 32 or value_dim < 64:
         return min(value_dim, 32), 8 if value_dim >= 64 else 4
     return (64, 8) if programs <= FEW_PROGRAMS else (32, 4)

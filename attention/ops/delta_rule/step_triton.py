@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `delta_rule_rounds` for one row a request (non-speculative decoding): one launch a layer, which takes
-little more than a read and a write of the states.
+"""The kernel of `delta_rule_rounds` for one row per request (non-speculative decoding): one launch per layer, which
+takes little longer than reading and writing the states.
 
-A program has one value head of one request. It holds the state in registers, replays the committed rows by the
-recurrence itself before it waits for the projections, and writes the state once. Programs write nothing that others
-read.
+A program computes one value head of one request. It holds the state in registers, replays the committed rows by the
+recurrence before it waits for the projections, and writes the state once. No program reads what another one writes.
 """
 
 import triton
@@ -25,8 +24,11 @@ from attention.ops.pdl import pdl_wait
 
 @triton.jit
 def _convolved(oldest, older, newest, own, live, weight_ptr, C: tl.constexpr):
-    """Channels after the convolution, of the rows' type. oldest to own: where each token's channels stand and those of
-    the three before it. weight_ptr: of these channels, first taps."""
+    """Return convolved channels, in the rows' dtype.
+
+    oldest to own: addresses of the channels of the three tokens before each token, and of its own.
+    weight_ptr: these channels' first taps.
+    """
     raw = tl.load(own, mask=live, other=0.0)
     x = raw.to(tl.float32) * tl.load(weight_ptr + 3 * C).to(tl.float32)
     x += tl.load(newest, mask=live, other=0.0).to(tl.float32) * tl.load(weight_ptr + 2 * C).to(tl.float32)
@@ -46,7 +48,7 @@ def _replayed(
     state, first, end, h, k_column, v_column, a_log, dt_bias, conv_ptr, committed_ptr, weight_ptr,
     C: tl.constexpr, R: tl.constexpr, HV: tl.constexpr,
 ):  # fmt: skip
-    """The state after committed rows first .. end - 1: the recurrence."""
+    """Return the state after committed rows first .. end - 1, by the recurrence."""
     for j in range(first, end):
         oldest, older = before(j, conv_ptr, committed_ptr, C, R), before(j + 1, conv_ptr, committed_ptr, C, R)
         newest, own = before(j + 2, conv_ptr, committed_ptr, C, R), committed_ptr + j * R
@@ -71,8 +73,8 @@ def _advanced(
     KEYS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Return the state [DK, DV] of a slot's head after its committed rows. Writes it, and a snapshot if one is due.
-    Waits."""
+    """Return the state [DK, DV] of a slot's head after its committed rows. Writes it, and a snapshot if one is due,
+    after the PDL wait."""
     d, f = tl.arange(0, DK), tl.arange(0, DV)
     place = (h * DK + d)[:, None] * DV + f[None, :]
     own_state_ptr = state_ptr + slot * (HV * DK * DV)
@@ -160,7 +162,7 @@ def _delta_step(
     tl.store(pending + v_column, v_raw)
     tl.store(pending + C + h, b)
     tl.store(pending + C + HV + h, a)
-    if h == key_head * (HV // HK):  # one value head of a key head writes what all of them have in common
+    if h == key_head * (HV // HK):  # one of a key head's value heads stores what they share
         tl.store(pending + q_column, q_raw)
         tl.store(pending + k_column, k_raw)
 

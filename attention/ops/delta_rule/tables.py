@@ -1,7 +1,7 @@
-"""Tensors of gated-delta-rule layers: their state on the device, and the inputs shared by the layers of a pass.
+"""Tensors of gated-delta-rule layers: their state on the device, and the inputs that all layers of a pass share.
 
-C = 2 * Hk * dk + Hv * dv channels of a token: q, k and v of all heads before the convolution, in this order. A *row* is
-the input of a layer's recurrence for one token: its C channels, then b [Hv] and a [Hv] before the gates, then zeros
+A token has C = 2 * Hk * dk + Hv * dv channels: q, k and v of all heads before the convolution, in this order. A *row*
+is the input of a layer's recurrence for one token: its C channels, then b [Hv] and a [Hv] before the gates, then zeros
 up to `row_size`.
 """
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 TAPS = 4  # taps of the convolution
 HISTORY = TAPS - 1  # tokens before its own that a token's convolution reads
-MAX_ROWS = 63  # rows of a request in a round: bits of a mask
-_ROW_ALIGNMENT = 16  # elements, so that rows begin at addresses that vector loads take
+MAX_ROWS = 63  # maximum rows of a request in a round, each a bit of its mask
+_ROW_ALIGNMENT = 16  # numbers, so that rows begin at addresses that are aligned for vector loads
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class DeltaHeads:
 
     @property
     def channels(self) -> int:
-        """C."""
+        """Channels of a token, C."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def row_size(self) -> int:
-        """Numbers of a row, padding included."""
+        """Numbers in a row, including padding."""
         return -(-(self.channels + 2 * self.value_heads) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
@@ -116,7 +116,7 @@ class DeltaState:
         return self.count.shape[0] - 1
 
     def layer(self, index: int) -> LayerState:
-        """Views of one layer."""
+        """Return views of one layer."""
         names = ("state", "conv", "pending", "committed", "saved_state", "saved_conv")
         return LayerState(self.heads, **{name: getattr(self, name)[index] for name in names}, count=self.count)
 
@@ -124,17 +124,17 @@ class DeltaState:
 KERNEL_DIMS = (16, 32, 64, 128)  # dk and dv
 KERNEL_LIMITS = "dk and dv powers of 2 from 16 to 128; rows not float64"
 FEW_ROWS = 16  # rows of a tile (committed keys, new keys, queries): one tensor-core operand
-FEW_CUDA_ROWS = 24  # the same of the kernel in CUDA C++: 48 KB of shared memory
+FEW_CUDA_ROWS = 24  # the same for the CUDA C++ kernel: 48 KB of shared memory
 
 
 def fits_kernels(kept: LayerState) -> bool:
-    """Whether the kernels take a layer of these sizes."""
+    """Whether the kernels support a layer of these sizes."""
     dims = (kept.heads.key_dim, kept.heads.value_dim)
     return all(dim in KERNEL_DIMS for dim in dims) and kept.state.dtype is torch.float32
 
 
 def state_shapes(heads: DeltaHeads, rows: int, path: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of `DeltaState`'s tensors, for one layer and slot."""
+    """Return the shapes of `DeltaState`'s tensors for one layer and slot."""
     return {
         "state": (heads.value_heads, heads.key_dim, heads.value_dim),
         "conv": (HISTORY, heads.channels),
@@ -179,7 +179,7 @@ class DeltaRows:
     a: Tensor
 
     def part(self, start: int, stop: int) -> "DeltaRows":
-        """Rows start .. stop - 1."""
+        """Return rows start .. stop - 1."""
         return DeltaRows(self.qkv[start:stop], self.z[start:stop], self.b[start:stop], self.a[start:stop])
 
 

@@ -1,13 +1,13 @@
 """Replies of generation requests: each endpoint's document and stream events.
 
 reply           the interface of all replies; usage, and statistics of speculation
-openai          common parts of chat and text
+openai          common parts of `chat` and `text`
 chat            /v1/chat/completions
 text            /v1/completions
 responses       /v1/responses
 messages        /v1/messages
 native          SGLang's /generate
 response_items  items of /v1/responses and their events
-logprobs        log-probabilities in OpenAI's two forms
+logprobs        log-probabilities in the formats of OpenAI and vLLM
 streaming       server-sent events
 """

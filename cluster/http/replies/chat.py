@@ -28,22 +28,22 @@ class ChatReply(OpenAIReply):
     chunk_type = ChatCompletionChunk
 
     def first_event(self, index: int) -> bytes:
-        delta = ChatDelta(role="assistant", content=self._echo(index), reasoning_content=None)
+        delta = ChatDelta(role="assistant", content=self._echo(index), reasoning_content=_reasoning_content())
         return self._first_event(ChatChunkChoice(index=index, delta=delta))
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         reasoning = self._reasoning(delta)
-        other = reasoning is not UNSET or bool(delta.tool_calls)  # than content
-        if self._text_events and not other:
+        has_more = bool(reasoning or delta.tool_calls)
+        if self._text_events and not has_more:
             return self._plain_event(index, delta.content)
-        if not (delta.content or other or piece.tokens):
+        if not (delta.content or has_more or piece.tokens):
             return b""
         choice = ChatChunkChoice(
             index=index,
             delta=ChatDelta(
-                content=delta.content if delta.content or not other else UNSET,
-                reasoning_content=None if reasoning is UNSET and not delta.content else reasoning,
-                reasoning=reasoning,
+                content=delta.content if delta.content or not has_more else UNSET,
+                reasoning_content=_reasoning_content(reasoning, delta.content),
+                reasoning=reasoning or UNSET,
                 tool_calls=delta.tool_calls or UNSET,
             ),
             logprobs=self._logprobs(index, piece),
@@ -53,7 +53,7 @@ class ChatReply(OpenAIReply):
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         context = self._context
-        prompts = context.request.prompts  # several in a batch, whose reply has room for none of them
+        prompts = context.request.prompts  # a reply to several prompts has no place for them
         with_prompt = context.request.return_token_ids and len(prompts) == 1
         return msgspec.json.encode(
             ChatCompletion(
@@ -67,12 +67,12 @@ class ChatReply(OpenAIReply):
     def _choice(self, index: int, answer: WholeAnswer) -> ChatChoice:
         piece, delta, tool_calls = answer
         assert delta.finish is not None
-        reasoning, content = self._reasoning(delta), self._echo(index) + delta.content
+        reasoning, content = self._reasoning(delta) or None, self._echo(index) + delta.content
         return ChatChoice(
             message=AssistantMessage(
                 content=content if content or not tool_calls else None,
-                reasoning_content=None if reasoning is UNSET else reasoning,
-                reasoning=None if reasoning is UNSET else reasoning,
+                reasoning_content=reasoning,
+                reasoning=reasoning,
                 tool_calls=tool_calls or UNSET,
             ),
             logprobs=self._logprobs(index, piece),
@@ -81,11 +81,12 @@ class ChatReply(OpenAIReply):
         )
 
     def _chunk_choice(self, index: int, text: str = "") -> ChatChunkChoice:
-        delta = ChatDelta(content=text) if text else ChatDelta(reasoning_content=None)
+        delta = ChatDelta(content=text or UNSET, reasoning_content=_reasoning_content(content=text))
         return ChatChunkChoice(index=index, delta=delta)
 
-    def _reasoning(self, delta: ReplyDelta) -> str | UnsetType:
-        return delta.reasoning if delta.reasoning and self._context.request.include_reasoning else UNSET
+    def _reasoning(self, delta: ReplyDelta) -> str:
+        """Return the reasoning to show, or ""."""
+        return delta.reasoning if self._context.request.include_reasoning else ""
 
     def _logprobs(self, index: int, piece: Piece) -> ChatLogprobs | None:
         request = self._context.request
@@ -94,3 +95,8 @@ class ChatReply(OpenAIReply):
         return chat_logprobs(
             piece, request.choices[index].sampling.logprobs, self._context.tokenizer, request.tokens_as_ids
         )
+
+
+def _reasoning_content(reasoning: str = "", content: str = "") -> str | None | UnsetType:
+    """Return `ChatDelta.reasoning_content`: without reasoning null, or left out beside content."""
+    return reasoning or (UNSET if content else None)

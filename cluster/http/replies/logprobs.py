@@ -1,5 +1,5 @@
-"""Log-probabilities in OpenAI's two forms, the chat's list of entries and the completions' parallel lists, and of
-prompts in vLLM's."""
+"""Formats log-probabilities: OpenAI's list of entries for chats, its parallel lists for completions, and vLLM's format
+for prompts."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ from cluster.http.schema.text_reply import TextLogprobs
 from cluster.http.text.tokenizer import ChatTokenizer
 from workers.scheduling.plan import TokenLogprobs
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; vLLM's value
+MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; as in vLLM
 
 
 def chat_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: bool) -> ChatLogprobs:
-    """One entry per token. as_ids: named by their ids, as vLLM writes them, which no two share."""
+    """Return one entry per token. as_ids: write tokens as their unique ids, in vLLM's format."""
     content = []
     for token, entry in zip(piece.tokens, piece.logprobs, strict=True):
         top = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
@@ -32,8 +32,10 @@ def chat_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: 
 
 
 def text_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: bool, begin: int = 0) -> TextLogprobs:
-    """Parallel lists; top_logprobs holds the chosen token beside the most likely ones, as OpenAI's does. begin: of the
-    answer in the choice's text."""
+    """Return parallel lists. As in OpenAI's API, top_logprobs has the chosen token beside the most likely ones.
+
+    begin: offset of the answer in the choice's text.
+    """
     tops: list[dict[str, float] | None] = [
         _named(token, entry, num_top, tokenizer, as_ids)
         for token, entry in zip(piece.tokens, piece.logprobs, strict=True)
@@ -64,7 +66,7 @@ def echo_logprobs(
 
 
 def joined_logprobs(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
-    """One after the other."""
+    """Return the lists of both, joined."""
     return TextLogprobs(
         tokens=first.tokens + second.tokens,
         token_logprobs=first.token_logprobs + second.token_logprobs,
@@ -76,7 +78,7 @@ def joined_logprobs(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
 def prompt_logprobs(
     prompt: Sequence[int], scores: PromptScores, num_top: int, tokenizer: ChatTokenizer
 ) -> list[dict[str, PromptToken] | None]:
-    """vLLM's form: of each place the prompt's own token, then the most likely ones."""
+    """Return vLLM's format: for each position the prompt's own token, then the most likely ones."""
     places: list[dict[str, PromptToken] | None] = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
         place = {str(token): _prompt_token(token, score.logprob, score.rank, tokenizer)}
@@ -94,9 +96,9 @@ def _prompt_token(token: int, logprob: float, rank: int, tokenizer: ChatTokenize
 def _named(
     token: int, entry: TokenLogprobs | TokenScore, num_top: int, tokenizer: ChatTokenizer, as_ids: bool
 ) -> dict[str, float]:
-    """Return the most likely tokens at a position, and the prompt's token."""
+    """Return the log-probabilities of the most likely tokens and of `token`, by their text."""
     top: Iterable[tuple[int, float]] = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-    # Tokens that are parts of characters can have the same text; the likelier one keeps it.
+    # Tokens that are parts of characters can have the same text; the entry is the likeliest one's.
     named: dict[str, float] = {}
     for other, logprob in (*top, (token, entry.logprob)):
         named.setdefault(_text(other, tokenizer, as_ids), finite(logprob))
@@ -104,8 +106,8 @@ def _named(
 
 
 def _offsets(prompt: Sequence[int], echo: str, tokenizer: ChatTokenizer) -> list[int]:
-    """Return the start of each token's text in `echo`, which shows all special tokens or none. A hidden token starts
-    where the next one does."""
+    """Return the offset of each token's text in `echo`, which has all special tokens or none. A token without text has
+    the offset of the next one."""
     offsets: list[int] = []
     for skips in (True, False):
         detokenizer, offsets, length = tokenizer.detokenizer(skip_special_tokens=skips), [], 0
@@ -128,5 +130,5 @@ def _text(token: int, tokenizer: ChatTokenizer, as_ids: bool) -> str:
 
 
 def finite(logprob: float) -> float:
-    """`logprob`, or `MIN_LOGPROB` where JSON cannot say it."""
+    """Return `logprob`, or `MIN_LOGPROB` for minus infinity."""
     return max(logprob, MIN_LOGPROB) if math.isfinite(logprob) else MIN_LOGPROB

@@ -1,4 +1,4 @@
-"""Replies of /v1/messages: a message of blocks, and the events in which they grow."""
+"""Replies of /v1/messages: a message, which consists of blocks, or the events of a stream, which build the blocks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ _STOP_REASONS: dict[FinishReason, StopReason] = {"stop": "end_turn", "length": "
 
 
 class MessagesForm:
-    """See `cluster.http.replies.reply.Reply`. Blocks of a stream come one after the other; the last is open."""
+    """See `cluster.http.replies.reply.Reply`. A stream has one open block at a time, the last."""
 
     def __init__(self, context: ReplyContext) -> None:
         self._context = context
@@ -92,7 +92,7 @@ class MessagesForm:
         return events + self._delta(InputDelta(call.function.arguments))
 
     def _begin(self, block: ContentBlock) -> bytes:
-        """Make `block`'s kind the one that is open."""
+        """Open `block`, unless a block of its kind is open."""
         if self._open is type(block):
             return b""
         events = self._close()
@@ -104,7 +104,7 @@ class MessagesForm:
         return _event("content_block_delta", index=self._num_blocks - 1, delta=msgspec.to_builtins(delta))
 
     def _close(self) -> bytes:
-        """End the block that is open."""
+        """Close the open block, if any."""
         if self._open is None:
             return b""
         self._open = None
@@ -127,7 +127,7 @@ class MessagesForm:
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:
-    """Parse the arguments of a call; {} if the answer was cut, because a part of a JSON text is not JSON."""
+    """Parse the arguments of a call; {} if the answer was cut off, so that they are not valid JSON."""
     try:
         arguments = parsed_repaired(call.function.arguments or "{}")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Replies of SGLang's own route: a document for each answer, and events that repeat what came before them."""
+"""Replies of SGLang's route /generate. Each event of a stream contains the whole answer so far."""
 
 import time
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from workers.scheduling.plan import TokenLogprobs
 class NativeReply:
     """See `cluster.http.replies.reply.Reply`.
 
-    several: the request has a list of prompts, whose answers are a list, also if it is one.
-    texts: show them beside log-probabilities.
-    scored_from: the first prompt token whose log-probability is shown; None: no token's is.
+    several: the request has a list of prompts, even of one, and the reply a list of answers.
+    texts: include the tokens' texts in log-probabilities.
+    scored_from: index of the first prompt token whose log-probability is shown; None: none is.
     """
 
     def __init__(self, context: ReplyContext, several: bool, texts: bool, scored_from: int | None = None) -> None:
@@ -103,7 +103,7 @@ class NativeReply:
         return NativeAnswer(shown.text, shown.tokens, meta, index if self._several and request.stream else UNSET)
 
     def _add_prompt(self, index: int, meta: NativeMeta) -> None:
-        """Add the log-probabilities of the prompt, which is complete before the answer."""
+        """Add the log-probabilities of the prompt, which are complete before the answer begins."""
         start, request = self._scored_from, self._context.request
         if start is None:
             return

@@ -1,4 +1,4 @@
-"""Common parts of the replies of /v1/chat/completions and /v1/completions: all but the form of a choice."""
+"""Common parts of the replies of /v1/chat/completions and /v1/completions: everything except the format of a choice."""
 
 from abc import ABC, abstractmethod
 from functools import partial
@@ -17,7 +17,7 @@ Chunk = ChatCompletionChunk | CompletionChunk
 
 
 class OpenAIReply(ABC):
-    """See `cluster.http.replies.reply.Reply`. chunk_type: struct of a stream's events."""
+    """See `cluster.http.replies.reply.Reply`. chunk_type: type of a stream's chunks."""
 
     chunk_type: ClassVar[type[ChatCompletionChunk] | type[CompletionChunk]]
 
@@ -28,7 +28,7 @@ class OpenAIReply(ABC):
 
     @abstractmethod
     def _chunk_choice(self, index: int, text: str = "") -> ChunkChoice:
-        """Return a choice of an event, with this text alone."""
+        """Return a choice of a chunk that has only this text."""
 
     @abstractmethod
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes: ...
@@ -40,7 +40,7 @@ class OpenAIReply(ABC):
         return self.piece_event(index, piece, delta) + self._finish_event(choice, piece, delta)
 
     def _finish_event(self, choice: ChunkChoice, piece: Piece, delta: ReplyDelta) -> bytes:
-        """Return the last event of a choice, which says why it ended."""
+        """Return the last event of a choice, with its finish reason."""
         choice.finish_reason, choice.stop_reason = delta.finish, piece.stop_reason
         choice.matched_stop = self._context.answers[choice.index].matched_stop
         chunk = self._chunk(choice)
@@ -58,7 +58,7 @@ class OpenAIReply(ABC):
         return event(error.body())
 
     def _plain_event(self, index: int, text: str) -> bytes:
-        """Return the event of a piece that carries nothing but text."""
+        """Return the event of a piece that has only text."""
         return self._text_events[index].event(text) if text else b""
 
     def _first_event(self, choice: ChunkChoice) -> bytes:

@@ -1,5 +1,5 @@
-"""The interface of an endpoint's reply to a generation request. Called by `cluster.http.serving`; implemented by
-`cluster.http.replies.chat` and `cluster.http.replies.text`."""
+"""The interface of an endpoint's reply to a generation request. Called by `cluster.http.serving`; implemented by the
+other modules of this folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from cluster.transport.messages import SpeculationStats
 
 
 class WholeAnswer(NamedTuple):
-    """A finished choice: all its pieces joined, and the parser's result."""
+    """A finished choice: its pieces joined to one, and the parser's result."""
 
     piece: Piece
     delta: ReplyDelta
@@ -35,13 +35,14 @@ class WholeAnswer(NamedTuple):
 
 
 class Reply(Protocol):
-    """Builds the reply to one request, in an endpoint's form: `document`, or a stream's events in this order."""
+    """Builds the reply to one request in an endpoint's format: `document`, or the events of a stream, in this order."""
 
     def first_event(self, index: int) -> bytes:
         """Return the first event of choice `index`; b"" for none."""
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
-        """The event of a piece, of which the parser made `delta`; b"" if there is nothing to show. Not of the last."""
+        """Return the event of a piece that is not the last; b"" if there is nothing to show. delta: what the parser
+        made of the piece."""
 
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         """Return the last event of a choice: its last piece and its finish reason."""
@@ -53,15 +54,15 @@ class Reply(Protocol):
         """Return the last event of a stream that fails."""
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
-        """The whole reply to a request that does not stream. answers: one per choice."""
+        """Return the reply to a request that does not stream. answers: one per choice."""
 
 
 @dataclass(frozen=True)
 class ReplyContext:
     """Data shared by all documents and events of one reply.
 
-    answers: one per choice, in order; `cluster.http.serving` advances them.
-    reply_id: sent to the client, which may have chosen it.
+    answers: one per choice, in order; updated by `cluster.http.serving`.
+    reply_id: id of the reply, which the client may have chosen.
     created: Unix seconds.
     """
 
@@ -74,7 +75,7 @@ class ReplyContext:
 
     @property
     def only_text(self) -> bool:
-        """Whether a piece's event carries nothing but text."""
+        """Whether the event of a piece with text has only text."""
         request = self.request
         more = request.return_token_ids or request.return_token_origins or request.continuous_usage
         return not (more or request.logprobs >= 0)
@@ -86,7 +87,7 @@ class ReplyContext:
         return [TokenOrigin(text, drafted) for text, drafted in zip(piece.texts, piece.drafted, strict=True)]
 
     def usage(self) -> Usage:
-        """Tokens so far; cached tokens are left out while they are not known."""
+        """Return the numbers of tokens so far. Cached tokens are left out until they are known."""
         request = self.request
         num_prompt = sum(map(len, request.prompts))
         num_output = sum(answer.num_tokens for answer in self.answers)
@@ -107,17 +108,17 @@ class ReplyContext:
         return sum(answer.num_reasoning_tokens for answer in self.answers)
 
     def event_usage(self) -> Usage | None | UnsetType:
-        """`usage` of an event that is not the usage event."""
+        """Return `usage` of an event other than the usage event."""
         if self.request.continuous_usage:
             return self.usage()
         return None if self.request.include_usage else UNSET
 
     def finish_metrics(self) -> RequestMetrics | UnsetType:
-        """`metrics` of the last event of a choice: unless a usage event follows, which has them."""
+        """Return `metrics` of the last event of a choice; UNSET if a usage event follows, which has them."""
         return UNSET if self.request.include_usage else self.metrics()
 
     def prompt_logprobs(self, index: int) -> list[dict[str, PromptToken] | None] | None:
-        """Return the log-probabilities of choice `index`'s prompt, if requested by this name."""
+        """Return choice `index`'s `prompt_logprobs`, if requested by this name."""
         request = self.request
         if request.prompt_logprobs < 0:
             return None
@@ -125,7 +126,7 @@ class ReplyContext:
         return prompt_logprobs(prompt, self.answers[index].prompt_scores, request.prompt_logprobs, self.tokenizer)
 
     def metrics(self) -> RequestMetrics | UnsetType:
-        """Statistics of speculation, where they are one request's: for a single choice."""
+        """Return statistics of speculation for a reply of a single choice; UNSET for several."""
         stats = self.answers[0].speculation
         if len(self.answers) != 1 or stats is None or stats.num_rounds == 0:
             return UNSET
@@ -133,8 +134,8 @@ class ReplyContext:
 
 
 def speculation_metrics(stats: SpeculationStats) -> SpeculationMetrics:
-    """The fields that vLLM's clients and AIPerf read. Mean length = 1 + accepted / rounds: every round emits one token
-    of the target's own."""
+    """Return the fields that vLLM's clients and AIPerf read. The mean length is 1 + accepted / rounds, because every
+    round also emits one token of the target."""
     num_accepted = sum(count * accepted for accepted, count in enumerate(stats.histogram))
     return SpeculationMetrics(
         mean_acceptance_length=1.0 + num_accepted / stats.num_rounds,

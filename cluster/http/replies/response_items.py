@@ -1,4 +1,4 @@
-"""The items of a response, and the events in which they grow: as they come, or of a response that is whole."""
+"""The items of a response, and the events of a stream that build them, while they are generated or afterwards."""
 
 import uuid
 from collections.abc import Iterator
@@ -22,15 +22,19 @@ from cluster.http.schema.responses_reply import (
 
 
 class ItemEvents:
-    """output: the items so far; the last may be open. item_id of methods: the id of an item that has one already."""
+    """Builds items and their events. Only the last item can be open.
+
+    output: the items so far.
+    Argument item_id of methods: the item's id; "" for a new one.
+    """
 
     def __init__(self) -> None:
         self.output: list[OutputItem] = []
-        self._is_open = False  # the last item
+        self._is_open = False  # whether the last item is open
         self._num_events = 0
 
     def reasoning(self, text: str, item_id: str = "") -> bytes:
-        """More of what the model thought."""
+        """Return the events for more reasoning."""
         events = b""
         if not (self._is_open and isinstance(self.output[-1], ReasoningItem)):
             item = ReasoningItem(id=item_id or _id("rs"), status="in_progress", content=[])
@@ -42,7 +46,7 @@ class ItemEvents:
         return events + self.event("response.reasoning_text.delta", **self._place(0), delta=text)
 
     def content(self, text: str, logprobs: list[TokenLogprob], item_id: str = "") -> bytes:
-        """More of the answer's text."""
+        """Return the events for more text of the answer."""
         events = b""
         if not (self._is_open and isinstance(self.output[-1], OutputMessage)):
             item = OutputMessage(id=item_id or _id("msg"), status="in_progress", content=[])
@@ -55,7 +59,7 @@ class ItemEvents:
         return events + self.event("response.output_text.delta", **self._place(0), delta=text, logprobs=logprobs)
 
     def call(self, call: ToolCallDelta, item_id: str = "") -> bytes:
-        """More of a call, or the beginning of one."""
+        """Return the events for the beginning of a tool call, or for more of it."""
         events = b""
         if call.id is not UNSET:
             assert call.function.name is not UNSET
@@ -78,7 +82,7 @@ class ItemEvents:
         return events + self.event("response.output_item.added", output_index=len(self.output) - 1, item=item)
 
     def close(self, status: ItemStatus) -> bytes:
-        """End the item that is open."""
+        """Return the events that close the open item."""
         if not self._is_open:
             return b""
         self._is_open = False
@@ -105,13 +109,13 @@ class ItemEvents:
         return place if content_index is None else place | {"content_index": content_index}
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        """The next event."""
+        """Return the next event, numbered."""
         payload = msgspec.json.encode(ResponseEvent(type=kind, sequence_number=self._num_events, **fields))
         self._num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + payload + b"\n\n"
 
     def whole(self, item: OutputItem) -> Iterator[bytes]:
-        """The events of an item that is over."""
+        """Yield the events of a finished item."""
         if isinstance(item, ReasoningItem):
             events = self.reasoning(item.content[0].text, item.id)
         elif isinstance(item, FunctionCallItem):
@@ -124,7 +128,7 @@ class ItemEvents:
 
 
 def replayed(response: Response) -> Iterator[bytes]:
-    """The events of a response that is over, one after the other. A text comes whole."""
+    """Yield the events of a finished response. Each text is one delta."""
     items = ItemEvents()
     begun = msgspec.structs.replace(
         response, status="in_progress", output=[], usage=None, incomplete_details=None, metrics=UNSET

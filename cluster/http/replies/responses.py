@@ -1,4 +1,4 @@
-"""Replies of /v1/responses: a response of items, and the events in which they grow."""
+"""Replies of /v1/responses: a response, which consists of items, or the events of a stream, which build the items."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -29,7 +29,7 @@ Keep = Callable[[Response, bytes], None]
 
 
 class ResponsesReply:
-    """See `cluster.http.replies.reply.Reply`. A whole reply is built from the same events, which are not sent.
+    """See `cluster.http.replies.reply.Reply`. `document` builds the items through the same events, and discards these.
 
     body: the request.
     keep: called with the finished response and its document.

@@ -1,5 +1,5 @@
-"""Server-sent events: what stands around a stream's chunks, and chunks that carry nothing but text at a join of bytes
-each."""
+"""Server-sent events. An event that differs from another in its text only is made by joining bytes, without encoding it
+anew."""
 
 from collections.abc import Callable
 
@@ -13,26 +13,26 @@ STREAM_HEADERS = [
 ]
 
 _encode = msgspec.json.Encoder().encode
-_PLACE = "\x00text\x00"  # where the text goes; no id or model name has it
+_PLACE = "\x00text\x00"  # placeholder of the text; occurs in no id or model name
 
 
 def event(payload: bytes) -> bytes:
-    """One server-sent event."""
+    """Return `payload` as a server-sent event."""
     return b"data: " + payload + b"\n\n"
 
 
 def chunk_event(chunk: msgspec.Struct) -> bytes:
-    """The event of one chunk."""
+    """Return the event of a chunk."""
     return b"data: " + _encode(chunk) + b"\n\n"
 
 
 class TextEvents:
-    """Events that differ in one text. chunk: makes the chunk for a text; called once, here."""
+    """Events that differ in one text. chunk: returns the chunk with a given text; called once."""
 
     def __init__(self, chunk: Callable[[str], msgspec.Struct]) -> None:
         self._before, place, self._after = chunk_event(chunk(_PLACE)).partition(_encode(_PLACE))
         assert place
 
     def event(self, text: str) -> bytes:
-        """The event for `text`."""
+        """Return the event with `text`."""
         return b"".join((self._before, _encode(text), self._after))

@@ -19,7 +19,7 @@ class TextReply(OpenAIReply):
     chunk_type = CompletionChunk
 
     def first_event(self, index: int) -> bytes:
-        """The echo of the prompt, if any."""
+        """Return the echo of the prompt, if requested."""
         request = self._context.request
         if not request.echo and not request.return_token_ids:
             return b""
@@ -35,7 +35,8 @@ class TextReply(OpenAIReply):
         return chunk_event(self._chunk(self._piece_choice(index, piece, delta)))
 
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
-        """One event, as with vLLM and SGLang, whose clients expect log-probabilities in every event."""
+        """Return the last piece and the finish reason in one event, as vLLM and SGLang do: their clients expect
+        log-probabilities in every event."""
         return self._finish_event(self._piece_choice(index, piece, delta), piece, delta)
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:

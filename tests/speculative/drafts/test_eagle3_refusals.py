@@ -52,7 +52,7 @@ def pair(deep_pair: Pair) -> Pair:
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "which the target of 8 layers does not have 3 of"),
         (
             {"hidden_size": 32, "eagle_config": {"use_aux_hidden_state": False}},
-            "hidden_size=32 of its own, the target has 64; use_aux_hidden_state=false means",
+            "hidden_size=32, the target has 64; use_aux_hidden_state=false means",
         ),
         (
             {"fc_norm": True, "eagle_config": {"use_aux_hidden_state": False}},

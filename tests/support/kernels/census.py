@@ -177,10 +177,10 @@ def take(
     import triton
 
     from tests.support.kernels.triton_driver import Hopper
-    from workers.runner.graphs.kernel_compilation import _mode, _Unlaunched
+    from workers.runner.graphs.kernel_compilation import _mode, _SkippedKernel
 
     triton.runtime.driver._active = Hopper()
-    census = Census(_Unlaunched)
+    census = Census(_SkippedKernel)
     with FakeTensorMode(allow_non_fake_inputs=True), _mode(census):
         rank = Rank.built(model, shape, max_running, deterministic)
         rank.start()
@@ -258,7 +258,7 @@ class Rank:
             def dry_run(self, function: Callable[[], object], ahead: object) -> None:
                 function()
 
-            def run_apart(self, function: Callable[[], object]) -> None:
+            def run_on_own_stream(self, function: Callable[[], object]) -> None:
                 """`record` runs it."""
 
         for _, plan in warm_up.largest_steps(layout):

@@ -33,7 +33,7 @@ class EagerRecorder:
     def dry_run(self, function: Callable[[], object], ahead: CompileAhead) -> None:
         self.num_dry_runs += 1
 
-    def run_apart(self, function: Callable[[], object]) -> None:
+    def run_on_own_stream(self, function: Callable[[], object]) -> None:
         self.num_run_apart += 1
         function()
 

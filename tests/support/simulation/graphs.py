@@ -46,7 +46,7 @@ class SimulatedGraphs:
             key = self._keys.of_rounds(shape, num_requests, RANDOM)
         if key is None:
             return None
-        used = self._keys.stand_in(key, self._captured)
+        used = self._keys.fallback(key, self._captured)
         self._queue.missed(key, self._keys.padding_rows(key, used))
         return None if used is None else (used.bucket, used.tokens)
 

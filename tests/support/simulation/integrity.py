@@ -19,7 +19,7 @@ def check_queues(queues: RequestQueues) -> None:
     assert all(number == sequence.number for number, sequence in queues.active.items())
     assert queues.prefilling.items() <= queues.active.items()
     assert not {sequence.number for sequence in queues.waiting} & set(queues.active), "a running request waits, too"
-    assert sorted(s.slot for s in queues.active.values()) == np.flatnonzero(queues.slot_pages.user >= 0).tolist()
+    assert sorted(s.slot for s in queues.active.values()) == np.flatnonzero(queues.slot_pages.number >= 0).tolist()
     assert {s.slot: s for s in queues.active.values()} == queues.by_slot
     assert len(queues._by_id) == len(queues.active) + len(queues.waiting)
     check_slots(queues.slot_pages)
@@ -46,7 +46,7 @@ def check_slots(slots: SlotPages) -> None:
         held = [pages[first:] for pages, first in zip(slots.pages, windows.first.tolist(), strict=True)]
         check_windows(windows.pages, held, free_pages(allocator))
     assert [len(pages) for pages in slots.pages] == slots.num_pages.tolist(), "page counts differ from the page lists"
-    assert sorted(slots._free_slots) == np.flatnonzero(slots.user < 0).tolist(), "free slots differ"
+    assert sorted(slots._free_slots) == np.flatnonzero(slots.number < 0).tolist(), "free slots differ"
     assert (slots.max_pending >= 0).all() and (slots.min_pending >= 0).all(), "more results than plans"
     if cache is not None and slots.saves is not None:
         check_snapshots(cache, saved_rows(slots.saves))

@@ -111,7 +111,7 @@ class Engine:
         self.choice = ShapeChoice(self.shapes, self.max_batch)
         self.costs = self.actual or GPU[self.shapes]
         self.step_time = StepTime(self.told or self.costs, self.max_batch)
-        self.users = np.arange(self.max_batch)
+        self.numbers = np.arange(self.max_batch)
         self.speculative = np.ones(self.max_batch, np.bool_)
         self.random = np.random.default_rng(self.seed)
         self.depth = np.array([shape.depth for shape in self.shapes.shapes])
@@ -127,18 +127,18 @@ class Engine:
         """Run one; returns the shape that was chosen for it."""
         slots, speculative = self.slots, self.speculative[: self.batch]
         if self.request_steps and self.num_steps % self.request_steps == 0:
-            self.users += self.max_batch
+            self.numbers += self.max_batch
         self.num_steps += 1
-        users, kv_tokens = self.users[slots], self.batch * self.context
+        numbers, kv_tokens = self.numbers[slots], self.batch * self.context
         load = Load(
-            slots, self.users, self.speculative, kv_tokens, with_prompts, bool(speculative.any()), rare_sampling
+            slots, self.numbers, self.speculative, kv_tokens, with_prompts, bool(speculative.any()), rare_sampling
         )
         chosen = self.choice.choose(load, self.step_time)
         verified, possible = min(self.drafted, chosen), int(min(self.depth[self.drafted], self.depth[chosen]))
         chance = float(self.chances[verified])
         going_on = np.log(self.random.random(self.batch)) / np.log(chance)
         accepted = np.minimum(going_on.astype(np.int32), possible) if verified else np.full(self.batch, -1, np.int32)
-        self.late.append((slots, users, self.drafted, chosen, np.where(speculative, accepted, -1)))
+        self.late.append((slots, numbers, self.drafted, chosen, np.where(speculative, accepted, -1)))
         if len(self.late) > 1:
             of_slots, of_users, drafted, ran, reported = self.late.popleft()
             self.choice.record(of_slots, of_users, np.full(len(of_slots), drafted), ran, reported)

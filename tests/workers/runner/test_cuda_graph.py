@@ -435,10 +435,10 @@ class BreakingRecorder(EagerRecorder):
 
     breaks = False
 
-    def run_apart(self, function: Callable[[], object]) -> None:
+    def run_on_own_stream(self, function: Callable[[], object]) -> None:
         if self.breaks:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        super().run_apart(function)
+        super().run_on_own_stream(function)
 
 
 class SummingStrategy(NotingStrategy):

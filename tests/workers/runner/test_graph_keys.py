@@ -59,7 +59,7 @@ def test_many_prompt_tokens_are_expanded_by_graphs_with_room_for_what_they_look_
                 continue
             assert alone in captured and alone == most and too_many is None
             assert alone.seen == EXPANDED_SEEN and not serves(absorbed, alone) and not serves(alone, absorbed)
-            assert keys.stand_in(alone, captured) == alone
+            assert keys.fallback(alone, captured) == alone
             masked = keys.of_chunks(shape, count, tokens, MASKED_CHUNK_NEEDS, EXPANDED_SEEN + 1)
             assert masked in captured and masked.seen == 0
 

@@ -102,7 +102,7 @@ class Watched(Simulation):
         kv_tokens = rounds.kv_tokens + max((len(sequence.tokens) for sequence in queues.waiting), default=0)
         grown = Step(rounds.shape, len(queues.active) + 1, kv_tokens)
         ms = budget.step_time.ms(grown) * max(1.0, budget.step_time.slowdown)
-        return bool(queues.active) and ms > budget.target_ms and not budget.gives_way
+        return bool(queues.active) and ms > budget.target_ms and not budget.may_stretch
 
     def check_order(self, plan: StepPlan, before: dict[int, tuple[Sequence, int]]) -> None:
         """Beside a prompt that got tokens, all with earlier deadlines got all they needed, or begin like a prompt that
@@ -193,12 +193,12 @@ def test_a_step_is_as_full_as_its_limit_allows(costs, target_ms, stretch, rounds
 
 def test_a_number_is_kept_and_auto_gives_way_to_a_backlog():
     kept = LatencyBudget.of(SchedulerConfig(32, 512, itl_target_ms=9.0), exact(TABLE))
-    gives_way = LatencyBudget.of(SchedulerConfig(32, 512), exact(TABLE))
+    may_stretch = LatencyBudget.of(SchedulerConfig(32, 512), exact(TABLE))
     rounds = StepRounds(1, 1)
     assert [kept.step_limit_ms(rounds, backlog) for backlog in (0, 10**6)] == [9.0, 9.0]
-    target_ms = gives_way.target_ms
+    target_ms = may_stretch.target_ms
     prompts_of_ms = [0.0, 1.9 * target_ms, 4 * target_ms, 100 * target_ms]
-    limits = [gives_way.step_limit_ms(rounds, int(ms * 110 / 12)) for ms in prompts_of_ms]  # in steps of 110
+    limits = [may_stretch.step_limit_ms(rounds, int(ms * 110 / 12)) for ms in prompts_of_ms]  # in steps of 110
     assert limits == pytest.approx([target_ms, target_ms, 2 * target_ms, 3 * target_ms], abs=1.0)
 
 

@@ -69,7 +69,7 @@ def test_a_prompt_without_room_is_looked_up_again_only_if_something_has_changed(
 class _Budget:
     """A latency budget that notes how many prompt tokens it is told of."""
 
-    gives_way = True
+    may_stretch = True
 
     def __init__(self) -> None:
         self.told: list[int] = []

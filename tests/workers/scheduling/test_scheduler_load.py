@@ -71,9 +71,9 @@ def test_an_engine_that_has_just_started_is_nearly_as_quick_as_later(rate: float
 
 def test_a_burst_is_worked_off_in_longer_steps():
     burst = [replace(arrival, at_s=arrival.at_s / 10) for arrival in poisson_load(8.0, 10.0, 1)]
-    kept, gives_way = (simulate(burst, policies(target)["+ prompts by deadline"], 1) for target in (TARGET_MS, None))
-    assert gives_way.milliseconds()["TTFT"][1] < 0.9 * kept.milliseconds()["TTFT"][1]
-    assert gives_way.milliseconds()["ITL"][1] > 1.5 * kept.milliseconds()["ITL"][1]
+    kept, may_stretch = (simulate(burst, policies(target)["+ prompts by deadline"], 1) for target in (TARGET_MS, None))
+    assert may_stretch.milliseconds()["TTFT"][1] < 0.9 * kept.milliseconds()["TTFT"][1]
+    assert may_stretch.milliseconds()["ITL"][1] > 1.5 * kept.milliseconds()["ITL"][1]
 
 
 def test_beside_prompts_a_tree_gives_way_to_a_chain_and_not_to_plain_rounds():

@@ -3,8 +3,7 @@ out."""
 
 from typing import Any
 
-from workers.models.config import OUTER_FIELDS
-from workers.models.config_fields import section_of
+from workers.models.config import text_part
 from workers.models.family import ModelFamily
 from workers.models.name_map import NameMap, Packed, split_rows
 from workers.models.qwen import hybrid
@@ -15,12 +14,7 @@ from workers.quantization.integers.format import split_outputs
 
 def read_config(config: dict[str, Any], source: str) -> HybridConfig:
     """Read the configuration of a text model, or the text_config of a model of images and text."""
-    text = section_of(config, "text_config", source)
-    if text:
-        outer = {key: config[key] for key in OUTER_FIELDS if config.get(key) is not None}
-        config = {**outer, **{key: value for key, value in text.items() if key not in outer or value is not None}}
-        config |= {"architectures": outer.get("architectures")}
-    return hybrid.read_config(config, source)
+    return hybrid.read_config(text_part(config, source, text_first=True), source)
 
 
 def _prefix(config: HybridConfig) -> str:

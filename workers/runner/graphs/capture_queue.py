@@ -1,6 +1,6 @@
 """The order in which steps are captured. Used by `workers.runner.graphs.cuda_graph`.
 
-Pure and equal on all ranks: steps run collectives, so all ranks must have the same graphs.
+Pure, with the same results on all ranks: steps run collectives, so all ranks must have the same graphs.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,7 +12,7 @@ from workers.runner.graphs.graph_keys import CHUNK_NEEDS, GraphKey, is_always_ca
 
 @dataclass(frozen=True)
 class CaptureCost:
-    """Time and device memory of a capture. The memory includes what other processes allocated meanwhile."""
+    """Time and device memory of a capture. The memory includes allocations of other processes in that time."""
 
     seconds: float
     num_bytes: int
@@ -26,26 +26,28 @@ class CaptureCost:
 class CaptureQueue:
     """Graphs waiting for capture, in this order:
 
-    1. the graphs that a start waits for;
-    2. the graph that steps have missed most;
-    3. the others, commonly used ones first;
-    4. graphs for grammars: at a start after all others, later only after a request with a grammar has come.
+    1. graphs that a start waits for;
+    2. while serving, the graph whose absence has cost the most padding;
+    3. the others by how common their steps are (`_priority`);
+    4. graphs for grammars: at a start after all others, while serving only once a request has a grammar.
 
-    wanted: all graphs, ordered so that each reuses the memory of earlier ones.
-    first: the graphs that a start waits for; None: those with `is_always_captured`.
+    wanted: keys of all graphs, ordered so that each reuses the memory of earlier ones.
+    first: keys of the graphs that a start waits for; None: those with `is_always_captured`.
+    allowance: limits of time at the start and of memory.
+    num_left_out: graphs dropped because of the memory limit.
     """
 
     def __init__(self, wanted: Sequence[GraphKey], first: Collection[GraphKey] | None, allowance: GraphCapture) -> None:
         chosen = {key for key in wanted if (is_always_captured(key) if first is None else key in first)}
         rest = [key for key in wanted if key not in chosen]
-        # dicts, for order and quick look-up
+        # dicts, as ordered sets
         self._first = dict.fromkeys(key for key in wanted if key in chosen)
-        self._rest = dict.fromkeys(sorted((key for key in rest if not key.needs.masked), key=_urgency))
+        self._rest = dict.fromkeys(sorted((key for key in rest if not key.needs.masked), key=_priority))
         self._masked = dict.fromkeys(key for key in rest if key.needs.masked)
         self._missed = dict[GraphKey, int]()  # rows of padding that each missing graph has cost
         self._allowance = allowance
-        self._seconds = 0.0  # of captures after the first ones
-        self._num_bytes = 0  # of graphs that the memory limit applies to
+        self._seconds = 0.0  # time of captures after the first graphs
+        self._num_bytes = 0  # memory of captured graphs that the limit applies to
         self.num_left_out = 0
         self._leave_out()
 
@@ -56,7 +58,7 @@ class CaptureQueue:
 
     @property
     def missed_rows(self) -> int:
-        """Rows of padding that the most missed graph has cost."""
+        """Rows of padding so far for lack of the most missed graph."""
         return max(self._missed.values(), default=0)
 
     def missed(self, key: GraphKey, num_rows: int) -> None:
@@ -71,7 +73,7 @@ class CaptureQueue:
         self._leave_out()
 
     def next_at_start(self) -> GraphKey | None:
-        """Return the next graph to capture at start; None when the start need not wait for more."""
+        """Return the next graph to capture at the start; None when the start need not wait for more."""
         if self._first:
             return next(iter(self._first))
         if self._seconds >= self._allowance.limit_s:
@@ -113,9 +115,14 @@ class CaptureQueue:
                 self.num_left_out += 1
 
 
-def _urgency(key: GraphKey) -> tuple[int, int]:
-    """Sort key: rounds with filters, since common and without a larger graph; mixed batches, fewest requests (most
-    padding) first; greedy and random rounds of sizes between the first ones; rare kinds."""
+def _priority(key: GraphKey) -> tuple[int, int]:
+    """Sort key for the order of graphs after the first ones:
+
+    1. rounds with filters, which are common;
+    2. mixed batches, those with the fewest requests, and so the most padding, first;
+    3. greedy and random rounds of the remaining batch sizes;
+    4. rounds with rare kinds of sampling.
+    """
     if key.tokens:
         return 1, key.bucket
     if is_always_captured(key):

@@ -1,6 +1,6 @@
-"""A kernel as a job for another process, which compiles it into Triton's (3.6) cache on disk.
+"""Turns the compilation of a Triton (3.6) kernel into a job for another process, which stores it in the disk cache.
 
-Processes with the same job compile it once: they lock the kernel's folder in the cache.
+Processes lock the kernel's folder in the cache, so that only one of them compiles a kernel.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ COMPILER = ("torch", "triton", "triton.compiler", "triton.backends.nvidia.compil
 
 @dataclass(frozen=True)
 class _Named:
-    """A kernel's function, by module and name."""
+    """A jitted function by module and name, which is picklable."""
 
     module: str
     name: str
@@ -61,8 +61,9 @@ class Outcome:
 
 
 def job_of(key: str, compile_kernel: Callable[[], Any]) -> KernelJob | None:
-    """Return the job for what Triton hands to an asynchronous mode; None if another process cannot do it.
+    """Return the job for a compilation that Triton passes to an asynchronous mode; None if it cannot be pickled.
 
+    key: Triton's cache key.
     compile_kernel: Triton's closure over source, options and target.
     """
     from triton.runtime.jit import JITFunction
@@ -101,7 +102,7 @@ def is_cached(key: str, compile_kernel: Callable[[], Any]) -> bool:
 
 
 def compile_job(job: KernelJob) -> Outcome:
-    """Compile a kernel and, with CUDA's driver library, its C launcher into the cache, unless they are there."""
+    """Compile a kernel into the disk cache, unless it is there. For CUDA, compile its C launcher, too."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, make_backend
     from triton.compiler import compile as compile_source
@@ -115,7 +116,7 @@ def compile_job(job: KernelJob) -> Outcome:
     backend, variables = make_backend(job.target), get_cache_invalidating_env_vars()
     options = backend.parse_options(dict(job.options))
     if get_cache_key(source, backend, options, variables) != job.key:
-        return Outcome("its cache key is another one in this process")
+        return Outcome("its cache key differs in the compile process")
     with _lock(job.key) as is_locked:
         if not is_locked:
             return Outcome(is_busy=True)
@@ -126,13 +127,13 @@ def compile_job(job: KernelJob) -> Outcome:
 
 
 def import_compiler() -> None:
-    """Import the modules of the compiler."""
+    """Import the compiler's modules, which takes seconds."""
     for name in COMPILER:
         importlib.import_module(name)
 
 
 def _hash(key: str) -> str:
-    """The name of the kernel's folder in Triton's cache."""
+    """Return the name of a kernel's folder in Triton's cache."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -141,7 +142,7 @@ def _named(function: Any) -> _Named:
 
 
 def _function(named: _Named) -> Any:
-    """The jitted function, without its wrappers."""
+    """Return the jitted function without wrappers such as heuristics."""
     from triton.runtime.jit import JITFunction
 
     found = getattr(importlib.import_module(named.module), named.name)

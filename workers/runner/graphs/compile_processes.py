@@ -1,7 +1,7 @@
-"""Processes that compile kernels into Triton's cache on disk, where their rank loads them. Started by `cluster`.
+"""Processes that compile kernels into Triton's disk cache, from which their rank loads them. Started by `cluster`.
 
-Threads would be slower: Triton (3.6) holds the GIL for a third of each compilation, and loading kernels compiles their
-launchers one by one. A kernel that a process cannot compile is compiled by the rank.
+Threads would be slower: Triton (3.6) holds the GIL for a third of each compilation, and compiles launchers one by one
+when it loads kernels. The rank compiles the kernels that a process cannot compile.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from multiprocessing.connection import Connection
 
 from workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job, import_compiler
 
-MAX_AT_ONCE = 16  # an engine has about 100 kernels of about one core-second each
+MAX_AT_ONCE = 16  # processes; an engine has about 100 kernels, which take about one core-second each
 _NICENESS = 10  # one process per core must not delay the other processes of a start
 _SERVER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve(sys.argv[2])"
 
 
 class CompileProcesses:
-    """Compile processes of one rank, one per connection. That many threads may call `compile` at once."""
+    """Compile processes of one rank, one per connection. As many threads may call `compile` at once."""
 
     def __init__(self, connections: Sequence[Connection], server: "subprocess.Popen[bytes] | None" = None) -> None:
         self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -35,8 +35,8 @@ class CompileProcesses:
 
     @staticmethod
     def start(count: int) -> "CompileProcesses":
-        """Start a Python process that imports the compiler and forks `count` compile processes. Does not wait for it;
-        the first `compile` does, for seconds."""
+        """Start a Python process that imports the compiler and forks `count` compile processes. Return at once; the
+        first `compile` waits for the import, which takes seconds."""
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         code = _SERVER.format(__name__)
@@ -48,8 +48,8 @@ class CompileProcesses:
 
     @staticmethod
     def fork(count: int) -> "CompileProcesses":
-        """Fork `count` compile processes from this one, which must have imported the compiler, have no other thread and
-        have used no device."""
+        """Fork `count` compile processes from this process. It must have imported the compiler, have no other thread,
+        and not have used a device."""
         pairs = [socket.socketpair() for _ in range(count)]
         if os.fork() == 0:
             _end_as(functools.partial(_serve, [end for _, end in pairs]), [ours for ours, _ in pairs])
@@ -62,7 +62,7 @@ class CompileProcesses:
         return len(self._connections)
 
     def compile(self, job: KernelJob) -> Outcome:
-        """Compile `job` in the next free process, and wait for it."""
+        """Compile `job` in the next free process. Wait for the outcome."""
         connection = self._free.get()
         try:
             connection.send(job)
@@ -74,7 +74,7 @@ class CompileProcesses:
         return outcome
 
     def close(self) -> None:
-        """End the processes after their current jobs; a process that is still importing ends at once."""
+        """End the processes, each after its current job, or at once if the compiler is still being imported."""
         for connection in self._connections:
             connection.close()
         if self._server is not None:
@@ -83,22 +83,21 @@ class CompileProcesses:
 
 
 def serve(numbers: str) -> None:
-    """Main function of the process that `CompileProcesses.start` starts. numbers: its sockets' file descriptors, as
-    JSON."""
+    """Run the process that `CompileProcesses.start` starts. numbers: JSON list of its sockets' file descriptors."""
     import_compiler()
     _serve([socket.socket(fileno=number) for number in json.loads(numbers)])
 
 
 def processes_of(num_ranks: int) -> int:
-    """Compile processes per rank, for `num_ranks` ranks on this node."""
+    """Return the number of compile processes per rank, if this node has `num_ranks` ranks."""
     return max(1, min(MAX_AT_ONCE, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 def _serve(ends: Sequence[socket.socket]) -> None:
     """Fork a process for each socket, and wait until all have ended.
 
-    Triton hashes the compiler's files once, before the forks. Only cubins are stored, because a rank would read the
-    earlier stages too.
+    Hashes the compiler's files for Triton's cache keys once, before the forks. Stores only cubins, because a rank would
+    read the earlier stages of compilation, too.
     """
     from triton import knobs
     from triton.runtime.cache import triton_key
@@ -116,11 +115,11 @@ def _serve(ends: Sequence[socket.socket]) -> None:
 
 
 def _end_as(work: Callable[[], None], others: Sequence[socket.socket]) -> None:
-    """Run `work` in a forked process; never returns. others: sockets to close here."""
+    """Run `work` as a forked process, and exit. others: inherited sockets to close."""
     try:
         for end in others:
             end.close()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a closed connection ends the process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process ends when its connection is closed
         os.nice(_NICENESS)
         work()
     finally:
@@ -133,6 +132,6 @@ def _work(connection: Connection) -> None:
             job = connection.recv()
             try:
                 outcome = compile_job(job)
-            except Exception as error:  # the rank compiles the kernel itself and raises this there
+            except Exception as error:  # the rank compiles the kernel itself, and raises the error there
                 outcome = Outcome(f"{type(error).__name__}: {error}")
             connection.send(outcome)

@@ -1,14 +1,14 @@
-"""CUDA graphs of a decoding strategy's steps. `GraphedDecoding` wraps any `DecodingStrategy`.
+"""Captures a decoding strategy's steps as CUDA graphs and replays them. `GraphedDecoding` wraps a `CuttableStrategy`.
 
-A step's state is in device tensors, by slot. So a captured round has two inputs, the slots that run and the slots that
-draft, and each replay writes the same output tensors. A start captures some graphs; the others are captured when a plan
-says so (`workers.scheduling.capture_pacing`). A step without a graph of its own is padded to a larger graph, or runs
-eagerly if there is none:
+The state of requests is in device tensors, by slot. So a captured round has two inputs, the slots that run and the
+slots that draft, and each replay writes the same output tensors. A start captures some graphs; the others are captured
+when a plan says so (`workers.scheduling.capture_pacing`). A step whose graph is not captured yet is padded to a larger
+graph. Steps run eagerly if no graph is large enough, and in these cases:
 
 - more prompt tokens or chunks than any graph holds;
 - chunks beside requests with penalties or log-probabilities;
 - chunks that ask for log-probabilities of the prompt;
-- graphs that `workers.config.GraphCapture` leaves no memory for.
+- graphs beyond the memory limit of `workers.config.GraphCapture`.
 """
 
 import logging
@@ -48,8 +48,8 @@ _LEFT_OUT = (
 class CaptureReport:
     """The captures of a start.
 
-    rounds: the cost of each graph, in the order of capture.
-    num_left_out: graphs that come later or exceed the memory limit.
+    rounds: cost of each captured graph, in the order of capture.
+    num_left_out: graphs that are captured later or exceed the memory limit.
     """
 
     rounds: Mapping[GraphKey, CaptureCost]
@@ -61,13 +61,11 @@ class CaptureReport:
 
 
 class GraphedDecoding:
-    """Runs the steps of `inner` as graphs.
+    """Runs the steps of `inner` as CUDA graphs.
 
-    buckets: numbers of requests in a round.
-    tokens: numbers of prompt tokens in a step; empty: steps with prompt chunks are not captured.
-    expands: as in `GraphKeys`.
+    buckets, tokens, expands: as in `GraphKeys`.
+    max_kv_len: maximum KV length of a request, including the writes of its rounds in flight.
     has_states: whether the model has recurrent layers.
-    max_kv_len: maximum KV length of a request, with the writes of its rounds in flight.
     report: the captures of the start.
     """
 
@@ -88,9 +86,9 @@ class GraphedDecoding:
         self._recorder = recorder
         self._step_capture = StepCapture(inner, slots, max_kv_len, recorder, has_states)
         self._captured: dict[GraphKey, CapturedStep] = {}
-        self._stand_ins: dict[GraphKey, GraphKey | None] = {}  # the larger graph for a missing one; None: run eagerly
+        self._fallbacks: dict[GraphKey, GraphKey | None] = {}  # graph to use for a missing one; None: run eagerly
         self._queue = CaptureQueue((), (), GraphCapture())
-        self._capture_s = 0.0  # spent on captures
+        self._capture_s = 0.0  # time of all captures
         self._warned: set[str] = set()
         self.report = CaptureReport({}, 0)
 
@@ -110,7 +108,7 @@ class GraphedDecoding:
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
-        """Numbers of prompt tokens that steps are padded to, ascending."""
+        """Numbers of prompt tokens that steps are padded to now, ascending."""
         return tuple(sorted({key.tokens for key in self._captured if key.tokens}))
 
     @property
@@ -120,21 +118,21 @@ class GraphedDecoding:
 
     @property
     def graphs(self) -> GraphCount:
-        """Graphs captured and waiting, and what the scheduler needs to decide on the next capture."""
+        """The counts that the scheduler needs to decide on the next capture."""
         num_captured, queue = len(self._captured), self._queue
         capture_ms = 1000 * self._capture_s / max(1, num_captured)
         return GraphCount(num_captured, queue.num_waiting, queue.missed_rows, capture_ms)
 
     def first_graphs(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
-        """The graphs that a start waits for: see `GraphKeys.first`."""
+        """Return the graphs that a start waits for: see `GraphKeys.first`."""
         return self._keys.first(measured)
 
     @torch.inference_mode()
     def dry_run(self, keys: Collection[GraphKey], ahead: CompileAhead, group: TPGroup) -> None:
-        """Let `ahead` compile the kernels of these graphs without running anything.
+        """Let `ahead` compile and load the kernels of these graphs, without running anything on the device.
 
-        Runs one step of each kind. If a kernel is missing in the disk cache of any rank, runs all steps of `keys`.
-        Steps with grammars come last.
+        Records the largest step of each kind. If the disk cache of any rank lacks a kernel, records all steps of
+        `keys`, so that all kernels are compiled in parallel. Steps with grammars come last.
         """
         ordered = [key for key in self._keys.wanted() if key in keys]
         largest = {(key.tokens > 0, key.seen > 0): key for key in reversed(ordered)}.values()
@@ -142,7 +140,7 @@ class GraphedDecoding:
             self._step_capture.dry_run(key, ahead)
         if on_any_rank(ahead.num_missing > 0, group, self._slots.device):
             for key in (key for key in ordered if key not in largest):
-                ahead.load_compiled()  # later steps then skip these kernels
+                ahead.load_compiled()  # so that later steps do not find these kernels again
                 self._step_capture.dry_run(key, ahead)
         for key in self._keys.first_masked():
             self._step_capture.dry_run(key, ahead)
@@ -156,11 +154,11 @@ class GraphedDecoding:
         clock: Callable[[], float] = time.perf_counter,
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> CaptureReport:
-        """Capture the graphs of a start; the same on every rank. `capture_next` captures the rest.
+        """Capture the graphs of a start, the same ones on every rank. `capture_next` captures the rest.
 
         allowance: limits of time and memory.
         first: graphs to capture in any case; None: all greedy and random rounds.
-        advance: called with the number of graphs captured and the least number that the start waits for.
+        advance: called after each capture with the number of captured graphs and the minimum number to wait for.
         """
         wanted, rounds = self._keys.wanted(), dict[GraphKey, CaptureCost]()
 
@@ -176,8 +174,8 @@ class GraphedDecoding:
     def capture_next(self, group: TPGroup, clock: Callable[[], float] = time.perf_counter) -> None:
         """Capture the next waiting graph, if any. Called on all ranks, while none of their steps runs.
 
-        A graph that fails on any rank is given up; its batches run as before. Raises BrokenStepError if this rank can
-        no longer agree with the others.
+        A graph that fails on any rank is dropped on all; its batches run as before. Raises BrokenStepError if this rank
+        can no longer stay in step with the others.
         """
         key = self._queue.next()
         if key is None:
@@ -195,11 +193,11 @@ class GraphedDecoding:
             self._warn_once(group, _FAILED, key, error or "another rank failed")
         else:
             self._queue.captured(key, _max_over_ranks(cost, group, self._slots.device))
-        self._stand_ins.clear()
+        self._fallbacks.clear()
         self._warn_of_left_out(group)
 
     def want_masked(self) -> None:
-        """Capture steps with grammars from now on, after the first request with a grammar. The same on every rank."""
+        """Queue the graphs for grammars, once a request has one. Called on every rank in the same step."""
         self._queue.add_masked()
 
     def _capture_one(self, key: GraphKey, group: TPGroup, clock: Callable[[], float]) -> CaptureCost:
@@ -212,7 +210,7 @@ class GraphedDecoding:
 
     def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
         key = self._keys.of(batch)
-        captured = self._of_key(key) if key is not None else None
+        captured = self._graph_for(key) if key is not None else None
         if captured is None:
             return self._inner.step(batch, fill_masks)
         captured.input.fill(batch)
@@ -224,14 +222,14 @@ class GraphedDecoding:
         num_finals = batch.chunks.num_finals if batch.chunks is not None else 0
         return _entries(captured.output, batch.num_requests, captured.bucket, num_finals)
 
-    def _of_key(self, key: GraphKey) -> CapturedStep | None:
-        """The graph of `key`, else a larger one, else None. The search for a larger one is cached until the next
-        capture."""
+    def _graph_for(self, key: GraphKey) -> CapturedStep | None:
+        """Return the graph of `key`, else the smallest one that can run its batches, else None. Caches this search
+        until the next capture, and counts the padding."""
         if key in self._captured:
             return self._captured[key]
-        if key not in self._stand_ins:
-            self._stand_ins[key] = self._keys.stand_in(key, self._captured)
-        used = self._stand_ins[key]
+        if key not in self._fallbacks:
+            self._fallbacks[key] = self._keys.fallback(key, self._captured)
+        used = self._fallbacks[key]
         self._queue.missed(key, self._keys.padding_rows(key, used))
         return None if used is None else self._captured[used]
 
@@ -246,15 +244,15 @@ class GraphedDecoding:
 
 
 def _max_over_ranks(mine: CaptureCost, group: TPGroup, device: torch.device) -> CaptureCost:
-    """Maximum seconds and bytes over the ranks; the same on every rank."""
+    """Return the maximum seconds and bytes over the ranks, on every rank."""
     numbers = torch.tensor((mine.seconds, float(mine.num_bytes)), dtype=torch.float64, device=device)
     seconds, num_bytes = group.all_gather(numbers).amax(0).tolist()
     return CaptureCost(seconds, int(num_bytes))
 
 
 def _entries(out: StepTensors, num_requests: int, bucket: int, num_finals: int) -> StepTensors:
-    """Select the valid entries of a captured step's output: the first `num_requests` of the `bucket` rounds, and the
-    first `num_finals` of the chunks that follow."""
+    """Return a captured step's output without padding: the first `num_requests` of the `bucket` rounds, and the first
+    `num_finals` of the last chunks after them."""
 
     def valid(x: Tensor) -> Tensor:
         if num_finals == 0:

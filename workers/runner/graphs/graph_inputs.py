@@ -1,6 +1,6 @@
-"""Inputs of a captured step: fixed tensors, filled from a batch before each replay.
+"""Inputs of a captured step: tensors at fixed addresses, filled from a batch before each replay.
 
-The rest is padding: the padding slot, chunks without rows on the dummy page, rows without a chunk.
+Padding fills the rest: the padding slot, chunks without rows whose pages are the dummy page, and rows of no chunk.
 """
 
 import torch
@@ -11,11 +11,11 @@ from workers.runner.batch import PromptChunks, StepBatch
 from workers.sampling.sampler import SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
-MAX_CHUNKS = 8  # per captured step; each costs one row in the vocabulary head and in every draft step
+MAX_CHUNKS = 8  # prompt chunks of a captured step; each adds a row to the vocabulary head and to every draft step
 
 
 class SlotInput:
-    """[size] int64 slots."""
+    """Slots, [size] int64; unused entries are the padding slot."""
 
     def __init__(self, size: int, padding_slot: int, device: torch.device) -> None:
         self.tensor = torch.full((size,), padding_slot, dtype=torch.int64, device=device)
@@ -23,7 +23,7 @@ class SlotInput:
         self._filled: Tensor | None = None
 
     def fill(self, slots: Tensor) -> None:
-        """Copy a batch's slots, unless it is the tensor of last time: slot tensors never change in place."""
+        """Copy a batch's slots, unless it is the same tensor as last time: slot tensors never change in place."""
         if self._filled is not slots:
             self.tensor[: slots.shape[0]] = slots
             self.tensor[slots.shape[0] :] = self._padding_slot
@@ -31,8 +31,12 @@ class SlotInput:
 
 
 class ChunkInput:
-    """Up to `MAX_CHUNKS` prompt chunks, `num_rows` rows in all. Any of them may end its prompt. seen_limit: see
-    `PrefillBatch`. has_states: of recurrent layers."""
+    """Up to `MAX_CHUNKS` prompt chunks, any of which may end its prompt.
+
+    num_rows: maximum prompt tokens of all chunks together.
+    seen_limit: see `PrefillBatch`.
+    has_states: whether the model has recurrent layers.
+    """
 
     def __init__(self, num_rows: int, seen_limit: int | None, slots: SlotTable, has_states: bool = False) -> None:
         device, count = slots.device, MAX_CHUNKS
@@ -54,8 +58,8 @@ class ChunkInput:
         self._final_lengths = zeros(torch.int32, count)
 
     def chunks(self) -> PromptChunks:
-        """Return these inputs as the chunks of a new batch. Every run needs a new one, because batches cache what they
-        compute."""
+        """Return these inputs as the chunks of a new batch. Every run needs a new batch, because batches cache values
+        computed from their tensors."""
         batch = PrefillBatch(
             self._qo_indptr,
             self._starts,
@@ -77,7 +81,7 @@ class ChunkInput:
         )
 
     def fill(self, given: PromptChunks) -> None:
-        """Copy a batch's chunks."""
+        """Copy the chunks of a batch that fits."""
         batch, num_finals = given.batch, given.num_finals
         count = batch.num_chunks
         self._qo_indptr[: count + 1] = batch.qo_indptr
@@ -106,8 +110,10 @@ class ChunkInput:
 
 
 class StepInput:
-    """Inputs of a step: `num_requests` rounds, and prompt chunks of `num_rows` rows in all (0: none). seen_limit,
-    has_states: as in `ChunkInput`."""
+    """Inputs of a step: `num_requests` rounds and, unless `num_rows` is 0, prompt chunks.
+
+    num_rows, seen_limit, has_states: as in `ChunkInput`.
+    """
 
     def __init__(
         self, num_requests: int, num_rows: int, seen_limit: int | None, slots: SlotTable, has_states: bool = False

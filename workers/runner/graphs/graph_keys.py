@@ -1,17 +1,17 @@
-"""The steps that are captured as CUDA graphs, and the graph that a batch takes. Pure; used by `cuda_graph`.
+"""Which steps are captured as CUDA graphs, and which graph runs a batch. Pure; used by `cuda_graph`.
 
-A round may verify any tree shape, whatever was drafted before (`speculative.tree_table`). So every graph verifies and
-drafts the same shape, and a change of shape needs no graph of its own: S shapes take S graphs per bucket and kind of
-sampling, not S squared.
+Every graph drafts the tree shape that it verifies. A change of shape needs no graph of its own, because a round may
+verify any shape, whatever was drafted before (`speculative.tree_table`). So S shapes take S graphs per batch size and
+kind of sampling, not S squared.
 
-Shapes between plain decoding and the default (`workers.config.RoundShapes.unrestricted`) have fewer graphs:
+Shapes between non-speculative decoding and the default (those not in `RoundShapes.unrestricted`) have fewer graphs:
 - batches are padded to powers of two;
-- greedy batches take the graphs of random ones (0.03 ms of 5 at batch 1, 0.1 ms of 10 at 64);
-- none have penalties, log-probabilities or prompt chunks, where the scheduler does not choose these shapes.
+- greedy batches use the graphs of random sampling (0.03 ms more of 5 at batch 1, 0.1 ms more of 10 at 64);
+- none have penalties, log-probabilities or prompt chunks, for which the scheduler does not choose these shapes.
 
-For 64 requests that is 14 graphs per shape, and 43 each for plain decoding and the default. Prompt chunks add 72 for
-the shapes that run beside them and 48 for plain rounds; grammars add 21 each, and 28 with chunks. In models that keep
-latent rows, many prompt tokens are expanded (`attention.expansion`).
+For 64 requests that is 14 graphs per such shape, and 43 each for non-speculative decoding and the default. Prompt
+chunks add 72 for the shapes that run beside them and 48 for non-speculative rounds. Grammars add 21 each, and 28 with
+chunks. In models with latent rows, graphs for many prompt tokens expand these rows (`attention.expansion`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,16 +22,20 @@ from workers.runner.batch import StepBatch
 from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
-TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
-EXPANDED_TOKENS = 384  # from here on a later chunk is estimated to cost less expanded, and a first chunk the same
-EXPANDED_SEEN = 16384  # max tokens that the chunks of a step attend to: there is memory for their keys and values
-FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the mixed batches that a start captures
-EAGER_ROWS = 1024  # rows whose time equals what launching a step kernel by kernel adds
+TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)  # prompt tokens; see `token_buckets`
+EXPANDED_TOKENS = 384  # from here on expanded chunks are estimated to cost less; a prompt's first chunk as much
+EXPANDED_SEEN = (
+    16384  # maximum tokens that a step's expanded chunks attend to, for whose keys and values memory is kept
+)
+FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the mixed batches that a start waits for
+EAGER_ROWS = 1024  # an eager step is slower than a graph by about the time of so many rows
 _FEW_TOKENS = 512  # up to here mixed batches are captured for every power of two of requests
 GREEDY = SamplingNeeds(random=False)
 RANDOM = SamplingNeeds(random=True)
-CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
-BETWEEN_NEEDS = (RANDOM, CHUNK_NEEDS)  # needs of shapes between non-speculative decoding and the default
+CHUNK_NEEDS = SamplingNeeds(
+    random=True, filtered=True
+)  # for all chunks: filters cost 0.1 ms, a step without a graph 25 ms
+BETWEEN_NEEDS = (RANDOM, CHUNK_NEEDS)  # for shapes between non-speculative decoding and the default
 MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
 
 
@@ -41,9 +45,9 @@ class GraphKey:
 
     shape, next_shape: indexes of the tree shapes that its rounds verify and draft.
     bucket: maximum requests that run a round.
-    needs: sampling needs; batches with fewer needs use the graph, too.
+    needs: sampling needs; batches with fewer needs can use the graph, too.
     tokens: maximum prompt tokens beside the rounds.
-    seen: EXPANDED_SEEN, the maximum tokens that expanded chunks attend to together; 0: chunks are absorbed.
+    seen: EXPANDED_SEEN if the chunks' latent rows are expanded; 0 if not.
     """
 
     shape: int
@@ -64,13 +68,13 @@ def bucket_sizes(max_running: int) -> tuple[int, ...]:
 
 
 def is_always_captured(key: GraphKey) -> bool:
-    """Whether the graph is captured regardless of its memory: greedy rounds, and sampled ones without filters."""
+    """Whether the memory limit does not apply to the graph: greedy rounds, and random ones without filters."""
     return key.tokens == 0 and not key.needs.full_logits and not key.needs.masked
 
 
 def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
-    """Return the buckets, ascending, that rounds of a kind of sampling are captured for. Rarer kinds have powers of two
-    and the largest bucket only, so that a batch is padded to at most twice its size."""
+    """Return the buckets, ascending, that rounds of a kind of sampling are captured for: all, or for rarer kinds powers
+    of two and the largest, so that a batch is padded to at most twice its size."""
     return powers_of_two(buckets) if needs.full_logits or needs.masked else tuple(buckets)
 
 
@@ -82,9 +86,9 @@ def powers_of_two(buckets: Sequence[int]) -> tuple[int, ...]:
 def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
     """Return the numbers of prompt tokens that steps are captured for.
 
-    Up to 64 rows take hardly longer than 16, because their products are bound by reading the weights. Twice 2,048
-    tokens take the device twice as long, so that two steps are as good. A step that is launched kernel by kernel keeps
-    the host for 25 to 90 ms, during which it sees no other step end.
+    No size between 16 and 64, because up to 64 rows take hardly longer than 16: reading the weights bounds them. None
+    above 2,048, where twice the tokens take twice the time, so that two steps are as good. Longer steps would run
+    eagerly, which occupies the host for 25 to 90 ms, during which it handles no other step.
     """
     largest = min(max_step_tokens, TOKEN_BUCKETS[-1])
     return (*(size for size in TOKEN_BUCKETS if size < largest), largest)
@@ -100,10 +104,10 @@ def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 def serves(captured: GraphKey, key: GraphKey) -> bool:
-    """Whether a graph can run all batches of `key`, padded further.
+    """Whether the graph `captured` can run all batches of `key` with more padding.
 
-    Chunks alone can run in a graph with rounds, but rounds alone cannot run in a graph with chunks. A step with grammar
-    masks is two graphs, and other steps are one.
+    Chunks alone can run in a graph with rounds, but rounds alone not in a graph with chunks. Steps with and without
+    grammar masks cannot share a graph, because the former are two graphs.
     """
     return (
         captured.next_shape == key.next_shape
@@ -118,12 +122,12 @@ def serves(captured: GraphKey, key: GraphKey) -> bool:
 
 
 class GraphKeys:
-    """The steps of an engine that have graphs.
+    """The graphs of an engine.
 
-    shapes: of its rounds.
-    buckets: numbers of requests in a round.
-    tokens: numbers of prompt tokens in a step; empty if steps with prompt chunks are not captured.
-    expands: whether many prompt tokens are expanded.
+    shapes: tree shapes of its rounds.
+    buckets: batch sizes to capture.
+    tokens: numbers of prompt tokens to capture; empty if steps with prompt chunks are not captured.
+    expands: whether latent rows are expanded for many prompt tokens.
     """
 
     def __init__(
@@ -135,8 +139,8 @@ class GraphKeys:
         self.tokens = tuple(sorted(tokens))
 
     def wanted(self) -> list[GraphKey]:
-        """Return the keys to capture, in this order: what more requests need comes first, and within a kind the largest
-        bucket, so that smaller ones reuse its memory."""
+        """Return the keys to capture, commonly needed kinds first, and within a kind the largest batch first, so that
+        smaller ones reuse its memory."""
         rounds = [
             GraphKey(shape, shape, bucket, needs)
             for needs in CAPTURED_NEEDS
@@ -151,10 +155,12 @@ class GraphKeys:
     def first(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
         """Return the keys that a start waits for:
 
-        - the steps that it measures (`cost_points.measured_steps`), so that their costs hold from then on;
-        - the mixed batches that most steps are padded to under load;
-        - rounds of one, a few and all requests with filters, which many clients send;
+        - the steps whose time it measures (`cost_points.measured_steps`), so that the times are those of graphs;
+        - mixed batches that cover most steps under load;
+        - rounds of one, a few and all requests with filters, which many clients use;
         - greedy rounds of one request, so that their kernels are compiled before the first request.
+
+        measured: (shape, requests, prompt tokens, tokens before the chunk) of each measured step.
         """
         found = [
             self.of_chunks(shape, count, tokens, CHUNK_NEEDS, tokens + before)
@@ -175,8 +181,8 @@ class GraphKeys:
         return frozenset(key for key in found if key is not None)
 
     def first_masked(self) -> list[GraphKey]:
-        """Return those steps with grammar masks that together launch every kernel that no other step launches. Their
-        prompt tokens are never expanded, so that of few requests no other step has as many absorbed rows."""
+        """Return the steps with grammar masks that suffice to compile the kernels which only such steps launch. With
+        expansion that includes the one with the most prompt tokens, because only masked steps never expand them."""
         kinds = [needs for needs in CAPTURED_NEEDS if needs.masked]
         found = [self.of_rounds(self._shapes.default, 1, needs) for needs in (kinds[0], kinds[-1])]
         if self._expands and self.tokens:
@@ -184,20 +190,20 @@ class GraphKeys:
         return [key for key in found if key is not None]
 
     def _seen_of(self, tokens: int, needs: SamplingNeeds) -> int:
-        """`GraphKey.seen` of steps with so many prompt tokens."""
+        """Return `GraphKey.seen` of steps with so many prompt tokens."""
         return EXPANDED_SEEN if self._expands and tokens >= EXPANDED_TOKENS and not needs.masked else 0
 
     def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
-        """Kinds of sampling that rounds of a shape are captured for."""
+        """Return the kinds of sampling that rounds of a shape are captured for."""
         return CAPTURED_NEEDS if shape in self._shapes.unrestricted else BETWEEN_NEEDS
 
     def _buckets_of(self, shape: int, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Buckets that rounds of a shape are captured for."""
+        """Return the batch sizes that rounds of a shape are captured for."""
         return buckets_of(needs, self.buckets if shape in self._shapes.unrestricted else powers_of_two(self.buckets))
 
     def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
-        """Steps with prompt chunks, alone and beside rounds of the shapes that run there. They have filters, and so
-        serve all sampling but penalties and log-probabilities."""
+        """Return the steps with prompt chunks, alone and beside rounds of the shapes that run there. With filters they
+        run all sampling except penalties and log-probabilities."""
         sizes = self._tokens_of(needs)[::-1]
         alone = [GraphKey(0, self._shapes.default, 0, needs, size, self._seen_of(size, needs)) for size in sizes]
         return [
@@ -209,13 +215,13 @@ class GraphKeys:
         ] + alone
 
     def _tokens_of(self, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Numbers of prompt tokens that steps of a kind are captured for. With grammars only every third one, because
-        captures take time and such prompts are rare."""
+        """Return the numbers of prompt tokens that steps of a kind are captured for. With grammars only every third
+        one, because captures take time and such prompts are rare."""
         return self.tokens[::-1][::3][::-1] if needs.masked else self.tokens
 
     def _buckets_beside(self, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Numbers of requests that mixed batches are captured for. With grammars it is every second power of two. Else
-        FEW_REQUESTS is among them where so few run a shape that more do not."""
+        """Return the numbers of requests that mixed batches are captured for: with grammars every second power of two;
+        else also FEW_REQUESTS, if up to that many run a shape beside chunks that more requests do not."""
         if needs.masked:
             return powers_of_two(self.buckets)[::-1][::2][::-1]
         sizes = buckets_beside(num_tokens, self.buckets)
@@ -223,14 +229,14 @@ class GraphKeys:
         return sizes if set(of_few) <= set(of_many) else tuple(sorted({*sizes, FEW_REQUESTS}))
 
     def of(self, batch: StepBatch) -> GraphKey | None:
-        """Return the key of the graph that would run `batch` best, whether or not it is captured; None if none can."""
+        """Return the key of the smallest graph that can run `batch`, captured or not; None if none can."""
         if batch.prompt_targets is not None:
-            return None  # the last layer of a captured step has no hidden states of all prompt rows
+            return None  # a captured step computes the last layer for chunk ends only, not for all prompt rows
         shape, needs = batch.shape, batch.needs
         if batch.chunks is not None:
             shape = shape if batch.num_requests else self._shapes.default
         if batch.next_shape not in (0, shape):
-            return None  # a wider shape would write KV that is not reserved
+            return None  # the graph drafts `shape`, which could write KV that the plan has not reserved
         if batch.chunks is None:
             return self.of_rounds(shape, batch.num_requests, needs)
         rows = batch.chunks.batch
@@ -244,7 +250,7 @@ class GraphKeys:
         if kind is None:
             return None
         bucket = _fitting(self._buckets_of(shape, kind), num_requests)
-        # where nothing is to be drafted, all entries draft for the padding slot
+        # if the batch drafts nothing, all entries draft for the padding slot
         return None if bucket is None else GraphKey(shape, shape, bucket, kind)
 
     def of_chunks(
@@ -252,8 +258,8 @@ class GraphKeys:
     ) -> GraphKey | None:
         """Return the key of a step with prompt tokens.
 
-        shape: verified beside them, and drafted.
-        num_seen: tokens that the chunks attend to, if more than themselves.
+        shape: index of the shape that its rounds verify and that is drafted.
+        num_seen: tokens that the chunks attend to, their own included.
         """
         kind = MASKED_CHUNK_NEEDS if needs.masked else CHUNK_NEEDS
         tokens = _fitting(self._tokens_of(kind), num_tokens)
@@ -265,20 +271,21 @@ class GraphKeys:
             return None
         return GraphKey(shape if bucket else 0, shape, bucket, kind, tokens, seen)
 
-    def stand_in(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
-        """Return the key of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
+    def fallback(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
+        """Return the one of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
         return min((each for each in captured if serves(each, key)), key=self._work, default=None)
 
     def padding_rows(self, key: GraphKey, used: GraphKey | None) -> int:
-        """Rows of padding that the graph of `used` has beyond `key`. used: None if the step ran without a graph."""
+        """Return the rows that the graph `used` has beyond those of `key`. used: None if the step ran without a
+        graph."""
         return EAGER_ROWS if used is None else self._work(used)[0] - self._work(key)[0]
 
     def _work(self, key: GraphKey) -> tuple[int, int]:
-        """Sort key among graphs that serve the same batch: rows, then the kind of sampling."""
+        """Return (rows, kind of sampling), by which the cheapest graph for a batch is chosen."""
         rows = key.bucket * self._shapes[key.shape].width + key.tokens
         return rows, CAPTURED_NEEDS.index(key.needs)
 
 
 def _fitting(sizes: Sequence[int], count: int) -> int | None:
-    """The smallest of ascending `sizes` that holds `count`."""
+    """Return the smallest of ascending `sizes` that is at least `count`; None if there is none."""
     return next((size for size in sizes if size >= count), None)

@@ -1,8 +1,8 @@
-"""Compiles kernels before their first launch, and forbids it during a capture. Used by
+"""Compiles kernels before their first launch, and forbids compilation during a capture. Used by
 `workers.runner.graphs.recorder`.
 
-Triton (3.6) calls its asynchronous mode (`triton.runtime._async_compile`) for each kernel that this process has neither
-compiled nor loaded. Without a mode, a kernel is compiled when it is launched.
+Triton (3.6) passes each kernel that this process has not loaded to its asynchronous mode, if one is set
+(`triton.runtime._async_compile`). Else it compiles or loads the kernel at its launch.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from workers.runner.graphs.compile_processes import MAX_AT_ONCE, CompileProcesse
 
 logger = logging.getLogger(__name__)
 
-BUSY_S = 0.01  # between questions whether another process has compiled a kernel
-LIMIT_S = 240.0  # wait for all kernels; slower ones are compiled when they are launched
+BUSY_S = 0.01  # wait before trying again a kernel that another process is compiling
+LIMIT_S = 240.0  # maximum wait for all kernels; the rest is compiled at their launch
 _THREADS = "compile"  # name prefix of compile threads
 
 
 class _CompileMode(Protocol):
-    """Triton's interface of a mode. Triton launches what `submit` returns instead of the kernel."""
+    """Triton's interface of an asynchronous mode. Triton launches the result of `submit` in place of the kernel."""
 
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any: ...
 
 
-class _Unlaunched:
-    """Replaces a kernel that is not compiled yet. Its launch does nothing."""
+class _SkippedKernel:
+    """Stands in for a kernel that is not compiled yet. Launching it does nothing."""
 
     function = packed_metadata = None
 
@@ -46,9 +46,10 @@ class _Unlaunched:
 class CompileAhead:
     """Compiles the kernels that a dry run would launch.
 
-    Each of `processes` compiles one kernel at a time. What they cannot compile, threads of this process do (default:
-    one per core); these share the GIL.
+    Each of `processes` compiles one kernel at a time. Threads of this process compile the kernels that `processes`
+    cannot, or all without `processes`; they share the GIL.
 
+    num_threads: threads without `processes`; None: one per core.
     num_missing: kernels that were not in the disk cache.
     process_seconds: compile time of each kernel in its process.
     """
@@ -66,17 +67,17 @@ class CompileAhead:
 
     @property
     def num_kernels(self) -> int:
-        """Kernels that had to be compiled or loaded."""
+        """Kernels that a dry run found, which were compiled or loaded."""
         return len(self._kernels)
 
     @contextlib.contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Launch only kernels that are loaded, and compile the others, in this thread."""
+        """In this thread, launch only loaded kernels, and start to compile the others instead of launching them."""
         with _mode(self):
             yield
 
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:
-        """Called by Triton. key: identifies source and options."""
+        """Start to compile or load a kernel. Called by Triton. key: identifies source and options."""
         if key not in self._kernels:
             self._finalize[key] = finalize
             is_here = is_cached(str(key), compile_kernel)
@@ -87,20 +88,23 @@ class CompileAhead:
             else:
                 self._kernels[key] = Future()
                 self._pool.submit(self._compile, self._kernels[key], job, compile_kernel)
-        return _Unlaunched()
+        return _SkippedKernel()
 
     def _compile(self, kernel: Future[Any], job: KernelJob, compile_kernel: Callable[[], Any]) -> None:
-        """Compile in a process and load from the cache; if that fails, compile here. Runs in a thread."""
+        """Compile a kernel in a process and load it from the disk cache; if that fails, compile it here. Runs in a
+        thread."""
         assert self._processes is not None
         try:
             outcome = self._processes.compile(job)
             if outcome.is_busy:
                 time.sleep(BUSY_S)
-                self._pool.submit(self._compile, kernel, job, compile_kernel)  # at the end of the queue
+                self._pool.submit(self._compile, kernel, job, compile_kernel)  # again, after the others
                 return
             if outcome.error and not self._has_warned:
                 self._has_warned = True
-                logger.warning("the rank itself compiles %s: %s", job.function.name, outcome.error)
+                logger.warning(
+                    "a compile process could not compile %s, so the rank does: %s", job.function.name, outcome.error
+                )
             if outcome.seconds:
                 self.process_seconds.append(outcome.seconds)
             kernel.set_result(compile_kernel())
@@ -113,7 +117,7 @@ class CompileAhead:
             self._load(key)
 
     def finish(self) -> None:
-        """Wait for all kernels and load them; then they can be captured. Raises the error of the first failed
+        """Wait for all kernels and load them, so that they can be captured. Raises the error of a failed
         compilation."""
         waiting = {self._kernels[key]: key for key in self._finalize}
         with contextlib.suppress(TimeoutError):
@@ -133,25 +137,26 @@ class CompileAhead:
 
 
 def compile_processes(num_ranks: int) -> CompileProcesses:
-    """Start one rank's share of this node's compile processes. num_ranks: expected ranks on the node."""
+    """Start one rank's share of this node's compile processes. num_ranks: ranks on the node."""
     return CompileProcesses.start(processes_of(num_ranks))
 
 
-class _NothingNew:
+class _NoCompilation:
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:
         raise NewUnderCaptureError("a kernel that is not compiled yet was launched during a capture")
 
 
 @contextlib.contextmanager
 def no_new_kernels() -> Iterator[None]:
-    """Raise NewUnderCaptureError if this thread launches a kernel that is not loaded: a capture forbids loading."""
-    with _mode(_NothingNew()):
+    """Raise NewUnderCaptureError if this thread launches a kernel that is not loaded. CUDA forbids loading in a
+    capture."""
+    with _mode(_NoCompilation()):
         yield
 
 
 def report_compilations(wanted: bool) -> None:
-    """Turn on or off a warning for each kernel that is compiled or loaded at its launch: while serving, all requests
-    wait for that."""
+    """Turn on or off a warning for each kernel that is compiled or loaded at its launch, for which requests wait while
+    the engine serves."""
     from triton import knobs
 
     knobs.compilation.listener = _report if wanted else None
@@ -162,13 +167,16 @@ def _report(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
     if not threading.current_thread().name.startswith(_THREADS):
         how = "read from the disk" if cache_hit else "compiled"
         logger.warning(
-            "a step waited %.2f s until kernel %s was %s: no start asked for it", times.total / 1e6, src.name, how
+            "a step waited %.2f s until kernel %s was %s, which the start did not prepare",
+            times.total / 1e6,
+            src.name,
+            how,
         )
 
 
-def read_compiler() -> None:
-    """Start hashing the compiler's files for Triton's cache keys, in a thread. It takes a second, which the first
-    kernel would wait for."""
+def hash_compiler() -> None:
+    """Start to hash the compiler's files for Triton's cache keys, in a thread. It takes a second, for which the first
+    kernel would wait."""
 
     def read() -> None:
         with contextlib.suppress(ImportError):

@@ -11,26 +11,26 @@ import torch
 from attention.backend import NewUnderCaptureError
 from workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels
 
-MAX_DRY_RUNS = 8  # dry runs of one step: each but the last found a missing workspace
+MAX_DRY_RUNS = 8  # dry runs of one step: each but the last stops at a workspace that is missing
 
 T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Records functions as graphs. `CudaRecorder` is used for serving."""
+    """Records functions as CUDA graphs. Serving uses `CudaRecorder`."""
 
     def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
-        """Return a replay of `function`, and its result: tensors that each replay writes.
+        """Record `function`. Return a function that replays it, and its result, tensors that each replay writes.
 
-        was_run: the function has run before, so that all it needs exists; else a missing piece raises
-            NewUnderCaptureError.
+        was_run: `function` has run before, so that all that it allocates or loads exists. If not, the first missing
+            thing raises NewUnderCaptureError.
         """
 
     def dry_run(self, function: Callable[[], object], ahead: CompileAhead) -> None:
-        """Find the kernels that `function` launches without running it. `ahead` compiles those that are missing."""
+        """Find the kernels that `function` launches, without running them, and let `ahead` compile missing ones."""
 
-    def run_apart(self, function: Callable[[], object]) -> None:
-        """Run `function` on a stream of its own, so that what it leaves behind does not disturb a capture."""
+    def run_on_own_stream(self, function: Callable[[], object]) -> None:
+        """Run `function` eagerly on the stream of the captures, so that its allocations do not disturb them."""
 
     def used_bytes(self) -> int:
         """Memory in use on the device."""
@@ -39,15 +39,17 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Records graphs that share a memory pool, on one stream.
 
-    Does not use `torch.cuda.graph`: it returns cached memory to the driver before each capture, and the next eager run
-    allocates it again. That costs tens of milliseconds for each of more than a hundred captures.
+    Does not use `torch.cuda.graph`, which returns cached memory to the driver before each capture, so that the next
+    eager run allocates it again. That costs tens of milliseconds in each of more than a hundred captures.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         one = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
-        self.run_apart(lambda: one @ one)  # creates cuBLAS's handle and workspace, which no graph may own
+        self.run_on_own_stream(
+            lambda: one @ one
+        )  # creates cuBLAS's handle and workspace, which must not belong to a graph
 
     def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
         graph = torch.cuda.CUDAGraph()
@@ -57,13 +59,13 @@ class CudaRecorder:
         except NewUnderCaptureError:
             raise
         except Exception:
-            self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 believes that the old pool is still recording
+            self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 treats the old pool as still recording
             raise
         return graph.replay, output
 
     def dry_run(self, function: Callable[[], object], ahead: CompileAhead) -> None:
         for _ in range(MAX_DRY_RUNS):
-            graph = torch.cuda.CUDAGraph(keep_graph=True)  # no graph is instantiated
+            graph = torch.cuda.CUDAGraph(keep_graph=True)  # captured but not instantiated
             try:
                 with ahead.dry_run():  # its memory is freed with the graph
                     self._capture(graph, function, torch.cuda.graph_pool_handle())
@@ -82,13 +84,13 @@ class CudaRecorder:
                 output = function()
             except BaseException:
                 with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # about an empty graph
+                    warnings.simplefilter("ignore")  # of torch, about an empty graph
                     graph.capture_end()
                 raise
             graph.capture_end()
             return output
 
-    def run_apart(self, function: Callable[[], object]) -> None:
+    def run_on_own_stream(self, function: Callable[[], object]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
@@ -104,7 +106,7 @@ class CudaRecorder:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Garbage may include graphs of an ended engine, and freeing a graph breaks the current capture."""
+    """Turn garbage collection off. It may free graphs of an ended engine, which would break the current capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,10 @@
-"""Captures one step with a batch of padding. Used by `workers.runner.graphs.cuda_graph`.
+"""Captures one step as a CUDA graph, with padding as its batch. Used by `workers.runner.graphs.cuda_graph`.
 
 A step with grammars is two graphs, cut after the target's pass, because the host fills masks during that pass. Small
-tensors between the two stay in the graph's memory. Large ones go to memory that all such graphs share.
+tensors that pass from the first graph to the second stay in the first one's memory. Large ones are copied to memory
+that all such graphs share.
 
-A capture changes no request: it runs rounds of the padding slot, which is always finished, and its KV goes to the dummy
+A capture changes no request: its rounds are of the padding slot, which is always finished, and its KV goes to the dummy
 page.
 """
 
@@ -29,14 +30,14 @@ from workers.slots.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 
-_SHARED_BYTES = 1 << 18  # tensors between two graphs: from here on a copy costs less than memory for each graph
+_SHARED_BYTES = 1 << 18  # minimum size of a tensor between two graphs to be copied to the shared memory
 
 
 class BrokenStepError(RuntimeError):
     """This rank failed within a collective step.
 
-    The other ranks wait in its next collective, so the ranks cannot agree on anything. This rank must end, which
-    restarts all.
+    The others wait in the step's next collective, so this rank can tell them nothing. It must end, and then all ranks
+    are restarted.
     """
 
 
@@ -45,10 +46,10 @@ class CaptureError(RuntimeError):
 
 
 class Outcome(IntEnum):
-    """Outcome of a rank's attempt to capture; the greatest over all ranks counts."""
+    """Outcome of a rank's attempt to capture. All ranks act on the greatest of their outcomes."""
 
     CAPTURED = 0
-    MISSING = 1  # an eager run of the step would create what is missing
+    MISSING = 1  # something does not exist yet, which an eager run of the step creates
     FAILED = 2  # out of memory, or a kernel cannot be compiled: an eager run would fail too
 
 
@@ -56,9 +57,10 @@ class Outcome(IntEnum):
 class CapturedStep:
     """A captured step.
 
-    bucket: number of requests in its rounds.
-    begin: replays the part before the masks are needed; None without masks.
-    run: replays the rest, or all of it.
+    bucket: number of its rounds.
+    begin: replays the first graph, before the masks are needed; None without masks.
+    run: replays the second or only graph.
+    input: tensors to fill before a replay.
     output: tensors that each replay writes.
     """
 
@@ -70,8 +72,11 @@ class CapturedStep:
 
 
 class StepCapture:
-    """Captures steps of one strategy. max_kv_len: maximum KV length of a request. has_states: whether the model has
-    recurrent layers."""
+    """Captures steps of the strategy `inner`.
+
+    max_kv_len: maximum KV length of a request, including the writes of its rounds in flight.
+    has_states: whether the model has recurrent layers.
+    """
 
     def __init__(
         self,
@@ -88,20 +93,21 @@ class StepCapture:
         self._has_states = has_states
         self._kinds_run: set[GraphKey] = set()
         self._shared: dict[str, Tensor] = {}
-        self._outgrown: list[Tensor] = []  # earlier graphs still write here
+        self._outgrown: list[Tensor] = []  # smaller buffers, which earlier graphs still write
 
     def dry_run(self, key: GraphKey, ahead: CompileAhead) -> None:
-        """Let `ahead` compile the kernels of a step. Nothing runs."""
+        """Let `ahead` compile the kernels of a step, without running them."""
         given, batch = self._padding(key)
         self._recorder.dry_run(lambda: self._inner.step(batch()), ahead)
 
     def capture(self, key: GraphKey, group: TPGroup) -> CapturedStep:
-        """Capture a step; called on all ranks.
+        """Capture a step. Called on all ranks.
 
-        The first step of each kind runs eagerly first, so that libraries allocate what they need. Later ones are
-        captured at once, and run eagerly only if something is missing.
+        The first step of each kind runs eagerly before its capture, so that libraries allocate what they need. Later
+        ones run eagerly only if a capture finds something missing.
 
-        Raises BrokenStepError if an eager run fails beside other ranks. All other errors leave the ranks able to agree.
+        Raises BrokenStepError if an eager run fails and there are other ranks. After any other error the ranks can
+        still communicate.
         """
         given, batch = self._padding(key)
 
@@ -124,24 +130,24 @@ class StepCapture:
         return CapturedStep(key.bucket, None, run, given, output)
 
     def _padding(self, key: GraphKey) -> tuple[StepInput, Callable[[], StepBatch]]:
-        """Return the inputs of a step, and a function that builds a batch of maximum size over them for each run."""
+        """Return the inputs of a step, filled with padding, and a function that returns a new batch over them."""
         given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots, self._has_states)
         return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
 
     def _run(self, step: Callable[[], object], group: TPGroup) -> None:
         """Run a step eagerly, on all ranks at once."""
         try:
-            self._recorder.run_apart(step)
+            self._recorder.run_on_own_stream(step)
         except Exception as error:
             if group.size == 1:
                 raise
             raise BrokenStepError(f"a step to be captured failed: {type(error).__name__}: {error}") from error
 
     def _try(self, step: Callable[[], StepTensors]) -> tuple[Callable[[], None], StepTensors] | Exception:
-        """Record without an eager run. Return the error if something is missing."""
+        """Record a step that has not run. Return the error instead if that fails."""
         try:
             return self._recorder.record(step, was_run=False)
-        except Exception as error:  # Triton's are no RuntimeErrors
+        except Exception as error:  # Triton's errors are not RuntimeErrors
             if not isinstance(error, NewUnderCaptureError | torch.OutOfMemoryError):
                 logger.warning("a step could not be captured before it had run: %s", error)
             return error
@@ -149,7 +155,8 @@ class StepCapture:
     def _capture_halves(
         self, key: GraphKey, given: StepInput, batch: Callable[[], StepBatch], group: TPGroup
     ) -> CapturedStep:
-        """Capture two graphs, always after an eager run: a capture must not allocate the memory that graphs share."""
+        """Capture a step as two graphs. It always runs eagerly before, because the shared memory must not be allocated
+        in a capture."""
         self._run(lambda: self._inner.step(batch()), group)
         self._run(lambda: self._share(self._inner.forward(batch())), group)
         begin, passed = self._recorder.record(lambda: self._share(self._inner.forward(batch())))
@@ -157,8 +164,8 @@ class StepCapture:
         return CapturedStep(key.bucket, begin, run, given, output)
 
     def _share(self, passed: Any, path: str = "") -> Any:
-        """Copy large tensors of the first graph's output to memory that all first graphs share; only one of them is in
-        use at a time."""
+        """Copy large tensors of a first graph's output to memory that all first graphs share. Only one step uses it at
+        a time."""
         if passed is None:
             return None
         if not isinstance(passed, Tensor):
@@ -182,15 +189,15 @@ def _outcome(recorded: object) -> Outcome:
 
 
 def _worst_of_ranks(mine: Outcome, group: TPGroup, device: torch.device) -> Outcome:
-    """Maximum over the ranks; waits for the device."""
+    """Return the greatest outcome over the ranks. Waits for the device."""
     return Outcome(int(group.all_gather(torch.tensor([mine], dtype=torch.int32, device=device)).max()))
 
 
 def on_any_rank(flag: bool, group: TPGroup, device: torch.device) -> bool:
-    """Whether `flag` is set on any rank of `group`; waits for the device."""
+    """Whether `flag` is set on any rank of `group`. Waits for the device."""
     return bool(group.all_gather(torch.tensor([flag], dtype=torch.int32, device=device)).any())
 
 
 def _kind(key: GraphKey) -> GraphKey:
-    """The key without its sizes."""
+    """Return the key with its sizes reduced to 0 or 1."""
     return dataclasses.replace(key, bucket=min(key.bucket, 1), tokens=min(key.tokens, 1), seen=min(key.seen, 1))

@@ -1,5 +1,5 @@
-"""Steps that a rank runs before its first request: one of each kind, and the largest. Called by `workers.runner.build`,
-and by `workers.runner.memory` to measure memory."""
+"""Steps that a rank runs before its first request: one of each kind (`workers.runner.build`), and the largest, by which
+`workers.runner.memory` measures memory."""
 
 from collections.abc import Iterable
 
@@ -13,11 +13,13 @@ WARM_UP_TOKENS = 16
 
 
 def warm_up(worker: Worker, layout: EngineLayout) -> None:
-    """Run each kind of step once, so that the first request compiles nothing and a broken step fails the start.
+    """Run each kind of step once, so that the first request compiles nothing and a broken step fails the start:
 
-    The steps: a chunk that does not end a prompt; a prompt and a round of every shape, greedy and random; the first
-    token of a prompt with filters, penalties and log-probabilities, also of a one-token prompt. Slot 0 has no pages, so
-    all KV goes to the dummy page.
+    - a chunk that does not end a prompt;
+    - a whole prompt and a round of every shape, greedy and random;
+    - a whole prompt, and one of a single token, with filters, penalties and log-probabilities.
+
+    Slot 0 has no pages, so all KV goes to the dummy page.
     """
     tokens = pack_i32([1] * WARM_UP_TOKENS)
     greedy, random = SamplingParams(WARM_UP_TOKENS, 0.0), SamplingParams(WARM_UP_TOKENS, 1.0)
@@ -28,11 +30,11 @@ def warm_up(worker: Worker, layout: EngineLayout) -> None:
         (greedy, (beginning, whole)),
         (random, (whole,)),
         (rest, (whole, single)),
-    )  # a chunk before the prompt's end samples nothing
+    )  # one kind suffices for the chunk that does not end a prompt: it samples nothing
     for number, (sampling, chunks) in enumerate(kinds):
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
         plans = [_prompt(number, layout, init, chunk) for chunk in chunks]
-        if sampling is not rest:  # its rounds run the same kernels, in captured steps
+        if sampling is not rest:  # the kernels of rounds with these needs are in captured steps
             plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]
         for plan in plans:
             run(worker, plan)
@@ -45,14 +47,14 @@ def run(worker: Worker, plan: StepPlan) -> None:
 
 
 def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
-    """Return the steps with the highest memory use, in an order that can run, each with its kind:
+    """Return the steps with the highest memory use, each with its kind, in an order in which they can run:
 
-    - "chunks": prompts that end, as many as there are slots; with latent rows also the longest expansion;
-    - "rounds": all slots, one step of every shape;
+    - "chunks": the last chunks of prompts, together one for every slot; with latent rows also the longest expansion;
+    - "rounds": rounds of all slots, one step of every shape;
     - "both": the maximum of prompt tokens beside rounds of the remaining slots.
 
-    All have filters, penalties and log-probabilities, also of prompts, and the longest possible KV before them, on the
-    dummy page.
+    All have filters, penalties and log-probabilities, also of prompts, and the longest possible KV before them. Their
+    KV is on the dummy page.
     """
     num_slots, count, longest = layout.scheduler.num_slots, layout.scheduler.step_token_limit, layout.max_model_len - 2
     per_slot = max(1, min(longest, count // num_slots))
@@ -71,12 +73,12 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
 
 
 def _end(layout: EngineLayout, slot: int, count: int) -> tuple[SlotInit, Chunk]:
-    """The last `count` tokens of the longest prompt."""
+    """Return the last `count` tokens of the longest prompt, as a slot's request and chunk."""
     return _part(layout, slot, layout.max_model_len - 2 - count, count)
 
 
 def _part(layout: EngineLayout, slot: int, start: int, count: int) -> tuple[SlotInit, Chunk]:
-    """A chunk of `count` tokens that ends a prompt."""
+    """Return a chunk of `count` tokens from `start` that ends a prompt, and its request."""
     rest = SamplingParams(
         2, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, logit_bias={1: 0.1}, min_tokens=1
     )

@@ -1,6 +1,6 @@
 """Estimates of the accepted drafts of each tree shape.
 
 survival        estimates by request, depth and shape
-difficulty      what the target's certainty says of them
-match_survival  estimates for drafts copied from the request's own text, by length of the match
+difficulty      corrections by how certain the target is of each request's text
+match_survival  estimates for drafts that are copied from the request's own text, by length of the match
 """

@@ -1,7 +1,7 @@
-"""Estimates of the acceptance of drafted tokens, by request, depth and shape, from what rounds report.
+"""Estimates the acceptance of drafted tokens by request, depth and tree shape.
 
-`workers.scheduling.shape_choice` reports rounds to it and reads it every few steps. Pure, arrays over slots; knows no
-clock and no cost.
+`workers.scheduling.shape_choice` reports each round's accepted drafts and reads the estimates every few steps. Pure;
+arrays are indexed by slot. Knows neither time nor costs.
 """
 
 import itertools
@@ -20,41 +20,41 @@ Bools = npt.NDArray[np.bool_]
 
 ENGINE_WINDOW = 2048.0  # rounds after which the engine's estimate has forgotten all but 1 / e
 REQUEST_WINDOW = 64.0  # rounds after which a request's own estimate has forgotten all but 1 / e
-REQUEST_PRIOR = 8.0  # weight of the engine's estimate in a request's own over all depths, in drafts
-SPREAD = 0.5  # standard deviation of requests' log odds around the engine's, before any request has ended
-SPREAD_PRIOR = 4.0  # its weight in requests,
-SPREAD_INFORMATION = 5.0  # each of which had hits of this variance
-SPREAD_WINDOW = 32.0  # requests after which the spread of former ones has been forgotten
-MAX_SPREAD = 1.5  # limit of that standard deviation
-DEPTH_PRIOR = 24.0  # weight of that in its own estimate of one depth, in rounds
-MAX_RATIO = 50.0  # limit of a request's odds relative to the engine's, over all depths
-SHAPE_PRIOR = 4.0  # minimum weight, in rounds, of the estimate of another shape or of the depth above
-OTHERS_PRIOR = 32.0  # maximum additional weight, one for each round of the other shape
-OTHERS_COUNT = 512.0  # rounds of another shape that make as sure as one of its own
-UNKNOWN = 0.7  # probability of the first depth before any round
-OPTIMISM = 1.5  # standard errors from the estimate to its upper end
+REQUEST_PRIOR = 8.0  # weight, in drafts, of the engine's estimate in a request's ratio over all depths
+DEPTH_PRIOR = 24.0  # weight, in rounds, of the ratio over all depths in the ratio of one depth
+MAX_RATIO = 50.0  # bound on a request's odds relative to the engine's, over all depths, either way
+# the spread: standard deviation of requests' log odds around the engine's
+SPREAD = 0.5  # before any request has ended
+SPREAD_PRIOR = 4.0  # weight of that first value, in requests,
+SPREAD_INFORMATION = 5.0  # whose accepted drafts each had this variance
+SPREAD_WINDOW = 32.0  # ended requests after which a former one's weight is 1 / e
+MAX_SPREAD = 1.5
+SHAPE_PRIOR = 4.0  # minimum weight, in rounds, of the estimate that another shape or the depth above implies
+OTHERS_PRIOR = 32.0  # maximum weight that the other shape's own rounds add, one each
+OTHERS_COUNT = 512.0  # rounds of another shape that lower the error as much as one round of this shape
+FIRST_CHANCE = 0.7  # probability of depth 1 before any round
+UPPER_ERRORS = 1.5  # standard errors from an estimate to its upper confidence bound
 MAX_REPORTS = 256  # steps whose reports are counted together
-EDGE = 1e-3  # estimates stay that far from 0 and 1
-EPSILON = 1e-9  # in windows: avoids 0 / 0
+MARGIN = 1e-3  # estimates stay this far from 0 and 1
+EPSILON = 1e-9  # avoids 0 / 0
 
 
 class Survival:
-    """The probability that a path's node at depth k is accepted, given that the path is accepted as far as depth k - 1.
+    """Estimates the probability that the draft at depth k is accepted, given that depths 1 to k - 1 were.
 
-    A round whose path of at most m drafts was accepted as far as depth a reports that depths 1 to a were accepted and,
-    if a < m, that a + 1 was rejected. It reports nothing about deeper nodes. So each depth counts its own trials
-    (Kaplan and Meier, 1958), and a path accepted to its end is censored there. All counts decay.
+    A round that accepted a of at most m drafts is a success at depths 1 to a and, if a < m, a failure at depth a + 1.
+    It says nothing about deeper drafts, so each depth counts its own trials (Kaplan and Meier, 1958). All counts decay.
 
-    Chains of all depths share one estimate. Each tree shape has its own, for the best path of the tree. Depths and
-    shapes with few rounds follow others: a depth follows the one above it; a tree follows a chain by 1 - (1 - q)^b,
-    where q is the chain's probability, and b is above 1 for wider trees.
+    The engine has one estimate for chains of all depths, and one for each tree shape, which is for its best path. With
+    few rounds, a depth's estimate follows that of the depth above, and a tree's follows the chain's: 1 - (1 - q)^b for
+    a chain's q, where b is 1 for chains and grows with the tree's width.
 
-    Each request counts its own accepted nodes, and those that the engine's estimate expected. The ratio of the two odds
-    scales its probabilities in every shape, so rounds of one shape teach about all. Depths that a request has hardly
-    reached follow the ratio over all its depths, so that a text whose drafts fail early is not expected to accept the
-    later ones. What it expects of a request follows from how hard its text is to predict (`Difficulty`), which rounds
-    without drafts tell too. The upper end of an estimate counts how much requests differ, because a fresh one may be of
-    another kind of text.
+    A request's estimate is the engine's, with the odds changed by two factors:
+    - the difficulty of its text, which rounds without drafts show too (`Difficulty`);
+    - its own accepted drafts relative to the expected number. This ratio applies to every shape. A depth that the
+      request has rarely reached follows the ratio over all its depths.
+
+    An upper confidence bound also allows for how much requests differ, because a new one may have another kind of text.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -73,48 +73,53 @@ class Survival:
         self._hits = np.zeros((count, self._max_depth))
         self._trials = np.zeros((count, self._max_depth))
         self._chances = self._estimate()
-        self._counts = np.zeros((3, self._max_depth, num_slots))  # hits, trials, and the hits that were expected
+        self._counts = np.zeros((3, self._max_depth, num_slots))  # hits, trials, expected hits
         information = SPREAD_PRIOR * SPREAD_INFORMATION
         squared = information * SPREAD_INFORMATION
-        # of ended requests: squared deviations of the hits, information, squared information; see `_variance`
+        # sums over ended requests: (hits - expected)^2, information, information^2; see `_variance`
         self._ended = np.array([information + squared * SPREAD**2, information, squared])
-        self._users = np.full(num_slots, -1, np.int64)
+        self._numbers = np.full(num_slots, -1, np.int64)  # of the requests that `_counts` is about
         self._last = 0  # the family that ran last
         self._reports: list[tuple[int, Ints, Ints, Ints, npt.NDArray[np.int32]]] = []  # not counted yet
         self._difficulty = Difficulty(num_slots, count)
         self._entropies: list[tuple[int, Ints, Ints, Floats]] = []  # see `Difficulty.count`; not counted yet
-        self._log_odds = np.zeros((count, num_slots))  # of `Difficulty`, at the last estimate
+        self._log_odds = np.zeros((count, num_slots))  # `Difficulty.log_odds` at the last estimate
 
     def family(self, shape: int) -> int:
-        """Family of a shape: shapes of one family share estimates as deep as both go."""
+        """Return the index of a shape's family, whose shapes share one estimate: all chains, or one tree shape."""
         return int(self._family[shape])
 
     def depth(self, shape: int) -> int:
         """Return the number of drafts that a round of a shape can accept."""
         return int(self._depth[shape])
 
-    def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
-        """Report the rounds that verified `shape`. The arrays are kept: `expected_tokens` counts all reports together,
-        because that takes as long for many as for one.
+    def record(self, slots: Ints, numbers: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
+        """Report a step's rounds, which verified `shape`. Keeps the arrays: `expected_tokens` counts all reports at
+        once, because many take no longer than one.
 
-        slots, users: [n] slots, and the requests in them.
-        drafted: [n] shapes that drafted their trees.
-        accepted: [n] accepted drafts; -1: nothing was drafted.
+        slots: [n].
+        numbers: [n] numbers of the requests in these slots.
+        drafted: [n] shapes that their trees were drafted in.
+        accepted: [n] accepted drafts; -1 where nothing was drafted.
         """
-        self._reports.append((shape, slots, users, drafted, accepted))
+        self._reports.append((shape, slots, numbers, drafted, accepted))
         if len(self._reports) == MAX_REPORTS:
             self._count_reports()
 
-    def record_entropies(self, slots: Ints, users: Ints, shape: int, nats: Floats) -> None:
-        """Report the target's min-entropies [n] in rounds that verified `shape`; NaN where unknown. They are counted
-        with later ones."""
-        self._entropies.append((self.family(shape) if shape else -1, slots, users, nats))
+    def record_entropies(self, slots: Ints, numbers: Ints, shape: int, nats: Floats) -> None:
+        """Report the target's min-entropies in a step's rounds, which verified `shape`. Kept and counted later, as in
+        `record`.
+
+        slots, numbers: as in `record`.
+        nats: [n] in nats; NaN where unknown.
+        """
+        self._entropies.append((self.family(shape) if shape else -1, slots, numbers, nats))
         if len(self._entropies) == MAX_REPORTS:
             self._count_entropies()
 
     def _count_entropies(self) -> None:
         if self._entropies:
-            self._difficulty.count(self._entropies, self._users)
+            self._difficulty.count(self._entropies, self._numbers)
             self._entropies = []
 
     def _count_reports(self) -> None:
@@ -123,8 +128,8 @@ class Survival:
             _, *columns = zip(*of_shape, strict=True)
             self._count(shape, *map(np.concatenate, columns))
 
-    def _count(self, shape: int, slots: Ints, users: Ints, drafted: Ints, accepted: npt.NDArray[np.int32]) -> None:
-        """Count rounds of one shape, in their order; a request may have run several."""
+    def _count(self, shape: int, slots: Ints, numbers: Ints, drafted: Ints, accepted: npt.NDArray[np.int32]) -> None:
+        """Count rounds that verified one shape, in their order. A request may occur more than once."""
         family = self.family(shape)
         seen = accepted >= 0
         if len(self._branching) > 1:
@@ -133,27 +138,31 @@ class Survival:
         if num_seen == 0:
             return
         if num_seen < len(slots):
-            slots, users, drafted, accepted = slots[seen], users[seen], drafted[seen], accepted[seen]
-        self._clear_reused(slots, users)
+            slots, numbers, drafted, accepted = slots[seen], numbers[seen], drafted[seen], accepted[seen]
+        self._clear_reused(slots, numbers)
         failed = accepted < np.minimum(self._depth[drafted], self._depth[shape])
         hits, trials = self._column < accepted, self._column < accepted + failed
         engine_hits, engine_trials = hits.sum(1), trials.sum(1)
-        age = np.full(self._hits.shape, num_seen / ENGINE_WINDOW / 8)  # of what did not run, or hardly
+        age = np.full(
+            self._hits.shape, num_seen / ENGINE_WINDOW / 8
+        )  # minimum: counts of other shapes and depths decay at an eighth of the pace
         np.maximum(age[family], engine_trials / ENGINE_WINDOW, out=age[family])
         kept, added = _kept_and_added(age)
         self._hits *= kept
         self._trials *= kept
         self._hits[family] += engine_hits * added[family]
         self._trials[family] += engine_trials * added[family]
-        weight = SHAPE_PRIOR * self._chances[family]  # what was expected knows of these rounds already
+        weight = (
+            SHAPE_PRIOR * self._chances[family]
+        )  # the expected hits come from an estimate that includes these rounds
         chances = (self._hits[family] + weight) / (self._trials[family] + SHAPE_PRIOR)
-        num_slots = len(self._users)
-        current = self._users[slots] == users  # the others' slots have another request now
+        num_slots = len(self._numbers)
+        current = self._numbers[slots] == numbers  # False where another request has the slot now
         kept, added = _kept_and_added(np.bincount(slots[current], minlength=num_slots) / REQUEST_WINDOW)
         cells = self._column * num_slots + slots
         new = np.empty(self._counts.shape)
-        for of_request, told in zip(new, (hits, trials), strict=False):
-            counts = np.bincount(cells[told & current], minlength=of_request.size)
+        for of_request, outcome in zip(new, (hits, trials), strict=False):
+            counts = np.bincount(cells[outcome & current], minlength=of_request.size)
             np.multiply(counts.reshape(of_request.shape), added, out=of_request)
         odds = (chances / (1.0 - chances))[:, None] * np.exp(self._log_odds[family])
         np.multiply(new[1], odds / (1.0 + odds), out=new[2])
@@ -162,65 +171,69 @@ class Survival:
         self._last = family
 
     def age(self, num_rounds: int) -> None:
-        """Count so many rounds without drafts: estimates get older by them."""
+        """Decay the counts as `num_rounds` rounds without drafts do."""
         kept = math.exp(-num_rounds / ENGINE_WINDOW / 8)
         self._hits *= kept
         self._trials *= kept
 
-    def expected_tokens(self, slots: Ints, users: Ints, speculative: Bools) -> tuple[Floats, Floats]:
-        """Return the expected tokens of one round of these requests, and their likely upper end: [shapes] each, summed
-        over requests.
+    def expected_tokens(self, slots: Ints, numbers: Ints, speculative: Bools) -> tuple[Floats, Floats]:
+        """Return the expected tokens of one round of these requests by shape, and their upper confidence bounds.
 
-        A request that does not speculate counts 1. The upper end is far above the estimate for shapes that have hardly
-        run. Refreshes the engine's estimates.
+        slots: [n].
+        numbers: [n] numbers of the requests in these slots.
+        speculative: [n] whether a request uses drafts; else it counts 1 token.
+
+        Both results are [shapes], summed over requests. The bound is far above the estimate of a shape that has hardly
+        run. Counts the reports so far.
         """
         self._count_reports()
         self._chances = chances = self._estimate()
         total = np.full((2, len(self._depth)), float(len(slots)))
         if not speculative.all():
-            slots, users = slots[speculative], users[speculative]
+            slots, numbers = slots[speculative], numbers[speculative]
         if len(slots) == 0:
             return total[0], total[1]
-        self._clear_reused(slots, users)
+        self._clear_reused(slots, numbers)
         self._count_entropies()
         self._log_odds[:, slots] = self._difficulty.log_odds(slots)
         evidence = self._trials + (SHAPE_PRIOR + self._trials.max(0) / OTHERS_COUNT)
-        odds = odds_of(chances, evidence)[..., None] * np.exp(self._log_odds[:, None, slots]) * self._odds_ratios(slots)
-        odds[1] *= np.exp(OPTIMISM * self._own_errors(slots) / math.sqrt(len(slots)))
+        odds = odds_and_bounds(chances, evidence)[..., None] * np.exp(self._log_odds[:, None, slots])
+        odds *= self._odds_ratios(slots)
+        odds[1] *= np.exp(UPPER_ERRORS * self._own_errors(slots) / math.sqrt(len(slots)))
         survival = (odds / (1.0 + odds)).cumprod(2).sum(3).cumsum(2)  # [2, families, depth]
         total[:, 1:] += survival[:, self._family[1:], self._depth[1:] - 1]
         return total[0], total[1]
 
     def _odds_ratios(self, slots: Ints) -> Floats:
-        """Return [depth, n]: the odds that a request's node is accepted if its parent was, relative to those that the
-        engine's estimate and the difficulty of its text give."""
+        """Return [depth, n]: factors on the odds of acceptance by the requests' own rounds, beyond the engine's
+        estimate and the difficulty of their texts."""
         chances = self._chances[self._last][:, None]
-        usual_odds = chances / (1.0 - chances) * np.exp(self._log_odds[self._last, slots])
+        expected_odds = chances / (1.0 - chances) * np.exp(self._log_odds[self._last, slots])
         hits, trials, expected = self._counts[:, :, slots]
         total = trials.sum(0)
         usual = REQUEST_PRIOR * np.where(total > 0, expected.sum(0) / np.maximum(total, EPSILON), 0.5)
         over_all = _odds_ratio(hits.sum(0) + usual, total + REQUEST_PRIOR, expected.sum(0) + usual)
-        odds = usual_odds * np.clip(over_all, 1.0 / MAX_RATIO, MAX_RATIO)
-        own, engine = (DEPTH_PRIOR * each / (1.0 + each) for each in (odds, usual_odds))
+        odds = expected_odds * np.clip(over_all, 1.0 / MAX_RATIO, MAX_RATIO)
+        own, engine = (DEPTH_PRIOR * each / (1.0 + each) for each in (odds, expected_odds))
         return _odds_ratio(hits + own, trials + DEPTH_PRIOR, expected + engine)
 
     def _own_errors(self, slots: Ints) -> Floats:
-        """Return [n]: the standard deviation of the logarithm of each request's odds relative to the engine's, which
-        are known from its own rounds and from how much requests differ."""
+        """Return [n]: the standard deviation of the logarithm of each request's factor on the odds. It falls from the
+        spread of requests towards 0 with the request's own rounds."""
         _, trials, expected = self._counts[:, :, slots].sum(1)
         variance = self._variance()
         found: Floats = np.sqrt(variance / (1.0 + variance * _information(trials, expected)))
         return found
 
     def _variance(self) -> float:
-        """Variance of requests' log odds. If a request's hits have variance I, the mean square of their deviation from
-        what was expected is I + I^2 times this."""
+        """Return the variance v of requests' log odds around the engine's. If a request's hits have variance I, the
+        mean of (hits - expected)^2 is I + v * I^2."""
         squares, information, squared = self._ended.tolist()
         return float(min(max((squares - information) / squared, 0.0), MAX_SPREAD**2))
 
-    def _clear_reused(self, slots: Ints, users: Ints) -> None:
-        """Forget the former requests of slots that have new ones."""
-        changed = self._users[slots] != users
+    def _clear_reused(self, slots: Ints, numbers: Ints) -> None:
+        """Where a slot has a new request, learn from the former one and forget its counts."""
+        changed = self._numbers[slots] != numbers
         if changed.any():
             self._count_entropies()
             hits, trials, expected = self._counts[:, :, slots[changed]].sum(1)
@@ -229,25 +242,25 @@ class Survival:
             ended = np.array(((hits - expected) ** 2, information, information**2))
             self._ended = self._ended * math.exp(-np.count_nonzero(information) / SPREAD_WINDOW) + ended.sum(1)
             self._counts[:, :, slots[changed]] = self._log_odds[:, slots[changed]] = 0.0
-            self._users[slots] = users
+            self._numbers[slots] = numbers
 
     def _estimate(self) -> Floats:
         """Return [families, depth]: the engine's estimates."""
         reference, column = self._trials.argmax(0), self._column[:, 0]
         hits_of, trials_of = (of[reference, column].tolist() for of in (self._hits, self._trials))
-        chances, chance = [], UNKNOWN
+        chances, chance = [], FIRST_CHANCE
         for hits, trials in zip(hits_of, trials_of, strict=True):
             chance = (hits + SHAPE_PRIOR * chance) / (trials + SHAPE_PRIOR)
-            chances.append(min(max(chance, EDGE), 1.0 - EDGE))
+            chances.append(min(max(chance, MARGIN), 1.0 - MARGIN))
         prior = 1.0 - (1.0 - np.array(chances)) ** (self._branching[:, None] / self._branching[reference])
         is_reference = reference == np.arange(len(self._trials))[:, None]
         weight = SHAPE_PRIOR + np.where(is_reference, 0.0, np.minimum(self._trials.max(0), OTHERS_PRIOR))
         found: Floats = (self._hits + weight * prior) / (self._trials + weight)
-        return np.minimum(np.maximum(found, EDGE), 1.0 - EDGE)
+        return np.minimum(np.maximum(found, MARGIN), 1.0 - MARGIN)
 
 
 def _information(trials: Floats, expected: Floats) -> Floats:
-    """Return the variance of requests' hits, as they were expected: what their rounds tell of their log odds."""
+    """Return the expected variance of requests' hits. It is also the Fisher information about their log odds."""
     found: Floats = expected * (1.0 - expected / np.maximum(trials, EPSILON))
     return found
 
@@ -258,19 +271,20 @@ def _odds_ratio(hits: Floats, trials: Floats, expected: Floats) -> Floats:
     return ratio
 
 
-def odds_of(chances: Floats, evidence: Floats) -> Floats:
-    """Return [2, ...] the odds of estimated chances, and of OPTIMISM standard errors above them.
+def odds_and_bounds(chances: Floats, evidence: Floats) -> Floats:
+    """Return [2, ...]: the odds of estimated probabilities, and of their upper confidence bounds.
 
-    evidence: the rounds that each estimate rests on.
+    chances: [...] the estimates.
+    evidence: [...] number of rounds that each estimate is based on.
     """
     errors = np.sqrt(chances * (1.0 - chances) / evidence)
-    both = np.stack((chances, np.minimum(chances + OPTIMISM * errors, 1.0 - EDGE)))
+    both = np.stack((chances, np.minimum(chances + UPPER_ERRORS * errors, 1.0 - MARGIN)))
     odds: Floats = both / (1.0 - both)
     return odds
 
 
 def _kept_and_added(age: Floats) -> tuple[Floats, Floats]:
-    """Return the mean weight that old counts keep, and that new ones get, while the counts decay by `age` windows. New
-    counts arrive one after the other."""
+    """Return the factors on old counts and on new ones when new rounds decay the counts by `age` windows. New rounds
+    arrive one after the other, so earlier ones decay, too; their factor is the mean."""
     kept = np.exp(-age)
     return kept, (1.0 - kept + EPSILON) / (age + EPSILON)

@@ -1,6 +1,6 @@
 """Requests from their arrival to their slot and back.
 
-admission       refuses what cannot run or finds the queue full; says how long what waits takes
+admission       refuses requests that cannot run or find the queue full; estimates how long the queue takes
 waiting_queue   requests that wait for a slot, by deadline
 grammar_queue   requests whose grammar or mask is not ready
 request_queues  waiting and active requests, and the moves between them

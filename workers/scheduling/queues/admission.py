@@ -6,10 +6,10 @@ from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.request import QueueFullError, Request, RequestTooLargeError
 from workers.scheduling.step_time import Step
 
-MIN_ENDED = 4  # finished requests needed to know the usual length of answers
-UNKNOWN_S = 5.0  # Retry-After until then
+MIN_ENDED = 4  # finished requests needed for an estimate of the mean answer length
+UNKNOWN_S = 5.0  # Retry-After before that
 MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore longer ones
-_LENGTH_WEIGHT, _ROUND_WEIGHT = 1 / 128, 1 / 32  # weights of the newest request and step in running means
+_LENGTH_WEIGHT, _ROUND_WEIGHT = 1 / 128, 1 / 32  # of the newest request and of the newest step in the running means
 
 
 class Admission:
@@ -25,9 +25,9 @@ class Admission:
         self._max_kv_tokens_at_end = shapes.max_kv_tokens_at_end
         self.budget: LatencyBudget | None = None
         self._num_ended = 0
-        self._answer_tokens = 0.0  # mean over requests
-        self._round_tokens = 1.0  # of one request, mean over steps
-        self._rounds = Step()  # of the last step with rounds
+        self._answer_tokens = 0.0  # mean length of answers
+        self._round_tokens = 1.0  # mean tokens of a request's round
+        self._rounds = Step()  # the last step with rounds
 
     def ended(self, num_output: int) -> None:
         """Record the output length of a finished request."""
@@ -35,14 +35,14 @@ class Admission:
         self._answer_tokens += (num_output - self._answer_tokens) * max(1 / self._num_ended, _LENGTH_WEIGHT)
 
     def ran(self, step: Step, num_tokens: int) -> None:
-        """Record the tokens that the rounds of a step emitted."""
+        """Record a step with rounds, which emitted `num_tokens` tokens."""
         self._rounds = step._replace(chunk_tokens=0, context_tokens=0.0)
         self._round_tokens += (num_tokens / step.num_requests - self._round_tokens) * _ROUND_WEIGHT
 
     def wait_s(self) -> float | None:
-        """Seconds until all waiting requests are finished; None if unknown.
+        """Return the seconds until all waiting requests are finished; None if unknown.
 
-        Assumes batches as large as the last one, and answers as long as recent ones, up to their limits.
+        Assumes the batch size of the last step, and answers of the mean length or, if shorter, of their limits.
         """
         load, budget = self._queues.waiting.load, self.budget
         if budget is None or self._num_ended < MIN_ENDED:
@@ -54,7 +54,7 @@ class Admission:
         return (budget.prompt_ms(load.backlog_tokens) + decode_ms) / 1000
 
     def retry_after_s(self) -> float:
-        """Retry-After when the queue is full: the time to finish half of it, so that it never runs empty."""
+        """Return Retry-After for a full queue: the seconds to finish half of it, so that it does not run empty."""
         wait_s = self.wait_s()
         return UNKNOWN_S if wait_s is None else min(max(wait_s / 2, 1.0), MAX_RETRY_AFTER_S)
 

@@ -17,17 +17,19 @@ PROBATION_STEPS = 3  # steps with new tokens
 class RequestQueues:
     """All unfinished requests.
 
-    waiting: by deadline, the order of admission. Preempted requests keep their deadline, so they are near the head.
-    active: requests with a slot, by arrival.
-    prefilling: active requests whose prompts are not computed yet.
-    grammars: requests that wait for a grammar or a mask.
-    suspects: requests that ran in a step that hung or crashed, until they have proved harmless.
+    waiting: requests without a slot, by deadline, the order of admission. Preempted requests keep their deadline, so
+        they are near the head.
+    active: requests with a slot, by number.
+    prefilling: active requests whose prompts are not computed yet, by number.
+    by_slot: active requests by slot.
+    grammars: state of requests with grammars.
+    suspects: requests that ran in a step that hung or crashed, until each has completed `PROBATION_STEPS`.
     """
 
     def __init__(
         self, slot_pages: SlotPages, stats: SchedulerStats, grammars: GrammarQueue, keeps_tokens: bool = False
     ) -> None:
-        """keeps_tokens: ranks get the tokens of every request that enters a slot."""
+        """keeps_tokens: send the ranks the tokens of every request that enters a slot."""
         self.waiting = WaitingQueue()
         self.active: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
@@ -48,7 +50,7 @@ class RequestQueues:
         """Return the unfinished request with this id."""
         return self._by_id.get(request_id)
 
-    def numbered(self, number: int) -> Sequence | None:
+    def find_number(self, number: int) -> Sequence | None:
         """Return the unfinished request with this number."""
         return self._by_number.get(number)
 
@@ -59,12 +61,12 @@ class RequestQueues:
 
     @property
     def backlog_tokens(self) -> int:
-        """Prompt tokens not planned yet, without those cached when their request came."""
+        """Prompt tokens not planned yet, except those found in the prefix cache on arrival."""
         admitted = sum(len(sequence.tokens) - sequence.computed for sequence in self.prefilling.values())
         return admitted + self.waiting.load.backlog_tokens
 
     def add(self, request: Request, now: float, deadline_s: Callable[[Sequence], float]) -> None:
-        """Queue a checked request."""
+        """Queue a request that `Admission.check` has accepted."""
         sequence = Sequence(request, self._num_submitted, now)
         sequence.deadline_s = deadline_s(sequence)
         self._num_submitted += 1
@@ -78,7 +80,7 @@ class RequestQueues:
         self.waiting.reorder()
 
     def admit(self, sequence: Sequence, match: Match) -> SlotInit:
-        """Give the head of the queue a slot and its cached prefix."""
+        """Give a waiting request a slot and its cached prefix."""
         request = sequence.request
         self.waiting.remove(sequence)
         self.grammars.admitted(sequence)
@@ -106,7 +108,7 @@ class RequestQueues:
         )
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """The prompt's last chunk is planned: the request runs rounds from the next plan on."""
+        """Record that the prompt's last chunk is planned, so that the request runs rounds from the next plan on."""
         del self.prefilling[sequence.number]
         sequence.request.state = RequestState.RUNNING
         self.slot_pages.start_decoding(sequence.slot)
@@ -129,8 +131,10 @@ class RequestQueues:
         self._wait(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, num_kept: int | None, now: float) -> None:
-        """End a request, in any state. num_kept: KV tokens that the prefix cache may keep of a request that the ranks
-        have ended; None: all committed."""
+        """End a request in any state.
+
+        num_kept: its KV tokens that may be cached, if the ranks have ended it; None, if they have not: all committed.
+        """
         request = sequence.request
         if sequence.slot >= 0:
             committed = int(self.slot_pages.committed[sequence.slot])
@@ -160,25 +164,25 @@ class RequestQueues:
 
     @property
     def on_probation(self) -> list[Sequence]:
-        """Return the suspect that has a slot and has not proved harmless yet, if any."""
+        """Return the suspect that has a slot, if any, in a list."""
         return [sequence for sequence in self.suspects if sequence.slot >= 0]
 
     def may_be_admitted(self, sequence: Sequence) -> bool:
-        """Whether a request may get a slot. Suspects run one at a time, so that the next crash identifies the cause."""
+        """Whether a request may get a slot. One suspect runs at a time, so that another crash identifies the cause."""
         return sequence.probation == 0 or not self.on_probation
 
-    def went_on(self, sequence: Sequence) -> None:
-        """Record that a step brought new tokens for it."""
-        self.grammars.went_on(sequence)
+    def has_new_tokens(self, sequence: Sequence) -> None:
+        """Record that a step brought new tokens for a request."""
+        self.grammars.has_new_tokens(sequence)
         if self.suspects and sequence.probation:
             sequence.probation -= 1
             if sequence.probation == 0:
                 self.suspects.discard(sequence)
 
     def requeue(self, after_crash: bool = False) -> list[Request]:
-        """Return all active requests to the queue, with their output. Returns them, oldest first.
+        """Put all active requests back into the queue, with their output. Return them, oldest first.
 
-        after_crash: they become suspects; only those on probation, if there are any.
+        after_crash: those on probation, or else all of them, become suspects.
         """
         lost = [self.active[number] for number in sorted(self.active)]
         for sequence in self.on_probation or lost if after_crash else ():

@@ -1,8 +1,8 @@
 """Requests that wait for a slot, in the order of admission, and their totals. Owned by
 `workers.scheduling.queues.request_queues`.
 
-A burst may leave ten thousand requests here, and every step and every arrival asks for the totals. So they are kept up
-to date instead of summed.
+A burst may leave ten thousand requests here, and every step and every arrival reads the totals. So each change updates
+them, instead of a sum over all.
 """
 
 from bisect import bisect_left, insort
@@ -39,15 +39,14 @@ class QueueLoad(NamedTuple):
 
 
 class WaitingQueue:
-    """Sorted by deadline.
-
-    load: of all that wait.
-    """
+    """Waiting requests, sorted by deadline. load: their totals."""
 
     def __init__(self) -> None:
         self.load = QueueLoad()
         self._sequences: list[Sequence] = []
-        self._backlog: dict[int, int] = {}  # by number of arrival: a sequence's tokens change before it leaves
+        self._backlog: dict[
+            int, int
+        ] = {}  # tokens counted per request number, because a sequence's tokens may change before it leaves
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -56,19 +55,19 @@ class WaitingQueue:
         return iter(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence in its place."""
+        """Insert a sequence by its deadline."""
         insort(self._sequences, sequence, key=_ORDER)
         self._count(sequence, 1, len(sequence.tokens) - sequence.num_cached)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that is here."""
+        """Remove a sequence, which must be in the queue."""
         index = bisect_left(self._sequences, sequence.order, key=_ORDER)
         assert self._sequences[index] is sequence
         del self._sequences[index]
         self._count(sequence, -1, -self._backlog.pop(sequence.number))
 
     def reorder(self) -> None:
-        """Deadlines have changed, and what the prefix cache had."""
+        """Sort and count again, after deadlines and `num_cached` have changed."""
         self._sequences.sort(key=_ORDER)
         sequences, self.load = self._sequences, QueueLoad()
         for sequence in sequences:

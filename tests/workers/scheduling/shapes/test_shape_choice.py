@@ -76,10 +76,10 @@ def test_of_rounds_faster_than_learning_only_some_are_learnt_from(took_ms: float
     survival, learnt = engine.choice.survival, 0
     record = survival.record
 
-    def counted(slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
+    def counted(slots: Ints, numbers: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
         nonlocal learnt
         learnt += 1
-        record(slots, users, drafted, shape, accepted)
+        record(slots, numbers, drafted, shape, accepted)
 
     survival.record = counted  # type: ignore[method-assign]
     assert engine.rate(300) > 0.97 * max(engine.static(shape) for shape in range(len(TREE)))

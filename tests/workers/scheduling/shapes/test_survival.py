@@ -22,7 +22,7 @@ class Rounds:
     def __init__(self, count: int, seed: int = 0) -> None:
         self.survival = Survival(SHAPES, count + 3)
         self.slots = np.arange(count)[::-1] + 2
-        self.users = self.slots * 10
+        self.numbers = self.slots * 10
         self.random = np.random.default_rng(seed)
 
     def run(self, shape: int, chances: list[float], num_steps: int, drafted: int | None = None) -> None:
@@ -34,12 +34,12 @@ class Rounds:
             self.record(drafted, shape, accepted)
 
     def record(self, drafted: int, shape: int, accepted: np.ndarray) -> None:
-        self.survival.record(self.slots, self.users, np.full(len(self.slots), drafted), shape, accepted)
+        self.survival.record(self.slots, self.numbers, np.full(len(self.slots), drafted), shape, accepted)
 
     def tokens(self, hoped: bool = False) -> list[float]:
         """Expected of each shape, or hoped for, per request."""
         everyone = np.ones(len(self.slots), np.bool_)
-        both = np.array(self.survival.expected_tokens(self.slots, self.users, everyone)) / len(self.slots)
+        both = np.array(self.survival.expected_tokens(self.slots, self.numbers, everyone)) / len(self.slots)
         assert np.isfinite(both).all() and (both[1] >= both[0]).all() and (both[0] >= 1).all()
         return both[int(hoped)].tolist()
 
@@ -89,7 +89,7 @@ def test_requests_differ() -> None:
         rounds.record(CHAIN, CHAIN, np.where(accepts, 3, 0).astype(np.int32))
     survival, one = rounds.survival, np.ones(1, np.bool_)
     for i in range(20):
-        _, short, chain, tree = survival.expected_tokens(rounds.slots[i : i + 1], rounds.users[i : i + 1], one)[0]
+        _, short, chain, tree = survival.expected_tokens(rounds.slots[i : i + 1], rounds.numbers[i : i + 1], one)[0]
         high, low = chain > 3.2 and short > 1.7 and tree > 4, chain < 1.8 and short < 1.3 and tree < 3.5
         assert high if accepts[i] else low
 
@@ -98,7 +98,7 @@ def test_a_text_whose_drafts_fail_early_promises_little_of_deep_trees() -> None:
     """Six rounds after texts that accept 4.9 tokens: depths that it never reached follow those where it failed."""
     rounds = Rounds(4)
     rounds.run(TREE, [0.9] * 5, 300)
-    rounds.users = rounds.users + 100
+    rounds.numbers = rounds.numbers + 100
     for step in range(6):
         accepted = [0, 1, 0, 0] if step % 2 else [1, 0, 0, 1]
         rounds.record(TREE, TREE, np.array(accepted, np.int32))
@@ -112,12 +112,12 @@ def test_more_is_hoped_of_a_fresh_request_where_requests_differ() -> None:
     for accepted in ((0, 3), (2, 1)):
         rounds = Rounds(1)
         for number in range(30):
-            rounds.users = rounds.users + 1
+            rounds.numbers = rounds.numbers + 1
             for step in range(20):
                 often = accepted[number % 2] if accepted == (0, 3) else accepted[step % 2]
                 rounds.record(CHAIN, CHAIN, np.array([often], np.int32))
             rounds.tokens()
-        rounds.users = rounds.users + 1
+        rounds.numbers = rounds.numbers + 1
         expected, upper = rounds.tokens()[CHAIN], rounds.tokens(hoped=True)[CHAIN]
         hoped.append((upper - 1) / (expected - 1))
         for _ in range(40):
@@ -131,10 +131,10 @@ def test_a_slot_s_next_request_is_not_its_last_one() -> None:
     rounds = Rounds(2)
     for _ in range(100):
         rounds.record(CHAIN, CHAIN, np.array([3, 0], np.int32))
-    new = rounds.survival.expected_tokens(rounds.slots, rounds.users + 1, np.ones(2, np.bool_))[0][CHAIN]
+    new = rounds.survival.expected_tokens(rounds.slots, rounds.numbers + 1, np.ones(2, np.bool_))[0][CHAIN]
     ones = np.ones(1, np.bool_)
     each = [rounds.survival.expected_tokens(s, u, ones)[0][CHAIN] for s, u in zip(
-        rounds.slots[:, None], rounds.users[:, None] + 1, strict=True)]  # fmt: skip
+        rounds.slots[:, None], rounds.numbers[:, None] + 1, strict=True)]  # fmt: skip
     assert each[0] == each[1] == pytest.approx(new / 2)
 
 
@@ -143,11 +143,11 @@ def test_requests_without_drafts_count_one_token() -> None:
     rounds.run(CHAIN, [0.9] * 3, 200)
     rounds.record(CHAIN, CHAIN, np.full(4, -1, np.int32))
     some = np.array([True, False, False, True])
-    tokens, _ = rounds.survival.expected_tokens(rounds.slots, rounds.users, some)
-    alone = rounds.survival.expected_tokens(rounds.slots[some], rounds.users[some], np.ones(2, np.bool_))[0]
+    tokens, _ = rounds.survival.expected_tokens(rounds.slots, rounds.numbers, some)
+    alone = rounds.survival.expected_tokens(rounds.slots[some], rounds.numbers[some], np.ones(2, np.bool_))[0]
     assert tokens[CHAIN] == pytest.approx(2 + alone[CHAIN]) and alone[CHAIN] > 6
-    assert rounds.survival.expected_tokens(rounds.slots, rounds.users, ~(some | True))[0].tolist() == [4.0] * 4
-    assert rounds.survival.expected_tokens(rounds.slots[:0], rounds.users[:0], some[:0])[0].tolist() == [0.0] * 4
+    assert rounds.survival.expected_tokens(rounds.slots, rounds.numbers, ~(some | True))[0].tolist() == [4.0] * 4
+    assert rounds.survival.expected_tokens(rounds.slots[:0], rounds.numbers[:0], some[:0])[0].tolist() == [0.0] * 4
 
 
 def test_a_tree_is_guessed_from_a_chain_and_then_known() -> None:
@@ -186,10 +186,10 @@ def test_a_step_takes_microseconds() -> None:
             started_s = time.perf_counter()
             for _ in range(num_steps):
                 function()  # type: ignore[operator]
-            rounds.survival.expected_tokens(rounds.slots, rounds.users, everyone)
+            rounds.survival.expected_tokens(rounds.slots, rounds.numbers, everyone)
             times.append((time.perf_counter() - started_s) / num_steps)
         return min(times)
 
     one = best_s(lambda: rounds.slots < 5)
-    whole = best_s(lambda: rounds.survival.record(rounds.slots, rounds.users, drafted, CHAIN, accepted))
+    whole = best_s(lambda: rounds.survival.record(rounds.slots, rounds.numbers, drafted, CHAIN, accepted))
     assert whole < 50 * one, f"{whole * 1e6:.0f} us, one comparison {one * 1e6:.2f} us"

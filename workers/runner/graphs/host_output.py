@@ -12,15 +12,18 @@ from workers.sampling.sampler import Logprobs
 
 
 @dataclass(frozen=True)
-class Emitted:
-    """A step's output on the host: on the device, the next replay overwrites it.
+class HostOutput:
+    """A step's output on the host, because the next replay overwrites it on the device.
 
-    rows: [n, M + 3 + X + E + 2 W] int64, per entry: tokens, count, finish, accepted, `StepTensors.matches`,
-        `StepTensors.min_entropies`; for grammars also the tokens and parents of the next tree.
+    rows: [n, M + 3 + X + E + 2 W] int64. Columns of an entry: tokens [M], count, finish, accepted,
+        `StepTensors.matches` [X], `StepTensors.min_entropies` [E], and, with grammars, tokens and parents of the next
+        tree [2 W]. Valid only after `wait`.
     num_tokens: M.
+    logprobs: log-probabilities of the chosen tokens; None if no request asked for them.
+    copied: recorded after the copy; None on devices without streams, where nothing is copied.
+    prompt: log-probabilities of prompt tokens; None if no request asked for them.
     num_matches: X, 3 or 0.
     num_entropies: E, 1 or 0.
-    copied: marks the end of the copy; None without streams.
     """
 
     rows: Tensor
@@ -32,8 +35,8 @@ class Emitted:
     num_entropies: int = 0
 
     @staticmethod
-    def of(tensors: StepTensors) -> "Emitted":
-        """Start the copy to the host. Only reading the result, one step later, waits for it."""
+    def of(tensors: StepTensors) -> "HostOutput":
+        """Start the copy to the host, and return at once. `wait` waits for it, one step later."""
         columns = [tensors.tokens, torch.stack((tensors.counts, tensors.finish, tensors.accepted), dim=1)]
         num_matches = 0 if tensors.matches is None else tensors.matches.shape[1]
         num_entropies = 0 if tensors.min_entropies is None else 1
@@ -41,7 +44,7 @@ class Emitted:
         columns += [extra.flatten(1) for extra in (tensors.matches, entropies, tensors.drafts) if extra is not None]
         rows, num_tokens = torch.cat(columns, dim=1), tensors.tokens.shape[1]
         if not Capability.of(rows.device).has_streams:
-            return Emitted(
+            return HostOutput(
                 rows, num_tokens, tensors.logprobs, None, tensors.prompt_logprobs, num_matches, num_entropies
             )
         logprobs, prompt = tensors.logprobs, tensors.prompt_logprobs
@@ -52,7 +55,7 @@ class Emitted:
         host = _start_copy(rows)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return Emitted(host, num_tokens, logprobs, copied, prompt, num_matches, num_entropies)
+        return HostOutput(host, num_tokens, logprobs, copied, prompt, num_matches, num_entropies)
 
     def is_here(self) -> bool:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
