@@ -1,4 +1,4 @@
-"""The connection to one coordinator, which carries requests, and back tokens, ends and the engine's state."""
+"""The connection to one coordinator. It carries requests there, and tokens, ends and the engine's state back."""
 
 import asyncio
 import logging

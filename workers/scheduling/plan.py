@@ -1,8 +1,8 @@
 """The messages between scheduler and ranks: one `StepPlan` down and one `StepResult` up per step.
 
-Encoded as msgpack by `msgspec`: array-like structs and int32 arrays as little-endian bytes (`pack_i32`). A plan for 128
-running requests is under 1 KB. Ranks execute plans in the order of `step`. The result with the same number is read one
-step late.
+Encoded as msgpack by `msgspec`: array-like structs, and int32 arrays as little-endian bytes (`pack_i32`). A plan for
+128 running requests is under 1 KB. Ranks execute plans in the order of `step`. The scheduler reads the result of a step
+while the next step runs.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """Constrains an answer to a text of a grammar, followed by one of end_token_ids (docs/structured-output.md).
-    Compiled by `workers.structured_output`.
+    """A grammar that an answer must follow, up to one of end_token_ids (docs/structured-output.md). Compiled by
+    `workers.structured_output`.
 
     kind, text: "json_schema", a schema checked by `workers.structured_output.json_schema`; "regex"; "ebnf", whose first
         rule is `root`; "choice", a JSON list of strings; "structural_tag", a JSON object in xgrammar's format.
@@ -59,11 +59,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: token id -> bias.
     stop_token_ids: end the request; include the model's end-of-sequence ids unless the request ignores them. Not chosen
         before `min_tokens` output tokens.
-    logprobs: -1 none; 0 of the chosen token; k also of the k most likely. Of the model's distribution before penalties,
-        grammar and temperature.
+    logprobs: -1: none; 0: of the chosen token; k: also of the k most likely tokens. They are of the model's
+        distribution before penalties, grammar and temperature.
     grammar: tokens that it forbids are never chosen.
     cache_salt: requests share cached pages only with requests of the same salt; does not affect tokens.
-    prompt_logprobs: as logprobs, for the prompt's tokens after the first. Such a prompt is not looked up in the prefix
+    prompt_logprobs: as logprobs, for the prompt's tokens after the first. Unless -1, the prompt does not use the prefix
         cache.
     """
 
@@ -100,14 +100,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     """A request enters a slot. Sent in the plan with its first prompt chunk.
 
-    num_cached: tokens that need not be computed; the first chunk starts there.
-    prompt_len: length of the prompt. Chunks of a resumed request also replay its earlier output.
+    num_cached: tokens that need not be computed; the first chunk starts after them.
+    prompt_len: length of the prompt. Chunks of a resumed request also contain its earlier output.
     max_len: position after its last permitted token, prompt_len + max_tokens.
-    prompt: int32 tokens, only if sampling needs counts, or drafts are copied from them.
-    output: int32 tokens so far, only for counts, a grammar or copied drafts.
+    prompt: its tokens, int32; empty unless sampling needs token counts, or drafts are copied from them.
+    output: its tokens so far, int32; empty unless needed for counts, a grammar or copied drafts.
     number: the request's number, the same each time it enters a slot.
-    state_row: row of the state after `num_cached` tokens, which is copied to the slot before anything else of the plan
-        runs, in a model with recurrent layers; -1: none, the request starts at position 0.
+    state_row: in models with recurrent layers the row of the state after `num_cached` tokens, which is copied to the
+        slot before the rest of the plan runs; -1: none, the request starts at position 0.
     """
 
     slot: int
@@ -124,12 +124,14 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """A prompt chunk of a slot.
 
-    start, tokens: position of the first token, and the tokens as int32 bytes.
-    next_token: the prompt token after them, for the draft; -1 for the last chunk, after which the step samples the
+    start: position of the first token.
+    tokens: int32 bytes.
+    next_token: the prompt token after the chunk, for the draft; -1 for the last chunk, after which the step samples the
         first output token.
-    logprobs: -1 none; k: the result has log-probabilities of the prompt tokens that follow one of these, with the k
-        most likely. There is at least one such token.
-    kept_from: the first position whose KV is written. Earlier tokens run for the state of recurrent layers alone.
+    logprobs: -1: none; k: the result has log-probabilities of the prompt tokens after each of `tokens`, with the k most
+        likely tokens. There is at least one such token.
+    kept_from: the first position whose KV is written. Earlier tokens are computed for the states of recurrent layers
+    only.
     """
 
     slot: int
@@ -141,42 +143,42 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_logprobs(self) -> int:
-        """Prompt tokens whose log-probabilities the result has."""
+        """Number of prompt tokens whose log-probabilities the result has."""
         return len(self.tokens) // 4 - (self.next_token < 0) if self.logprobs >= 0 else 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step on every rank: page-table changes, slot initialisation, then one target pass over rounds and chunks.
 
-    The plan decides everything: ranks derive nothing from the requests in their slots. Made by `Scheduler`. "->" names
-    the reader of a field.
+    The plan decides everything; ranks decide nothing by the requests in their slots. Built by `Scheduler`. Below,
+    "From" names the part of it that writes a field, and "->" the reader.
 
     epoch: of the worker group. -> `RankChannel`, which drops plans of another epoch
     step: its number, one more than that of the plan before. -> the result
-    slots: int32, the requests that run a round. -> `PlanBatches`
-    shape: index of the tree shape to verify. A tree drafted in a larger shape is verified as far as this one holds.
+    slots: int32, slots of the requests that run a round. -> `PlanBatches`
+    shape: index of the tree shape to verify. Of a tree drafted in a larger shape, the nodes of this shape are verified.
         From `ShapeChoice`. -> the strategy, `GraphKeys`
     next_shape: index of the tree shape to draft; 0: none. From `ShapeChoice`. -> as shape
-    drafting: uint8 per entry of the result (rounds, then last chunks), 1 where a tree of `next_shape` is drafted; empty
-        if nothing is. Without a draft model (`RoundShapes.model_free`) plain rounds draft, too. Other entries write
-        draft KV of their committed tokens only. -> `PlanBatches`
+    drafting: uint8 per entry of the result (rounds, then last chunks): 1 where a tree of `next_shape` is drafted; empty
+        if nothing is drafted. Other entries only write draft KV of their committed tokens. Without a draft model
+        (`RoundShapes.model_free`) rounds of shape 0 draft, too. -> `PlanBatches`
     max_kv_len: host-side bound above all positions that this step reads or writes. From `PlanBuilder`. -> attention
         backends
-    page_updates: int32 triples (slot, index in its table, page), at most one per entry of a table. A page that was
-        taken back is replaced by page 0, the dummy page. From `SlotPages`. -> `SlotTable`
-    cleared_pages, cleared_window_pages: int32, pages to zero first. They may hold NaN, and attention multiplies masked
-        values by zero. From `SlotPages`. -> `KVPool`
+    page_updates: int32 triples (slot, index in its page table, page), at most one per entry of a table. Page 0, the
+        dummy page, replaces a page that was taken back. From `SlotPages`. -> `SlotTable`
+    cleared_pages, cleared_window_pages: int32, pages to zero before the step. They may hold NaN, which attention's
+        multiplication of masked values by zero does not remove. From `SlotPages`. -> `KVPool`
     inits: requests that enter slots. From `PlanBuilder`. -> `SlotTable`, `SlotGrammars`
-    chunks: of prompts. From `PrefillPlanner`. -> `PlanBatches`, and `PlanTiming` whether there are any
+    chunks: prompt chunks. From `PrefillPlanner`. -> `PlanBatches`; `PlanTiming` reads whether there are any
     grammars: grammars of waiting requests, to compile ahead. From `GrammarQueue`. -> `SlotGrammars`
-    ended: int32, numbers of requests with grammars that have ended since the last plan, in any state. From
+    ended: int32, numbers of requests with grammars that have ended since the last plan, with or without a slot. From
         `GrammarQueue`. -> `SlotGrammars`
-    mask_wait_ms: how long this step may wait for the masks of its requests. -> `SlotGrammars`
+    mask_wait_ms: milliseconds that this step may wait for the masks of its requests. -> `SlotGrammars`
     saved_states: int32 triples (slot, position, row), at most one per slot. The state of recurrent layers after exactly
         `position` tokens is written to that row, by the slot's chunk in this plan, or else by its first round that
         begins at or after the position. From `StateSaves`. -> `PlanBatches`
-    window_updates: int32 pairs (page, window page): layers with a window use this window page for the page from now on;
-        0, the dummy page, for none. From `WindowPages`. -> `KVPool`
+    window_updates: int32 pairs (page, window page): from this plan on, layers with a window use the window page for
+        this page; 0, the dummy page, for none. From `WindowPages`. -> `KVPool`
     capture: instead of a step, all ranks capture the same graph. Sent while nothing is in flight; its result has no
         entries. From `CapturePacing`. -> `GraphedDecoding`
     """
@@ -204,8 +206,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):
     """CUDA graphs of a rank.
 
-    missed_rows: padding so far in steps that the next graph would have run.
-    capture_ms: mean time of a capture.
+    missed_rows: rows of padding so far in steps that the next graph would have run without them.
+    capture_ms: mean milliseconds of a capture.
     """
 
     num_captured: int = 0
@@ -239,12 +241,12 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """The position after the last."""
+        """The position after the last of these tokens."""
         return self.start + len(self.logprobs) // 4
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why one request cannot go on; the others are not affected.
+    """Why one request must end. Other requests are not affected.
 
     message: for the client.
     is_invalid: the request asks for something impossible (HTTP 400); else an internal error (500).
@@ -258,8 +260,8 @@ NOT_FINITE = Failure("the model's logits for its next token are NaN or infinite"
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The output of a step. Entries are in the order of `StepPlan.slots`, then of the last chunks of prompts. Made by
-    `PendingStep`; "->" names the readers of a field beside `StepResults`.
+    """The output of a step. Its n entries are in the order of `StepPlan.slots`, then of the plan's last chunks. Built
+    by `PendingStep`. "->" names the readers of a field besides `StepResults`.
 
     epoch, step: of the plan. -> the coordinator, which drops results of another epoch
     counts: int32 [n], tokens emitted per entry. 0 for a slot that had already finished, and for a request with a late
@@ -268,17 +270,16 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     finish: uint8 [n], FINISH_*.
     accepted: int32 [n], draft tokens accepted before truncation by a stop; -1 where the entry did not verify drafts
         (prompt chunk, plain round, speculation off). -> `Survival`, statistics
-    logprobs: by entry, one per emitted token, of requests that asked.
-    prompt_logprobs: of the plan's chunks that ask for them, in their order.
+    logprobs: by entry, one per emitted token; only for requests with log-probabilities.
+    prompt_logprobs: one for each chunk of the plan with log-probabilities, in their order.
     elapsed_s: seconds that the step took on this rank. -> `StepTime`, the coordinator, the worker loop
     failed: by entry, why that request ends; its output of this step must not be shown. From `SlotGrammars`, and for
         logits that are not finite.
-
-    failed_requests: by a request's number, whether or not it has an entry here, why it cannot go on. From
-        `SlotGrammars`, `PlanBatches`.
-    masks_ready: int32, numbers of late requests whose next mask is there now. From `SlotGrammars`.
-    grammars_ready: int32, grammars that are compiled, by their number among all in the plans of this epoch. From
-        `SlotGrammars`. -> `GrammarQueue`
+    failed_requests: by request number, why a request ends that may have no entry here. From `SlotGrammars`,
+        `PlanBatches`.
+    masks_ready: int32, numbers of requests whose late mask is ready now. From `SlotGrammars`.
+    grammars_ready: int32, grammars that are compiled now, as numbers in the order in which plans of this epoch
+        announced them. From `SlotGrammars`. -> `GrammarQueue`
     graphs: after this step. From `GraphedDecoding`. -> `CapturePacing`
     matches: int32 [n, 3], `StepTensors.matches`; empty in engines that do not copy drafts. -> `MatchSurvival`
     min_entropies: int32 [n], `StepTensors.min_entropies`; empty in engines without them. -> `Difficulty`
