@@ -109,7 +109,7 @@ def run_keys(engine: LocalEngine) -> list[GraphKey]:
     """Collect the keys of the graphs that the engine runs from now on."""
     keys: list[GraphKey] = []
     strategy = engine.executor._strategy  # type: ignore[attr-defined]
-    of_key = strategy._of_key
+    of_key = strategy._graph_for
 
     def noted(key: GraphKey) -> CapturedStep | None:
         found: CapturedStep | None = of_key(key)
@@ -117,7 +117,7 @@ def run_keys(engine: LocalEngine) -> list[GraphKey]:
             keys.append(key)
         return found
 
-    strategy._of_key = noted
+    strategy._graph_for = noted
     return keys
 
 
