@@ -77,8 +77,8 @@ FlashInfer (0.6.17): its fa2 kernels read the plan, which our kernel writes, bef
 is launched early. XQA (`csrc/xqa/mha.cu`) triggers, waits, and then reads. trtllm-gen has no source: its inputs are
 written before the layer's store (a fence), or by a copy of q that is launched normally.
 
-`tests.attention.ops.test_pdl` compiles the kernels and looks at what stands before the wait;
-`tests.attention.ops.pdl_stress` runs them a million times with other lengths each time.
+`tests.attention.ops.test_pdl` compiles the kernels and checks the instructions before the wait;
+`tests.attention.ops.pdl_stress` runs them a million times, each time with different lengths.
 """
 
 import torch

@@ -14,10 +14,9 @@ MIN_SHARE = 0.25  # of the target that prompts get however long rounds are
 MAX_STRETCH = 3.0  # a backlog stretches a step to at most this multiple of the target, for "auto"
 BACKLOG_SHARE = 0.5  # a stretched step takes at most this share of the time of all pending prompts
 _MANY_STEPS = 8  # full steps of pending prompts that count as a backlog which stretches steps fully
-# `patience_s` in multiples of
-PATIENCE = 4.0  # the prompt's own time, bounded by the larger of
-MAX_PATIENCE = 6.0  # the target and
-QUEUE_PATIENCE = 2.0  # the time of all pending prompts
+PATIENCE = 4.0  # `patience_s` as a multiple of the prompt's own time
+MAX_PATIENCE = 6.0  # bound on `patience_s`, as a multiple of the target, while few prompts are pending
+QUEUE_PATIENCE = 2.0  # bound on `patience_s`, as a multiple of the time of all pending prompts, if that is larger
 MIN_MASK_WAIT_MS = 5.0
 GROWTH_SHARE = 0.1  # of the target: by so much may a joining request make rounds longer than the mean gap
 PATIENT_TARGETS = 800.0  # a wait of that many targets doubles the mean gap in that limit

@@ -26,14 +26,16 @@ EVALUATE_EVERY = 8
 EVALUATE_LATER = 1.5
 EVALUATE_EVERY_MS = 64.0
 CHANGING_EVERY_MS = 16.0  # limit instead while another shape seems better, a probe runs or the batch has changed
-# host time that evaluations may take
+# Each round adds EVALUATING_SHARE of its time, and IDLE_SHARE of its time beyond BUSY_MS, to the host time that
+# evaluations may take. It starts at FIRST_EVALUATIONS_MS, and after FIRST_EVALUATED steps is at most
+# EVALUATIONS_AHEAD_MS.
 EVALUATION_MS = 0.45  # one evaluation with cold caches; measured on an H200's host
-EVALUATING_SHARE = 1 / 256  # allowed share of the time of rounds, and
-IDLE_SHARE = 1 / 32  # of the time of a round beyond
-BUSY_MS = 1.5  # the host's work for a round: in a longer one the host is idle
-FIRST_EVALUATED = 200  # first steps, which may spend
-FIRST_EVALUATIONS_MS = 12 * EVALUATION_MS  # this much in advance; later ones
-EVALUATIONS_AHEAD_MS = 4 * EVALUATION_MS  # save up at most this
+EVALUATING_SHARE = 1 / 256
+IDLE_SHARE = 1 / 32
+BUSY_MS = 1.5  # the host's work for a round: in a longer round the host is idle
+FIRST_EVALUATED = 200
+FIRST_EVALUATIONS_MS = 12 * EVALUATION_MS
+EVALUATIONS_AHEAD_MS = 4 * EVALUATION_MS
 LEARN_EVERY_MS = 1.0  # milliseconds of rounds between recorded steps: a record takes 2 microseconds of the host
 FIRST_RECORDS = 32  # first steps, which are all recorded
 CHANGE_ABOVE = 1 / 128  # share of the time that a better shape must save

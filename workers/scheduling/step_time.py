@@ -26,11 +26,13 @@ MAX_DRIFT_S = 1.0  # bound on the seconds that one step adds
 FIRST_NOISE, MIN_NOISE = 0.1, 0.02  # standard deviation of one step's relative time around its mean: first, minimum
 NOISE_WEIGHT = 1 / 32  # weight of the newest step in the estimated noise
 FIRST_LAUNCH = 1.3  # ignore the first rounds of a shape and batch size if slower than this times the prediction
-OUTLIER = 3.0  # standard deviations that one step's difference is clipped to,
-SURE_AFTER = 8  # once that many steps of its kind have been observed
-UNSURE_SHARE = 0.25  # of a larger difference of an earlier step remains as error, since the step may be the outlier
-ABSENT_STEPS = 128  # after so many steps of other kinds, the observed steps of a kind
-FEW_AFTER_ABSENCE = 4  # count as at most this many, because the machine may have been busy then
+SURE_AFTER = 8  # observed steps of a kind from which on its time counts as known
+OUTLIER = 3.0  # standard deviations that the difference of a step of a known kind is clipped to
+UNSURE_SHARE = (
+    0.25  # share of a larger difference, of a kind not known yet, that remains as error: it may be an outlier
+)
+ABSENT_STEPS = 128  # a kind that has not run for so many steps counts as observed at most FEW_AFTER_ABSENCE times,
+FEW_AFTER_ABSENCE = 4  # because the machine may have been busy when it was observed
 FEW_ERROR = 0.8  # error from few observed steps, divided by their number: all of them may have been disturbed
 SURPRISE = 1.6  # the pace has changed when the running mean of differences exceeds this, in standard deviations
 SURPRISE_WEIGHT = 0.25  # weight of the newest step in that mean, whose own standard deviation is a quarter of SURPRISE

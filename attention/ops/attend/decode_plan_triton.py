@@ -55,10 +55,10 @@ def decode_tiles(
     if kv_itemsize == 1:
         return _fp8_tiles(packed_rows, head_dim, density)
     few, narrow = packed_rows <= 16, head_dim <= 128
-    if head_dim > 256:  # not measured: what shared memory holds, and sums that fit in registers
+    if head_dim > 256:  # not measured; chosen so that tiles fit in shared memory, and sums in registers
         least = 64 if density <= 1 else 128
         return DecodeTiles(16, 32, 4, 3, 1, least) if few else DecodeTiles(64, 32, 8, 2, 1, least)
-    if not narrow and (not few or density <= 2):  # not measured: what two programs' shared memory holds
+    if not narrow and (not few or density <= 2):  # not measured; chosen so that two programs fit in shared memory
         return DecodeTiles(16 if few else 64, 32, 4, 3 if few else 2, 2, 64 if density <= 1 else 128)
     if density <= 1:
         return DecodeTiles(16, 64, 4, 3, 2, 64) if few else DecodeTiles(64, 32, 4, 4, 2, 64)
@@ -76,7 +76,7 @@ def _fp8_tiles(packed_rows: int, head_dim: int, density: float) -> DecodeTiles:
     """Return long tiles, because each is converted to float16 in registers: more warps do so while others wait for
     memory. At most 32 rows, so that products take their operands from registers."""
     block_n = min(128, max(32, 128 * 128 // head_dim))
-    if head_dim > 256:  # not measured: sums that fit in registers
+    if head_dim > 256:  # not measured; chosen so that sums fit in registers
         return DecodeTiles(16, block_n, 8, 3, 1, 64 if density <= 1 else 128)
     if packed_rows <= 16:
         return DecodeTiles(16, block_n, 4, 3 if density <= 1 else 4, 2, 64 if density <= 1 else 128)

@@ -121,7 +121,7 @@ def _attend_decode(
     if PAIRS:
         acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     if PDL:
-        # All reads so far are of data from before the layer's store, the plan included: see `attention.ops.pdl`.
+        # All data read so far, the plan included, was written before the layer's store: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if sinks_ptr is not None:

@@ -107,7 +107,7 @@ def _attend_latent(
     if PAIRS:
         _, _, acc_odd = no_state(BLOCK_M, BLOCK_N, D // STEP, TOKENS)
     if PDL:
-        # All reads so far are of data from before the layer's store, the plan included: see `attention.ops.pdl`.
+        # All data read so far, the plan included, was written before the layer's store: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS

@@ -23,12 +23,11 @@ REQUEST_WINDOW = 64.0  # rounds after which a request's own estimate has forgott
 REQUEST_PRIOR = 8.0  # weight, in drafts, of the engine's estimate in a request's ratio over all depths
 DEPTH_PRIOR = 24.0  # weight, in rounds, of the ratio over all depths in the ratio of one depth
 MAX_RATIO = 50.0  # bound on a request's odds relative to the engine's, over all depths, either way
-# the spread: standard deviation of requests' log odds around the engine's
-SPREAD = 0.5  # before any request has ended
-SPREAD_PRIOR = 4.0  # weight of that first value, in requests,
-SPREAD_INFORMATION = 5.0  # whose accepted drafts each had this variance
-SPREAD_WINDOW = 32.0  # ended requests after which a former one's weight is 1 / e
-MAX_SPREAD = 1.5
+SPREAD = 0.5  # standard deviation of requests' log odds around the engine's, before any request has ended
+SPREAD_PRIOR = 4.0  # weight of SPREAD in its later estimate, in requests
+SPREAD_INFORMATION = 5.0  # variance of the accepted drafts of each of these SPREAD_PRIOR requests
+SPREAD_WINDOW = 32.0  # ended requests after which an earlier one's weight in that estimate is 1 / e
+MAX_SPREAD = 1.5  # bound on that estimate
 SHAPE_PRIOR = 4.0  # minimum weight, in rounds, of the estimate that another shape or the depth above implies
 OTHERS_PRIOR = 32.0  # maximum weight that the other shape's own rounds add, one each
 OTHERS_COUNT = 512.0  # rounds of another shape that lower the error as much as one round of this shape
