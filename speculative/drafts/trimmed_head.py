@@ -18,10 +18,8 @@ from workers.layers.linear_method import DenseLinearMethod
 from workers.layers.vocab import LMHead
 
 FILE = "token_map.json"
-# Rows of "auto". Share of the tokens in answers (GSM8K, code, role play) that the rows contain, of Qwen's vocabulary of
-# 151,643: 32,768 rows by a map from other such answers 99.5, 99.0, 97.1 %; in the tokenizer's order 97.3, 95.7, 90.3 %;
-# 65,536 in that order 99.2, 98.6, 96.7 %. A token that a draft cannot propose ends a path, so more are needed without
-# map.
+# Rows of "auto", by the measured shares of tokens that they contain (docs/commands.md, "aerie token-map"). A token that
+# a draft cannot propose ends a path, so more rows are needed without a map.
 AUTO_ROWS = 32_768
 AUTO_ROWS_WITHOUT_MAP = 65_536
 _AUTO_SHARE = 3  # "auto" trims only to a third or less: cutting less saves too little for the proposals that it loses
