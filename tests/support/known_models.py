@@ -36,15 +36,40 @@ _SIZES: dict[str, Any] = {
 }
 
 
+# A text part of which every layer reads the target's KV.
+_OF_ASSISTANT: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_kv_shared_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32},
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+
 # What the sizes leave inconsistent, by model_type.
 _BESIDE: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+            "full_attention": None,
+        },
+    },
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "falcon": {"alibi": False},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "layer_types": None},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 32, "hidden_size_per_layer_input": 8},
     "gemma4_unified_text": {"global_head_dim": 32},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_OF_ASSISTANT, **_NO_LAYER_INPUTS}},
+    "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text", **_OF_ASSISTANT}},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid"] * 3},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 

@@ -7,11 +7,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from attention.config import CacheConfig
+from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
 from tests.support.tiny_models import make_eagle3
-from tests.workers.models.test_targets import by_transformers, by_us, requests_of
-from workers.config import ModelSource
+from tests.workers.models.test_targets import by_transformers, by_us, prompts, requests_of
+from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from workers.models.loading import read_target_config
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request, RequestOutput
 
 CHAIN, TREE = (3, 1, 4), (3, 4, 12)
 FEW_PAGES = 40  # of 4 tokens: the longest request takes 27, all of them 54 and more
@@ -32,6 +37,42 @@ def check_chains_and_cached_prefixes(target: Path, head: Path) -> None:
     twice = requests_of(target, repeats=2)
     assert [request.output for request in twice] == expected * 2
     assert all(request.cached_tokens for request in twice[len(expected) + 1 :])  # the first prompt fills no page
+
+
+def check_logprobs(
+    target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None, like: Path | None = None
+) -> None:
+    """Compare the five best log-probabilities of each greedy token with those of transformers' model in `like`. They
+    differ where answers of a random model do not: some say one token over and over."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    worker = WorkerConfig(
+        ModelSource(path=str(target), device="cpu"),
+        CacheConfig(4, num_pages=200),
+        SchedulerConfig(4, 32),
+        tensor_parallel=tensor_parallel,
+        measure_costs=False,
+        debug=True,
+    )
+    sampling = SamplingParams(16, 0.0, logprobs=5)
+    requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts())]
+    found: dict[str, list[tuple[tuple[int, ...], tuple[float, ...]]]] = {each.request_id: [] for each in requests}
+
+    def listen(output: RequestOutput) -> None:
+        found[output.request.request_id] += [(item.top_ids, item.top_logprobs) for item in output.logprobs or ()]
+
+    with local_engine(EngineSpec(worker, speculative)) as engine:
+        engine.run(requests, 4, listen)
+    model = AutoModelForCausalLM.from_pretrained(like or target, dtype=torch.float32, attn_implementation="eager")
+    for request in requests:
+        text = torch.tensor([[*request.prompt, *request.output]])
+        with torch.no_grad():  # without a mask Moshi's tokens see later ones
+            logits = model(text, attention_mask=torch.ones_like(text)).logits[0, len(request.prompt) - 1 : -1]
+        ids, ours = (torch.tensor(column) for column in zip(*found[request.request_id], strict=True))
+        assert ids[:, 0].tolist() == request.output
+        # float32 sums in another order: at most 1e-4 of all models tried
+        torch.testing.assert_close(ours, logits.float().log_softmax(-1).gather(1, ids), atol=1e-3, rtol=0)
 
 
 def drafted(target: Path, head: Path, shape: tuple[int, int, int]) -> SpeculativeConfig:

@@ -3,7 +3,8 @@ vocabulary and attention in their places.
 
 survey     runs a model on the meta device and records its attention calls
 names      checkpoint names of the tensors of its modules
-config     `AdapterConfig`, made of both; says why a model is not served
+refusals   why a model is not served
+config     `AdapterConfig`, made of these
 layers     puts our layers into the model
 ranks      tries a rank's share of a model on the meta device
 model      `TransformersModel`, the target that the runner calls

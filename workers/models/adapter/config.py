@@ -1,6 +1,7 @@
 """`AdapterConfig`: a decoder of transformers as a target, from its config.json."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,12 +20,11 @@ from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.models.adapter.names import TransformersNames, conversions, expert_names, part_names, renamings
+from workers.models.adapter.refusals import check_class, check_layers, check_model
 from workers.models.adapter.survey import (
     LENGTH_DEPENDENT,
     AttentionCall,
     UnservableError,
-    are_experts,
-    is_plain_embedding,
     make_model,
     survey,
 )
@@ -34,7 +34,7 @@ from workers.quantization.quant_method import Unquantized
 from workers.quantization.table import read_quant_method
 
 KV_PROJECTIONS = ("k_proj", "v_proj")  # projections of which several ranks may have the same outputs
-_LAYER_KINDS = {"full_attention", "sliding_attention"}
+_NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,15 +129,15 @@ def read_config(config: dict[str, Any], source: str) -> AdapterConfig:
 
 @lru_cache(maxsize=8)
 def _read(text: str, source: str) -> AdapterConfig:
-    whole: dict[str, Any] = json.loads(text)
+    whole: dict[str, Any] = json.loads(text, object_hook=_plain_number)
     raw = decoder_part(whole, source)
     config = transformers_config(raw, source)
+    check_class(config)
     model = make_model(config)
-    calls = survey(model)
-    _check_layers(config, calls)
-    _check_embedding(model)
     converted = conversions(model)
-    _check_experts(model, expert_names(converted))
+    calls = survey(model)
+    check_layers(config, calls)
+    check_model(model, expert_names(converted))
     quant = read_quant_method(whole, source)
     if not isinstance(quant, Unquantized) and any(parameter.dim() == 3 for parameter in model.parameters()):
         raise UnservableError("has quantised experts, which only a family of its own could serve")
@@ -166,6 +166,11 @@ def _read(text: str, source: str) -> AdapterConfig:
         experts=expert_names(converted),
         parts=() if raw == whole else part_names(model),
     )
+
+
+def _plain_number(given: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object, which JSON has no word for; or the object."""
+    return _NUMBERS.get(str(given.get("__float__")), given) if len(given) == 1 else given
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -208,30 +213,6 @@ def transformers_config(raw: Mapping[str, Any], source: str) -> PreTrainedConfig
         reason = " ".join(str(error).split())
         raise ValueError(f"{source}: config.json: {reason}; correct it, or download the checkpoint again") from error
     return config
-
-
-def _check_layers(config: PreTrainedConfig, calls: tuple[AttentionCall, ...]) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
-    if kinds:
-        raise UnservableError(f"has layers of {', '.join(sorted(kinds))}, which only a family of its own could serve")
-    layers = getattr(config, "num_hidden_layers", len(calls))
-    if layers != len(calls):
-        raise UnservableError(f"has {layers} layers, of which {len(calls)} have attention that could be served")
-
-
-def _check_experts(model: PreTrainedModel, names: tuple[str, ...] | None) -> None:
-    """Refuse experts whose checkpoint has a tensor for each, and that are not computed as `GivenExperts`."""
-    for path, module in model.named_modules():
-        stacked = "down_proj" in module._parameters and module._parameters["down_proj"].dim() == 3
-        if names is not None and stacked and not are_experts(module):
-            raise UnservableError(f"has experts ({path}) with an activation or gate that Aerie has no operation for")
-
-
-def _check_embedding(model: PreTrainedModel) -> None:
-    """Refuse embeddings that do more than look a row up and multiply it by `scalar_embed_scale`."""
-    embedding = model.get_input_embeddings()
-    if not is_plain_embedding(embedding):
-        raise UnservableError(f"has an embedding of its own ({type(embedding).__name__})")
 
 
 def _max_position(config: PreTrainedConfig, source: str) -> int:

@@ -23,7 +23,7 @@ from workers.span import Span
 
 _COLUMNS = ("colwise", "colwise_gather_output")
 _ROWS = ("rowwise", "rowwise_split_input")
-_WHOLE = (None, "replicated_with_grad_allreduce")
+_WHOLE = (None, "replicated_with_grad_allreduce", "mla_kv_a_proj")  # the last differs in its gradient alone
 
 
 class Columns(ColumnParallelLinear):
@@ -248,4 +248,4 @@ def _linear(path: str, linear: nn.Linear, style: str | None, group: TPGroup) -> 
         return Columns(linear, rank_span(linear.out_features, group, path), group, style == _COLUMNS[1])
     if style in _ROWS:
         return Rows(linear, group, path, style == _ROWS[1])
-    raise UnservableError(f"shares {path} among ranks by {style!r}, which Aerie does not know; use tensor_parallel: 1")
+    raise UnservableError(f"shares {path} among ranks by {style!r}, which Aerie does not know")

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from attention.scores import ScoreRule
 ATTENTION = "aerie"  # the name of our attention among those of transformers
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
 NUM_ROWS = 3  # of a model's trial on the meta device
+_NEEDS_NUMBERS = ("out of meta tensor", "register_meta")  # in errors of what cannot run on that device
 _MAX_REASON = 200  # letters of an error of transformers in a refusal
 _HARMLESS = {"dropout", "position_ids", "is_causal", "cache_position", "use_cache", "output_attentions"}
 
@@ -73,7 +74,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)  # no function for masks: mo
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model on the meta device. Raises UnservableError where its attention cannot be replaced."""
+    """Build the model on the meta device. Raises UnservableError."""
     # experts as products of gathered weights, since a loop over those that are hit would wait for the device
     options = {"experts_implementation": "batched_mm"} if hasattr(config, "_experts_implementation") else {}
     try:
@@ -82,13 +83,7 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
                 config, attn_implementation=ATTENTION, dtype=torch.get_default_dtype(), **options
             )
     except Exception as error:  # each class refuses what it cannot be in a way of its own
-        if isinstance(error, KeyError) and error.args == (ATTENTION,):  # a table of its own attention classes
-            raise _not_replaceable(config) from error
         raise UnservableError(f"cannot be made by transformers: {reason_of(error)}") from error
-    if not model._supports_attention_backend:
-        raise _not_replaceable(model)
-    if getattr(model, "_is_stateful", False):
-        raise UnservableError(f"is a {type(model).__name__}, which keeps a state that only its own family could serve")
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             # else some look for padding in every pass, which waits for the device; an assignment would check the type
@@ -110,13 +105,21 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     except UnservableError:
         raise
     except Exception as error:  # a model's own code may raise anything
-        raise UnservableError(f"does not run as a decoder of tokens: {reason_of(error)}") from error
+        raise UnservableError(_why_not_run(error)) from error
     if not calls:
         raise UnservableError("has no attention that could be served")
     modules = [call.module for call in calls]
     if len(set(modules)) < len(modules):
         raise UnservableError("calls attention of one layer twice in a pass")
     return tuple(calls)
+
+
+def _why_not_run(error: Exception) -> str:
+    if isinstance(error, NotImplementedError) and any(each in str(error) for each in _NEEDS_NUMBERS):
+        return "reads numbers from the device in a pass (such as how many tokens each expert has), which no graph can"
+    if _SlidingMask.__name__ in str(error):
+        return "has a mask of its own, which Aerie has no operation for"
+    return f"does not run as a decoder of tokens: {reason_of(error)}"
 
 
 def keep_angles(module: nn.Module) -> None:
@@ -131,11 +134,6 @@ def keep_angles(module: nn.Module) -> None:
 
 def _kept(kind: str) -> str:
     return "default" if kind in LENGTH_DEPENDENT else kind
-
-
-def _not_replaceable(made: PreTrainedConfig | PreTrainedModel) -> UnservableError:
-    kind = type(made).__name__.removesuffix("Config")
-    return UnservableError(f"is a {kind}, whose attention transformers does not let others replace")
 
 
 def reason_of(error: Exception) -> str:
@@ -183,24 +181,48 @@ class _SlidingMask:
     window: int
 
 
+def _causal(config: Any) -> None:
+    return None  # attention functions of other names than transformers' own get no mask
+
+
+def _sliding(config: Any) -> _SlidingMask:
+    return _SlidingMask(config.sliding_window)
+
+
+def _chunked(config: Any) -> None:
+    raise UnservableError("has attention by chunks, which Aerie has no operation for")
+
+
+# What transformers' functions that make masks would return. For an attention of ours all of them return None.
+_MASKS: dict[str, Callable[[Any], _SlidingMask | None]] = {
+    "create_causal_mask": _causal,
+    "create_sliding_window_causal_mask": _sliding,
+    "create_chunked_causal_mask": _chunked,
+}
+_MASK_CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+
+
 @contextmanager
 def _marked_masks(model: nn.Module) -> Iterator[None]:
-    """Let the model's code make a `_SlidingMask` where it would make a mask with a window. Some models (Phi-MoE) tell
-    the window by the mask alone, not to the attention function."""
-    name, modules = "create_sliding_window_causal_mask", {sys.modules[type(m).__module__] for m in model.modules()}
-    theirs = {module: getattr(module, name) for module in modules if hasattr(module, name)}
+    """Let the model's code make a `_SlidingMask` where it would make a mask with a window, and fail where it would make
+    one that is not ours. Some models (Phi-MoE) tell the window by the mask alone, not to the attention function."""
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    theirs = [(module, name, getattr(module, name)) for module in modules for name in _MASKS if hasattr(module, name)]
 
-    def mark(config: Any, **others: Any) -> _SlidingMask:
-        if any(others.get(each) is not None for each in ("or_mask_function", "and_mask_function")):
-            raise UnservableError("has a mask of its own, which Aerie has no operation for")
-        return _SlidingMask(config.sliding_window)
+    def marking(name: str) -> Callable[..., _SlidingMask | None]:
+        def mark(config: Any, *args: Any, **others: Any) -> _SlidingMask | None:
+            if any(others.get(each) is not None for each in _MASK_CHANGES):
+                raise UnservableError("has a mask of its own, which Aerie has no operation for")
+            return _MASKS[name](config)
+
+        return mark
 
     try:
-        for module in theirs:
-            setattr(module, name, mark)
+        for module, name, _ in theirs:
+            setattr(module, name, marking(name))
         yield
     finally:
-        for module, function in theirs.items():
+        for module, name, function in theirs:
             setattr(module, name, function)
 
 

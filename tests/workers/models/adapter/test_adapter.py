@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ OTHERS = [
     "bitnet",
     "cohere",
     "cohere2",
+    "cohere_compass_text",
     "ctrl",
     "cwm",
     "deepseek_v2",
@@ -271,21 +273,59 @@ def test_a_head_that_reads_its_layers_changes_no_token(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "options", "words"),
     [
-        ("mamba", "attention transformers does not let others replace"),
-        ("bart", "an encoder beside its decoder"),
-        ("bert", "rows that see later ones"),
-        ("lfm2", "layers of conv"),
-        ("minimax", "layers of linear_attention"),
+        ("mamba", {}, "a MambaForCausalLM, which keeps a state"),
+        ("bamba", {}, "a BambaForCausalLM, which keeps a state"),  # its infinity is an object in config.json
+        ("stablelm", {}, "attention transformers does not let others replace"),
+        ("bart", {}, "an encoder beside its decoder"),
+        ("bert", {}, "rows that see later ones"),
+        ("bert", {"is_decoder": True}, "one tensor as cls.predictions.bias and as cls.predictions.decoder.bias"),
+        ("roberta", {"is_decoder": True, "tie_word_embeddings": False}, "counts positions (roberta.embeddings) from"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}, "layers of conv"),
+        ("minimax", {}, "layers of linear_attention"),
+        ("llama4_text", {}, "layers of chunked_attention"),
+        ("deepseek_v32", {}, "layers of deepseek_sparse_attention"),
+        ("emu3", {}, "model_type='emu3_text_model', of which transformers has no causal language model"),
+        ("dbrx", {}, "reads numbers from the device in a pass"),
+        ("doge", {}, "a mask of its own"),
+        ("gemma4_assistant", {}, "a draft, of which all layers read the KV of another model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_what_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, kind: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, kind, **options)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "words"),
+    [
+        ("create_causal_mask", {"and_mask_function": print}, "a mask of its own"),
+        ("create_sliding_window_causal_mask", {"block_sequence_ids": torch.zeros(1)}, "a mask of its own"),
+        ("create_chunked_causal_mask", {}, "attention by chunks"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(tmp_path: Path, kind: str, words: str) -> None:
-    layers = {"layer_types": ["conv", "full_attention", "conv", "conv"]} if kind == "lfm2" else {}
-    known_config(kind, **layers).save_pretrained(tmp_path)
-    set_field(tmp_path, "architectures", [architecture_of(kind)])
+def test_masks_that_are_not_ours_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, given: dict[str, Any], words: str
+) -> None:
+    """transformers makes no mask for an attention function of another name than its own: nothing else tells of it."""
+    from transformers.models.helium import modeling_helium
+
+    plain = modeling_helium.HeliumModel.forward
+
+    @wraps(plain)
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        getattr(modeling_helium, function)(config=self.config, **given)
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(modeling_helium, function, lambda **_: None, raising=False)
+    monkeypatch.setattr(modeling_helium.HeliumModel, "forward", forward)
     with pytest.raises(ValueError, match=words):
-        read_target_config(ModelSource(path=str(tmp_path), device="cpu"), 1)
+        read(tmp_path, "helium")
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:

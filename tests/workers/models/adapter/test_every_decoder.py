@@ -1,7 +1,7 @@
-"""Every decoder that transformers lists as a causal language model, made tiny, through the adapter: answers equal to
-transformers', or one line at `aerie plan` that says why it is refused.
+"""Every decoder that transformers lists as a causal language model, made tiny, through the adapter: log-probabilities
+equal to transformers', or one line at `aerie plan` that says why it is refused.
 
-    pytest -m slow tests/workers/models/adapter/test_every_decoder.py    # half an hour on one core
+    pytest -m slow tests/workers/models/adapter/test_every_decoder.py    # an hour on one core
 
 `OUTCOMES` is the table of what was found with transformers 5.17."""
 
@@ -9,18 +9,20 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from speculative.config import SpeculativeConfig
 from tests.support.known_models import known_config, make_known
-from tests.workers.models.test_targets import by_transformers, by_us
+from tests.support.target_answers import as_text_part, check_logprobs
 from workers.config import ModelSource
 from workers.models.loading import read_target_config
 
 EQUAL = "answers are equal"
 OUTCOMES: dict[str, str] = {
     EQUAL: """
-        afmoe apertus arcee axk1 bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3
-        dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu gemma gemma2 gemma3 gemma3_text
+        afmoe apertus arcee axk1 bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm deepseek_v2 deepseek_v3
+        dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu gemma gemma2 gemma3 gemma3_text gemma3n
         gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe
         glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
         granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2
@@ -29,29 +31,37 @@ OUTCOMES: dict[str, str] = {
         persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
         solar_open starcoder2 vaultgemma youtu got_ocr2
     """,
-    "does not run as a decoder of tokens": """
-        aria_text axk2 deepseek_v32 doge glm_moe_dsa hy_v4 jetmoe longcat_flash xmod
+    "reads numbers from the device in a pass": """
+        aria_text dbrx jetmoe longcat_flash
     """,
-    "Validation error for field 'time_step_limit'": """
-        bamba falcon_h1 granitemoehybrid mamba2 nemotron_h
+    "keeps a state that only its own family could serve": """
+        bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 nemotron_h
+        olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text
+        recurrent_gemma rwkv xlstm zamba zamba2 zaya
     """,
     "attention transformers does not let others replace": """
-        bart big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom blt codegen cpmant falcon
-        falcon_mamba git gpt_neo gpt_neox_japanese gptj inkling_text jamba kimi_linear mamba marian
-        mbart megatron-bert mpt mvp olmo_hybrid openai-gpt pegasus plbart prophetnet qwen3_5 qwen3_5_moe
-        qwen3_5_moe_text qwen3_5_text qwen3_next rembert roformer rwkv stablelm trocr whisper xglm xlm
-        xlnet xlstm
+        big_bird biogpt bloom blt codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj inkling_text
+        megatron-bert mpt openai-gpt reformer rembert roformer stablelm trocr xglm xlm xlnet
+    """,
+    "has an encoder beside its decoder": """
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus
+        plbart prophetnet whisper
     """,
     "rows that see later ones": """
         bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert
-        xlm-roberta xlm-roberta-xl
+        xlm-roberta xlm-roberta-xl xmod
     """,
-    "cannot be made by transformers": """
-        cohere_compass_text dbrx emu3 gemma4_assistant gemma4_unified_assistant mllama qwen4_exp
-        qwen4_exp_text reformer zamba
+    "of which transformers has no causal language model": """
+        emu3 mllama
     """,
-    "keeps a state that only its own family could serve": """
-        deepseek_v4 recurrent_gemma
+    "is a draft, of which all layers read the KV of another model": """
+        gemma4_assistant gemma4_unified_assistant
+    """,
+    "layers of deepseek_sparse_attention": """
+        axk2 deepseek_v32 glm_moe_dsa hy_v4
+    """,
+    "has a mask of its own": """
+        doge
     """,
     "calls attention of one layer twice": """
         diffllama hrm_text
@@ -59,32 +69,55 @@ OUTCOMES: dict[str, str] = {
     "layers of conv": """
         lfm2_moe
     """,
-    "no part before its vocabulary head": """
+    "layers of chunked_attention": """
         llama4 llama4_text
     """,
     "layers of linear_attention": """
         minimax
     """,
 }
-# Of which transformers makes no random model of these sizes: what is asked for is their configuration alone, if it can
-# be made; of the last ones it cannot.
+# Of which transformers makes no random model of these sizes, and which are refused: their configuration is enough.
 UNBUILT = (
-    "cohere_compass_text",
-    "dbrx",
     "gemma4_assistant",
     "gemma4_unified_assistant",
+    "musicgen",
+    "musicgen_melody",
     "qwen4_exp",
     "qwen4_exp_text",
     "reformer",
     "zamba",
 )
-NO_CONFIG = ("gemma3n", "musicgen", "musicgen_melody", "zamba2", "zaya")
+# Of which transformers has no plan for ranks, or one for their vocabulary alone.
+ONE_RANK = """
+    afmoe axk1 bitnet ctrl deepseek_v3 fuyu gpt-sw3 gpt2 gpt_bigcode gpt_oss granitemoe granitemoeshared
+    hunyuan_v1_dense hunyuan_v1_moe lfm2 modernbert-decoder moshi nemotron opt persimmon phimoe youtu
+"""
 BY_KIND = {kind: outcome for outcome, kinds in OUTCOMES.items() for kind in kinds.split()}
 
 
 def test_the_table_has_every_decoder() -> None:
     assert sum(len(kinds.split()) for kinds in OUTCOMES.values()) == len(BY_KIND)
-    assert {*BY_KIND, *NO_CONFIG} == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert set(BY_KIND) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def make(folder: Path, kind: str) -> None:
+    """A checkpoint, or config.json alone."""
+    if kind == "gemma3n":  # its towers need a package that is not installed
+        as_text_part(make_known(folder, "gemma3n_text"), "Gemma3nForConditionalGeneration", "model.language_model.")
+    elif kind in UNBUILT:
+        config_of(kind).save_pretrained(folder)
+        path = folder / "config.json"
+        named = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}
+        path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    else:
+        make_known(folder, kind)
+
+
+def config_of(kind: str) -> PreTrainedConfig:
+    if not kind.startswith("musicgen"):
+        return known_config(kind)
+    parts = {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": f"{kind}_decoder"}
+    return CONFIG_MAPPING[kind](**{part: CONFIG_MAPPING[of]().to_dict() for part, of in parts.items()})
 
 
 @pytest.mark.slow
@@ -93,19 +126,25 @@ def test_the_table_has_every_decoder() -> None:
 def test_a_decoder_is_served_with_equal_answers_or_refused(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On one rank, plain and with drafts; on two ranks, where its plan fits."""
     monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
-    if kind in UNBUILT:
-        known_config(kind).save_pretrained(tmp_path)
-        path = tmp_path / "config.json"
-        named = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}
-        path.write_text(json.dumps(json.loads(path.read_text()) | named))
-    else:
-        make_known(tmp_path, kind)
+    make(tmp_path, kind)
     source = ModelSource(path=str(tmp_path), device="cpu")
     if BY_KIND[kind] != EQUAL:
-        with pytest.raises(ValueError) as error:
-            read_target_config(source, 1)
-        assert BY_KIND[kind] in str(error.value) and "\n" not in str(error.value)
+        assert BY_KIND[kind] in refusal(source, 1)
         return
     assert read_target_config(source, 1).served_by is not None
-    assert by_us(tmp_path) == by_transformers(tmp_path)
+    like = make_known(tmp_path / "text", "gemma3n_text") if kind == "gemma3n" else tmp_path
+    check_logprobs(tmp_path, like=like)
+    check_logprobs(tmp_path, like=like, speculative=SpeculativeConfig(method="suffix", num_steps=7, num_draft_tokens=8))
+    if kind in ONE_RANK.split():
+        assert "tensor_parallel=2: " in refusal(source, 2)
+    else:
+        check_logprobs(tmp_path, like=like, tensor_parallel=2)
+
+
+def refusal(source: ModelSource, tensor_parallel: int) -> str:
+    with pytest.raises(ValueError) as error:
+        read_target_config(source, tensor_parallel)
+    assert "\n" not in str(error.value)
+    return str(error.value)
