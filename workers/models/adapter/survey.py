@@ -251,11 +251,14 @@ class _Recorder:
                 f"has attention ({self._path}) with {', '.join(unknown) or 'rows that see later ones'}, which Aerie "
                 "has no operation for"
             )
+        num_heads, num_kv_heads = q.shape[1], k.shape[1]
+        if num_heads % num_kv_heads:
+            raise UnservableError(f"has {num_heads} query heads, no multiple of its {num_kv_heads} key and value heads")
         self._calls.append(
             AttentionCall(
                 module=self._path,
-                num_heads=q.shape[1],
-                num_kv_heads=k.shape[1],
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
                 head_dim=q.shape[3],
                 value_dim=v.shape[3],
                 scale=q.shape[3] ** -0.5 if scaling is None else float(scaling),

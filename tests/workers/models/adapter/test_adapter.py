@@ -185,6 +185,12 @@ def test_experts_of_another_activation_are_refused(tmp_path: Path) -> None:
         read(tmp_path, "olmoe", hidden_act="gelu")
 
 
+@pytest.mark.parametrize("num_kv_heads", [3, 8])
+def test_query_heads_that_cannot_share_their_keys_are_refused(tmp_path: Path, num_kv_heads: int) -> None:
+    with pytest.raises(ValueError, match=f"has 4 query heads, no multiple of its {num_kv_heads} key and value heads"):
+        read(tmp_path, "olmo", num_attention_heads=4, num_key_value_heads=num_kv_heads)
+
+
 def test_angles_of_one_kind_of_layer_may_depend_on_the_length(tmp_path: Path, without_families: None) -> None:
     kinds = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     assert read(tmp_path, "gemma3_text", rope_parameters=kinds, max_position_embeddings=128).max_position == 128
