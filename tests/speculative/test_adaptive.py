@@ -94,7 +94,7 @@ def test_answers_do_not_change_when_shapes_do(pair: Pair, plain: list[list[int]]
     assert stats.num_draft_tokens > accepted > 0.2 * stats.num_drafts
     with local_engine(spec(pair, dataclasses.replace(speculative, adaptive=False))) as engine:
         assert answers(engine, pair.prompts, with_rare=True) == plain
-        assert set(engine.scheduler.stats.steps_by_reason) <= {"static", "nobody"}
+        assert set(engine.scheduler.stats.steps_by_reason) <= {"static", "not_wanted"}
 
 
 @pytest.mark.parametrize("shape", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
@@ -105,7 +105,7 @@ def test_where_nothing_is_captured_any_shape_runs_beside_prompts(
     with local_engine(spec(pair, speculative)) as engine:
         assert answers(engine, pair.prompts, with_rare=True) == plain
         stats, shapes = engine.scheduler.stats, engine.scheduler._shapes
-    assert set(stats.steps_by_reason) <= {"best", "probe", "nobody"}
+    assert set(stats.steps_by_reason) <= {"best", "probe", "not_wanted"}
     assert set(stats.steps_by_shape) == {s.name for s in shapes.shapes}
 
 
