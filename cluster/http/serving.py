@@ -60,6 +60,11 @@ class Edge:
     counts: RequestCounts = field(default_factory=RequestCounts)
     tracing: Tracing = Tracing()  # noqa: RUF009 - has no state
 
+    async def check_grammars(self, request: EdgeRequest) -> None:
+        """Raise ApiError if a grammar of the request cannot be used."""
+        for grammar in request.grammars:
+            await self.grammars.check(grammar)
+
 
 class GenerationResponse(Response):
     """The reply to `request`.

@@ -2,8 +2,7 @@
 looked up in it, and the tokens that followed them there become a branch of the request's tree.
 
 Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) and suffix decoding (arXiv 2411.04975), with a
-scan
-in place of a suffix tree: a round reads each request's text once, 4 bytes per token, and updates no tree.
+scan in place of a suffix tree: a round reads each request's text once, 4 bytes per token, and updates no tree.
 """
 
 from dataclasses import dataclass

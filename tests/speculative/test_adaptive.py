@@ -152,8 +152,8 @@ def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_every_round_tells_the_targets_min_entropy(pair: Pair, tensor_parallel: int) -> None:
-    """The min-entropy is that of the distribution from which a round's first token is chosen. It is told for every
-    shape, with prompts beside the rounds or without."""
+    """Results have the min-entropy of the distribution that a round's first token is chosen from: for every shape, with
+    and without prompts beside the rounds."""
     asking = spec(pair, pair.tree())
     asking = dataclasses.replace(asking, worker=dataclasses.replace(asking.worker, tensor_parallel=tensor_parallel))
     kinds = set()

@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.tiny_models import make_eagle3
-from tests.workers.models.test_targets import by_transformers, by_us, prompts, requests_of
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from tests.workers.models.test_targets import by_transformers, by_us, prompts, requests_of, worker_of
+from workers.config import ModelSource
 from workers.models.loading import read_target_config
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request, RequestOutput
@@ -47,14 +46,7 @@ def check_logprobs(
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    worker = WorkerConfig(
-        ModelSource(path=str(target), device="cpu"),
-        CacheConfig(4, num_pages=200),
-        SchedulerConfig(4, 32),
-        tensor_parallel=tensor_parallel,
-        measure_costs=False,
-        debug=True,
-    )
+    worker = worker_of(target, tensor_parallel=tensor_parallel)
     sampling = SamplingParams(16, 0.0, logprobs=5)
     requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts())]
     found: dict[str, list[tuple[tuple[int, ...], tuple[float, ...]]]] = {each.request_id: [] for each in requests}

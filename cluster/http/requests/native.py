@@ -28,8 +28,7 @@ async def native_request(body: NativeRequest, config: EdgeConfig, tokenizer: Cha
     """The request with `n` choices for each prompt. Raises ApiError."""
     if (body.text is None) == (body.input_ids is None):
         raise invalid("text", "give either text or input_ids")
-    prompts: Any = body.input_ids if body.text is None else body.text
-    given = body.sampling_params
+    prompts, given = _prompts(body), body.sampling_params
     if not isinstance(given, list):
         return await _request(body, prompts, given or NativeSampling(), config, tokenizer)
     try:
@@ -55,8 +54,13 @@ async def native_request(body: NativeRequest, config: EdgeConfig, tokenizer: Cha
 
 def has_several(body: NativeRequest) -> bool:
     """Whether the request has a list of prompts, which gets a list of answers."""
-    prompts: Any = body.input_ids if body.text is None else body.text
+    prompts = _prompts(body)
     return isinstance(prompts, list) and not (prompts and type(prompts[0]) is int)
+
+
+def _prompts(body: NativeRequest) -> Any:
+    """Return what the request gives, one prompt or a list of them."""
+    return body.input_ids if body.text is None else body.text
 
 
 async def _request(

@@ -34,8 +34,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         http: Request, body: SamplingFields, request: EdgeRequest, form: Callable[[ReplyContext], Reply], prefix: str
     ) -> Response:
         """The reply, once the request's grammars are known to compile."""
-        for grammar in request.grammars:
-            await edge.grammars.check(grammar)
+        await edge.check_grammars(request)
         own_id = body.request_id or body.rid
         if own_id is not None:
             http.state.request_id = own_id

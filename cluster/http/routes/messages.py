@@ -33,8 +33,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         """Continues a conversation, in Anthropic's form."""
         chat = chat_of(http, body)
         request = await chat_request(chat, config, tokenizer)
-        for grammar in request.grammars:
-            await edge.grammars.check(grammar)
+        await edge.check_grammars(request)
         if body.request_id is not None:
             http.state.request_id = body.request_id
             request_id.set(body.request_id)

@@ -21,8 +21,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     async def generate(http: Request, body: NativeRequest) -> Response:
         """Continues a text, in SGLang's form."""
         request = await native_request(body, config, tokenizer)
-        for grammar in request.grammars:
-            await edge.grammars.check(grammar)
+        await edge.check_grammars(request)
         if body.rid is not None:
             http.state.request_id = body.rid
             request_id.set(body.rid)

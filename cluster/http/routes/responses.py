@@ -45,8 +45,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         conversation = [*(earlier.messages if earlier else ()), *input_messages(body.input)]
         try:
             request = await chat_request(chat_body(body, conversation), config, tokenizer)
-            for grammar in request.grammars:
-                await edge.grammars.check(grammar)
+            await edge.check_grammars(request)
         except ApiError as error:
             raise to_responses_error(error) from None
         if (own_id := body.request_id or body.rid) is not None:

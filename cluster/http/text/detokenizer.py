@@ -4,6 +4,7 @@ they are whole; what is emitted in all, with `flush`, is what decoding all token
 
 import codecs
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,37 +24,36 @@ class Detokenizer(Protocol):
         ...
 
 
-class ByteVocabulary:
-    """The bytes of each token of a byte-level tokenizer, looked up when first seen."""
+class TokenBytes(ABC):
+    """The bytes of each token, computed when the token is first seen."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
 
     def of(self, token: int) -> bytes:
-        """b"" for ids that the vocabulary does not have (a model's embedding is often padded)."""
+        """Return the bytes; b"" for ids that the vocabulary does not have (a model's embedding is often padded)."""
         raw = self._bytes.get(token)
         if raw is None:
-            raw = self._bytes[token] = _token_bytes(self._tokenizer.id_to_token(token) or "")
+            raw = self._bytes[token] = self._computed(token)
         return raw
 
+    @abstractmethod
+    def _computed(self, token: int) -> bytes: ...
 
-class PieceVocabulary:
-    """The bytes of each token of any other tokenizer, as in the middle of a text, looked up when first seen. Decoded
-    alone, most of SentencePiece's tokens would lose the space before them, and its byte tokens be U+FFFD."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._bytes: dict[int, bytes] = {}
+class ByteVocabulary(TokenBytes):
+    """For byte-level tokenizers."""
 
-    def of(self, token: int) -> bytes:
-        """b"" for ids that the vocabulary does not have."""
-        raw = self._bytes.get(token)
-        if raw is None:
-            raw = self._bytes[token] = self._found(token)
-        return raw
+    def _computed(self, token: int) -> bytes:
+        return _token_bytes(self._tokenizer.id_to_token(token) or "")
 
-    def _found(self, token: int) -> bytes:
+
+class PieceVocabulary(TokenBytes):
+    """For all other tokenizers: the bytes that a token has in the middle of a text. Decoded alone, most of
+    SentencePiece's tokens would lose the space before them, and its byte tokens would become U+FFFD."""
+
+    def _computed(self, token: int) -> bytes:
         name, alone = self._tokenizer.id_to_token(token) or "", self._decode([token])
         byte = _BYTE_TOKEN.fullmatch(name)
         if byte is not None and alone != name:  # the decoder knows byte tokens

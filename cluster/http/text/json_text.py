@@ -51,7 +51,7 @@ def without_surrogates(text: str) -> str:
 def nesting(raw: bytes) -> tuple[int, int]:
     """Return how many lists and objects a JSON document has, and how deep they are nested. Takes 0.1 s for 8 MB.
 
-    Of what is no JSON, the numbers mean nothing."""
+    If `raw` is not valid JSON, both numbers are meaningless."""
     plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # within strings alone
     characters = np.frombuffer(plain, np.uint8)
     is_inside = np.bitwise_xor.accumulate(characters == ord('"'))  # a string

@@ -62,7 +62,8 @@ class _Begun:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.length = 0
-        # Of each beginning of the string reached so far: the length of the longest shorter one that it ends with.
+        # For each prefix of the string that was reached so far, by its length: the length of its longest border (a
+        # shorter prefix that it also ends with).
         self._shorter = [0, 0]
 
     def push(self, character: str) -> bool:

@@ -52,6 +52,18 @@ def by_us(target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig
     return [request.output for request in requests_of(target, tensor_parallel, speculative)]
 
 
+def worker_of(target: Path, num_pages: int = 200, **options: Any) -> WorkerConfig:
+    """Four requests at once, chunks of up to 32 tokens, pages of 4. options: of `WorkerConfig`."""
+    return WorkerConfig(
+        ModelSource(path=str(target), device="cpu"),
+        CacheConfig(4, num_pages=num_pages),
+        SchedulerConfig(4, 32),
+        measure_costs=False,
+        debug=True,
+        **options,
+    )
+
+
 def requests_of(
     target: Path,
     tensor_parallel: int = 1,
@@ -62,15 +74,7 @@ def requests_of(
 ) -> list[Request]:
     """repeats: how often each prompt is asked, all of them in turn."""
     torch.set_num_threads(1)
-    worker = WorkerConfig(
-        ModelSource(path=str(target), device="cpu"),
-        CacheConfig(4, num_pages=num_pages),
-        SchedulerConfig(4, 32),
-        tensor_parallel=tensor_parallel,
-        expert_parallel=expert_parallel,
-        measure_costs=False,
-        debug=True,
-    )
+    worker = worker_of(target, num_pages, tensor_parallel=tensor_parallel, expert_parallel=expert_parallel)
     with local_engine(EngineSpec(worker, speculative)) as engine:
         return engine.generate(prompts() * repeats, GREEDY, 4)
 

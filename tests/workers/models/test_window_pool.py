@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.local import local_engine
 from tests.speculative.requests.test_not_finite import POISON, outputs, run, target_of
@@ -13,8 +12,7 @@ from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow
 from tests.support.target_answers import CHAIN, TREE, drafted
 from tests.support.tiny_models import make_target
-from tests.workers.models.test_targets import by_transformers, prompts
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from tests.workers.models.test_targets import by_transformers, prompts, worker_of
 from workers.engine_layout import EngineLayout
 from workers.runner.worker import Worker
 from workers.scheduling.plan import SamplingParams
@@ -32,14 +30,7 @@ def few_window_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec(target: Path, head: Path, shape: tuple[int, int, int] | None) -> EngineSpec:
-    worker = WorkerConfig(
-        ModelSource(path=str(target), device="cpu"),
-        CacheConfig(4, num_pages=200),
-        SchedulerConfig(4, 32),
-        measure_costs=False,
-        debug=True,
-    )
-    return EngineSpec(worker, None if shape is None else drafted(target, head, shape))
+    return EngineSpec(worker_of(target), None if shape is None else drafted(target, head, shape))
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ OUTCOMES: dict[str, str] = {
         minimax
     """,
 }
-# Of which transformers makes no random model of these sizes, and which are refused: their configuration is enough.
+# Kinds that are refused by their configuration; transformers cannot make a random model of these sizes.
 UNBUILT = (
     "gemma4_assistant",
     "gemma4_unified_assistant",
@@ -87,7 +87,7 @@ UNBUILT = (
     "reformer",
     "zamba",
 )
-# Of which transformers has no plan for ranks, or one for their vocabulary alone.
+# Kinds for which transformers' tensor-parallel plan is missing, or covers the vocabulary only.
 ONE_RANK = """
     afmoe axk1 bitnet ctrl deepseek_v3 fuyu gpt-sw3 gpt2 gpt_bigcode gpt_oss granitemoe granitemoeshared
     hunyuan_v1_dense hunyuan_v1_moe lfm2 modernbert-decoder moshi nemotron opt persimmon phimoe youtu
