@@ -77,9 +77,8 @@ class LatentRows:
         lengths = buffers.lengths.view(-1, rows)
         if buffers.offsets is None:
             assert buffers.empty is not None
-            torch.clamp_min(
-                batch.prefix_len.unsqueeze(1).expand(-1, rows), 1, out=lengths
-            )  # the library does not accept 0
+            # at least 1: the library does not accept 0
+            torch.clamp_min(batch.prefix_len.unsqueeze(1).expand(-1, rows), 1, out=lengths)
             torch.eq(batch.prefix_len.unsqueeze(1).expand(-1, rows), 0, out=buffers.empty.view(-1, rows))
         else:
             torch.add(batch.prefix_len.unsqueeze(1), buffers.offsets, out=lengths)

@@ -51,9 +51,8 @@ class EngineLinks:
         self._chance = random.Random(seed)
         self._links: dict[str, EngineLink] = {}
         self._opened_s: dict[str, float] = {}
-        self._successor_by_s = (
-            clock() + SUCCESSOR_WAIT_S
-        )  # the ingress may have started while an engine is being replaced
+        # the ingress may have started while an engine is being replaced
+        self._successor_by_s = clock() + SUCCESSOR_WAIT_S
         self._server_ends = False
         self._num_waiting = 0
         self._changed = asyncio.Event()  # set when a report comes or a link ends

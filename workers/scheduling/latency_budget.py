@@ -197,9 +197,8 @@ class StepBudget:
         step_time = self._step_time
         if count <= 0 or step_time is None:
             return count
-        others = (
-            self._pairs - self.tokens * context
-        )  # correction for the tokens taken so far, which have another context
+        # correction for the tokens taken so far, which have another context
+        others = self._pairs - self.tokens * context
 
         fitting = step_time.chunk_tokens_within(self._limit_ms, self._rounds, self.tokens + count, context, others)
         return max(fitting - self.tokens, 0 if self.tokens else min(count, step_time.costs.chunk_tokens[0]))

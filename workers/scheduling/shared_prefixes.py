@@ -53,9 +53,8 @@ class SharedPrefixes:
         if cache is None or sequence.request.wants_prompt_logprobs:
             return False
         size, saves = cache.page_size, self._slot_pages.saves
-        may_lack = (
-            saves is not None or self._slot_pages.windows is not None
-        )  # resuming needs more than cached pages: a state, or a window
+        # resuming may need more than cached pages: a state, or a window
+        may_lack = saves is not None or self._slot_pages.windows is not None
         salt = sequence.request.sampling.cache_salt
         cached = cache.num_cached(sequence.tokens, salt) // size
         for other in self._others(sequence, cached, builder):

@@ -28,9 +28,8 @@ NOISE_WEIGHT = 1 / 32  # weight of the newest step in the estimated noise
 FIRST_LAUNCH = 1.3  # ignore the first rounds of a shape and batch size if slower than this times the prediction
 SURE_AFTER = 8  # observed steps of a kind from which on its time counts as known
 OUTLIER = 3.0  # standard deviations that the difference of a step of a known kind is clipped to
-UNSURE_SHARE = (
-    0.25  # share of a larger difference, of a kind not known yet, that remains as error: it may be an outlier
-)
+# Share of a larger difference that counts as error while the kind is not known: the step may be an outlier.
+UNSURE_SHARE = 0.25
 ABSENT_STEPS = 128  # a kind that has not run for so many steps counts as observed at most FEW_AFTER_ABSENCE times,
 FEW_AFTER_ABSENCE = 4  # because the machine may have been busy when it was observed
 FEW_ERROR = 0.8  # error from few observed steps, divided by their number: all of them may have been disturbed
@@ -125,9 +124,8 @@ class StepTime:
         self._settling = 0  # steps until the pace counts as known
         self.num_pace_changes = 0  # sudden changes, by a change of the machine's load
         self._num_observed = np.zeros(len(errors), np.int64)  # steps, by kind
-        self._last_points: tuple[Step, tuple[list[float], list[float]]] | None = (
-            None  # last argument and result of `_chunk_points`
-        )
+        # last argument and result of `_chunk_points`
+        self._last_points: tuple[Step, tuple[list[float], list[float]]] | None = None
 
     def predict(self, step: Step) -> Prediction:
         """Predict the time of a step, with its error."""

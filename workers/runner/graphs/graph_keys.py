@@ -24,17 +24,15 @@ from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)  # prompt tokens; see `token_buckets`
 EXPANDED_TOKENS = 384  # from here on expanded chunks are estimated to cost less; a prompt's first chunk as much
-EXPANDED_SEEN = (
-    16384  # maximum tokens that a step's expanded chunks attend to, for whose keys and values memory is kept
-)
+# Maximum tokens that a step's expanded chunks attend to: there is memory for their keys and values.
+EXPANDED_SEEN = 16384
 FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the mixed batches that a start waits for
 EAGER_ROWS = 1024  # an eager step is slower than a graph by about the time of so many rows
 _FEW_TOKENS = 512  # up to here mixed batches are captured for every power of two of requests
 GREEDY = SamplingNeeds(random=False)
 RANDOM = SamplingNeeds(random=True)
-CHUNK_NEEDS = SamplingNeeds(
-    random=True, filtered=True
-)  # for all chunks: filters cost 0.1 ms, a step without a graph 25 ms
+# The needs of all chunks: filters cost 0.1 ms, a step without a graph 25 ms.
+CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)
 BETWEEN_NEEDS = (RANDOM, CHUNK_NEEDS)  # for shapes between non-speculative decoding and the default
 MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
 

@@ -47,9 +47,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         one = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
-        self.run_on_own_stream(
-            lambda: one @ one
-        )  # creates cuBLAS's handle and workspace, which must not belong to a graph
+        # creates cuBLAS's handle and workspace, which must not belong to a graph
+        self.run_on_own_stream(lambda: one @ one)
 
     def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
         graph = torch.cuda.CUDAGraph()

@@ -142,18 +142,16 @@ class Survival:
         failed = accepted < np.minimum(self._depth[drafted], self._depth[shape])
         hits, trials = self._column < accepted, self._column < accepted + failed
         engine_hits, engine_trials = hits.sum(1), trials.sum(1)
-        age = np.full(
-            self._hits.shape, num_seen / ENGINE_WINDOW / 8
-        )  # minimum: counts of other shapes and depths decay at an eighth of the pace
+        # minimum: counts of other shapes and depths decay at an eighth of the pace
+        age = np.full(self._hits.shape, num_seen / ENGINE_WINDOW / 8)
         np.maximum(age[family], engine_trials / ENGINE_WINDOW, out=age[family])
         kept, added = _kept_and_added(age)
         self._hits *= kept
         self._trials *= kept
         self._hits[family] += engine_hits * added[family]
         self._trials[family] += engine_trials * added[family]
-        weight = (
-            SHAPE_PRIOR * self._chances[family]
-        )  # the expected hits come from an estimate that includes these rounds
+        # the expected hits come from an estimate that includes these rounds
+        weight = SHAPE_PRIOR * self._chances[family]
         chances = (self._hits[family] + weight) / (self._trials[family] + SHAPE_PRIOR)
         num_slots = len(self._numbers)
         current = self._numbers[slots] == numbers  # False where another request has the slot now
