@@ -1,5 +1,6 @@
 """JSON that UTF-8 cannot express, or nested without end: in bodies, in texts within them, in what models write."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -8,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 
 from cluster.http.schema.body import MAX_CONTAINERS
-from cluster.http.text.json_text import MAX_NESTING, is_too_deep, nesting, parsed, parsed_repaired, repaired
+from cluster.http.text.json_text import MAX_NESTING, nesting, parsed, parsed_repaired, repaired
 from tests.cluster.http.parsers.test_parsers import FORMS
 from tests.cluster.http.parsers.test_tools import WEATHER, tool_tokenizer
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, RESPONSES, TEXT, in_process
@@ -221,7 +222,16 @@ async def test_what_would_hold_up_other_requests_for_seconds_is_refused_before_t
         assert (await client.post(CHAT, json=text)).status_code == 200
 
 
-@pytest.mark.parametrize("depth", [0, 1, MAX_NESTING - 1, MAX_NESTING, MAX_NESTING + 1, 500])
-def test_depth_is_counted(depth: int) -> None:
-    assert is_too_deep(nested(depth)) == (depth > MAX_NESTING)
-    assert is_too_deep([{"b": [1, nested(depth)]}, [], {}]) == (depth + 3 > MAX_NESTING)
+@pytest.mark.parametrize("depth", [0, 1, MAX_NESTING - 2, MAX_NESTING - 1, MAX_NESTING, 500])
+async def test_the_depth_of_a_body_and_of_a_text_within_it_have_one_limit(depth: int) -> None:
+    """Values that a duplicate of their key replaces count for both."""
+    deep = json.dumps(nested(depth))
+    documents = [f'{{"x": {deep}}}', f'{{"x": {deep}, "x": 1}}', f'{{"x": [], "x": {deep}, "y": ["{"[" * 300}"]}}']
+    async with in_process(FakeEngine(says("x"))) as client:
+        for document in documents:
+            body = json.dumps(HELLO)[:-1] + ", " + document[1:]
+            reply = await client.post(CHAT, content=body.encode(), headers={"content-type": "application/json"})
+            assert reply.status_code == (400 if depth + 1 > MAX_NESTING else 200), reply.text
+            for read in (parsed, parsed_repaired):
+                with pytest.raises(ValueError, match="deep") if depth + 1 > MAX_NESTING else contextlib.nullcontext():
+                    assert read(document) == json.loads(document)
