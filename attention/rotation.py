@@ -14,8 +14,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x[..., :rotated].float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
+    out = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return out if rotated == x.shape[-1] else torch.cat((out, x[..., rotated:]), dim=-1)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

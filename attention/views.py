@@ -38,11 +38,11 @@ class LatentKV:
 class ExpandedKV:
     """Keys and values expanded from latent rows: of all tokens of all chunks' requests, chunk after chunk.
 
-    kv: [tokens, heads, key_dim + value_dim], contiguous. turned: [tokens, rotated], the part of keys that heads share,
+    kv: [tokens, heads, key_dim + value_dim], contiguous. k_pe: [tokens, rotated], the part of keys that heads share,
         rotated; last stride 1. first: [C] int32, each chunk's first token.
     """
 
     kv: Tensor
-    turned: Tensor
+    k_pe: Tensor
     first: Tensor
     key_dim: int

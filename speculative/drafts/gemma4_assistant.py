@@ -189,9 +189,9 @@ class AssistantModel(DraftModel):
     def __init__(self, method: Gemma4Assistant, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)
         model = method.model
-        turned = [(heads.rope, heads.head_dim) for heads in model.heads]
-        tables = {each: RotaryTable(*each, max_position, device) for each in dict.fromkeys(turned)}
-        self.rotary = [tables[each] for each in turned]
+        widths = [(heads.rope, heads.head_dim) for heads in model.heads]
+        tables = {each: RotaryTable(*each, max_position, device) for each in dict.fromkeys(widths)}
+        self.rotary = [tables[each] for each in widths]
         self.embedding_scale = in_default_dtype(method.backbone**0.5)
         self.pre_projection = ReplicatedLinear(2 * method.backbone, model.hidden_size, bias=False)
         self.layers = nn.ModuleList(make_layer(model, layer, group) for layer in range(model.num_layers))

@@ -47,7 +47,7 @@ class RotaryTable:
         self._sin = (angles.sin() * rope.magnitude).to(device)
 
     def at(self, positions: Tensor) -> Angles:
-        """The angles at positions [rows] int64, which are looked up where rows are turned (`KVLayout.store`)."""
+        """The angles at positions [rows] int64, which are looked up where rows are rotated (`KVLayout.store`)."""
         return Angles(self._cos, self._sin, positions)
 
 

@@ -34,7 +34,7 @@ class PendingStep:
     started_s: of `time.perf_counter`.
     failed: by entry.
     failed_requests: by number of the request.
-    asking: numbers of requests whose prompt chunks ask for log-probabilities, in the order of their rows.
+    scored_requests: numbers of the requests whose prompt chunks ask for log-probabilities, in the order of their rows.
     """
 
     plan: StepPlan
@@ -43,7 +43,7 @@ class PendingStep:
     started_s: float
     failed: dict[int, Failure]
     failed_requests: dict[int, Failure]
-    asking: tuple[int, ...] = ()
+    scored_requests: tuple[int, ...] = ()
 
     def result(self, events: MaskEvents, graphs: GraphCount) -> StepResult:
         """Return the result, once it is on the host. events: of grammars. graphs: after this step."""
@@ -84,8 +84,8 @@ def _prompt_logprobs(pending: PendingStep, ranking: PromptRanking) -> tuple[Prom
     ranking: on the host, of the chunks that ask for it, in the order of `in_order`.
     """
     found, first = {}, 0
-    asking = [chunk for chunk in in_order(pending.plan) if chunk.logprobs >= 0]
-    for chunk, number in zip(asking, pending.asking, strict=True):
+    scored = [chunk for chunk in in_order(pending.plan) if chunk.logprobs >= 0]
+    for chunk, number in zip(scored, pending.scored_requests, strict=True):
         rows = slice(first, first + chunk.num_logprobs)
         first = rows.stop
         try:

@@ -114,8 +114,8 @@ class Worker:
         emitted = HostOutput.of(tensors)
         if self._grammars is not None and batch.needs.masked:
             self._grammars.ran(entries, emitted)
-        asking = tuple(self._slots.facts[chunk.slot].number for chunk in in_order(plan) if chunk.logprobs >= 0)
-        self._pending.append(PendingStep(plan, emitted, num_logprobs, started_s, failed, failed_requests, asking))
+        scored = tuple(self._slots.facts[chunk.slot].number for chunk in in_order(plan) if chunk.logprobs >= 0)
+        self._pending.append(PendingStep(plan, emitted, num_logprobs, started_s, failed, failed_requests, scored))
 
     def _fill_masks(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> None:
         """Copy the masks of a step's rows to the device; adds to `failed`. Rows without a mask emit nothing."""

@@ -181,7 +181,7 @@ class PrefillPlanner:
         if saves is not None:
             saves.plan_chunk(sequence.slot, start, sequence.tokens[start:end], sequence.request.sampling.stop_token_ids)
         if asks:
-            builder.asking.append(sequence)
+            builder.with_prompt_logprobs.append(sequence)
         builder.max_kv_len = max(builder.max_kv_len, end + (draft_tokens if is_last else 0))
         builder.num_planned[sequence.slot] = count
         sequence.computed = end

@@ -264,7 +264,7 @@ class Scheduler:
             shape,
             slot_pages.drafted[slots],
             self.shape_choice.reason.value,
-            builder.asking,
+            builder.with_prompt_logprobs,
             load,
             self.shape_choice.match_classes(slots, slot_pages.number[slots]),
         )

@@ -83,7 +83,7 @@ class InFlightStep:
     drafted: [num_rounds] shape that each round's tree was drafted in.
     num_drafted: [n] tokens that the step drafts for each sequence.
     reason: why the rounds have this shape (`Reason`).
-    asking: sequences with prompt log-probabilities in this step, in the plan's order.
+    with_prompt_logprobs: sequences with prompt log-probabilities in this step, in the plan's order.
     load: the step's work, for `StepTime`.
     match_classes: [num_rounds] `MatchSurvival.classes`; None in engines that do not copy drafts.
     expected: predicted time; None without costs.
@@ -100,7 +100,7 @@ class InFlightStep:
         "drafted",
         "num_drafted",
         "reason",
-        "asking",
+        "with_prompt_logprobs",
         "expected",
         "load",
         "match_classes",
@@ -116,7 +116,7 @@ class InFlightStep:
         shape: int,
         drafted: Int64s,
         reason: str,
-        asking: list[Sequence],
+        with_prompt_logprobs: list[Sequence],
         load: Step = Step(),  # noqa: B008 - immutable
         match_classes: Int64s | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class InFlightStep:
         self.drafted = drafted
         self.num_drafted = np.zeros(len(sequences), np.int64)
         self.reason = reason
-        self.asking = asking
+        self.with_prompt_logprobs = with_prompt_logprobs
         self.expected: Prediction | None = None
         self.load = load
         self.match_classes = match_classes
@@ -152,7 +152,7 @@ class PlanBuilder:
     oldest_in_flight: the first step without an applied result.
     inits, chunks: as in `StepPlan`.
     last_chunks: sequences whose prompt ends in this plan, in the order of their chunks.
-    asking: sequences with prompt log-probabilities in this plan.
+    with_prompt_logprobs: sequences with prompt log-probabilities in this plan.
     max_kv_len: bound above the positions that the chunks read or write.
     preempted: the plan preempted a request, so it admits none.
     admits: False once a new request had no room.
@@ -166,7 +166,7 @@ class PlanBuilder:
         "inits",
         "chunks",
         "last_chunks",
-        "asking",
+        "with_prompt_logprobs",
         "max_kv_len",
         "preempted",
         "admits",
@@ -180,7 +180,7 @@ class PlanBuilder:
         self.inits: list[SlotInit] = []
         self.chunks: list[Chunk] = []
         self.last_chunks: list[Sequence] = []
-        self.asking: list[Sequence] = []
+        self.with_prompt_logprobs: list[Sequence] = []
         self.max_kv_len = 0
         self.preempted = False
         self.admits = True

@@ -40,7 +40,7 @@ LEARN_EVERY_MS = 1.0  # milliseconds of rounds between recorded steps: a record 
 FIRST_RECORDS = 32  # first steps, which are all recorded
 CHANGE_ABOVE = 1 / 128  # share of the time that a better shape must save
 PROMPTS_WEIGHT = 1 / 32  # weight of the newest step in the estimated probability that prompt chunks come again
-FIRST_RETURN = 1 / 8  # that probability before any step
+FIRST_PROMPT_PROBABILITY = 1 / 8  # the same before any step
 
 
 class Reason(StrEnum):
@@ -74,7 +74,9 @@ class ShapeChoice:
         self._all = tuple(range(len(shapes)))
         self._current = shapes.default  # runs in every step that may run it
         self._beside: int | None = None  # runs beside prompt chunks, and between chunks that follow each other closely
-        self._chunks_return = FIRST_RETURN  # probability that a step has prompt chunks after one without
+        self._prompt_probability = (
+            FIRST_PROMPT_PROBABILITY  # probability that a step has prompt chunks after one without
+        )
         self._had_prompts = True
         self._rates: Rates | None = None
         self._step_time: StepTime | None = None
@@ -137,7 +139,7 @@ class ShapeChoice:
             self.reason = Reason.STATIC
             return self._shapes.default
         if not self._had_prompts:
-            self._chunks_return += PROMPTS_WEIGHT * (load.with_prompts - self._chunks_return)
+            self._prompt_probability += PROMPTS_WEIGHT * (load.with_prompts - self._prompt_probability)
         self._had_prompts = load.with_prompts
         if num_requests == 0:  # draft after a prompt what the request's first round will verify
             self.reason = Reason.PROMPTS
@@ -235,7 +237,7 @@ class ShapeChoice:
             return self._best_of(allowed, rates), allowed
         self.reason = Reason.BEST
         if self._beside is not None and self._beside != self._current:
-            steps_left = 1.0 / max(self._chunks_return, 1e-9)
+            steps_left = 1.0 / max(self._prompt_probability, 1e-9)
             lost_ms = steps_left * (rates.loss(self._beside) - rates.loss(self._current))
             if lost_ms < rates.change_loss(self._beside, self._current):
                 self.reason = Reason.PROMPTS

@@ -68,7 +68,7 @@ class StepResults:
         if self.step_time is not None:
             expected_ms = step.expected.ms if step.expected is not None and step.num_rounds else 0.0
             self.step_time.observe(step.load, took_s * 1e3, expected_ms)
-        outputs += _prompt_outputs(step, result) if step.asking else []
+        outputs += _prompt_outputs(step, result) if step.with_prompt_logprobs else []
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
         columns = (counts.tolist(), finish.tolist(), accepted, num_drafted)
@@ -217,6 +217,6 @@ def _prompt_outputs(step: InFlightStep, result: StepResult) -> list[RequestOutpu
     """Return outputs with log-probabilities of prompts, for requests that still have a slot."""
     return [
         RequestOutput(sequence.request, [], prompt_logprobs=logprobs)
-        for sequence, logprobs in zip(step.asking, result.prompt_logprobs, strict=True)
+        for sequence, logprobs in zip(step.with_prompt_logprobs, result.prompt_logprobs, strict=True)
         if not sequence.is_finished and sequence.slot >= 0
     ]

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.metadata import PrefillBatch
-from attention.ops.attend.latent_tile_triton import no_state, turn_pairs
+from attention.ops.attend.latent_tile_triton import no_state, rotate_pairs
 from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
 from attention.ops.attend.prefill_triton import PrefillTiles
@@ -25,11 +25,11 @@ def _attend_tiles(
     low,
     high,
     q,
-    q_turned,
+    q_pe,
     kv_ptr,
-    turned_ptr,
+    k_pe_ptr,
     kv_stride,
-    turned_stride,
+    k_pe_stride,
     position,
     last,
     scale_log2,
@@ -37,7 +37,7 @@ def _attend_tiles(
     total,
     acc,
     KEY: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     VALUE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
@@ -51,10 +51,10 @@ def _attend_tiles(
         kv = kv_ptr + token * kv_stride
         k = tl.load(kv + tl.arange(0, KEY)[None, :])
         v = tl.load(kv + KEY + tl.arange(0, VALUE)[None, :])
-        turned = tl.load(turned_ptr + token * turned_stride + tl.arange(0, TURNED)[None, :])
+        k_pe = tl.load(k_pe_ptr + token * k_pe_stride + tl.arange(0, ROTATED)[None, :])
         if UPCAST:
-            k, v, turned = k.to(tl.float32), v.to(tl.float32), turned.to(tl.float32)
-        scores = tl.dot(q_turned, tl.trans(turned), input_precision="ieee")
+            k, v, k_pe = k.to(tl.float32), v.to(tl.float32), k_pe.to(tl.float32)
+        scores = tl.dot(q_pe, tl.trans(k_pe), input_precision="ieee")
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
         if MASKED:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
@@ -66,7 +66,7 @@ def _attend_tiles(
 def _attend_expanded(
     q_ptr,
     kv_ptr,
-    turned_ptr,
+    k_pe_ptr,
     out_ptr,
     cos_ptr,
     sin_ptr,
@@ -77,10 +77,10 @@ def _attend_expanded(
     q_row_stride,
     q_head_stride,
     kv_row_stride,
-    turned_row_stride,
+    k_pe_row_stride,
     out_row_stride,
     KEY: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -97,25 +97,25 @@ def _attend_expanded(
     row = (first + m).to(tl.int64)
     q_row = q_ptr + row[:, None] * q_row_stride + head * q_head_stride
     q = tl.load(q_row + tl.arange(0, KEY)[None, :], mask=live[:, None], other=0.0)
-    both = tl.load(q_row + KEY + tl.arange(0, TURNED)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-    angle = tl.load(angle_ptr + row, mask=live, other=0)[:, None] * (TURNED // 2) + tl.arange(0, TURNED // 2)[None, :]
+    both = tl.load(q_row + KEY + tl.arange(0, ROTATED)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    angle = tl.load(angle_ptr + row, mask=live, other=0)[:, None] * (ROTATED // 2) + tl.arange(0, ROTATED // 2)[None, :]
     cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
-    q_turned = turn_pairs(both, cos, sin, BLOCK_M, TURNED).to(q.dtype)
+    q_pe = rotate_pairs(both, cos, sin, BLOCK_M, ROTATED).to(q.dtype)
     if UPCAST:
-        q, q_turned = q.to(tl.float32), q_turned.to(tl.float32)
+        q, q_pe = q.to(tl.float32), q_pe.to(tl.float32)
     position, last = start + m, start + tl.minimum(BLOCK_M, end - first) - 1
     kv_first = tl.load(first_ptr + chunk).to(tl.int64)
     kv = kv_ptr + kv_first * kv_row_stride + head * (KEY + VALUE)
-    turned = turned_ptr + kv_first * turned_row_stride
+    k_pe = k_pe_ptr + kv_first * k_pe_row_stride
     top, total, acc = no_state(BLOCK_M, BLOCK_N, VALUE, 1)
     seen_by_all = (start + 1) // BLOCK_N * BLOCK_N
     top, total, acc = _attend_tiles(
-        0, seen_by_all, q, q_turned, kv, turned, kv_row_stride, turned_row_stride, position, last, scale_log2,
-        top, total, acc, KEY, TURNED, VALUE, BLOCK_N, False, UPCAST,
+        0, seen_by_all, q, q_pe, kv, k_pe, kv_row_stride, k_pe_row_stride, position, last, scale_log2,
+        top, total, acc, KEY, ROTATED, VALUE, BLOCK_N, False, UPCAST,
     )  # fmt: skip
     top, total, acc = _attend_tiles(
-        seen_by_all, last + 1, q, q_turned, kv, turned, kv_row_stride, turned_row_stride, position, last, scale_log2,
-        top, total, acc, KEY, TURNED, VALUE, BLOCK_N, True, UPCAST,
+        seen_by_all, last + 1, q, q_pe, kv, k_pe, kv_row_stride, k_pe_row_stride, position, last, scale_log2,
+        top, total, acc, KEY, ROTATED, VALUE, BLOCK_N, True, UPCAST,
     )  # fmt: skip
     out = out_ptr + row[:, None] * out_row_stride + head * VALUE + tl.arange(0, VALUE)[None, :]
     tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
@@ -152,14 +152,14 @@ def attend_expanded(
     out: [rows, heads, value_dim].
     The parts of q and out must be powers of two.
     """
-    (_, heads, value_dim), rotated = out.shape, made.turned.shape[1]
-    assert q.stride(2) == out.stride(2) == made.turned.stride(1) == 1 and out.stride(1) == value_dim and scale > 0
+    (_, heads, value_dim), rotated = out.shape, made.k_pe.shape[1]
+    assert q.stride(2) == out.stride(2) == made.k_pe.stride(1) == 1 and out.stride(1) == value_dim and scale > 0
     assert q.shape[1:] == (heads, made.key_dim + rotated) and made.kv.shape[1:] == (heads, made.key_dim + value_dim)
     assert made.kv.is_contiguous() and tile_list.is_contiguous() and cos.shape[1] == rotated // 2
     _attend_expanded[(heads, tile_list.shape[0])](
         q,
         made.kv,
-        made.turned,
+        made.k_pe,
         out,
         cos,
         sin,
@@ -170,10 +170,10 @@ def attend_expanded(
         q.stride(0),
         q.stride(1),
         made.kv.stride(0),
-        made.turned.stride(0),
+        made.k_pe.stride(0),
         out.stride(0),
         KEY=made.key_dim,
-        TURNED=rotated,
+        ROTATED=rotated,
         VALUE=value_dim,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -184,18 +184,18 @@ def attend_expanded(
     return out
 
 
-def reference(q_turned: Tensor, made: ExpandedKV, batch: PrefillBatch, scale: float) -> Tensor:
+def reference(q: Tensor, made: ExpandedKV, batch: PrefillBatch, scale: float) -> Tensor:
     """Return attention of rotated q in float64, chunk by chunk."""
     key_dim, value_dim = made.key_dim, made.kv.shape[2] - made.key_dim
-    out = torch.zeros((*q_turned.shape[:2], value_dim), dtype=torch.float64, device=q_turned.device)
+    out = torch.zeros((*q.shape[:2], value_dim), dtype=torch.float64, device=q.device)
     starts, indptr, first = batch.starts.tolist(), batch.qo_indptr.tolist(), made.first.tolist()
     for c, start in enumerate(starts):
         mine = slice(indptr[c], indptr[c + 1])
         rows = mine.stop - mine.start
         tokens = slice(first[c], first[c] + start + rows)
-        kv, turned = made.kv[tokens].double(), made.turned[tokens].double()
-        scores = torch.einsum("rhd,nhd->hrn", q_turned[mine, :, :key_dim].double(), kv[..., :key_dim])
-        scores += torch.einsum("rhd,nd->hrn", q_turned[mine, :, key_dim:].double(), turned)
-        weights = (scores * scale).masked_fill(masked_positions(start, rows, None).to(q_turned.device), float("-inf"))
+        kv, k_pe = made.kv[tokens].double(), made.k_pe[tokens].double()
+        scores = torch.einsum("rhd,nhd->hrn", q[mine, :, :key_dim].double(), kv[..., :key_dim])
+        scores += torch.einsum("rhd,nd->hrn", q[mine, :, key_dim:].double(), k_pe)
+        weights = (scores * scale).masked_fill(masked_positions(start, rows, None).to(q.device), float("-inf"))
         out[mine] = torch.einsum("hrn,nhd->rhd", weights.softmax(-1), kv[..., key_dim:])
     return out

@@ -41,7 +41,7 @@ def load_queries(
 
 
 @triton.jit
-def turn_pairs(x, cos, sin, M: tl.constexpr, ROTATED: tl.constexpr):
+def rotate_pairs(x, cos, sin, M: tl.constexpr, ROTATED: tl.constexpr):
     """Rotate adjacent pairs (`attention.rotation.rotate_pairs`): x [M, ROTATED] float32; cos, sin [M, ROTATED / 2]."""
     first, second = tl.split(tl.reshape(x, (M, ROTATED // 2, 2)))
     return tl.reshape(tl.join(first * cos - second * sin, second * cos + first * sin), (M, ROTATED))
@@ -120,15 +120,15 @@ def score_latent_pairs(
     values have even and odd dimensions apart."""
     dtype: tl.constexpr = q.dtype
     first, second = even(pairs, dtype, INTERPRETED), odd(pairs, dtype, INTERPRETED)
-    turned, turned_odd = even(rotated, dtype, INTERPRETED), odd(rotated, dtype, INTERPRETED)
+    k_pe, k_pe_odd = even(rotated, dtype, INTERPRETED), odd(rotated, dtype, INTERPRETED)
     if TOKENS == 0:
-        scores = tl.dot(turned, tl.trans(q_rotated), input_precision="ieee")
-        scores = tl.dot(turned_odd, tl.trans(q_rotated_odd), scores, input_precision="ieee")
+        scores = tl.dot(k_pe, tl.trans(q_rotated), input_precision="ieee")
+        scores = tl.dot(k_pe_odd, tl.trans(q_rotated_odd), scores, input_precision="ieee")
         scores = tl.dot(first, tl.trans(q), scores, input_precision="ieee")
         scores = tl.dot(second, tl.trans(q_odd), scores, input_precision="ieee")
     else:
-        scores = tl.dot(q_rotated, tl.trans(turned), input_precision="ieee")
-        scores = tl.dot(q_rotated_odd, tl.trans(turned_odd), scores, input_precision="ieee")
+        scores = tl.dot(q_rotated, tl.trans(k_pe), input_precision="ieee")
+        scores = tl.dot(q_rotated_odd, tl.trans(k_pe_odd), scores, input_precision="ieee")
         scores = tl.dot(q, tl.trans(first), scores, input_precision="ieee")
         scores = tl.dot(q_odd, tl.trans(second), scores, input_precision="ieee")
     return scores * scale_log2
@@ -156,9 +156,9 @@ def accumulate_latent_pairs(
     if TOKENS == 0:
         total = total * shrink[None, :] + weights
         weights = (weights * UNIT).to(dtype)
-        turned = tl.trans(pairs)
-        acc = tl.dot(even(turned, dtype, INTERPRETED), weights, acc * shrink[None, :], input_precision="ieee")
-        acc_odd = tl.dot(odd(turned, dtype, INTERPRETED), weights, acc_odd * shrink[None, :], input_precision="ieee")
+        columns = tl.trans(pairs)
+        acc = tl.dot(even(columns, dtype, INTERPRETED), weights, acc * shrink[None, :], input_precision="ieee")
+        acc_odd = tl.dot(odd(columns, dtype, INTERPRETED), weights, acc_odd * shrink[None, :], input_precision="ieee")
     else:
         total = total * shrink + sum_weights(weights, 1, FIXED)
         weights = (weights * UNIT).to(dtype)

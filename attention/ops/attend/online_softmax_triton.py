@@ -60,7 +60,7 @@ def accumulate(scores, v, scale_log2, top, total, acc, FIXED: tl.constexpr = Fal
     FIXED: see `sum_weights`.
     UNIT: see `attention.fp8.weight_unit`.
     """
-    top, total, weights, shrink = weigh(scores, scale_log2, top, total, FIXED)
+    top, total, weights, shrink = softmax_step(scores, scale_log2, top, total, FIXED)
     if UNIT != 1.0:
         weights = weights * UNIT
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -70,7 +70,7 @@ def accumulate(scores, v, scale_log2, top, total, acc, FIXED: tl.constexpr = Fal
 @triton.jit
 def accumulate_pairs(scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED: tl.constexpr, UNIT: tl.constexpr):
     """`accumulate`, with the values' even and odd dimensions apart."""
-    top, total, weights, shrink = weigh(scores, scale_log2, top, total, FIXED)
+    top, total, weights, shrink = softmax_step(scores, scale_log2, top, total, FIXED)
     weights = (weights * UNIT).to(v.dtype)
     acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
     acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None], input_precision="ieee")
@@ -78,7 +78,7 @@ def accumulate_pairs(scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIX
 
 
 @triton.jit
-def weigh(scores, scale_log2, top, total, FIXED: tl.constexpr):
+def softmax_step(scores, scale_log2, top, total, FIXED: tl.constexpr):
     """Return the softmax state after a tile, its weights, and the factor on what was accumulated before."""
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)

@@ -46,12 +46,12 @@ class BlockAttention(nn.Module):
         """
         batch, blocks, rows, _ = x.shape
         shape = (batch, blocks * rows, -1, self.head_dim)
-        query = self._turned(self.q_norm(self.q_proj(x).view(shape)), angles.flatten(1, 2))
-        key = self._turned(self.k_norm(self.k_proj(x).view(shape)), angles.flatten(1, 2))
+        query = self._rotate(self.q_norm(self.q_proj(x).view(shape)), angles.flatten(1, 2))
+        key = self._rotate(self.k_norm(self.k_proj(x).view(shape)), angles.flatten(1, 2))
         value = self.v_proj(x).view(shape)
         kept = context_angles.expand(batch, -1, -1)
         kept_shape = (batch, context.shape[1], -1, self.head_dim)
-        context_key = self._turned(self.k_norm(self.k_proj(context).view(kept_shape)), kept)
+        context_key = self._rotate(self.k_norm(self.k_proj(context).view(kept_shape)), kept)
         context_value = self.v_proj(context).view(kept_shape)
         # [B, kv_heads, group, M * R, d] and [B, kv_heads, 1, T, d]; own blocks as [B, kv_heads, group or 1, M, R, d]
         query = query.transpose(1, 2).reshape(batch, self.num_kv_heads, -1, blocks * rows, self.head_dim)
@@ -72,7 +72,7 @@ class BlockAttention(nn.Module):
         mixed: Tensor = self.o_proj(attended.flatten(1, 2).transpose(1, 2).reshape(batch, blocks, rows, -1))
         return mixed
 
-    def _turned(self, x: Tensor, angles: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
         """Rotate x [B, n, heads, head_dim] by angles [B, n, head_dim / 2]."""
         flat = angles.flatten(0, 1)
         return rotate(x.flatten(0, 1), flat.cos(), flat.sin()).view(x.shape)

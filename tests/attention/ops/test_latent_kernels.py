@@ -419,10 +419,10 @@ def test_latent_rows_become_keys_and_values(latent: int, rotated: int, monkeypat
     tokens = torch.randint(0, 480, (300,), generator=generator).to(DEVICE)
     ends = torch.tensor([0, 50, 50, 170], dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, 7.0, **options))
-    found, turned = expand_latents(kv.rows, tokens, ends, weight)
+    found, k_pe = expand_latents(kv.rows, tokens, ends, weight)
     rows = kv.rows.view(-1, latent + rotated)[tokens[:170]]
     close(found[:170], torch.nn.functional.linear(rows[:, :latent], weight), dtype)
-    assert torch.equal(turned[:170], rows[:, latent:]) and (found[170:] == 7.0).all() and (turned[170:] == 7.0).all()
+    assert torch.equal(k_pe[:170], rows[:, latent:]) and (found[170:] == 7.0).all() and (k_pe[170:] == 7.0).all()
 
 
 def check_expanded(
@@ -439,11 +439,11 @@ def check_expanded(
     made = ExpandedKV(kv, random_rows(sum(lengths), 1, rotated, dtype).squeeze(1), chunks.first, key)
     q, angles = random_rows(batch.num_rows, heads, key + rotated, dtype), random_angles(batch.num_rows, rotated)
     cos, sin = angles.cos[angles.index], angles.sin[angles.index]
-    q_turned = torch.cat((q[..., :key], rotate_pairs(q[..., key:], cos, sin)), dim=-1)
+    q_rotated = torch.cat((q[..., :key], rotate_pairs(q[..., key:], cos, sin)), dim=-1)
     out = torch.full((batch.num_rows, heads, value), float("nan"), dtype=dtype, device=DEVICE)
     chunks.attend(q, made, angles.cos, angles.sin, angles.index, SCALE, out)
     rows = sum(counts)
-    assert_close(out[:rows], expanded_prefill_triton.reference(q_turned, made, batch, SCALE)[:rows], dtype)
+    assert_close(out[:rows], expanded_prefill_triton.reference(q_rotated, made, batch, SCALE)[:rows], dtype)
     assert not out[rows:].any()
 
 

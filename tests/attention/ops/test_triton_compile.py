@@ -328,9 +328,9 @@ def test_latent_chunk_attention_fits_hopper(heads: int, page_size: int, window: 
 
 def test_expanded_chunk_attention_fits_hopper(tmp_path: Path) -> None:
     tiles = expanded_prefill_triton.expanded_tiles(2)
-    pointers = dict.fromkeys(("q_ptr", "kv_ptr", "turned_ptr", "out_ptr"), "bf16")
+    pointers = dict.fromkeys(("q_ptr", "kv_ptr", "k_pe_ptr", "out_ptr"), "bf16")
     pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "angle_ptr": "i64"}
-    constants = {"KEY": 128, "TURNED": 64, "VALUE": 128, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    constants = {"KEY": 128, "ROTATED": 64, "VALUE": 128, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
     spills, shared, ptx = compiled(
         expanded_prefill_triton._attend_expanded,
         tmp_path,

@@ -328,7 +328,7 @@ LATENTS_FP8: tuple[dict[str, str], dict[str, Any]] = (
 
 def test_latent_rows_are_expanded_by_the_matrix_unit(tmp_path: Path) -> None:
     """Two programs to a multiprocessor, with tiles on their way."""
-    pointers = dict.fromkeys(("rows_ptr", "kv_ptr", "turned_ptr"), "bf16") | {"token_ptr": "i64"}
+    pointers = dict.fromkeys(("rows_ptr", "kv_ptr", "k_pe_ptr"), "bf16") | {"token_ptr": "i64"}
     constants = {"N": 4096, "LATENT": 512, "ROTATED": 64, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}
     constants |= {"UPCAST": False}
     kernel, blocks = latent_expansion._expand_latents, {"w_desc": (128, 64)}

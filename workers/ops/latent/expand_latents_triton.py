@@ -24,7 +24,7 @@ def _expand_latents(
     end_ptr,
     w_desc,
     kv_ptr,
-    turned_ptr,
+    k_pe_ptr,
     num_chunks,
     scale,
     N: tl.constexpr,
@@ -47,10 +47,10 @@ def _expand_latents(
         row = rows_ptr + token[:, None] * (LATENT + ROTATED)
         place = m.to(tl.int64)[:, None]
         if first_n == 0:
-            turned = tl.load(row + LATENT + column)
+            k_pe = tl.load(row + LATENT + column)
             if rows_ptr.dtype.element_ty == tl.float8e4nv:
-                turned = (turned.to(tl.float32) * scale).to(turned_ptr.dtype.element_ty)
-            tl.store(turned_ptr + place * ROTATED + column, turned, mask=live)
+                k_pe = (k_pe.to(tl.float32) * scale).to(k_pe_ptr.dtype.element_ty)
+            tl.store(k_pe_ptr + place * ROTATED + column, k_pe, mask=live)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, LATENT, BLOCK_K):
             weights = w_desc.load([first_n, start])
@@ -69,7 +69,7 @@ def expand_latents(
     (n, latent), width = weight.shape, rows.shape[2]
     assert rows.is_contiguous() and weight.is_contiguous() and rows.dtype in (weight.dtype, FP8) and latent % 16 == 0
     kv = torch.empty((tokens.shape[0], n), dtype=weight.dtype, device=rows.device)
-    turned = torch.empty((tokens.shape[0], width - latent), dtype=weight.dtype, device=rows.device)
+    k_pe = torch.empty((tokens.shape[0], width - latent), dtype=weight.dtype, device=rows.device)
     block_m, block_n, warps = (128, 128, 8) if weight.itemsize == 2 else (32, 32, 4)
     block_k = min(64, latent & -latent)
     tiles = triton.cdiv(n, block_n) * triton.cdiv(tokens.shape[0], block_m)
@@ -79,7 +79,7 @@ def expand_latents(
         ends,
         TensorDescriptor.from_tensor(weight, [block_n, block_k]),
         kv,
-        turned,
+        k_pe,
         ends.shape[0] - 1,
         scale,
         N=n,
@@ -92,4 +92,4 @@ def expand_latents(
         num_warps=warps,
         num_stages=3,
     )
-    return kv, turned
+    return kv, k_pe

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.attend.latent_tile_triton import turn_pairs
+from attention.ops.attend.latent_tile_triton import rotate_pairs
 from attention.ops.fp8_triton import to_fp8
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
@@ -105,7 +105,7 @@ def _head_products(
         angle = tl.load(position_ptr + m, mask=m < num_rows, other=0)[:, None] * (ROTATED // 2) + pair
         cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
         both = tl.load(x_row + IN + column, mask=live, other=0.0).to(tl.float32)
-        tl.store(out_row + OUT + column, turn_pairs(both, cos, sin, BLOCK_M, ROTATED).to(kept), mask=live)
+        tl.store(out_row + OUT + column, rotate_pairs(both, cos, sin, BLOCK_M, ROTATED).to(kept), mask=live)
 
 
 class ProductBlocks(NamedTuple):
