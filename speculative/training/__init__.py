@@ -19,15 +19,15 @@
     deepseek_layers  DeepSeek-V3's layer and MTP module over whole sequences
     hybrid_layers    Qwen3.5's layer of gated attention, its experts and MTP module over whole sequences
 
-`deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. From the
-engine they use the descriptions of models and drafts, nothing else.
+`deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. They
+import only descriptions of models and drafts from the engine.
 """
 
 
 class TrainingError(ValueError):
     """Invalid input of the user. One line: option or file, value, fault, and remedy. The command prints it and exits
-    with status 2; other exceptions are our bugs and keep their traceback."""
+    with status 2; other exceptions are bugs and keep their traceback."""
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Ctrl-C has ended a training; the message says what is kept and how to continue."""
+    """Ctrl-C has ended a training; the message names the saved checkpoint and says how to continue."""

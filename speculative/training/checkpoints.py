@@ -1,4 +1,4 @@
-"""Checkpoints of a training: which are whole, which a resume continues, and errors that say what to do."""
+"""Finds the complete checkpoints of a training, and checks the one that a resume continues."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from speculative.training import TrainingError
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The whole checkpoints in `output`, oldest first. The state file is written last, so a folder without one is the
-    remainder of a killed process."""
+    """Return the complete checkpoints in `output`, oldest first. The state file is written last, so a folder without
+    one was left by a killed process."""
     found = {path.parent.name.partition("-")[2]: path.parent for path in output.glob("checkpoint-*/trainer_state.json")}
     return [found[step] for step in sorted(filter(str.isdigit, found), key=int)]
 
@@ -25,7 +25,7 @@ def checkpoints(output: Path) -> list[Path]:
 def check_output(output: Path, resume: bool) -> None:
     """Raises `TrainingError` for an output that is no writable folder, a checkpoint in it without `resume`, and
     `resume` without a checkpoint."""
-    existing = next(place for place in (output, *output.absolute().parents) if place.exists())
+    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise TrainingError(f"output={output}: {existing} is not a writable folder; choose another")
     found = checkpoints(output)
@@ -38,32 +38,31 @@ def check_output(output: Path, resume: bool) -> None:
         raise TrainingError(f"resume: {output} holds no checkpoint; start without --resume")
 
 
-def checkpoint_to_resume(output: Path, settings: Mapping[str, Any], max_steps: int, keeper: str) -> Path:
+def checkpoint_to_resume(output: Path, settings: Mapping[str, Any], max_steps: int, callback: str) -> Path:
     """Return the newest checkpoint in `output`. Raises `TrainingError` if it cannot be read, has other settings, or is
-    after max_steps. keeper: the callback that keeps the settings."""
+    after max_steps. callback: name of the callback that saves the settings."""
     checkpoint = checkpoints(output)[-1]
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        kept, done = state["stateful_callbacks"][keeper]["attributes"]["settings"], state["global_step"]
+        saved, done = state["stateful_callbacks"][callback]["attributes"]["settings"], state["global_step"]
     except (OSError, ValueError, KeyError):
         raise TrainingError(f"resume: {checkpoint} cannot be read; delete it and start without --resume") from None
     for name, value in settings.items():
-        if kept.get(name) != value:
+        if saved.get(name) != value:
             raise TrainingError(
-                f"{name}={value}: the checkpoint {checkpoint} was made with {kept.get(name)}; give the same, or "
+                f"{name}={value}: the checkpoint {checkpoint} was made with {saved.get(name)}; give the same, or "
                 "start without --resume in a new output folder"
             )
     if done > max_steps:
         raise TrainingError(
-            f"steps={max_steps}: the training in {checkpoint.parent} has done {done}; give more with --steps "
-            "or --epochs"
+            f"steps={max_steps}: the training in {checkpoint.parent} has done {done}; give more --steps or --epochs"
         )
     return checkpoint
 
 
 @contextlib.contextmanager
 def reading(checkpoint: str | None) -> Iterator[None]:
-    """Raise `TrainingError` for what transformers raises while it reads an unfit checkpoint."""
+    """Raise `TrainingError` instead of transformers' exceptions about a checkpoint that does not fit."""
     try:
         yield
     except (EOFError, KeyError, OSError, RuntimeError, ValueError, pickle.UnpicklingError, SafetensorError):

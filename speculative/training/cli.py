@@ -53,50 +53,46 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "train-draft",
         help="train a draft for a target model",
         description="Trains an EAGLE-3 head or a block head for a Llama, Qwen2 or Qwen3 model, a block head for a "
-        "dense Qwen3.5, or the own module for multi-token prediction of a DeepSeek-V3, Qwen3.5 or Qwen3-Next further; "
-        "saved in the published layout.",
+        "dense Qwen3.5, or continues to train the MTP module of a DeepSeek-V3, Qwen3.5 or Qwen3-Next. Saves the "
+        "published layout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model")
-    parser.add_argument(
-        "--method", choices=("eagle3", *BLOCK_METHODS, "mtp"), default="eagle3", help="a head, or the target's module"
-    )
+    parser.add_argument("--method", choices=("eagle3", *BLOCK_METHODS, "mtp"), default="eagle3", help="kind of draft")
     add_common(parser, lr=3e-4, epochs=4.0, batch_tokens=8192)
     draft = parser.add_argument_group("head")
-    draft.add_argument("--draft-vocab", type=at_least(1), help="tokens the draft may propose; 32000 when not given")
-    draft.add_argument("--intermediate-size", type=at_least(1), help="width of its MLP; the target's when not given")
-    draft.add_argument("--head-flags", nargs="+", choices=HEAD_FLAGS, help="how it differs from EAGLE-3's paper")
-    draft.add_argument("--ttt-length", type=at_least(1), default=7, help="steps it is unrolled on its own outputs")
+    draft.add_argument("--draft-vocab", type=at_least(1), help="tokens the draft may propose; default: 32000")
+    draft.add_argument("--intermediate-size", type=at_least(1), help="width of the MLP; default: the target's")
+    draft.add_argument("--head-flags", nargs="+", choices=HEAD_FLAGS, help="differences from EAGLE-3's paper")
+    draft.add_argument("--ttt-length", type=at_least(1), default=7, help="steps unrolled on the draft's own outputs")
     draft.add_argument("--ttt-decay", type=at_least(0, float), default=0.8, help="step s of the loss weighs decay**s")
     block = parser.add_argument_group(f"block, with --method {', '.join(BLOCK_METHODS)}")
-    block.add_argument("--block-size", type=at_least(2), default=8, help="rows, the newest token included")
+    block.add_argument("--block-size", type=at_least(2), default=8, help="rows of a block, including the newest token")
     block.add_argument("--draft-layers", type=at_least(1), default=2)
-    block.add_argument("--mask-token", type=at_least(0), help="id; the target's padding token when not given")
+    block.add_argument("--mask-token", type=at_least(0), help="token id; default: the target's padding token")
     block.add_argument("--anchors", type=at_least(1), default=2048, help="blocks of a step, drawn at random")
-    block.add_argument("--head-rank", type=at_least(1), default=256, help="of DSpark's Markov head, DFlash2's selector")
+    block.add_argument("--head-rank", type=at_least(1), default=256, help="rank of the Markov head or selector")
     block.add_argument(
-        "--tv-weight", type=_share, help="of total variation in the loss, beside cross-entropy; 0.9 for DSpark, else 0"
+        "--tv-weight", type=_share, help="weight of total variation in the loss; default: 0.9 for DSpark, else 0"
     )
     block.add_argument(
         "--gamma", type=_above_zero, default=4.0, help="depth k of the loss weighs exp(-(k - 1) / gamma)"
     )
     text = parser.add_argument_group("training text")
     text.add_argument("--regenerate", action="store_true", help="train on the target's own answers to the prompts")
-    text.add_argument("--regenerated", type=Path, help="an earlier training's regenerated.jsonl, instead of these")
+    text.add_argument("--regenerated", type=Path, help="an earlier regenerated.jsonl, instead of --regenerate")
     text.add_argument(
         "--temperatures",
         type=at_least(0, float),
         nargs="+",
         default=[0.0, 1.0],
-        help="one regenerated answer for each; 0 is greedy",
+        help="regenerate one answer per temperature; 0 is greedy",
     )
     text.add_argument("--max-new-tokens", type=at_least(1), default=512)
     text.add_argument("--generate-batch", type=at_least(1), default=64, help="prompts answered at once")
     measure = parser.add_argument_group("measurement")
     measure.add_argument("--measure", nargs="*", default=[], metavar="ROWS", help="rows to measure acceptance on")
-    measure.add_argument(
-        "--measure-rows", type=at_least(0), default=100, help="maximum of them, and of validation rows"
-    )
+    measure.add_argument("--measure-rows", type=at_least(0), default=100, help="maximum number of rows per measurement")
     measure.add_argument(
         "--measure-depths", type=at_least(1), nargs="+", default=[3, 5], help="chain lengths to measure"
     )
@@ -118,19 +114,19 @@ def add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, bat
     parser.add_argument(
         "--minutes",
         type=_above_zero,
-        help="end the optimisation after this time; the learning rate falls in it",
+        help="maximum time of the optimisation; the learning rate decays within it",
     )
     parser.add_argument("--lr", type=_above_zero, default=lr, help="peak learning rate")
     parser.add_argument("--warmup-steps", type=at_least(0), default=100)
     parser.add_argument("--weight-decay", type=at_least(0, float), default=0.1)
     parser.add_argument(  # at least `samples.LENGTH_STEP`
-        "--batch-tokens", type=at_least(64), default=batch_tokens, help="tokens of a step, padding included"
+        "--batch-tokens", type=at_least(64), default=batch_tokens, help="tokens per step, including padding"
     )
     parser.add_argument("--max-length", type=at_least(2), default=1024, help="longer rows are left out")
     parser.add_argument("--val-fraction", type=_share, default=0.03, help="share of the rows held out")
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the arithmetic")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of matrix products")
     parser.add_argument(
         "--graphs", action=argparse.BooleanOptionalAction, default=True, help="replay steps from CUDA graphs on a GPU"
     )

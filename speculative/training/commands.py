@@ -57,7 +57,7 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
 
 
 def finish(title: str, arguments: argparse.Namespace, losses: Sequence[float]) -> None:
-    """Remove the checkpoint if it is not wanted; print the last logged loss and the folder."""
+    """Remove the checkpoints unless `--keep-checkpoint`; print the last logged loss and the folder."""
     for checkpoint in () if arguments.keep_checkpoint else checkpoints(arguments.output):
         shutil.rmtree(checkpoint)
     print(f"{title}: loss {losses[-1]:.4f} over the last steps; saved to {arguments.output}")
@@ -70,8 +70,8 @@ def training_samples(
     train: Sequence[Conversation],
     reuse: bool,
 ) -> list[Sample]:
-    """Return the rows with their answers, or with the target's own. The output folder keeps the target's; `reuse` reads
-    them there, to resume, and in processes after the first."""
+    """Return the rows with their own answers or the target's. The target's are saved in the output folder. reuse: read
+    them from there, in a resume and in processes after the first."""
     max_length = min(arguments.max_length, target.config.max_position_embeddings)
     if arguments.regenerated is not None:
         return read_regenerated(arguments, max_length)
@@ -97,7 +97,8 @@ def training_samples(
 
 
 def read_regenerated(arguments: argparse.Namespace, max_length: int) -> list[Sample]:
-    """The samples of `--regenerated`. Raises TrainingError for a missing file, or one without samples that fit."""
+    """Return the samples of `--regenerated`. Raises TrainingError for a missing file, or one without samples that
+    fit."""
     path: Path = arguments.regenerated
     if arguments.regenerate or not path.is_file():
         why = "give it or --regenerate, not both" if arguments.regenerate else "no such file; use --regenerate first"
@@ -114,7 +115,8 @@ def greedy_answers(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[Conversation],
 ) -> list[Sample]:
-    """The target's greedy answers to the first `--measure-rows` prompts, the text that acceptance is measured on."""
+    """Return the target's greedy answers to the first `--measure-rows` prompts, the text that acceptance is measured
+    on."""
     return generate_answers(
         target,
         tokenizer,
@@ -138,8 +140,8 @@ def measure_saved(
     for source in arguments.measure:
         sets[source] = greedy_answers(arguments, target, tokenizer, read_conversations([source]))
     for name, samples in sets.items():
-        most = draft.unrolling().num_steps if arguments.method in KINDS else max(arguments.measure_depths)
-        for depth in sorted({min(depth, most) for depth in arguments.measure_depths}) if samples else ():
+        max_depth = draft.unrolling().num_steps if arguments.method in KINDS else max(arguments.measure_depths)
+        for depth in sorted({min(depth, max_depth) for depth in arguments.measure_depths}) if samples else ():
             tally = measure_acceptance(head, target, vocabulary, samples, depth, arguments.batch_tokens)
             figures = " ".join(f"{key} {value:.3f}" for key, value in tally.report().items())
             print(f"draft: {name}, {len(samples)} prompts, greedy chain of {depth}: {figures}")
@@ -148,11 +150,11 @@ def measure_saved(
 def load_target(
     folder: Path, device: torch.device, dtype: torch.dtype
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and frozen model of a Hugging Face folder. Raises `TrainingError` if there is no such folder, or if its
-    weights are not those of its config.json, for which transformers would make up random ones."""
+    """Return the tokenizer and model of a Hugging Face folder. Raises `TrainingError` if there is no such folder, or if
+    weights that its config.json describes are missing, which transformers would initialise at random."""
     if not (folder / "config.json").is_file():
         raise TrainingError(f"target={folder}: holds no config.json; give the folder of a Hugging Face model")
-    transformers_logging.set_verbosity_error()  # what does not fit is said below, in a line instead of a table
+    transformers_logging.set_verbosity_error()  # unfit weights are reported below in one line instead of a table
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True

@@ -1,8 +1,5 @@
-"""A draft's loss against a frozen target, its training, and its greedy acceptance.
-
-`aerie train-draft` calls it, for EAGLE-3 heads and MTP modules. The target runs beside the draft in every step, so no
-hidden state is stored. Paper: EAGLE-3, arXiv 2503.01840 (training-time test).
-"""
+"""A draft's loss against a frozen target, its training, and its greedy acceptance. The target runs beside the draft in
+every step, so no hidden state is stored. Paper: EAGLE-3, arXiv 2503.01840 (training-time test)."""
 
 from __future__ import annotations
 
@@ -91,12 +88,17 @@ class DraftVocabulary:
         t2d[target_ids] = True
         return cls(target_ids, t2d)
 
+    @classmethod
+    def whole(cls, target: PreTrainedModel) -> DraftVocabulary:
+        """All of the target's tokens, on its device."""
+        size = target.config.get_text_config().vocab_size
+        return cls.of(torch.arange(size), size).to(target.device)
+
     def d2t(self) -> Tensor:
         """Offsets [draft_vocab] int64: target_id = i + d2t[i]."""
         return offsets(self.target_ids)
 
     def to(self, device: torch.device) -> DraftVocabulary:
-        """The vocabulary with its tensors on the device."""
         return DraftVocabulary(self.target_ids.to(device), self.t2d.to(device))
 
     def coverage(self, samples: Sequence[Sample]) -> float:
@@ -166,11 +168,11 @@ class TargetView:
 
 @torch.no_grad()
 def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocabulary: DraftVocabulary) -> TargetView:
-    """Run the frozen target over the batch; keep what the draft reads and is judged by."""
+    """Run the frozen target over the batch; return the draft's inputs and training targets."""
     mask = attention_masks(target.config, batch.tokens.shape[1], batch.tokens.device)
     output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
-    judged = output.last_hidden_state.flatten(0, 1)[batch.anchors + 1]
-    logits = target.get_output_embeddings()(judged).float()
+    next_states = output.last_hidden_state.flatten(0, 1)[batch.anchors + 1]
+    logits = target.get_output_embeddings()(next_states).float()
     return TargetView(
         embeddings=target.get_input_embeddings()(batch.tokens),
         captured=head.features(output),
@@ -183,8 +185,8 @@ def draft_loss(steps: Sequence[Tensor], view: TargetView, batch: Batch, step_dec
     """Cross-entropy to the target's distribution within the draft vocabulary, a float32 scalar: the mean over the
     steps, with the weight `step_decay ** s` for step s.
 
-    steps: logits [A, draft_vocab] of each step. Step s from anchor n is judged by the target at position n + s + 1,
-        which is s anchors later as long as the text lasts.
+    steps: logits [A, draft_vocab] of each step. Step s of anchor n is compared with the target at position n + s + 1,
+        which is s anchors later unless the text has ended.
     """
     total = torch.zeros((), device=batch.tokens.device)
     count = len(batch.anchors)
@@ -192,8 +194,8 @@ def draft_loss(steps: Sequence[Tensor], view: TargetView, batch: Batch, step_dec
     for step, logits in enumerate(steps):
         rows = (anchors + step).clamp(max=count - 1)
         losses = -(view.probabilities[rows] * torch.log_softmax(logits.float(), dim=-1)).sum(-1)
-        judged = (batch.remaining > step) & view.in_vocabulary[rows]
-        total = total + step_decay**step * (losses * judged).sum() / judged.sum().clamp(min=1)
+        counted = (batch.remaining > step) & view.in_vocabulary[rows]
+        total = total + step_decay**step * (losses * counted).sum() / counted.sum().clamp(min=1)
     return total / sum(step_decay**step for step in range(len(steps)))
 
 
@@ -209,9 +211,9 @@ def train_draft(
     step_decay: float,
     max_anchors: int | None = None,
 ) -> list[float]:
-    """Train the head in place as `Unrolling` says, and return the logged losses; `held` is only measured."""
+    """Train the head in place with the loss that `Unrolling` describes, and return the logged losses. held: samples to
+    measure acceptance on."""
     target.eval().requires_grad_(False)
-
     unrolling = Unrolling(num_steps, step_decay, max_anchors)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -225,7 +227,7 @@ def train_draft(
 
 @dataclass
 class AcceptanceTally:
-    """Counts of rounds and, by depth, of draft tokens that were judged (`offered`) and accepted (`accepted`)."""
+    """Counts of rounds and, by depth, of verified (`offered`) and accepted draft tokens."""
 
     offered: list[int]
     accepted: list[int]
@@ -250,7 +252,7 @@ class AcceptanceTally:
 
 
 def add_rounds(tally: AcceptanceTally, matches: Sequence[Sequence[bool]], num_prompt: int, length: int) -> None:
-    """Play the rounds of one sequence and add them to the tally.
+    """Simulate the rounds of one sequence and add them to the tally.
 
     matches: `matches[s][n]` says whether the draft anchored at position n proposes, as its step s, token n + s + 2.
 
@@ -282,7 +284,7 @@ def measure_acceptance(
     depth: int,
     batch_tokens: int,
 ) -> AcceptanceTally:
-    """Play greedy chains of `depth` draft tokens over the target's own greedy answers."""
+    """Simulate greedy chains of `depth` draft tokens over the target's own greedy answers."""
     tally = AcceptanceTally.empty(depth)
     for indices in plan_batches([len(sample.tokens) for sample in samples], batch_tokens, 0):
         batch = collate([samples[i] for i in indices]).to(target.device)

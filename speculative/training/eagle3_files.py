@@ -1,6 +1,6 @@
 """Builds, saves and loads EAGLE-3 heads, in the published folder layout that SafeAILab's code, SGLang and vLLM read.
 
-The engine decides what a config.json means: `speculative.drafts.eagle3` reads it.
+`speculative.drafts.eagle3` reads the config.json.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.drafts.eagle3 import Eagle3
@@ -38,7 +39,7 @@ _DRAFT_VOCAB = 32000
 def draft_config(
     target: PreTrainedModel, vocab_size: int, intermediate_size: int | None = None, flags: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The config.json of a head for the target, which captures the usual layers.
+    """Return the config.json of a head that captures the default layers of the target.
 
     vocab_size: the head's own vocabulary. intermediate_size: width of its MLP, the target's if None. flags: the
     `HeadFlags` that are true.
@@ -102,7 +103,7 @@ def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder
     for what, found in untrained.items():
         if found:
             raise TrainingError(
-                f"draft={folder}: has {what}, which is served but cannot be trained; use a head without"
+                f"draft={folder}: has {what}, which is served but cannot be trained; use a head without it"
             )
     return method
 
@@ -110,10 +111,10 @@ def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder
 def choose_vocabulary(
     samples: Iterable[Sample], size: int, target_vocab_size: int, always: Sequence[int]
 ) -> DraftVocabulary:
-    """The `size` most frequent answer tokens, with all of `always` (the ends of a turn).
+    """Return the `size` most frequent answer tokens, including all of `always` (the ends of a turn).
 
-    Ties go to the smaller id; if fewer tokens occur, the smallest unused ids fill up. Raises `TrainingError` for a size
-    outside len(always)..target_vocab_size.
+    Of equally frequent tokens the smaller ids are taken; tokens that do not occur follow in the same order. Raises
+    `TrainingError` for a size outside len(always)..target_vocab_size.
     """
     if not len(always) <= size <= target_vocab_size:
         raise TrainingError(
@@ -139,31 +140,41 @@ def build_head(target: PreTrainedModel, method: Eagle3, vocabulary: DraftVocabul
 
 
 def save_draft(head: Eagle3Head, vocabulary: DraftVocabulary, config: Mapping[str, Any], folder: Path) -> None:
-    """Writes `config.json` and bf16 `model.safetensors`; the embedding is the target's and is not repeated."""
+    """Write a head and its vocabulary. The files lack the embedding, which is the target's."""
+    maps = {"d2t": vocabulary.d2t(), "t2d": vocabulary.t2d}
+    write_checkpoint(folder, config, dict(head.named_parameters()) | maps)
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], float32: tuple[str, ...] = ()
+) -> None:
+    """Write `config.json` and `model.safetensors`: numbers in bfloat16, but in float32 if their name ends with one of
+    `float32`."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in head.named_parameters()}
-    save_file(
-        {**weights, "d2t": vocabulary.d2t().cpu(), "t2d": vocabulary.t2d.cpu()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    saved = {}
+    for name, tensor in tensors.items():
+        dtype = torch.float32 if name.endswith(float32) else torch.bfloat16
+        cpu = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        saved[name] = cpu.contiguous().clone()  # safetensors refuses tensors that share memory
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     make_readable(folder)
 
 
 def token_ids(owner: PreTrainedTokenizerBase | GenerationConfig) -> dict[str, Any]:
-    """The tokens that begin, end and pad a text, by their names in config.json."""
+    """Return the tokens that begin, end and pad a text, by their names in config.json."""
     return {name: getattr(owner, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def make_readable(folder: Path) -> None:
-    """Gives the weights the permissions of config.json: safetensors (0.8) writes files that only their owner reads."""
+    """Give the weights the permissions of config.json: safetensors (0.8) writes files that only their owner can
+    read."""
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)
 
 
 def load_draft(folder: Path, target: PreTrainedModel) -> tuple[Eagle3Head, DraftVocabulary]:
-    """The target's head in float32 on the target's device, and its vocabulary. Raises `TrainingError` for a folder
+    """Return a saved head in float32 on the target's device, and its vocabulary. Raises `TrainingError` for a folder
     without such a head."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not Eagle3.recognises(config):

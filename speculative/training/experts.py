@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from workers.ops.experts.route import Routing, route
 
-# Up to this many experts, every row goes through all of them: a few wide products, which wait for nothing and can be
-# captured, instead of sorting rows.
+# Up to this many experts, every row goes through all of them: a few wide products, without a wait for the device, so
+# that a CUDA graph can capture them.
 MAX_DENSE_EXPERTS = 64
 _EXPERTS = ".mlp.experts."
 
@@ -49,7 +49,7 @@ class Experts(nn.Module):
         return (self._all if len(self.down) <= MAX_DENSE_EXPERTS else self._chosen)(x, chosen, weight)
 
     def _all(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """All experts side by side are one gated MLP, in which experts that were not chosen have the weight 0."""
+        """Run all experts side by side as one gated MLP, in which experts that were not chosen have the weight 0."""
         share = torch.zeros(len(x), len(self.down), dtype=weight.dtype, device=x.device).scatter(1, chosen, weight)
         both = functional.linear(x, self.gate_up.flatten(0, 1))
         gate, up = both.view(len(x), len(self.down), 2, -1).unbind(2)
@@ -57,7 +57,7 @@ class Experts(nn.Module):
         return functional.linear(inner.flatten(1), self.down.transpose(0, 1).flatten(1))
 
     def _chosen(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """Expert by expert, which waits for the device and cannot be captured."""
+        """Run expert by expert. Waits for the device, so that no CUDA graph can capture it."""
         out = x.new_zeros(x.shape)
         for expert in range(len(self.down)):
             row, rank = torch.where(chosen == expert)
@@ -68,7 +68,7 @@ class Experts(nn.Module):
 
 
 def named_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of layers by their published names: views of the stacked ones of `Experts`, a matrix each."""
+    """Return tensors of layers by their published names: one matrix per expert, a view of the stacked ones."""
     found = {}
     for path, tensor in tensors.items():
         layer, experts, part = path.partition(_EXPERTS)

@@ -12,7 +12,7 @@ from speculative.training import TrainingError
 from speculative.training.checkpoints import check_output
 from speculative.training.trainer import FitArguments
 
-# A resume may change these: they change neither what a step computes nor which steps there are, except how many.
+# Options that a resume may change: of the steps they change only the number.
 _FREE_OPTIONS = (
     *("run", "resume", "output", "device", "graphs", "generate_batch", "steps", "epochs", "keep_checkpoint"),
     *("checkpoint_every", "eval_every", "minutes", "measure", "measure_rows", "measure_depths"),
@@ -20,15 +20,15 @@ _FREE_OPTIONS = (
 
 
 def fit_arguments(arguments: argparse.Namespace) -> FitArguments:
-    """The trainer's arguments. Raises `TrainingError` for a device or an output that cannot be used."""
-    place = choose_device(arguments.device)
+    """Return the trainer's arguments. Raises `TrainingError` for a device or an output that cannot be used."""
+    device = choose_device(arguments.device)
     check_output(arguments.output, arguments.resume)
     settings = {name: value for name, value in vars(arguments).items() if name not in _FREE_OPTIONS}
     return FitArguments(
         output_dir=str(arguments.output),
-        place=place,
+        own_device=device,
         bf16=arguments.dtype == "bfloat16"
-        or (arguments.dtype == "auto" and not Capability.of(place).shares_host_memory),
+        or (arguments.dtype == "auto" and not Capability.of(device).shares_host_memory),
         max_steps=arguments.steps or -1,
         num_train_epochs=arguments.epochs,
         batch_tokens=arguments.batch_tokens,
@@ -46,8 +46,8 @@ def fit_arguments(arguments: argparse.Namespace) -> FitArguments:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name, with its index; `auto` is the GPU if there is one. Raises `TrainingError` for an absent
-    GPU."""
+    """Return the device of that name, with its index; `auto` is the GPU if there is one. Raises `TrainingError` for an
+    absent GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

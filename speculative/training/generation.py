@@ -6,7 +6,7 @@ stay in place: `generate` copies them in every step. Other models use `generate`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from speculative.training.samples import Sample
 
 _GROUPED = ("llama", "qwen2", "qwen3")
-_SCORES_AT_ONCE = 1 << 28  # elements of attention scores, which bounds the memory of long prompts
-_CHECK_EVERY = 16  # steps between looks at which answers have ended; a look waits for the device
-
-# Left-padded prompts [B, P] int64, padding [B] int64 -> answers [B, max_new_tokens] int64, any tokens after a stop.
-Decode = Callable[[Tensor, Tensor], Tensor]
+_MAX_SCORES = 1 << 28  # elements of attention scores: bound on the memory of long prompts
+_CHECK_EVERY = 16  # steps between checks for finished answers; a check waits for the device
 
 
 @torch.no_grad()
@@ -37,7 +34,7 @@ def generate_answers(
     seed: int,
     progress: bool = True,
 ) -> list[Sample]:
-    """The model's answer to each prompt, in the order of the prompts, with its end-of-turn token if it was reached.
+    """Return the model's answer to each prompt, in order, including the end-of-turn token if it was reached.
 
     `temperature` 0 is greedy. Seeds the global RNG: `generate` takes no generator (transformers 5.17).
     """
@@ -46,6 +43,7 @@ def generate_answers(
     pad = stops[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
     def decode(tokens: Tensor, padding: Tensor) -> Tensor:
+        """Return [B, max_new_tokens] int64, any tokens after a stop, for left-padded tokens [B, P] and padding [B]."""
         if _is_grouped(model):
             return _decode_grouped(model, tokens, padding, stops, temperature, max_new_tokens)
         return _decode_by_generate(model, tokens, padding, stops, pad, temperature, max_new_tokens)
@@ -58,8 +56,8 @@ def generate_answers(
             chosen = order[start : start + batch_size]
             padding = [len(prompts[chosen[-1]]) - len(prompts[i]) for i in chosen]
             rows = [[pad] * extra + [*prompts[i]] for i, extra in zip(chosen, padding, strict=True)]
-            said = decode(torch.tensor(rows, device=model.device), torch.tensor(padding, device=model.device))
-            for index, answer in zip(chosen, said.tolist(), strict=True):
+            decoded = decode(torch.tensor(rows, device=model.device), torch.tensor(padding, device=model.device))
+            for index, answer in zip(chosen, decoded.tolist(), strict=True):
                 answers[index] = Sample((*prompts[index], *until_stop(answer, stops)), len(prompts[index]))
             bar.update(len(chosen))
     return [answers[i] for i in range(len(prompts))]
@@ -115,7 +113,7 @@ def _decode_grouped(
     count, device = tokens.shape[0], tokens.device
     decoder = _GroupedDecoder(model, padding, tokens.shape[1] + max_new_tokens)
     ends = torch.tensor(stops, device=device)
-    said = torch.full((count, max_new_tokens), stops[0], device=device)
+    answers = torch.full((count, max_new_tokens), stops[0], device=device)
     rows, finished = torch.arange(count, device=device), torch.zeros(count, dtype=torch.bool, device=device)
     logits = decoder.prefill(tokens)
     for step in range(max_new_tokens):
@@ -123,22 +121,25 @@ def _decode_grouped(
             chosen = torch.multinomial(torch.softmax(logits.float() / temperature, dim=-1), 1)
         else:
             chosen = logits.argmax(-1, keepdim=True)
-        said[rows, step] = chosen[:, 0]
+        answers[rows, step] = chosen[:, 0]
         finished = finished | torch.isin(chosen[:, 0], ends)
         if step % _CHECK_EVERY == _CHECK_EVERY - 1:
-            alive = (~finished).nonzero()[:, 0]
-            if not len(alive):
+            unfinished = (~finished).nonzero()[:, 0]
+            if not len(unfinished):
                 break
-            if len(alive) < 0.8 * len(rows):
-                decoder.select(alive)
-                rows, finished, chosen = rows[alive], finished[alive], chosen[alive]
+            if len(unfinished) < 0.8 * len(rows):
+                decoder.select(unfinished)
+                rows, finished, chosen = rows[unfinished], finished[unfinished], chosen[unfinished]
         logits = decoder.step(chosen)
-    return said
+    return answers
 
 
 class _GroupedDecoder:
     """Decodes a batch of left-padded prompts with keys and values in place, shared by the query heads of a group.
-    padding: [B] int64 tokens before each prompt. capacity: maximum of tokens, padding included."""
+
+    padding: [B] int64, number of padding tokens before each prompt.
+    capacity: maximum number of tokens, including padding.
+    """
 
     def __init__(self, model: PreTrainedModel, padding: Tensor, capacity: int) -> None:
         config = model.config
@@ -149,13 +150,13 @@ class _GroupedDecoder:
         self.keys, self.values = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows of the batch only."""
+        """Drop all rows of the batch but these."""
         self.padding, self.keys, self.values = self.padding[rows], self.keys[:, rows], self.values[:, rows]
 
     def prefill(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, vocabulary] after tokens [B, P]."""
         num_rows, length = tokens.shape
-        part = max(1, _SCORES_AT_ONCE // (self.num_heads * length * length))
+        part = max(1, _MAX_SCORES // (self.num_heads * length * length))
         parts = [self._run(tokens[i : i + part], slice(i, i + part)) for i in range(0, num_rows, part)]
         self.length = length
         return torch.cat(parts)
@@ -168,12 +169,12 @@ class _GroupedDecoder:
 
     def _run(self, tokens: Tensor, rows: slice) -> Tensor:
         base, padding, end = self.model.base_model, self.padding[rows].unsqueeze(1), self.length + tokens.shape[1]
-        places = torch.arange(end, device=tokens.device)
-        own = places[self.length :]
+        positions = torch.arange(end, device=tokens.device)
+        own = positions[self.length :]
         x = base.embed_tokens(tokens)
         angles = base.rotary_emb(x, (own - padding).clamp(min=0))
-        # a row of padding sees itself: a softmax over nothing would be NaN
-        hidden = (places > own.unsqueeze(1)) | ((places < padding.unsqueeze(2)) & (places != own.unsqueeze(1)))
+        # padding rows see themselves: a softmax over nothing is NaN
+        hidden = (positions > own.unsqueeze(1)) | ((positions < padding.unsqueeze(2)) & (positions != own.unsqueeze(1)))
         for index, layer in enumerate(base.layers):
             keys, values = self.keys[index, rows], self.values[index, rows]
             x = x + self._attend(layer.self_attn, layer.input_layernorm(x), angles, hidden, keys, values)
@@ -190,7 +191,7 @@ class _GroupedDecoder:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Attention of x [B, n, H], whose keys and values go into [B, kv_heads, capacity, head_dim]."""
+        """Return the attention of x [B, n, H]. Writes its keys and values to [B, kv_heads, capacity, head_dim]."""
         batch, count, _ = x.shape
         query, key, value = (
             project(x).view(batch, count, -1, self.head_dim)

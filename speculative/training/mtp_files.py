@@ -1,17 +1,15 @@
-"""Modules for multi-token prediction in their checkpoints: reading, training further with `aerie train-draft --method
-mtp`, writing."""
+"""Loads the MTP module of a checkpoint, trains it further with `aerie train-draft --method mtp`, and saves it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,17 +18,19 @@ from speculative.drafts.config import draft_architecture
 from speculative.drafts.mtp import Mtp
 from speculative.training import TrainingError, deepseek_layers, hybrid_layers
 from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft
-from speculative.training.eagle3_files import make_readable
+from speculative.training.eagle3_files import write_checkpoint
 from speculative.training.mtp_head import MtpHead
 from workers.models.registry import family_of
 from workers.models.weights import checkpoint_tensors
 
-_KEPT_IN_FLOAT32 = ("bias", "A_log")  # names' ends: router biases, and the decay of recurrent layers
+# Name suffixes of tensors that stay in float32: router biases, and the decay of recurrent layers.
+FLOAT32 = ("bias", "A_log")
 
 
 @dataclass(frozen=True)
 class _Family:
-    """method: reads config.json. head: the module for it. tensors: of a module, by their published names."""
+    """method: reads config.json. head: builds the module. tensors: returns a module's tensors by their published
+    names."""
 
     method: type[Mtp]
     architectures: tuple[str, ...]
@@ -56,14 +56,15 @@ def module_tensors(head: MtpHead) -> dict[str, Tensor]:
 
 
 def read_module(folder: Path) -> MtpHead:
-    """The module of a checkpoint, in float32 on the CPU. Raises `TrainingError` if it has none that can be trained."""
+    """Return the module of a checkpoint, in float32 on the CPU. Raises `TrainingError` if it has none that can be
+    trained."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family = next((each for each in _FAMILIES if draft_architecture(raw) in each.architectures), None)
     if family is None:
         known = ", ".join(name for each in _FAMILIES for name in each.architectures)
         raise TrainingError(
-            f"target={folder}: architectures={raw.get('architectures')} has no module for multi-token prediction; only "
-            f"{known} have; train a head with --method eagle3"
+            f"target={folder}: architectures={raw.get('architectures')} has no MTP module; only {known} "
+            "have; train a head with --method eagle3"
         )
     try:
         source = f"target {folder}"
@@ -87,23 +88,10 @@ def read_module(folder: Path) -> MtpHead:
     return head
 
 
-def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors`, in bfloat16 except for what stays in float32."""
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def dtype(name: str) -> torch.dtype:
-        return torch.float32 if name.endswith(_KEPT_IN_FLOAT32) else torch.bfloat16
-
-    saved = {name: tensor.detach().to("cpu", dtype(name)).contiguous().clone() for name, tensor in tensors.items()}
-    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-    make_readable(folder)
-
-
 def save_module(head: MtpHead, folder: Path) -> None:
     """Write the module alone, with the config.json of its target, as `speculative.path` takes it."""
     raw = json.loads((Path(head.method.path) / "config.json").read_text(encoding="utf-8"))
-    write_checkpoint(folder, raw, module_tensors(head))
+    write_checkpoint(folder, raw, module_tensors(head), FLOAT32)
 
 
 class MtpKind(DraftKind):
@@ -124,6 +112,4 @@ class MtpKind(DraftKind):
     def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
         head = read_module(folder)
         head.use_head(self.target.get_output_embeddings())
-        size = head.method.model.vocab_size
-        vocabulary = DraftVocabulary.of(torch.arange(size), size)
-        return head.to(self.target.device), vocabulary.to(self.target.device)
+        return head.to(self.target.device), DraftVocabulary.whole(self.target)

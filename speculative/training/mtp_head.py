@@ -1,8 +1,8 @@
 """A target's module for multi-token prediction over whole sequences, with gradients, unrolled on its own outputs.
 
 The engine serves the same weights with `speculative.drafts.mtp.MtpModel`. Each depth has a module of its own in the
-paper (arXiv 2412.19437, section 2.2). One module that drafts all depths, as it is served, must know its own outputs as
-inputs, hence the unrolling (training-time test of EAGLE-3, arXiv 2503.01840).
+paper (arXiv 2412.19437, section 2.2). A module that drafts all depths, as it is served, is trained on its own outputs
+(training-time test of EAGLE-3, arXiv 2503.01840).
 """
 
 from __future__ import annotations

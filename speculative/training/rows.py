@@ -1,7 +1,5 @@
-"""Reads rows from JSON and JSONL files in several common forms as conversations.
-
-The training commands and `aerie eval-draft` call it; it knows no tokenizer. A row of another form stops the reading
-with an error that names its file and line.
+"""Reads conversations from JSON and JSONL files in several common forms. Needs no tokenizer. A row of another form
+raises an error that names its file and line.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order; a model is trained on the assistant's. The last turn may be the user's."""
+    """Turns in order; the assistant's are trained on. The last turn may be the user's."""
 
     turns: tuple[Turn, ...]
 
@@ -69,7 +67,7 @@ def split_validation(
 ) -> tuple[list[Conversation], list[Conversation]]:
     """Training and validation conversations: a seeded share of those that occur only once is held out.
 
-    Rows given more than once (`source@3`) are wanted in training and stay there.
+    Repeated rows (`source@3`) stay in the training set.
     """
     counts = Counter(conversations)
     single = [conversation for conversation in conversations if counts[conversation] == 1]
@@ -101,62 +99,64 @@ def _read_file(path: Path) -> Iterator[Conversation]:
     if path.suffix == ".jsonl":
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
-                place = f"{path}:{number}"
-                yield _conversation(_parse(line, place), place)
+                source = f"{path}:{number}"
+                yield _conversation(_parse(line, source), source)
         return
     rows = _parse(text, str(path))
     if not isinstance(rows, list):
         raise RowError(f"{path}: holds one {type(rows).__name__}; a .json file must hold a list of rows")
     for number, row in enumerate(rows, start=1):
-        place = f"{path}: row {number}"
-        yield _conversation(row, place)
+        source = f"{path}: row {number}"
+        yield _conversation(row, source)
 
 
-def _parse(text: str, place: str) -> Any:
+def _parse(text: str, source: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise RowError(f"{place}: not valid JSON ({error.msg}, column {error.colno}); one JSON object a row") from error
+        raise RowError(
+            f"{source}: not valid JSON ({error.msg}, column {error.colno}); one JSON object a row"
+        ) from error
 
 
-def _conversation(row: Any, place: str) -> Conversation:
+def _conversation(row: Any, source: str) -> Conversation:
     if not isinstance(row, dict):
-        raise RowError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
+        raise RowError(f"{source}: a row must be a JSON object, not {type(row).__name__}")
     if "messages" in row:
-        return _messages(row["messages"], place)
+        return _messages(row["messages"], source)
     if "turns" in row:  # a benchmark's questions, as Spec-Bench and MT-bench have them; its answer is not in the file
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-            raise RowError(f"{place}: 'turns' must be a list of questions")
+            raise RowError(f"{source}: 'turns' must be a list of questions")
         return Conversation((Turn("user", turns[0]),))
     for question, answer in _PAIRS:
         if question in row and answer in row:
-            asked, said = _text(row, question, place), _text(row, answer, place)
+            prompt, answer_text = _text(row, question, source), _text(row, answer, source)
             if question == "instruction" and "input" in row:
-                asked = f"{asked}\n{_text(row, 'input', place).strip()}".removesuffix("\n")
-            if not asked.strip() or not said.strip():
-                raise RowError(f"{place}: {question!r} and {answer!r} must not be empty")
-            return Conversation((Turn("user", asked), Turn("assistant", said)))
+                prompt = f"{prompt}\n{_text(row, 'input', source).strip()}".removesuffix("\n")
+            if not prompt.strip() or not answer_text.strip():
+                raise RowError(f"{source}: {question!r} and {answer!r} must not be empty")
+            return Conversation((Turn("user", prompt), Turn("assistant", answer_text)))
     known = "; ".join(["messages", "turns", *map("+".join, _PAIRS)])
-    raise RowError(f"{place}: keys {sorted(row)} fit no known form; use one of: {known}")
+    raise RowError(f"{source}: keys {sorted(row)} fit no known form; use one of: {known}")
 
 
-def _messages(messages: Any, place: str) -> Conversation:
+def _messages(messages: Any, source: str) -> Conversation:
     turns = []
     if not isinstance(messages, list) or not messages:
-        raise RowError(f"{place}: 'messages' must be a list of at least one turn")
+        raise RowError(f"{source}: 'messages' must be a list of at least one turn")
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise RowError(f"{place}: each of 'messages' needs 'role' and 'content'")
-        role = _text(message, "role", place)
+            raise RowError(f"{source}: each of 'messages' needs 'role' and 'content'")
+        role = _text(message, "role", source)
         if role not in ROLES:
-            raise RowError(f"{place}: role={role!r} is unknown; use one of {', '.join(ROLES)}")
-        turns.append(Turn(role, _text(message, "content", place)))
+            raise RowError(f"{source}: role={role!r} is unknown; use one of {', '.join(ROLES)}")
+        turns.append(Turn(role, _text(message, "content", source)))
     return Conversation(tuple(turns))
 
 
-def _text(row: dict[str, Any], key: str, place: str) -> str:
+def _text(row: dict[str, Any], key: str, source: str) -> str:
     value = row[key]
     if not isinstance(value, str):
-        raise RowError(f"{place}: {key!r} must be a string, not {type(value).__name__}")
+        raise RowError(f"{source}: {key!r} must be a string, not {type(value).__name__}")
     return value

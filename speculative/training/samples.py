@@ -1,7 +1,5 @@
-"""Conversations as token sequences, with the rows' own answers or the target's, and batches of sequences of about equal
-length.
-
-Both trainings use them. Batches are padded on the right, so that a causal model needs no padding mask.
+"""Turns conversations into token sequences, and batches sequences of about equal length. Batches are padded on the
+right, so that a causal model needs no padding mask.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ LENGTH_STEP = 64
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer with its context: `tokens[:num_prompt]` is given, the rest is what the model says."""
+    """One answer with its context: `tokens[:num_prompt]` is given, the rest is the answer."""
 
     tokens: tuple[int, ...]
     num_prompt: int
@@ -42,7 +40,7 @@ class Batch:
     tokens: [B, T] int64. num_prompt, lengths: [B] int64.
     anchors: [A] int64, ascending flat positions b * T + n at which a served chain can start and draft a token of the
         text: token n+1 is the answer's and token n+2 exists.
-    remaining: [A] int64, tokens of the text after token n+1; a chain's step s is judged where `remaining > s`.
+    remaining: [A] int64, tokens of the text after token n+1; step s of a chain has a target where `remaining > s`.
     """
 
     tokens: Tensor
@@ -81,7 +79,7 @@ def prompt_tokens(conversation: Conversation, tokenizer: PreTrainedTokenizerBase
 def encode_answers(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[Sample]:
-    """One sample for each assistant turn, ended by the end-of-turn token; those over `max_length` are left out.
+    """Return a sample per assistant turn, ended by the end-of-turn token; longer ones than `max_length` are left out.
 
     Raises `TrainingError` if no sample fits, and what `prompt_tokens` raises.
     """
@@ -101,7 +99,7 @@ def encode_answers(
 
 
 def answer_prompts(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The prompt of each assistant turn and of a last user turn; repeated prompts are given once."""
+    """Return the prompts of assistant turns and of last user turns, without repetitions."""
     prompts: dict[tuple[int, ...], None] = {}
     for conversation in conversations:
         turns = conversation.turns
@@ -124,7 +122,7 @@ def write_samples(samples: Sequence[Sample], path: Path) -> None:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples that `write_samples` wrote. Raises `RowError` for a line of another form."""
+    """Return the samples that `write_samples` wrote. Raises `RowError` for a line of another form."""
     samples = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -178,7 +176,7 @@ def plan_steps(
 def collate(samples: Sequence[Sample], *, full_tokens: int | None = None) -> Batch:
     """The samples as one batch on the CPU, padded with zeros to a multiple of `LENGTH_STEP` tokens.
 
-    full_tokens: fill the batch up with empty rows to this many tokens, and with anchors that are never judged to a
+    full_tokens: fill the batch up with empty rows to this many tokens, and with anchors that have no target to a
         multiple of a quarter of them, so that the batches of a training come in few shapes.
     Anchors are counted on the host: a boolean index on the device would wait for it in every step.
     """

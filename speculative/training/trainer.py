@@ -1,7 +1,7 @@
 """Trains a model with transformers' `Trainer`: AdamW, warm-up and cosine, clipping, mixed precision, checkpoints and
 resume, and several GPUs under `torchrun`.
 
-The target and draft trainings call `fit`. A batch holds about the same number of tokens, not of samples, so the data
+A batch holds about the same number of tokens, not of samples, so the data
 set's items are whole batches (`samples.plan_steps`).
 """
 
@@ -33,19 +33,19 @@ LossOf = Callable[[nn.Module, Batch], Tensor]
 
 @dataclass
 class FitArguments(TrainingArguments):  # type: ignore[misc]
-    """transformers' arguments with the defaults of our trainings, for one process on one device.
+    """transformers' arguments with defaults for drafts, for one process on one device.
 
-    place: the device; under `torchrun` each GPU process has its own.
-    batch_tokens: tokens of a process's batch, padding included.
+    own_device: the device; under `torchrun` each GPU process has its own.
+    batch_tokens: tokens of a process's batch, including padding.
     graphs: replay each batch shape from a CUDA graph; one process on a GPU only.
     resume: continue the newest checkpoint of `output_dir`.
-    max_seconds: of the optimisation, after which it ends as if all steps were done; None: no limit.
-    settings: what a resume must repeat; kept in the checkpoint.
+    max_seconds: maximum time of the optimisation, after which it ends as after the last step; None: no limit.
+    settings: options that a resume must repeat; saved in the checkpoint.
 
-    `max_steps` goes before `num_train_epochs`. `learning_rate` is the peak; it falls to a hundredth at the end.
+    `max_steps` overrides `num_train_epochs`. `learning_rate` is the peak; it falls to a hundredth at the end.
     """
 
-    place: torch.device = torch.device("cpu")
+    own_device: torch.device = torch.device("cpu")
     batch_tokens: int = 8192
     graphs: bool = False
     resume: bool = False
@@ -69,7 +69,7 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
     ddp_find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
-        self.use_cpu = Capability.of(self.place).shares_host_memory
+        self.use_cpu = Capability.of(self.own_device).shares_host_memory
         self.dataloader_pin_memory = not self.use_cpu
         self.accelerator_config = {"non_blocking": not self.use_cpu}  # else each copy would wait for the steps before
         super().__post_init__()
@@ -80,7 +80,7 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
     @property
     def device(self) -> torch.device:
         by_rank: torch.device = self._setup_devices
-        return self.place if self.world_size == 1 else by_rank
+        return self.own_device if self.world_size == 1 else by_rank
 
     @property
     def n_gpu(self) -> int:
@@ -102,7 +102,7 @@ def fit(
     loss_of: scalar loss of a batch; the first argument is the model, wrapped if there are several processes.
     evaluate: figures to print every `eval_steps` steps and at the end.
 
-    A checkpoint is kept every `save_steps` steps, at the end, and at Ctrl-C. A resume with more steps follows the
+    A checkpoint is saved every `save_steps` steps, at the end, and at Ctrl-C. A resume with more steps follows the
     learning rate of the longer training.
     Raises `TrainingError` for a loss that is not finite and for a checkpoint that does not fit, `TrainingInterrupted`
     after Ctrl-C.
@@ -138,10 +138,9 @@ def fit(
         trainer.train(resume_from_checkpoint=checkpoint)
     done = trainer.state.global_step
     if done < arguments.max_steps and session.limit.share() < 1:
-        kept = checkpoints(output)[-1]
         raise TrainingInterrupted(
-            f"{title}: stopped after step {done} of {arguments.max_steps}; {kept} keeps it: the same command with "
-            "--resume continues"
+            f"{title}: stopped after step {done} of {arguments.max_steps}; {checkpoints(output)[-1]} is its "
+            "checkpoint: repeat the command with --resume to continue"
         )
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -186,7 +185,7 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
-        return 0  # unused, and counting them takes time in every step
+        return 0  # unused; counting takes time in every step
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with reading(resume_from_checkpoint):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from speculative.drafts.blocks.dflash import DFlash
@@ -22,20 +22,20 @@ from speculative.training.blocks.conditional import DFlash2Head, DSparkHead
 from speculative.training.blocks.head import BlockHead
 from speculative.training.blocks.loss import Objective
 from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, Unrolling
-from speculative.training.eagle3_files import MODEL_TYPES, make_readable
+from speculative.training.eagle3_files import MODEL_TYPES, write_checkpoint
 from speculative.training.samples import Sample
 from workers.models.registry import family_of
 
-_MODEL_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # of targets: transformers' name of their configuration
-_MAX_CAPTURED = 5  # of the target's layers, as z-lab's heads
+_MODEL_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # model_type of supported targets
+_MAX_CAPTURED = 5  # captured target layers, as in z-lab's heads
 
 
 @dataclass(frozen=True)
 class BlockOptions:
     """Sizes of a new head.
 
-    block_size: rows of a block, the newest token included.
-    rank: of the Markov head or the selector; unused by DFlash.
+    block_size: rows of a block, including the newest token.
+    rank: rank of the Markov head or the selector; unused by DFlash.
     """
 
     method: str
@@ -47,8 +47,8 @@ class BlockOptions:
 
 @dataclass(frozen=True)
 class Published:
-    """A kind of block head as published. config: builds the keys that say so, of `BlockOptions` and captured layers.
-    tv_weight: see `Objective`."""
+    """A published kind of block head. config: returns its own keys of config.json, given `BlockOptions` and captured
+    layers. tv_weight: see `Objective`."""
 
     method: type[DFlash]
     head: Callable[[Any, Objective], BlockHead]
@@ -83,10 +83,7 @@ KINDS = {
 
 
 def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, Any]:
-    """The config.json of a head that reads up to five of the target's layers.
-
-    Raises `TrainingError` for a target of an architecture that is not supported.
-    """
+    """Return the config.json of a new head. Raises `TrainingError` for a target of an unsupported architecture."""
     config = target.config
     if config.model_type not in _MODEL_TYPES:
         raise TrainingError(f"target: model_type={config.model_type!r} is not supported; use {', '.join(_MODEL_TYPES)}")
@@ -114,8 +111,8 @@ def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, An
 
 
 def captured_layers(num_layers: int) -> list[int]:
-    """The layers whose output a head reads: up to five, from the second to the third last; all but the last of a target
-    of fewer than six."""
+    """Return the layers whose output a head reads: up to five, from the second to the third last; of fewer than six
+    layers all but the last."""
     steps = min(_MAX_CAPTURED, num_layers - 3) - 1
     if steps < 2:
         return list(range(num_layers - 1))
@@ -123,13 +120,13 @@ def captured_layers(num_layers: int) -> list[int]:
 
 
 def _whole_rotation(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The target's rotary embedding over the whole width of a head: Qwen3's layers rotate all of it."""
+    """Return the target's rotary embedding for a head's full width: Qwen3's layers rotate all of it."""
     own = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
     return {key: value for key, value in rope.items() if key not in own}
 
 
 def read_block_config(kind: str, config: Mapping[str, Any], target: PreTrainedModel, folder: Path) -> DFlash:
-    """The engine's description of the head. Raises `TrainingError` for one that the engine refuses."""
+    """Return the engine's description of the head. Raises `TrainingError` for one that the engine refuses."""
     architecture = type(target).__name__
     raw = {**target.config.to_dict(), "architectures": [architecture]}
     try:
@@ -153,17 +150,12 @@ def build_block_head(target: PreTrainedModel, method: DFlash, objective: Objecti
 
 
 def load_block_head(folder: Path, kind: str, target: PreTrainedModel) -> tuple[BlockHead, DraftVocabulary]:
-    """A saved head and the tokens that it may propose. Raises `TrainingError` for one that the engine refuses."""
+    """Return a saved head and the tokens that it may propose. Raises `TrainingError` for one that the engine
+    refuses."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     head = build_block_head(target, read_block_config(kind, config, target, folder), Objective(), 0)
     head.load_state_dict({name: each.float() for name, each in load_file(folder / "model.safetensors").items()})
-    return head, whole_vocabulary(target)
-
-
-def whole_vocabulary(target: PreTrainedModel) -> DraftVocabulary:
-    """All of the target's tokens, on its device."""
-    size = target.config.vocab_size
-    return DraftVocabulary.of(torch.arange(size), size).to(target.device)
+    return head, DraftVocabulary.whole(target)
 
 
 class BlockKind(DraftKind):
@@ -189,16 +181,11 @@ class BlockKind(DraftKind):
         return Unrolling(self.method.form.max_depth, decay, self.arguments.anchors)
 
     def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
-        return build_block_head(self.target, self.method, self.objective, self.arguments.seed), whole_vocabulary(
-            self.target
-        )
+        head = build_block_head(self.target, self.method, self.objective, self.arguments.seed)
+        return head, DraftVocabulary.whole(self.target)
 
     def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in head.named_parameters()}
-        save_file({name: each.contiguous() for name, each in weights.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-        make_readable(folder)
+        write_checkpoint(folder, self.config, dict(head.named_parameters()))
 
     def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
         return load_block_head(folder, self.kind, self.target)

@@ -1,4 +1,4 @@
-"""The DFlash head over whole sequences: a block after each of some positions, with gradients.
+"""The DFlash head over whole sequences, with a block after each anchor position, and with gradients.
 
 The engine serves the same files with `speculative.drafts.blocks.dflash`, which reads KV from pages;
 `tests/speculative/training/test_training_blocks.py` compares the two. Parameter names are those of the published heads.
@@ -23,7 +23,7 @@ from speculative.training.samples import Batch
 from workers.layers.rotary import frequencies
 from workers.models.llama import LlamaConfig
 
-_MEASURED_AT_ONCE = 64  # blocks of a sequence, which bounds the scores' memory where all positions are measured
+_BLOCKS_AT_ONCE = 64  # bound on the memory of scores where blocks after all positions are measured
 
 
 class BlockAttention(nn.Module):
@@ -49,26 +49,27 @@ class BlockAttention(nn.Module):
         query = self._rotate(self.q_norm(self.q_proj(x).view(shape)), angles.flatten(1, 2))
         key = self._rotate(self.k_norm(self.k_proj(x).view(shape)), angles.flatten(1, 2))
         value = self.v_proj(x).view(shape)
-        kept = context_angles.expand(batch, -1, -1)
-        kept_shape = (batch, context.shape[1], -1, self.head_dim)
-        context_key = self._rotate(self.k_norm(self.k_proj(context).view(kept_shape)), kept)
-        context_value = self.v_proj(context).view(kept_shape)
+        context_angles = context_angles.expand(batch, -1, -1)
+        context_shape = (batch, context.shape[1], -1, self.head_dim)
+        context_key = self._rotate(self.k_norm(self.k_proj(context).view(context_shape)), context_angles)
+        context_value = self.v_proj(context).view(context_shape)
         # [B, kv_heads, group, M * R, d] and [B, kv_heads, 1, T, d]; own blocks as [B, kv_heads, group or 1, M, R, d]
         query = query.transpose(1, 2).reshape(batch, self.num_kv_heads, -1, blocks * rows, self.head_dim)
         query = query * self.head_dim**-0.5
-        far = query @ context_key.permute(0, 2, 3, 1).unsqueeze(2)
+        context_scores = query @ context_key.permute(0, 2, 3, 1).unsqueeze(2)
         hidden = ~visible.repeat_interleave(rows, dim=1)[:, None, None]
-        far = far.masked_fill(hidden, float("-inf"))
+        context_scores = context_scores.masked_fill(hidden, float("-inf"))
         own_key, own_value = (
             each.view(batch, blocks, rows, -1, self.head_dim).permute(0, 3, 1, 2, 4).unsqueeze(2)
             for each in (key, value)
         )
-        of_blocks = (*query.shape[:3], blocks, rows, -1)
-        near = query.view(of_blocks) @ own_key.transpose(-1, -2)
-        weights = torch.softmax(torch.cat((far, near.flatten(3, 4)), dim=-1).float(), dim=-1).to(query.dtype)
+        by_block = (*query.shape[:3], blocks, rows, -1)
+        block_scores = query.view(by_block) @ own_key.transpose(-1, -2)
+        scores = torch.cat((context_scores, block_scores.flatten(3, 4)), dim=-1)
+        weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
         attended = weights[..., : context.shape[1]] @ context_value.transpose(1, 2).unsqueeze(2)
-        of_block = weights[..., context.shape[1] :].reshape(of_blocks) @ own_value
-        attended = attended + of_block.flatten(3, 4)
+        within = weights[..., context.shape[1] :].reshape(by_block) @ own_value
+        attended = attended + within.flatten(3, 4)
         mixed: Tensor = self.o_proj(attended.flatten(1, 2).transpose(1, 2).reshape(batch, blocks, rows, -1))
         return mixed
 
@@ -139,14 +140,14 @@ class BlockHead(TrainedDraft):
 
     def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
         """The states of the rows that predict token n + s + 2, after the final norm; a block starts at every n + 1."""
-        return list(torch.cat(list(self._every(embeddings, captured, num_steps)), dim=1).unbind(2))
+        return list(torch.cat(list(self._all_states(embeddings, captured, num_steps)), dim=1).unbind(2))
 
     def proposals(self, embeddings: Tensor, captured: Tensor, tokens: Tensor, num_steps: int) -> list[Tensor]:
         length, device = tokens.shape[1], tokens.device
-        places = torch.arange(length, device=device).unsqueeze(1) + 1 + torch.arange(num_steps, device=device)
-        previous = tokens[:, places.clamp(max=length - 1)]
+        positions = torch.arange(length, device=device).unsqueeze(1) + 1 + torch.arange(num_steps, device=device)
+        previous = tokens[:, positions.clamp(max=length - 1)]
         parts, start = [], 0
-        for states in self._every(embeddings, captured, num_steps):
+        for states in self._all_states(embeddings, captured, num_steps):
             end = start + states.shape[1]
             parts.append(self.best(self.score(states, previous[:, start:end])))
             start = end
@@ -191,8 +192,8 @@ class BlockHead(TrainedDraft):
         logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
         return logits
 
-    def _every(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> Iterator[Tensor]:
-        """The states of blocks after all positions, [B, some, num_steps, H] at a time."""
-        every = torch.arange(embeddings.shape[1], device=embeddings.device).expand(embeddings.shape[0], -1)
-        for part in torch.split(every, _MEASURED_AT_ONCE, 1):
+    def _all_states(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> Iterator[Tensor]:
+        """Yield the states of blocks after all positions, [B, up to _BLOCKS_AT_ONCE, num_steps, H] at a time."""
+        positions = torch.arange(embeddings.shape[1], device=embeddings.device).expand(embeddings.shape[0], -1)
+        for part in torch.split(positions, _BLOCKS_AT_ONCE, 1):
             yield self.states(embeddings, captured, part, num_steps)

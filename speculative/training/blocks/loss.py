@@ -1,4 +1,4 @@
-"""The loss of block heads: blocks after random positions of each text, against the target's distributions.
+"""The loss of block heads: blocks after random positions of each text are compared with the target's distributions.
 
 All shapes depend on the batch's shape alone, so that a step can be replayed from a CUDA graph. Papers: DFlash,
 arXiv 2602.06036 (random anchors, weights by depth); DSpark (total variation and confidence).
@@ -23,7 +23,7 @@ class Objective:
     """The loss of a row of a block.
 
     tv_weight: weight of the total variation distance, which is the probability of rejection at temperature 1; the
-        cross-entropy has the rest.
+        cross-entropy has the weight 1 - tv_weight.
     """
 
     tv_weight: float = 0.0
@@ -33,7 +33,7 @@ class BlockScores(NamedTuple):
     """A head's output for the rows of blocks.
 
     logits: [.., vocabulary] of each row, given the token before if the head reads it.
-    unary: [.., vocabulary] logits of each row alone, in heads that choose candidates by them; else None.
+    unary: [.., vocabulary] logits without the token before, by which DFlash2 chooses candidates; else None.
     confidence: [..] logits of being accepted; None in heads without a confidence head.
     """
 
@@ -43,14 +43,14 @@ class BlockScores(NamedTuple):
 
 
 def draw_anchors(batch: Batch, max_anchors: int) -> tuple[Tensor, Tensor]:
-    """Draw the same number of positions n of each text at random, together at most about `max_anchors`.
+    """Draw the same number of random positions n in each text, about `max_anchors` in total.
 
-    Returns positions [B, M] int64, and [B, M] bool, whether a block can start there: token n+1 is the answer's and
+    Return positions [B, M] int64, and whether a block can start there, [B, M] bool: token n+1 is the answer's and
     token n+2 exists.
     """
     num_rows, length = batch.tokens.shape
-    places = torch.arange(length, device=batch.tokens.device)
-    can_start = (places + 1 >= batch.num_prompt.unsqueeze(1)) & (places + 2 < batch.lengths.unsqueeze(1))
+    positions = torch.arange(length, device=batch.tokens.device)
+    can_start = (positions + 1 >= batch.num_prompt.unsqueeze(1)) & (positions + 2 < batch.lengths.unsqueeze(1))
     order = torch.rand(num_rows, length, device=batch.tokens.device) + can_start
     anchors = order.topk(min(length, max(1, max_anchors // num_rows)), dim=1).indices
     return anchors, can_start.gather(1, anchors)
@@ -58,22 +58,21 @@ def draw_anchors(batch: Batch, max_anchors: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class BlockTargets:
-    """Blocks of a batch, and the target's judgement of their rows. S: steps, of which step s of anchor n predicts token
-    n + s + 2.
+    """Blocks of a batch, and the target's distributions for their rows. Step s after anchor n predicts token n + s + 2.
 
     embeddings: [B, T, H] and captured: [B, T, F], the draft's input.
     anchors: [B, M] int64.
     previous: [B, M, S] int64, the tokens before the predicted ones.
-    wanted: [B, M, S, vocabulary] float32, the target's probabilities.
-    judged: [B, M, S] bool, false after the end of the text.
+    probabilities: [B, M, S, vocabulary] float32, the target's.
+    counted: [B, M, S] bool, false after the end of the text.
     """
 
     embeddings: Tensor
     captured: Tensor
     anchors: Tensor
     previous: Tensor
-    wanted: Tensor
-    judged: Tensor
+    probabilities: Tensor
+    counted: Tensor
 
 
 @torch.no_grad()
@@ -84,18 +83,18 @@ def block_targets(head: TrainedDraft, target: PreTrainedModel, batch: Batch, unr
     length = batch.tokens.shape[1]
     mask = attention_masks(target.config, length, batch.tokens.device)
     output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
-    places = anchors.unsqueeze(2) + 1 + torch.arange(unrolling.num_steps, device=anchors.device)
-    judged = live.unsqueeze(2) & (places + 1 < batch.lengths[:, None, None])
-    flat = places.clamp(max=length - 1).flatten(1)
+    positions = anchors.unsqueeze(2) + 1 + torch.arange(unrolling.num_steps, device=anchors.device)
+    counted = live.unsqueeze(2) & (positions + 1 < batch.lengths[:, None, None])
+    flat = positions.clamp(max=length - 1).flatten(1)
     states = output.last_hidden_state.gather(1, flat.unsqueeze(2).expand(-1, -1, output.last_hidden_state.shape[2]))
     logits = target.get_output_embeddings()(states).float()
     return BlockTargets(
         target.get_input_embeddings()(batch.tokens),
         head.features(output),
         anchors,
-        batch.tokens.gather(1, flat).view(places.shape),
-        torch.softmax(logits, dim=-1).view(*places.shape, -1),
-        judged,
+        batch.tokens.gather(1, flat).view(positions.shape),
+        torch.softmax(logits, dim=-1).view(*positions.shape, -1),
+        counted,
     )
 
 
@@ -111,27 +110,27 @@ def block_loss(
     weight `step_decay ** s`. model: the head, wrapped if there are several processes; it returns `BlockScores`."""
     blocks = block_targets(head, target, batch, unrolling)
     scores = model(blocks.embeddings, blocks.captured, blocks.anchors, blocks.previous)
-    losses, rejection = row_losses(scores.logits, blocks.wanted, objective)
+    losses, rejection = row_losses(scores.logits, blocks.probabilities, objective)
     if scores.unary is not None:
-        losses = (losses + row_losses(scores.unary, blocks.wanted, Objective())[0]) / 2
+        losses = (losses + row_losses(scores.unary, blocks.probabilities, Objective())[0]) / 2
     if scores.confidence is not None:
         accepted = (1 - rejection).detach()
         confidence = scores.confidence.float()
         losses = losses + functional.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
-    counts = blocks.judged.sum((0, 1))
-    means = (losses * blocks.judged).sum((0, 1)) / counts.clamp(min=1)
+    counts = blocks.counted.sum((0, 1))
+    means = (losses * blocks.counted).sum((0, 1)) / counts.clamp(min=1)
     steps = torch.arange(unrolling.num_steps, device=means.device, dtype=torch.float32)
     weights = unrolling.step_decay**steps
     return (means * weights).sum() / weights.sum()
 
 
-def row_losses(logits: Tensor, wanted: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+def row_losses(logits: Tensor, probabilities: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
     """Return each row's loss and its total variation distance, [..] float32.
 
-    logits: [.., vocabulary]. wanted: [.., vocabulary] float32 probabilities.
+    logits: [.., vocabulary]. probabilities: [.., vocabulary] float32, the target's.
     """
     scores = torch.log_softmax(logits.float(), dim=-1)
-    losses = -(wanted * scores).sum(-1)
+    losses = -(probabilities * scores).sum(-1)
     drafted = (scores if objective.tv_weight else scores.detach()).exp()
-    rejection = (wanted - drafted).abs().sum(-1) / 2
+    rejection = (probabilities - drafted).abs().sum(-1) / 2
     return (1 - objective.tv_weight) * losses + objective.tv_weight * rejection, rejection

@@ -1,5 +1,5 @@
-"""Steps of the optimisation.
+"""Parts of the optimisation loop.
 
-graphed_step  replayed from CUDA graphs
-time_limit    until a given time has passed
+graphed_step  steps replayed from CUDA graphs
+time_limit    the end after a given time
 """

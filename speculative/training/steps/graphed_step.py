@@ -24,7 +24,7 @@ class GraphedStep:
     def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
         """The scalar loss; the parameters' `grad` are this batch's alone."""
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = gradient  # the Trainer takes them away after each step
+            parameter.grad = gradient  # the Trainer sets it to None after each step
         shapes = tuple(tensor.shape for tensor in inputs.values())
         if shapes not in self.captured:
             self.captured[shapes] = self._capture(inputs)

@@ -102,7 +102,7 @@ def test_a_finished_training_goes_on_with_more_steps(
     second = json.loads((out / "checkpoint-5" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in second] == [1, 3, 5] and second[: len(first)] == first
     assert (out / "model.safetensors").read_bytes() != weights
-    with pytest.raises(TrainingError, match=r"steps=4: the training in .*target has done 5; give more with --steps"):
+    with pytest.raises(TrainingError, match=r"steps=4: the training in .*target has done 5; give more --steps"):
         train_small(f"{train} --steps 4 --resume")
     with pytest.raises(
         TrainingError, match=r"lr=0.2: the checkpoint .*checkpoint-5 was made with 0.001; give the same"
@@ -119,7 +119,8 @@ def test_ctrl_c_keeps_what_is_trained_and_a_resume_equals_an_unbroken_run(
     common = f"--steps 5 --data {rows} --val-fraction 0.1 --device cpu --warmup-steps 1 --output"
     made = f"llama --batch-tokens 512 {SMALL} {common}".split()
     target, whole = tmp_path / "target", tmp_path / "whole target"
-    kept = "{0}: stopped after step 3 of 5; {1}/checkpoint-3 keeps it: the same command with --resume continues"
+    kept = "{0}: stopped after step 3 of 5; {1}/checkpoint-3 is its checkpoint: repeat the command with --resume to "
+    kept += "continue"
     with monkeypatch.context() as patched, pytest.raises(TrainingInterrupted) as ended:
         patched.setattr(llama, "target_loss", _interrupting(llama.target_loss, call=3))
         train_target([*made, str(target)])

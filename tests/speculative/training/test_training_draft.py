@@ -192,7 +192,7 @@ def test_greedy_regeneration_gives_each_prompt_the_answer_it_gets_alone(
             target, tokenizer, prompts, temperature=0, max_new_tokens=40, batch_size=batch_size, seed=0, progress=False
         )
 
-    monkeypatch.setattr(generation, "_SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(generation, "_MAX_SCORES", 1)
     monkeypatch.setattr(generation, "_CHECK_EVERY", 2)
     grouped = answers(3)
     assert answers(7) == answers(1) == grouped
@@ -245,7 +245,7 @@ def test_replayed_steps_equal_eager_ones(
     losses = []
     for graphs in (False, True):
         head = build_head(target, method, on_device, seed=0)
-        arguments = fit_arguments(tmp_path / str(graphs), place=device, graphs=graphs)
+        arguments = fit_arguments(tmp_path / str(graphs), own_device=device, graphs=graphs)
         losses.append(train(head, target, on_device, samples, arguments))
     # Full batches change the order of float32 sums; observed differences after 24 steps are below 1e-4.
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)

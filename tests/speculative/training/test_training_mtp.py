@@ -143,7 +143,7 @@ def test_what_cannot_be_trained_further_is_refused(
         ({"num_nextn_predict_layers": 0}, "the checkpoint has no module for drafting"),
         (
             {"architectures": ["LlamaForCausalLM"]},
-            "has no module for multi-token prediction; only DeepseekV3ForCausalLM",
+            "has no MTP module; only DeepseekV3ForCausalLM",
         ),
     ):
         config = json.loads((tmp_path / "config.json").read_text()) | changes

@@ -31,9 +31,9 @@ from speculative.training.deepseek_layers import (
     mtp_head,
 )
 from speculative.training.eagle3 import BranchCache, RMSNorm, linear
-from speculative.training.eagle3_files import token_ids
+from speculative.training.eagle3_files import token_ids, write_checkpoint
 from speculative.training.experts import Router
-from speculative.training.mtp_files import write_checkpoint
+from speculative.training.mtp_files import FLOAT32
 from speculative.training.mtp_head import rotation
 from speculative.training.samples import Batch, Sample, collate, plan_batches
 from speculative.training.trainer import FitArguments
@@ -275,7 +275,7 @@ def save_folder(
     folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Write a Hugging Face folder whose model answers greedily. raw: of config.json."""
-    write_checkpoint(folder, raw, tensors)
+    write_checkpoint(folder, raw, tensors, FLOAT32)
     settings = token_ids(tokenizer) | {"do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)
