@@ -8,8 +8,8 @@ doctor    `aerie doctor`: checks this machine
 bench, chat  commands that talk to a server; client: its HTTP API, server_options: its address and key
 evaluate  `aerie eval-draft`; tekken: `aerie tekken`
 offline   `LLM`: an engine in your own process; offline_requests: its parameters and outputs
-app       entry points of Serve's config files
-config    which configuration a command uses: files, model names, options of `vllm serve`
+app       entry points in Serve's config files
+config    configurations of commands: files, model names, options of `vllm serve`
 processes  the processes of a server, and how they end after a crash
 haproxy   HAProxy in front of the ingresses
 models    the embedded pair

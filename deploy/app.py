@@ -1,5 +1,5 @@
-"""Entry points of Serve's config files. `build` makes an application of a configuration (deploy/eagle.yaml, for
-`serve run`), `build_planned` of a plan made by `aerie serve`."""
+"""Entry points of Serve's config files. `build` builds an application from a configuration (`serve run
+deploy/eagle.yaml`), `build_planned` from a plan of `aerie serve`."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from deploy.nodes import cluster_nodes
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Called by Serve in a Ray process. Relative paths in `args` start at this folder: Serve does not say where their
-    file lies. Raises ConfigError, which Serve prints as the cause."""
-    from deploy.checks import planned  # torch, which `build_planned` does without
+    """Called by Serve in a Ray process. Relative paths in `args` start at this folder, because Serve does not report
+    the file's folder. Raises ConfigError, which Serve prints as the cause."""
+    from deploy.checks import planned  # imports torch, which `build_planned` does not need
 
     return application(planned(args, cluster_nodes()))
 

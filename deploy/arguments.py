@@ -1,4 +1,4 @@
-"""The arguments of every command of `aerie`, and the function that runs it, which is imported once they are parsed."""
+"""The arguments of every command of `aerie`, and the name of its function, which is imported after parsing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from speculative.training.cli import add_command as add_train_draft
 from speculative.training.cli import at_least
 
 DEFAULT_CONFIG = "eagle"
-DEFAULT_VOCAB = (
-    16000  # the largest that `aerie bench` draws token ids below by itself; special tokens of most models lie above
-)
+DEFAULT_VOCAB = 16000  # default bound on token ids of `aerie bench`; special tokens of most models are above
 SERVE = "deploy.serve.command:run"
 
 
@@ -67,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Print the version, which is looked up when it is asked for."""
+    """Prints the version, which is only then looked up."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"aerie {version()}")

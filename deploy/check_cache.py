@@ -1,10 +1,11 @@
-"""`aerie check-cache`: whether a server's prefix cache changes its answers. For any server with OpenAI's completions.
+"""`aerie check-cache`: tests whether a server's prefix cache changes its answers. Works with any server with OpenAI's
+completions.
 
-Each conversation asks A, B, A again, goes on after A's answer, leaves A's text at several places, and comes back. All
-run with the cache on, several at a time, greedy. Then every prompt is asked once more with the cache off, and the texts
-are compared. Off means one of two things:
+Each conversation sends prompts A, B and A again, continues after A's answer, branches off A's text at several
+positions, and returns to A. All run with the cache on, several at a time, greedy. Then every prompt is sent again with
+the cache off, and the texts are compared. The cache is off in one of two ways:
 
-salt    every request has a `cache_salt` of its own, so that it finds nothing (Aerie, vLLM)
+salt    every request has its own `cache_salt`, so that it finds no cached tokens (Aerie, vLLM)
 flush   the cache is emptied before every request, which then runs alone (SGLang: /flush_cache, vLLM's development mode:
         /reset_prefix_cache)
 """
@@ -33,17 +34,17 @@ _TEXT = (
     "nobody has seen because every road ends at water but some bridges hold"
 )
 WORDS = _TEXT.split()
-DEFAULT_WORDS, TOKENS_A_WORD = 600, 2  # of a prompt; the most that tokenizers make of these words
+DEFAULT_WORDS, TOKENS_A_WORD = 600, 2  # words of a prompt; maximum tokens per word in any tokenizer
 FLUSH_ROUTES = ("/flush_cache", "/reset_prefix_cache")
-TOP_LOGPROBS = 5  # the most that OpenAI's completions return
+TOP_LOGPROBS = 5  # maximum of OpenAI's completions
 
 
 @dataclass(frozen=True)
 class Answer:
     """One answer.
 
-    num_prompt, num_cached: prompt tokens, and those found in the cache; -1 where the server does not say.
-    tops: for each token its text and the log-probabilities of the likeliest ones, if they were asked for.
+    num_prompt, num_cached: number of prompt tokens, and of cached ones; -1 if the server does not report them.
+    tops: text of each token and log-probabilities of the likeliest ones, if requested.
     """
 
     text: str
@@ -54,7 +55,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Turn:
-    """One request with the cache on. kind: how its prompt came from earlier ones."""
+    """One request with the cache on. kind: how its prompt was derived from earlier ones."""
 
     kind: str
     prompt: str
@@ -63,8 +64,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Difference:
-    """turn: with the cache. expected: the answer without it. nats: how much less likely the first other token was than
-    the best one, without the cache; None if that is not known."""
+    """turn: request with the cache.
+    expected: answer without the cache.
+    nats: log-probability of the best token minus that of the first different one, without the cache; None if unknown.
+    """
 
     turn: Turn
     expected: str
@@ -79,7 +82,7 @@ class Difference:
 
 
 class Completions:
-    """Asks one server for greedy answers."""
+    """Requests greedy answers of one server."""
 
     def __init__(self, server: Server, model: str, max_tokens: int, client: httpx.AsyncClient) -> None:
         self._server = server
@@ -88,7 +91,7 @@ class Completions:
         self._client = client
 
     async def ask(self, prompt: str, **more: Any) -> Answer:
-        """Raises ConfigError where the server does not answer, or with an error."""
+        """Return an answer. Raises ConfigError if the server does not answer, or with an error."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": self._max_tokens, "temperature": 0, **more}
         reply = await self._post("/v1/completions", body)
         if reply.status_code != 200:
@@ -101,7 +104,7 @@ class Completions:
         return Answer(choice["text"], usage.get("prompt_tokens", -1), -1 if cached is None else cached, tops)
 
     async def flush(self) -> bool:
-        """Empty the cache; whether the server has a route for that."""
+        """Empty the cache; return whether the server has a route for that."""
         for route in FLUSH_ROUTES:
             if (await self._post(route, None)).status_code == 200:
                 return True
@@ -115,7 +118,7 @@ class Completions:
 
 
 def conversation(rng: random.Random, shared: str, num_words: int) -> Generator[tuple[str, str], str, None]:
-    """The turns of one conversation: kind and prompt. The answer to each is sent back."""
+    """Yield the turns of one conversation: kind and prompt. Receives the answer to each."""
     parts: list[str] = []
     for _ in range(2):
         parts.append(f"{shared} {_text(rng, num_words)}")
@@ -139,7 +142,7 @@ def _text(rng: random.Random, num_words: int) -> str:
 
 
 async def run_turns(ask: Completions, arguments: argparse.Namespace, step: Callable[[], None]) -> list[Turn]:
-    """All conversations with the cache on, `concurrency` at a time."""
+    """Run all conversations with the cache on, `concurrency` at a time."""
     turns: list[Turn] = []
     shared = _text(random.Random(arguments.seed), arguments.words // 2)
     numbers = iter(range(arguments.conversations))
@@ -164,7 +167,7 @@ async def run_turns(ask: Completions, arguments: argparse.Namespace, step: Calla
 async def without_cache(
     ask: Completions, prompts: Sequence[str], off: str, concurrency: int, more: dict[str, Any], step: Callable[[], None]
 ) -> dict[str, Answer]:
-    """The answer to each prompt with the cache off."""
+    """Return the answer to each prompt with the cache off."""
     answers: dict[str, Answer] = {}
     left = iter(prompts)
 
@@ -182,7 +185,7 @@ async def without_cache(
 
 
 def compared(turns: Sequence[Turn], answers: dict[str, Answer]) -> list[Difference]:
-    """Turns whose texts differ from those without the cache."""
+    """Return the turns whose texts differ from those without the cache."""
     found = []
     for turn in turns:
         expected = answers[turn.prompt]
@@ -193,8 +196,8 @@ def compared(turns: Sequence[Turn], answers: dict[str, Answer]) -> list[Differen
 
 
 def _nats(difference: Difference, expected: Answer) -> float | None:
-    """Return the cost in nats of the first different token, by the log-probabilities without the cache. A token that is
-    not among the likeliest costs more than the last of them."""
+    """Return the cost in nats of the first different token, from the log-probabilities without the cache. A token that
+    is not among the likeliest costs more than the last of them."""
     end = 0
     for token, tops in expected.tops:
         if end + len(token) > difference.start and tops:
@@ -206,7 +209,7 @@ def _nats(difference: Difference, expected: Answer) -> float | None:
 
 
 async def check(server: Server, model: str, arguments: argparse.Namespace, console: Console) -> int:
-    """Run everything and print what was found; the exit code. Raises ConfigError."""
+    """Run the test, print the differences, and return the exit code. Raises ConfigError."""
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     limits = httpx.Limits(max_connections=arguments.concurrency + 1)
     async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:
@@ -268,7 +271,7 @@ def _print_difference(console: Console, difference: Difference) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if no answer differs, 1 if one does. Raises ConfigError."""
+    """Return 0 if all answers are equal, else 1. Raises ConfigError."""
     server = parse_server(arguments)
     card = server.model(arguments.model)
     if arguments.off == "auto":

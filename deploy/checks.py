@@ -1,5 +1,5 @@
 """Checks of a configuration and its checkpoints, without a cluster; `aerie plan`. Imports torch, which takes over a
-second: a command that may do without imports this module where it needs it."""
+second, so commands import this module only where they need it."""
 
 import contextlib
 import dataclasses
@@ -22,16 +22,15 @@ from deploy.nodes import LocalGpus, local_nodes
 
 
 def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool = True) -> AerieConfig:
-    """The configuration, its checkpoints read and matched too (`cluster.checkpoints.check_checkpoints`), after they are
-    downloaded where they are named by their names on the hub. base: where relative paths start. Raises ConfigError."""
+    """Return the checked configuration. Checkpoints named by hub names are downloaded, and all are read and matched
+    (`cluster.checkpoints.check_checkpoints`). base: folder of relative paths. Raises ConfigError."""
     config = parse(with_downloads(args, base), base)
     check_checkpoints(config, need_weights)
     return config
 
 
 def planned(args: Mapping[str, Any], nodes: Sequence[NodeResources], base: Path = PACKAGED) -> Plan:
-    """The plan of an application on a cluster of `nodes`, everything checked. base: as for `checked`. Raises
-    ConfigError."""
+    """Return the checked plan of an application on a cluster of `nodes`. base: as in `checked`. Raises ConfigError."""
     config = parse(with_downloads(args, base), base)
     max_model_len = check_checkpoints(config)
     check_devices(config, nodes)
@@ -44,8 +43,8 @@ def checked_file(path: Path, need_weights: bool = True) -> AerieConfig:
 
 
 def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
-    """Print what `path` would start on `nodes`; without nodes, only check what needs none. A folder that holds no
-    weights yet is planned by its config.json. Raises ConfigError."""
+    """Print the plan of `path` on `nodes`; without nodes, only check what does not depend on nodes. A folder without
+    weights is planned from its config.json. Raises ConfigError."""
     config = checked_file(path, need_weights=False)
     check_devices(config, nodes)
     _print_plan(path, config, nodes, print)
@@ -61,10 +60,13 @@ def check_and_start_ranks(
     ranks: str,
     tell: Callable[[int], None],
 ) -> None:
-    """`print_plan` for `aerie serve`, on this machine. path: of `config`. gpus: of this machine; None: the nodes are
-    not known yet. ranks: a folder for the sockets of an engine's ranks, which are begun as soon as the configuration is
-    found right; "": none are. tell: called before the plan is printed, which takes seconds on GPUs, with what
-    `check_checkpoints` found. Raises ConfigError, if at all, before that."""
+    """Run `print_plan` for `aerie serve` on this machine. Raises ConfigError only before it calls `tell`.
+
+    path: path of `config`.
+    gpus: GPUs of this machine; None: the nodes are not known yet.
+    ranks: folder for the sockets of an engine's ranks, which are started once the configuration is checked; "": start
+        none.
+    tell: called with the result of `check_checkpoints` before the plan is printed, which takes seconds on GPUs."""
     log = StartLog("check")
     log.done("torch imported")
     set_process_environment(config.engine.threads_per_worker)
@@ -83,7 +85,7 @@ def check_and_start_ranks(
 
 
 def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
-    """Refuse a configuration that could not start on these nodes' devices, or, without nodes, on any device
+    """Refuse a configuration that cannot start on these nodes' devices, or, without nodes, on any device
     (`cluster.checkpoints.check_device`). Raises ConfigError."""
     if nodes:
         known = {node.capability for node in nodes}
@@ -113,7 +115,7 @@ def _print_plan(
 
 
 def _start_ranks(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources], folder: Path) -> None:
-    """Start the ranks of one engine. Where that fails, their actors build them."""
+    """Start the ranks of one engine. If that fails, their actors build them."""
     try:
         start_ranks(resolve_rank(config, max_model_len, choose_device(config, nodes)), folder)
     except (OSError, RuntimeError) as error:

@@ -1,7 +1,7 @@
 """The command `aerie`: serve, start, stop, plan, doctor, config, chat, bench, check-cache, quantize, tekken, and the
 training of targets and drafts.
 
-Arguments are parsed first and modules imported after, so that `--help` and a mistyped option answer at once.
+Modules are imported after arguments are parsed, so that `--help` and errors in options are printed at once.
 """
 
 import sys
@@ -12,8 +12,7 @@ from deploy.serve.private_arguments import hide_keys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 2 with one line on stderr for what the user has to change, 130
-    after Ctrl-C."""
+    """Run one command and return its exit code: 2 with one line on stderr for errors of the user, 130 after Ctrl-C."""
     is_program = argv is None  # not called by another
     if is_program and "serve" in sys.argv[1:2]:
         hide_keys()

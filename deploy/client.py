@@ -19,12 +19,12 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class AnswerError(Exception):
-    """The server answered with an error; the message is its own."""
+    """The server answered with an error; the message is the server's."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """url: without a path behind its name. key: the API key, "" for none."""
+    """url: without a path. key: the API key, "" for none."""
 
     url: str
     key: str = ""
@@ -34,7 +34,7 @@ class Server:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def get(self, path: str) -> Any:
-        """A JSON document. Raises ConfigError where there is no server, AnswerError where it answers with an error."""
+        """Return a JSON document. Raises ConfigError if there is no server, AnswerError if it answers with an error."""
         try:
             reply = httpx.get(f"{self.url}{path}", headers=self.headers, timeout=CONNECT_TIMEOUT_S)
         except httpx.HTTPError as error:
@@ -44,7 +44,7 @@ class Server:
         return reply.json()
 
     def model(self, name: str = "") -> dict[str, Any]:
-        """The card of the model that is served, or of `name` among several. Raises ConfigError."""
+        """Return the card of the served model, or of `name` among several. Raises ConfigError."""
         try:
             cards = self.get("/v1/models")["data"]
         except AnswerError as error:
@@ -56,7 +56,7 @@ class Server:
         raise ConfigError(f"--model {name}: {self.url} serves {served}")
 
     def stream_chat(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The chunks of an answer; closing the generator ends it. Raises ConfigError and AnswerError."""
+        """Yield the chunks of an answer; closing the generator aborts it. Raises ConfigError and AnswerError."""
         limits = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         asked = {**body, "stream": True}
         try:
@@ -82,7 +82,7 @@ class Server:
 
 
 def parse_server(arguments: argparse.Namespace) -> Server:
-    """The server that the command line names. Raises ConfigError."""
+    """Return the server of the command line. Raises ConfigError."""
     url = str(arguments.url) if "://" in arguments.url else f"http://{arguments.url}"
     url = url.rstrip("/").removesuffix("/v1")
     try:

@@ -1,4 +1,4 @@
-"""`aerie eval-draft`: mean accepted length of a draft on the prompts of a file, with the engine of a config file but
+"""`aerie eval-draft`: mean accepted length of a draft on the prompts of a file, with the engine of a config file,
 without Ray and HTTP."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from workers.scheduling.request import Request, RequestOutput
 @dataclass(frozen=True)
 class DraftReport:
     """acceptance_length: 1 + accepted / rounds. per_position[k]: share of rounds that accepted at least k + 1 tokens.
-    output_tokens_per_s: of the whole run, prompts included."""
+    output_tokens_per_s: of the whole run, including prompts."""
 
     num_prompts: int
     num_rounds: int
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = _evaluate_file(arguments)
     except (ConfigError, TrainingError):
         raise
-    except ValueError as error:  # the engine's: a checkpoint that does not fit, a prompt that can never run
+    except ValueError as error:  # of the engine: a checkpoint that does not fit, a prompt that can never run
         raise ConfigError(str(error)) from error
     print_report(report)
     return 0
@@ -69,7 +69,7 @@ def _evaluate_file(arguments: argparse.Namespace) -> DraftReport:
 
 
 def with_shape(spec: EngineSpec, arguments: argparse.Namespace) -> EngineSpec:
-    """The engine with the tree that the command line names; raises ValueError if there is no draft to shape."""
+    """Return the engine with the tree of the command line. Raises ValueError without a draft."""
     if spec.speculative is None:
         raise ValueError("speculative: the config file has no such section; eval-draft needs a draft")
     names = ("num_steps", "top_k", "num_draft_tokens")
@@ -78,7 +78,7 @@ def with_shape(spec: EngineSpec, arguments: argparse.Namespace) -> EngineSpec:
 
 
 def read_prompts(source: str, limit: int) -> list[list[dict[str, str]]]:
-    """Chat messages of the first `limit` rows, up to each conversation's first answer."""
+    """Return chat messages of the first `limit` rows, up to each conversation's first answer."""
 
     prompts = []
     for conversation in read_conversations([source])[:limit]:
@@ -91,7 +91,7 @@ def read_prompts(source: str, limit: int) -> list[list[dict[str, str]]]:
 def evaluate(
     spec: EngineSpec, prompts: Sequence[Sequence[int]], sampling: SamplingParams, concurrency: int
 ) -> DraftReport:
-    """Answer `prompts` (token ids) and count what was accepted; shows a progress bar on a terminal."""
+    """Answer `prompts` (token ids) and count accepted drafts. Shows a progress bar on a terminal."""
 
     requests = [Request(f"eval-{i}", list(prompt), sampling) for i, prompt in enumerate(prompts)]
     with local_engine(spec) as engine, tqdm(total=len(requests), unit=" prompts", disable=None) as bar:
@@ -106,7 +106,7 @@ def evaluate(
 
 
 def report_of(requests: Sequence[Request], elapsed_s: float) -> DraftReport:
-    """The figures of finished requests."""
+    """Return the figures of finished requests."""
     width = max((len(r.acceptance_histogram) for r in requests), default=0)
     histogram = [0] * width
     for request in requests:
@@ -127,7 +127,7 @@ def report_of(requests: Sequence[Request], elapsed_s: float) -> DraftReport:
 
 
 def print_report(report: DraftReport) -> None:
-    """A short table, then one JSON line."""
+    """Print a short table, then one JSON line."""
     print(f"prompts             {report.num_prompts}")
     print(f"output tokens       {report.output_tokens} ({report.output_tokens_per_s:.0f}/s, prompts included)")
     print(f"rounds              {report.num_rounds}")

@@ -11,7 +11,7 @@ from cluster.placement import NodeResources
 
 
 def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[NodeResources]:
-    """`count` nodes like this machine, or with the CPUs and GPUs given."""
+    """Return `count` nodes with this machine's resources, or with the given CPUs and GPUs."""
     cpus = float(os.cpu_count() or 1) if cpus is None else cpus
     capability = None
     if gpus is None:
@@ -52,7 +52,7 @@ class LocalGpus:
 
 
 def counted_gpus() -> Callable[[], LocalGpus]:
-    """Begin to count; the function waits for the result."""
+    """Start to count GPUs; the returned function waits for the result."""
     if shutil.which("nvidia-smi") is None:
         return lambda: LocalGpus(0)
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]

@@ -49,13 +49,12 @@ class LLM:
         self, model: str | Path = "eagle", *, draft: str | None = None, revision: str | None = None, **options: Any
     ) -> None:
         """model: a folder with a checkpoint, a name on the hub, a Serve config file, or the name of a packaged one.
-        draft: an EAGLE head's folder or name on the hub, or "suffix"; only beside a model.
-        revision: of the model on the hub.
+        draft: an EAGLE head's folder or hub name, or "suffix"; only beside a model.
+        revision: branch, tag or commit of the model on the hub.
         options: keyword arguments of vLLM's `LLM` that docs/coming-from-vllm.md lists, such as tensor_parallel_size,
         max_model_len, dtype, gpu_memory_utilization, speculative_config.
 
-        Raises ConfigError for what the model, its configuration or an option has wrong, TypeError for an option that
-        is not known."""
+        Raises ConfigError for an invalid model, configuration or option, TypeError for an unknown option."""
         if unknown := [name for name in options if not vllm_options.is_option(name)]:
             raise TypeError(f"{unknown[0]}: LLM has no such option; docs/coming-from-vllm.md lists them")
         if names_model(str(model)):
@@ -89,13 +88,13 @@ class LLM:
         return self.tokenizer
 
     def generate(self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Return what the model writes after each prompt, in their order.
+        """Return the continuations of prompts, in order.
 
         prompts: a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
-        sampling_params: for all, or one for each prompt; without them greedy answers of up to 256 tokens.
+        sampling_params: for all prompts, or one per prompt; default: greedy answers of up to 256 tokens.
         use_tqdm: show progress on a terminal.
-        Raises RequestTooLargeError for a prompt that can never run, TypeError for what is no prompt. Ctrl-C ends the
-        answers, and the engine stays usable."""
+        Raises RequestTooLargeError for a prompt that can never run, TypeError for an invalid prompt. After Ctrl-C the
+        engine remains usable."""
         is_one = isinstance(prompts, str | Mapping) or is_token_ids(prompts)
         found = [prompt_of(prompt) for prompt in ([prompts] if is_one else prompts)]
         texts = [text for text, _ in found if text is not None]
@@ -106,10 +105,10 @@ class LLM:
     def chat(
         self, messages: Messages | Sequence[Messages], sampling_params: Params = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """Return the assistant's answer to a conversation, or to each of a list of them, otherwise as `generate`.
+        """Return the assistant's answer to a conversation, or to each of a list of conversations; see `generate`.
 
-        messages: {"role", "content"} and what else the model's template knows. Raises ChatTemplateError for messages
-        that it refuses."""
+        messages: {"role", "content"} and other keys of the model's template.
+        Raises ChatTemplateError for messages that the template refuses."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [self.tokenizer.render(conversation) for conversation in conversations]  # type: ignore[arg-type]
         encoded = self._encoded(texts, add_special_tokens=False)
@@ -125,7 +124,7 @@ class LLM:
     def _answer(
         self, prompts: Sequence[tuple[str | None, list[int]]], params: Params, use_tqdm: bool
     ) -> list[RequestOutput]:
-        """prompts: text, if there is one, and token ids."""
+        """prompts: text, if known, and token ids."""
         each = [params or GREEDY] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for all, or one each")

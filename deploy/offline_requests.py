@@ -23,7 +23,7 @@ class SamplingParams:
     top_k: 0 or -1 switches the filter off.
     seed: None draws one for each answer.
     stop: texts that end an answer; they are not part of it.
-    ignore_eos: continue after the model's end of text.
+    ignore_eos: continue after the end-of-text token.
     logprobs: return the log-probabilities of each token and of the `logprobs` likeliest tokens.
     speculative: False decodes without the draft, with the same tokens.
     """
@@ -60,7 +60,7 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer."""
+        """Return the texts that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def of_engine(self, eos_token_ids: Sequence[int], index: int) -> plan.SamplingParams:
@@ -144,7 +144,7 @@ class RequestOutput:
 
 
 class RunningAnswer:
-    """One answer while it is generated."""
+    """A running answer."""
 
     def __init__(
         self, request_id: str, prompt: list[int], params: SamplingParams, index: int, tokenizer: ChatTokenizer
@@ -165,7 +165,7 @@ class RunningAnswer:
         self._logprobs: list[plan.TokenLogprobs] = []
 
     def push(self, output: StepOutput) -> bool:
-        """Take what a step brought; true if a stop text has ended the answer before the engine does."""
+        """Append a step's tokens; return whether a stop text has ended the answer before the engine has."""
         finish = None if output.finish_reason is None else str(output.finish_reason)
         delta = TokenDelta(self.request.request_id, tuple(output.tokens), finish, output.logprobs)
         piece = self._answer.push(delta)
@@ -174,7 +174,7 @@ class RunningAnswer:
         return self._answer.finish is not None and finish is None
 
     def output(self) -> CompletionOutput:
-        """The answer, once it has ended."""
+        """Return the finished answer."""
         answer, request = self._answer, self.request
         tokens = tuple(request.output[: answer.num_tokens])
         rounds = sum(request.acceptance_histogram)
@@ -198,7 +198,7 @@ class RunningAnswer:
 
 
 def prompt_of(given: Any) -> tuple[str | None, list[int] | None]:
-    """Text and token ids of a prompt as `LLM.generate` takes it; one of them is None. Raises TypeError."""
+    """Return the text and token ids of a prompt of `LLM.generate`; one of them is None. Raises TypeError."""
     if isinstance(given, str):
         return given, None
     if isinstance(given, Mapping):
@@ -214,5 +214,5 @@ def prompt_of(given: Any) -> tuple[str | None, list[int] | None]:
 
 
 def is_token_ids(given: Any) -> bool:
-    """Whether this is a list of token ids, and so one prompt."""
+    """Whether this is a list of token ids, which is one prompt."""
     return isinstance(given, Sequence) and bool(given) and all(type(token) is int for token in given)

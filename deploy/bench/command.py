@@ -20,12 +20,11 @@ from deploy.bench.figures import Rate, latency_plot, markdown
 from deploy.bench.load import Target, measure_rate, warm_up
 from deploy.client import AnswerError, Server, parse_server
 
-LOWEST_ID = 300  # below it are special tokens and bytes, of most tokenizers
+LOWEST_ID = 300  # lower ids are special tokens and bytes in most tokenizers
 
 
 def run(arguments: argparse.Namespace) -> int:
     """1 if a request failed. Raises ConfigError."""
-
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         raise ConfigError(f"--plot {arguments.plot}: must end in .svg")
     rates = _rates(arguments.rates)
@@ -57,9 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 async def measure(
     target: Target, traffic: Traffic, rates: Sequence[float], drain_s: float, num_warm: int
 ) -> list[Rate]:
-    """All rates, one after the other, after a warm-up, with a bar each on a terminal's standard error. Raises
-    RuntimeError if the warm-up fails."""
-
+    """Measure all rates in order, after a warm-up. Shows a progress bar for each if standard error is a terminal.
+    Raises RuntimeError if the warm-up fails."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     found = []
@@ -84,7 +82,6 @@ async def measure(
 
 def traffic_for(arguments: argparse.Namespace, max_model_len: int | None, server: Server) -> Traffic:
     """Return the traffic of the options; default lengths fit the model. Raises ConfigError."""
-
     mix = _mix(arguments, max_model_len)
     vocab = arguments.vocab or min(DEFAULT_VOCAB, _vocab_size(server))
     first = min(LOWEST_ID, vocab // 4)
@@ -94,8 +91,7 @@ def traffic_for(arguments: argparse.Namespace, max_model_len: int | None, server
 
 
 def _mix(arguments: argparse.Namespace, max_model_len: int | None) -> Mix:
-    """--mix, made to fit the model's length, with what the options say otherwise. Raises ConfigError."""
-
+    """Return `--mix`, scaled to the model's length, with the values of other options. Raises ConfigError."""
     mix = MIXES[arguments.mix]
     whole = max_model_len or mix.prompts.cap + mix.answers.cap
     if mix.prompts.cap + mix.answers.cap > whole:
@@ -116,7 +112,6 @@ def _mix(arguments: argparse.Namespace, max_model_len: int | None) -> Mix:
 
 
 def _lengths(side: str, arguments: argparse.Namespace, default: Lengths) -> Lengths:
-
     mean, sigma = (getattr(arguments, f"{side}_{name}") for name in ("mean", "sigma"))
     mean, sigma = default.mean if mean is None else mean, default.sigma if sigma is None else sigma
     if default.cap < 1 or mean <= 0 or sigma < 0:
@@ -125,8 +120,7 @@ def _lengths(side: str, arguments: argparse.Namespace, default: Lengths) -> Leng
 
 
 def _prefixes(arguments: argparse.Namespace, mix: Mix) -> Prefixes | None:
-    """None where no prompts begin alike."""
-
+    """Return the shared prefixes; None without any."""
     default = mix.prefixes or MIXES["prompt-heavy"].scaled(mix.prompts.cap, mix.answers.cap).prefixes
     assert default is not None
     share = arguments.share if arguments.share is not None else default.share if mix.prefixes else 0.0
@@ -139,7 +133,6 @@ def _prefixes(arguments: argparse.Namespace, mix: Mix) -> Prefixes | None:
 
 def _vocab_size(server: Server) -> int:
     """Return the model's vocabulary size, if the server reports it."""
-
     try:
         return int(server.get("/tokenizer_info")["vocab_size"])
     except (AnswerError, KeyError, TypeError, ValueError):
@@ -147,7 +140,6 @@ def _vocab_size(server: Server) -> int:
 
 
 def _rates(text: str) -> list[float]:
-
     try:
         rates = [float(rate) for rate in text.split(",")]
     except ValueError:
@@ -158,7 +150,6 @@ def _rates(text: str) -> list[float]:
 
 
 def _extra(text: str) -> dict[str, Any]:
-
     try:
         extra = json.loads(text)
     except ValueError:

@@ -1,11 +1,11 @@
 """Latencies of an open loop by percentile, as a table and as a plot. Used by `aerie bench` and the benchmarks.
 
 ttft  from when a request was due to its first event that carries a choice
-itl   between two such events of one answer, those of all answers together; an event may bring several tokens
-tpot  (last event - first event) / (tokens - 1), an answer each; tokens by the server's count
-e2e   from when it was due to its end
-cached  the share of the prompts' tokens that the prefix cache had, by the server's count
-late  how late the client itself sent it: above some 10 ms the client is what was measured
+itl   between two such events of one answer, over all answers; an event may hold several tokens
+tpot  (last event - first event) / (tokens - 1) of each answer; tokens as counted by the server
+e2e   from when a request was due to the end of its answer
+cached  share of prompt tokens found in the prefix cache, as counted by the server
+late  delay of the client itself; above some 10 ms the figures measure the client
 """
 
 import itertools
@@ -52,7 +52,7 @@ def _ms(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between neighbours."""
+    """Return a percentile, interpolated linearly. share: 0 to 1."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * share
     low = int(place)
@@ -60,7 +60,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
-    """A row for each server and rate."""
+    """Return a Markdown table with a row per server and rate."""
     kinds = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
     head = ["server", "req/s", "done", "failed"]
     head += [f"{kind.removesuffix('_ms').upper()} p50 / p90 / p99 ms" for kind in kinds]
@@ -87,7 +87,7 @@ def _percentiles(figures: Mapping[str, float | None]) -> str:
 
 
 def latency_plot(name: str, rates: Sequence[Rate]) -> str:
-    """An SVG: one server's latencies by rate."""
+    """Return an SVG of one server's latencies by rate."""
     kinds = (("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("ITL p99", "itl_ms", "p99"))
     lines = {
         title: [Point(rate["rate"], rate[kind][q]) for rate in rates if rate[kind][q] is not None]

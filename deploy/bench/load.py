@@ -1,6 +1,6 @@
-"""Sends requests and keeps their answers' times. An open loop: Poisson arrivals of token ids on /v1/completions, greedy
-answers of a fixed length. A closed one: streams that each send the next request when their last answer has ended. Used
-by `aerie bench` and the benchmarks."""
+"""Sends requests and records the times of their answers. Open loop: Poisson arrivals of token ids on /v1/completions,
+with greedy answers of a fixed length. Closed loop: each stream sends its next request when its last answer has ended.
+Used by `aerie bench` and the benchmarks."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ from deploy.bench.arrivals import Arrival, Traffic
 from deploy.bench.figures import Rate, rate_figures
 from deploy.bench.stream_client import Answered, Pool, request_bytes
 
-WARM_UP = 16  # requests, all at once, twice
+WARM_UP = 16  # requests of a warm-up, sent at once, twice
 LEAD_S = 0.2  # from the start of the clock to the first arrival that may be due
 
 
@@ -33,7 +33,7 @@ class Target:
     key: str = ""
 
 
-Progress = Callable[[int, int], None]  # of an answer that has ended: how many have, and how many of these failed
+Progress = Callable[[int, int], None]  # called at the end of an answer with the numbers of ended and failed ones
 
 
 def _unwatched(num_ended: int, num_failed: int) -> None:
@@ -47,8 +47,8 @@ async def run_rate(
     named: Sequence[str] = (),
     progress: Progress = _unwatched,
 ) -> tuple[list[Answered], float]:
-    """Send every request when it is due, wait up to drain_s for the rest after the last; answers in the order of
-    arrivals, and when the clock began. named: the requests' X-Request-Id, if they have one."""
+    """Send every request when it is due, then wait up to drain_s for answers. Return answers in the order of arrivals,
+    and the clock's start. named: X-Request-Id of each request, if any."""
     where = urlsplit(target.url)
     encrypted = where.scheme == "https"
     host, port = where.hostname or "", where.port or (443 if encrypted else 80)
@@ -81,9 +81,8 @@ async def run_rate(
 
 
 async def closed_loop(pool: Pool, requests: Iterator[bytes], num_streams: int, answers: list[Answered]) -> None:
-    """Send `requests` over `num_streams` streams, each the next one when its last answer has ended, until there are no
-    more. A stream stops at its first answer that fails. answers: grows by one when a request is sent, and may be read
-    meanwhile."""
+    """Send `requests` over `num_streams` streams, one at a time on each. A stream stops at its first failed answer.
+    answers: grows by one when a request is sent; may be read meanwhile."""
 
     async def stream() -> None:
         for request in requests:
@@ -96,7 +95,7 @@ async def closed_loop(pool: Pool, requests: Iterator[bytes], num_streams: int, a
 
 
 async def warm_up(target: Target, traffic: Traffic, drain_s: float, num_requests: int = WARM_UP) -> None:
-    """Raises RuntimeError with the first fault."""
+    """Send a few requests and discard the answers. Raises RuntimeError with the first fault."""
     arrivals = traffic.arrivals(1000.0)[:num_requests]
     warm = [Arrival(0.0, arrival.prompt, min(64, arrival.num_tokens)) for arrival in arrivals]
     for part in (warm[:1], warm, warm[::-1]):
@@ -109,10 +108,10 @@ async def warm_up(target: Target, traffic: Traffic, drain_s: float, num_requests
 async def measure_rate(
     target: Target, traffic: Traffic, rate: float, drain_s: float, progress: Progress = _unwatched
 ) -> Rate:
-    """The figures of one rate."""
+    """Send the traffic at one rate and return its figures."""
     arrivals = traffic.arrivals(rate)
     gc.collect()
-    gc.disable()  # a collection among thousands of events would be measured as the server's
+    gc.disable()  # a collection of thousands of events would count as the server's latency
     try:
         answers, begin_s = await run_rate(target, arrivals, drain_s, progress=progress)
     finally:
@@ -124,7 +123,7 @@ async def _ask(pool: Pool, request: bytes, answered: Answered) -> None:
     try:
         await pool.ask(request, answered)
     except asyncio.CancelledError:
-        answered.fault = "not done when the time was over"
+        answered.fault = "unfinished at the end of the measurement"
         raise
     except (OSError, ValueError) as error:
         answered.fault = f"{type(error).__name__}: {error}"[:300]

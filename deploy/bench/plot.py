@@ -12,7 +12,7 @@ COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7c3aed", "#be185d", "#57534e")
 
 @dataclass(frozen=True)
 class Point:
-    """label: beside it, "" for none."""
+    """label: text beside the point, "" for none."""
 
     x: float
     y: float
@@ -20,7 +20,7 @@ class Point:
 
 
 def line_plot(title: str, x_label: str, y_label: str, series: Mapping[str, Sequence[Point]]) -> str:
-    """The text of an SVG file: a line for each series, through its points in their order, from 0 on both axes."""
+    """Return an SVG with a line per series, through its points in order. Both axes start at 0."""
     points = [point for line in series.values() for point in line]
     x_ticks, y_ticks = ticks(max((p.x for p in points), default=1.0)), ticks(max((p.y for p in points), default=1.0))
 
@@ -59,7 +59,7 @@ def line_plot(title: str, x_label: str, y_label: str, series: Mapping[str, Seque
 
 
 def ticks(largest: float) -> list[float]:
-    """About five round numbers from 0 to at least `largest`."""
+    """Return about five round numbers from 0 to at least `largest`."""
     if largest <= 0:
         return [0.0, 1.0]
     rough = largest / 5

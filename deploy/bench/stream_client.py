@@ -1,5 +1,5 @@
-"""Streamed answers over raw connections, each event with its time. Used by `deploy.bench.load`, which may have
-hundreds at once: an answer costs a callback per read and no task."""
+"""Reads streamed answers over raw connections and records the time of each event. Hundreds may run at once, because an
+answer costs a callback per read and no task. Used by `deploy.bench.load`."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ class Usage(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """The parts of an event that are read. choices: any content."""
+    """The fields of an event that are used. choices: not decoded."""
 
     choices: list[msgspec.Raw] = []
     usage: Usage | None = None
@@ -40,7 +40,7 @@ def request_bytes(
     request_id: str = "",
     key: str = "",
 ) -> bytes:
-    """A POST to /v1/`route`. key: the server's API key, "" for none."""
+    """Return a POST request to /v1/`route`. key: the server's API key, "" for none."""
     raw = json.dumps(body).encode()
     named = f"X-Request-Id: {request_id}\r\n" if request_id else ""
     named += f"Authorization: Bearer {key}\r\n" if key else ""
@@ -55,9 +55,10 @@ def request_bytes(
 class Answered:
     """The part of an answer received so far. Seconds are of `time.perf_counter`.
 
-    event_s: of each event that carries a choice.
-    num_tokens: by the server's own count, 0 if it gave none; likewise num_prompt, and num_cached of these.
-    fault: why it is not whole; "" if it is.
+    event_s: time of each event that carries a choice.
+    num_tokens, num_prompt, num_cached: answer tokens, prompt tokens and cached prompt tokens in the server's usage; 0
+        without.
+    fault: why it is incomplete; "" for a complete answer.
     """
 
     event_s: list[float] = field(default_factory=list)
@@ -70,12 +71,12 @@ class Answered:
 
 
 class BodyReader:
-    """A reply's body from what arrives, piece by piece: chunked, or of a stated length."""
+    """Decodes a reply's body piece by piece: chunked, or of a given length."""
 
     def __init__(self) -> None:
         self._left = b""
         self._head: bytes | None = None
-        self._missing = 0  # of the chunk, or of the body
+        self._missing = 0  # bytes of the current chunk, or of the body
         self._is_chunked = False
         self.status = 0
         self.is_over = False
@@ -85,7 +86,7 @@ class BodyReader:
         return self._head is not None and b"\r\nconnection: close" not in self._head
 
     def header(self, name: bytes) -> bytes:
-        """A header's value, `name` in small letters; b"" without it."""
+        """Return a header's value, b"" without it. name: lower case."""
         _, _, rest = (self._head or b"").partition(b"\r\n" + name + b": ")
         return rest.split(b"\r\n")[0]
 
@@ -146,7 +147,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
 
     def ask(self, request: bytes, answered: Answered) -> "asyncio.Future[None]":
-        """Send `request`; what comes is written to `answered`. The future ends with the answer, and never fails."""
+        """Send `request` and write its answer to `answered`. The future completes with the answer, and never fails."""
         assert self._transport is not None and self._ended is None
         self._answered, self._body, self._line = answered, BodyReader(), b""
         self._ended = asyncio.get_running_loop().create_future()

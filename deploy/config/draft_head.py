@@ -1,4 +1,4 @@
-"""The method of a published head, and the chain that a block draft is for. Used by `deploy.config.model`; reads
+"""Detects the method of a published head, and the chain length of a block draft. Used by `deploy.config.model`; reads
 config.json, without torch. `speculative.drafts` checks the head when the configuration is read."""
 
 import json
@@ -12,18 +12,18 @@ def draft_method(folder: Path) -> str:
     """Return `speculative.method` of the head in `folder`. Raises ConfigError for a config.json that cannot be read."""
     config = _config(folder)
     name = _name(config)
-    if "dspark" in name:  # DeepSpec names its DFlash heads so, too
+    if "dspark" in name:  # also DeepSpec's name for its DFlash heads
         return "dflash" if config.get("markov_rank") == 0 else "dspark"
     if "dflash" in name:
         return "dflash2" if "dflash2" in name else "dflash"
     if "gemma4" in name and "assistant" in name:
         return "mtp"
-    # only EAGLE-3's heads say so, by architecture or by their own vocabulary
+    # EAGLE-3's heads are recognised by architecture or by their own vocabulary
     return "eagle3" if "eagle3" in name or "draft_vocab_size" in config else "eagle"
 
 
 def block_shape(folder: Path) -> dict[str, Any]:
-    """Return the chain of a block draft's whole block, which is an upper limit; empty for other heads."""
+    """Return the chain of a block draft's full block, an upper limit; empty for other heads."""
     config = _config(folder)
     name = _name(config)
     if "dflash" not in name and "dspark" not in name:

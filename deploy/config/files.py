@@ -1,6 +1,6 @@
-"""Serve config files: finds the file that a command means, and makes its paths absolute.
+"""Finds the Serve config file of a command, and makes its paths absolute.
 
-A relative path in a config file starts at the file's own folder. Serve gives an application its `args`, but not their
+A relative path in a config file starts at the file's folder. Serve gives an application its `args`, but not their
 folder, so `aerie serve` passes a copy with absolute paths. With `serve run FILE` paths start at the folder of the
 packaged files. All engine starts from files use this module.
 """
@@ -19,12 +19,12 @@ PATH_SECTIONS = ("model", "speculative")  # sections of `args` whose `path` name
 
 
 def packaged_names() -> list[str]:
-    """The configurations that come with Aerie, without their ending."""
+    """Return the names of packaged configurations, without the ending."""
     return sorted(path.stem for path in PACKAGED.glob("*.yaml"))
 
 
 def find_config(given: str | Path) -> Path:
-    """The file `given`; if there is none, the packaged configuration of that name, with or without its ending.
+    """Return the file `given`, or else the packaged configuration of that name, with or without the ending.
 
     Raises ConfigError that lists the packaged ones."""
     path = Path(given).expanduser()
@@ -40,7 +40,7 @@ def find_config(given: str | Path) -> Path:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The whole content of a Serve config file, with absolute folders, and digests in the place of API keys. Raises
+    """Return the content of a Serve config file, with absolute folders, and digests instead of API keys. Raises
     ConfigError."""
     content, _ = read_content(path)
     locate(content, path.resolve().parent)
@@ -48,8 +48,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def locate(content: dict[str, Any], base: Path) -> None:
-    """Make the content of a file in the folder `base` fit to be read elsewhere: absolute folders, and digests in the
-    place of API keys. Raises ConfigError."""
+    """Make the content of a file in the folder `base` independent of that folder: make folders absolute, and replace
+    API keys by digests. Raises ConfigError."""
     for application in content["applications"]:
         args = application.get("args") or {} if isinstance(application, dict) else {}
         for section in path_sections(args).values():
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def starting_point(name: str) -> str:
-    """Return the text of a packaged configuration, with comments, that works in any folder: paths of packaged files are
+    """Return the text of a packaged configuration, with comments, for use in any folder: paths of packaged files become
     absolute, paths of downloads stay relative. Raises ConfigError."""
     if name.removesuffix(".yaml") not in packaged_names():
         raise ConfigError(f"{name}: no packaged configuration; there are {', '.join(packaged_names())}")
@@ -90,7 +90,7 @@ def starting_point(name: str) -> str:
 
 
 def path_sections(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the sections of `args` whose `path` is a text, by name."""
+    """Return the sections of `args` whose `path` is a string, by name."""
     sections = {name: args.get(name) for name in PATH_SECTIONS}
     return {
         name: section

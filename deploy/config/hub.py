@@ -1,6 +1,6 @@
-"""Models by their names on the hub: OWNER/NAME, or OWNER/NAME@REVISION, in the place of a folder.
+"""Downloads models given as OWNER/NAME or OWNER/NAME@REVISION instead of a folder.
 
-Downloads are huggingface_hub's own: its cache, progress bars, token (`hf auth login`, HF_TOKEN), mirror (HF_ENDPOINT)
+huggingface_hub downloads them, with its cache, progress bars, token (`hf auth login`, HF_TOKEN), mirror (HF_ENDPOINT)
 and offline mode (HF_HUB_OFFLINE).
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 from cluster.config import ConfigError
 from deploy.config.files import path_sections
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # files of a repository that Aerie reads
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # files to download from a repository
 FOLDERS = "models"  # folder of downloads of packaged configurations; no account on the hub has this name
 
 
 def is_hub_name(path: str, base: Path) -> bool:
-    """Whether `path` can only be a name on the hub: OWNER/NAME, and there is no OWNER beside the file."""
+    """Whether `path` must be a hub name: it has the form OWNER/NAME, and there is no folder OWNER beside the file."""
     owner, slash, name = path.partition("/")
     if not slash or "/" in name or path.startswith((".", "~", "/")) or not name or owner == FOLDERS:
         return False
@@ -27,8 +27,8 @@ def is_hub_name(path: str, base: Path) -> bool:
 
 
 def with_downloads(args: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """`args` of a config file in the folder `base` with folders in the place of names on the hub, downloaded if they
-    are not there yet; the model is served under its name. Raises ConfigError."""
+    """Return `args` of a config file in the folder `base` with folders instead of hub names. Missing ones are
+    downloaded; the model is served under its hub name. Raises ConfigError."""
     found = copy.deepcopy(dict(args))
     for key, section in path_sections(found).items():
         given = section["path"]
@@ -46,8 +46,8 @@ def with_downloads(args: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def model_folder(given: str, revision: str | None) -> Path:
-    """The folder of a model: itself, or where the hub's copy lies, downloaded if it is not there yet. revision: branch,
-    tag or commit, if `given` has none. Raises ConfigError that says what is missing and where a folder goes."""
+    """Return a model's folder: `given` itself, or the local copy of a hub model, downloaded if it is missing. revision:
+    branch, tag or commit, if `given` has none. Raises ConfigError that names what is missing and where to put it."""
     folder = Path(given).expanduser()
     if folder.is_dir():
         return folder.resolve()
@@ -57,8 +57,8 @@ def model_folder(given: str, revision: str | None) -> Path:
 
 @functools.cache
 def _downloaded(given: str, name: str, revision: str | None) -> Path:
-    """Once a process: a start asks several times."""
-    # Takes half a second to import.
+    """Download once per process, because a start calls this several times."""
+    # The import takes half a second.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -1,5 +1,5 @@
-"""The keys of a configuration with defaults and descriptions. The docstrings of its dataclasses have `key: description`
-for each field. Printed by `aerie config --keys`; `make docs` puts them into docs/configuration.md."""
+"""The keys of a configuration with defaults and descriptions. The descriptions are `key: description` in the
+docstrings of its dataclasses. Printed by `aerie config --keys`; `make docs` puts them into docs/configuration.md."""
 
 import dataclasses
 import inspect
@@ -17,7 +17,7 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class Key:
-    """name: `section.key`, or a key outside of sections. default: as it is printed."""
+    """name: `section.key`, or a key outside of sections. default: as printed."""
 
     name: str
     default: str
@@ -25,7 +25,7 @@ class Key:
 
 
 def keys(section: str) -> list[Key]:
-    """Return the keys of a section, or the one key outside of sections that has this name. Raises ConfigError."""
+    """Return the keys of a section, or the key of this name outside of sections. Raises ConfigError."""
     if section not in AerieConfig.model_fields:
         raise ConfigError(f"--keys {section}: no such section; there are {', '.join(AerieConfig.model_fields)}")
     kinds = [kind for kind in _types(section) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
@@ -37,7 +37,8 @@ def keys(section: str) -> list[Key]:
 
 
 def key_lines(sections: Iterable[str]) -> Iterator[str]:
-    """Lines for a terminal: a key with its default, and its meaning below. No sections: all. Raises ConfigError."""
+    """Return lines for a terminal: each key with its default, and its description below. No sections: all. Raises
+    ConfigError."""
     for key in (key for section in list(sections) or AerieConfig.model_fields for key in keys(section)):
         yield f"{key.name}: {key.default}"
         yield from textwrap.wrap(key.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
@@ -60,7 +61,7 @@ def _types(section: str) -> tuple[Any, ...]:
 
 
 def _descriptions(kind: type) -> dict[str, str]:
-    """Field -> its description, of a class and its bases."""
+    """Return the description of each field of a class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         for line in re.sub(r"\n {4,}", " ", inspect.cleandoc(base.__doc__ or "")).splitlines():

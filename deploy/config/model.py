@@ -17,15 +17,15 @@ from deploy.config.hub import model_folder
 from deploy.config.own_draft import own_draft
 from deploy.config.vllm_values import QUANTIZATION, Changes, OptionError
 
-# vLLM's names of kernels, by the quant_method of the checkpoints that they are for.
+# vLLM's kernel names, by the quant_method of checkpoints.
 _SAME_QUANTIZATION = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gptq", "auto_gptq": "gptq"}
 
-_COPYING = ("suffix", "ngram")  # names of --draft that are no checkpoint's
+_COPYING = ("suffix", "ngram")  # values of --draft that need no checkpoint
 
 
 def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
-    """Return the config file of a command line: an existing file, a packaged one, or one made here for a model in a
-    folder or on the hub, written to --save or into `scratch`. Raises ConfigError."""
+    """Return the config file of a command line: an existing file, a packaged one, or a new one for a model in a folder
+    or on the hub, written to --save or into `scratch`. Raises ConfigError."""
     given = str(arguments.config)
     if not names_model(given):
         wanted = {"--draft": arguments.draft, "--tensor-parallel": arguments.tensor_parallel, "--set": arguments.set}
@@ -66,7 +66,7 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
 
 
 def model_args(given: str, draft: str | None, revision: str | None) -> dict[str, Any]:
-    """The `args` of an application for a model in a folder or on the hub. Raises ConfigError."""
+    """Return the `args` of an application for a model in a folder or on the hub. Raises ConfigError."""
     model = model_folder(given, revision)
     args: dict[str, Any] = {"model": {"path": str(model)}, "ingress": {"served_model_name": _served_name(given, model)}}
     if draft in _COPYING:
@@ -75,7 +75,7 @@ def model_args(given: str, draft: str | None, revision: str | None) -> dict[str,
 
 
 def use_options(args: dict[str, Any], keys: Changes) -> dict[str, Any]:
-    """`args` with keys set that options became. Raises ConfigError."""
+    """Return `args` with the keys that options set. Raises ConfigError."""
     args = copy.deepcopy(args)
     for key, value in keys.items():
         if key == QUANTIZATION:
@@ -96,7 +96,7 @@ def _chooses_draft(key: str) -> bool:
 
 
 def _with_own_draft(args: dict[str, Any]) -> dict[str, Any]:
-    """`args` with the draft that comes with the model, unless they name one."""
+    """Return `args` with the model's own draft, unless they name a draft."""
     draft = None if "speculative" in args else own_draft(Path(args["model"]["path"]))
     if draft is None:
         return args
@@ -105,8 +105,8 @@ def _with_own_draft(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vllm_keys(arguments: argparse.Namespace, report: Callable[[str], None] = lambda note: None) -> Changes:
-    """The keys that options of `vllm serve` become. report: called with a line for each option that means something
-    else here. Raises ConfigError."""
+    """Return the keys that options of `vllm serve` set. report: called with a line for each option that differs from
+    vLLM's. Raises ConfigError."""
     try:
         keys, notes = vllm_options.changes(vllm_options.given(arguments))
     except OptionError as error:
@@ -119,7 +119,7 @@ def _vllm_keys(arguments: argparse.Namespace, report: Callable[[str], None] = la
 
 
 def _check_quantization(wanted: str, model: Path) -> None:
-    """Refuse --quantization for a checkpoint that says otherwise. Raises ConfigError."""
+    """Refuse --quantization if the checkpoint has another. Raises ConfigError."""
     raw = json.loads((model / "config.json").read_text())
     present = (raw.get("quantization_config") or {}).get("quant_method")
     if _SAME_QUANTIZATION.get(wanted, wanted) != present:
@@ -131,7 +131,7 @@ def _check_quantization(wanted: str, model: Path) -> None:
 
 
 def names_model(given: str) -> bool:
-    """A folder with a checkpoint, or a name of the form OWNER/NAME that is no file."""
+    """Whether this is a folder with a checkpoint, or a name of the form OWNER/NAME and no file."""
     path = Path(given).expanduser()
     if path.is_dir():
         return (path / "config.json").is_file()
@@ -144,7 +144,7 @@ def _served_name(given: str, folder: Path) -> str:
 
 
 def _assign(args: dict[str, Any], assignment: str) -> None:
-    """`cache.memory_gb=4`: values as YAML has them. Whether a key exists is checked with the whole configuration."""
+    """Set keys given as `cache.memory_gb=4`, with YAML values. The check of the configuration refuses unknown keys."""
     key, found, value = assignment.partition("=")
     parts: Sequence[str] = key.split(".")
     if not found or not all(parts):
@@ -156,7 +156,7 @@ def _assign(args: dict[str, Any], assignment: str) -> None:
 
 
 def _set(args: dict[str, Any], key: str, value: Any, shown: str) -> None:
-    """Set a key such as cache.memory_gb. shown: in errors."""
+    """Set a key such as cache.memory_gb. shown: name of the option in errors."""
     *parts, last = key.split(".")
     section: Any = args
     for part in parts:

@@ -1,4 +1,4 @@
-"""The draft that comes with a model: its module for multi-token prediction, and the tree to draft with it. Used by
+"""The draft inside a model's checkpoint: its MTP module, and the tree to draft with it. Used by
 `deploy.config.model`; reads config.json and the names of tensors, without torch."""
 
 import json
@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 _TREE = {"num_steps": 4, "top_k": 4, "num_draft_tokens": 8}
 _CHAIN = {"num_steps": 3, "top_k": 1, "num_draft_tokens": 4}
-# Architectures whose modules are served (`speculative.drafts`), and the number of modules where config.json has none.
+# Architectures whose modules are served (`speculative.drafts`), with the number of modules if config.json has none.
 _MODULES = {
     "DeepseekV3ForCausalLM": 0,
     "Glm4MoeForCausalLM": 0,
@@ -24,10 +24,10 @@ _MODULES = {
 
 
 def own_draft(folder: Path) -> dict[str, Any] | None:
-    """The section `speculative` for the model in `folder`; None where no module comes with it.
+    """Return the section `speculative` for the model in `folder`; None if it has no module.
 
-    The shape is an upper limit (`speculative.adaptive`): a tree where a verified row costs little, and a chain for
-    mixtures of experts, where each row reads experts of its own.
+    The shape is an upper limit (`speculative.adaptive`): a tree if verified rows are cheap, and a chain for mixtures of
+    experts, where each row reads other experts.
     """
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def own_draft(folder: Path) -> dict[str, Any] | None:
         if architecture not in _MODULES or not int(number) or not _has_tensors(folder, config):
             return None
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError):
-        return None  # the check of the configuration says what is wrong with the folder
+        return None  # the check of the configuration reports the folder's fault
     has_experts = any(config.get(key) for key in ("num_experts", "n_routed_experts"))
     return {"method": "mtp", **(_CHAIN if has_experts else _TREE)}
 

@@ -1,7 +1,7 @@
-"""The options of `vllm serve` that `aerie serve MODEL` understands, and the keys of the configuration that they become.
+"""Options of `vllm serve` for `aerie serve MODEL`, and the configuration keys that they set.
 
-One table: what means the same, what differs a little (its note is printed), what Aerie does in any case, and what it
-refuses with the remedy. `aerie.LLM` takes the same names as keyword arguments. Imports nothing heavy.
+One table: options with the same meaning, with a difference (its note is printed), without effect because Aerie always
+does it, and refused ones with a remedy. `aerie.LLM` takes the same names as keyword arguments. Imports nothing heavy.
 """
 
 import argparse
@@ -34,10 +34,10 @@ from deploy.config.vllm_values import (
 class Option:
     """One option.
 
-    flags: its spellings, the first is the name of it.
-    keys: what a value becomes. Raises OptionError without the option's name.
-    nargs: as argparse has it; 0 for a flag.
-    note: in what the key differs from vLLM's option.
+    flags: its spellings; the first one is its name.
+    keys: returns the keys that a value sets. Raises OptionError without the option's name.
+    nargs: argparse's nargs; 0 for a flag.
+    note: how the key differs from vLLM's option.
     """
 
     flags: tuple[str, ...]
@@ -47,7 +47,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The name of the keyword argument."""
+        """Return the name of the keyword argument."""
         return self.flags[0].lstrip("-").replace("-", "_")
 
 
@@ -60,14 +60,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of the table that a command line has, by name."""
+    """Return the command line's options of the table, by name."""
     found = {option.name: getattr(arguments, _dest(option), None) for option in OPTIONS}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def changes(values: Mapping[str, Any], python: bool = False) -> tuple[Changes, list[str]]:
-    """The keys that `values` (by name) become, and a line for each option that differs from vLLM's. python: the values
-    are keyword arguments. Raises OptionError that names option, value and remedy."""
+    """Return the keys that `values` (by name) set, and a line for each option that differs from vLLM's. python: whether
+    the values are keyword arguments. Raises OptionError that names option, value and remedy."""
     keys: Changes = {}
     notes = []
     for name, value in values.items():
@@ -85,7 +85,7 @@ def changes(values: Mapping[str, Any], python: bool = False) -> tuple[Changes, l
 
 
 def is_option(name: str) -> bool:
-    """Whether the table has it."""
+    """Whether the table has this option."""
     return name in _BY_NAME
 
 
@@ -165,8 +165,8 @@ OPTIONS: Sequence[Option] = (
     Option(("--speculative-config",), speculative),
     Option(("--attention-backend",), attention_backend),
     Option(("--override-generation-config",), sampling_defaults),
-    Option(("--strict",), to_key("ingress.strict"), 0),  # Aerie's own: its users come from servers that ignore fields
-    # With a difference, which is printed.
+    Option(("--strict",), to_key("ingress.strict"), 0),  # Aerie's own, because other servers ignore unknown fields
+    # With a difference; its note is printed.
     Option(
         ("--data-parallel-size", "-dp"), to_key("parallel.replicas", whole_number), None, "engines behind one address"
     ),

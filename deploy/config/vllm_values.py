@@ -1,4 +1,4 @@
-"""The values of `vllm serve`'s options: readers named by the table in `deploy.config.vllm_options`."""
+"""Parses the values of `vllm serve`'s options, for the table in `deploy.config.vllm_options`."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def to_key(key: str, read: Callable[[Any], Any] = lambda value: value) -> Callab
 
 
 def whole_number(value: Any) -> int:
-    """32768, and 32k as vLLM has it (1,000; 32K is 1,024)."""
+    """Parse 32768, and vLLM's 32k (32,000) and 32K (32,768)."""
     found = re.fullmatch(r"(\d+)([kKmM]?)", str(value))
     if found is None:
         raise OptionError("must be a whole number, such as 32768 or 32k")
@@ -43,7 +43,7 @@ def one_of(table: Mapping[str, Any], remedy: str = "") -> Callable[[Any], Any]:
 
 
 def only(value: str, remedy: str) -> Callable[[Any], Changes]:
-    """Accept one value of an option, which is what Aerie does; refuse others with `remedy`."""
+    """Accept the one value of an option that Aerie implements; refuse others with `remedy`."""
 
     def read(given: Any) -> Changes:
         if str(given).lower() != value:
@@ -74,7 +74,7 @@ def api_keys(value: Any) -> Changes:
 
 
 def origins(value: Any) -> Changes:
-    """A JSON list, as vLLM has it, or one origin."""
+    """Parse a JSON list, as in vLLM, or one origin."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -93,7 +93,7 @@ def _json(value: Any) -> Mapping[str, Any]:
 
 
 def speculative(value: Any) -> Changes:
-    """vLLM's object: method, model, num_speculative_tokens, draft_tensor_parallel_size; of n-grams also
+    """Parse vLLM's object: method, model, num_speculative_tokens, draft_tensor_parallel_size; for n-grams also
     prompt_lookup_min and prompt_lookup_max."""
     found = dict(_json(value))
     methods = {name: name for name in ("eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix")}
@@ -124,7 +124,7 @@ def speculative(value: Any) -> Changes:
 
 
 def _prompt_lookup(found: dict[str, Any]) -> Changes:
-    """Take the lengths of n-grams out of `found`. vLLM's default is 5, and one that is left out is the other."""
+    """Remove the lengths of n-grams from `found`. vLLM's default is 5; if one is missing, it equals the other."""
     shortest, longest = (found.pop(f"prompt_lookup_{name}", None) for name in ("min", "max"))
     first, last = (next((n for n in pair if n is not None), 5) for pair in ((shortest, longest), (longest, shortest)))
     return {"speculative.match_min": whole_number(first), "speculative.match_max": whole_number(last)}
@@ -144,7 +144,7 @@ def sampling_defaults(value: Any) -> Changes:
 
 
 def generation_config(value: Any) -> Changes:
-    """`auto`: of the model's folder, as without the option. `vllm`: none of the model's recommendations."""
+    """`auto`: use the model folder's generation config, as without the option. `vllm`: do not use it."""
     match value:
         case "auto":
             return {}

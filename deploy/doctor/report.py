@@ -16,7 +16,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_doctor(given: str) -> int:
-    """1 if something keeps Aerie from starting."""
+    """Print the findings; return 1 if one prevents a start."""
     failed = False
     for finding in (*findings(read_machine()), _configuration(given)):
         failed = failed or finding.level == "FAIL"
@@ -25,7 +25,7 @@ def run_doctor(given: str) -> int:
 
 
 def _configuration(given: str) -> Finding:
-    from deploy.checks import check_devices, checked_file  # torch: what is said of the machine comes first
+    from deploy.checks import check_devices, checked_file  # torch: findings about the machine are printed first
 
     try:
         path = find_config(given)

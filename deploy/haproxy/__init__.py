@@ -1,7 +1,7 @@
 """HAProxy in front of the ingresses.
 
-process   the command that Serve starts in HAProxy's place: rewrites its configuration, takes over the port
-config    what HAProxy's configuration becomes: limits, errors, requests that wait
+process   the command that Serve starts instead of HAProxy: rewrites the configuration, takes over the port
+config    the rewritten configuration: limits, errors, waiting requests
 """
 
 from deploy.haproxy.process import main as main  # the command `aerie-haproxy`

@@ -1,5 +1,5 @@
-"""Serve's HAProxy configuration as this server runs it: limits for clients, errors that clients can act on, and
-requests that wait while no ingress is reachable. Used by `deploy.haproxy.process`. Needs the standard library only.
+"""Rewrites Serve's HAProxy configuration: adds limits for clients, errors that clients can act on, and a wait for
+requests while no ingress is reachable. Used by `deploy.haproxy.process`. Needs the standard library only.
 """
 
 import json
@@ -8,27 +8,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RETRY_AFTER_S = 2
-HEADER_LIMIT_S = 10  # for a request's head to be complete, from the connection's first moment on
+HEADER_LIMIT_S = 10  # from the start of a connection to a complete request head
 IDLE_LIMIT_S = 90  # between two requests of a connection; clients pool theirs for less
 MAX_CONNECTIONS = 20_000
-STREAM_SHARE = 0.85  # share of connections for requests; the rest refuses further ones, and answers health checks
+STREAM_SHARE = 0.85  # share of connections for requests; the rest answers health checks and refuses further requests
 SOURCE_SHARE = 0.8  # share of connections for the requests of one address
-CUT_SHARE = 0.95  # share of connections for one address in all, with those that have no request
-AMPLE = 4096  # connections from which on an address is cut off: bursts are smaller than what is left then
+CUT_SHARE = 0.95  # share of connections for one address, including those without a request
+AMPLE = 4096  # minimum number of connections to cut off an address: the remaining ones exceed a burst
 _BACKLOG = 4096  # connections that the system keeps until HAProxy takes them
-_UNHEARD_S = 8  # after which a host that acknowledges nothing is given up: one that has lost its power says nothing
+_UNHEARD_S = 8  # without acknowledgements until a host is given up, such as one without power
 _DEAD_PEERS = (
     "    option srvtcpka",
     f"    srvtcpka-idle {_UNHEARD_S // 2}s",
     f"    srvtcpka-intvl {_UNHEARD_S // 4}s",
     "    srvtcpka-cnt 2",
 )
-NEXT_WAIT_S = 15  # for an ingress to follow the last one
+NEXT_WAIT_S = 15  # maximum wait for the next ingress
 _NEXT = "aerie-next"
 _CHECKED = ("/health", "/ready")
 _FULL = "too_many_connections", "service_unavailable_error"
-# Headers by which clients would steer Serve: its replica reads them before our application, decodes them strictly (a
-# byte that is not UTF-8 is a bare 500) and obeys them (no limit of time, no end when the client leaves).
+# Headers by which clients could control Serve: its replica reads them before the application, decodes them strictly (a
+# byte that is not UTF-8 gives a 500 without a body) and obeys them (no time limit, no end when the client disconnects).
 SERVES_OWN = (
     "^(x[-_]session[-_]id|serve[-_]multiplexed[-_]model[-_]id|x-request-(timeout-seconds|disconnect-disabled))$"
 )
@@ -58,37 +58,40 @@ _ERRORS = {
 
 
 def rewritten(config: str, folder: Path, last: str | None, ports: Sequence[int]) -> str:
-    """Serve's `config` with limits and errors of our own, and without the Python proxy that Serve names as a last
-    resort: it answers 404 and 500. folder: where `write_error_files` put its files. last: the configuration before,
-    used in place of one without routes: such a one comes at the start of Serve's actor and at its end. ports: at least
-    two of this machine that are free for it, used in turn by a HAProxy and the next (`_with_waiting`)."""
+    """Return Serve's `config` with limits and errors, and without Serve's Python proxy as a last resort, which answers
+    404 and 500.
+
+    folder: the folder of `write_error_files`.
+    last: the previous configuration. It replaces one without routes, which Serve's actor writes at its start and end.
+    ports: at least two free ports of this machine, used in turn by successive HAProxies (`_with_waiting`)."""
     if not has_routes(config):
         if last is not None:
             return last
-        # All paths are this application's soon.
+        # All paths will belong to this application.
         config = re.sub(r"http-request return status 404 .*", lambda _: _unavailable(), config)
     config = re.sub(r"(?m)^\s*server .* backup$\n?", "", config)
     bound = [number for number, port in enumerate(ports) if f"bind 127.0.0.1:{port}\n" in (last or "")]
     own = ports[(bound[0] + 1) % len(ports) if bound else 0]
     config = _with_waiting(config, last or "", [port for port in ports if port != own])
-    # HAProxy's own statistics are for this machine only.
+    # HAProxy's statistics are reachable from this machine only.
     config = re.sub(r"(?m)^((?:frontend|listen) (?:prometheus|stats)\n\s*bind) \S*:(\d+)", r"\1 127.0.0.1:\2", config)
     return _with_frontend(_with_defaults(config, folder), own)
 
 
 def has_routes(config: str) -> bool:
-    """Whether it sends any path anywhere."""
+    """Whether any path has a route."""
     return re.search(r"(?m)^\s*use_backend ", config) is not None
 
 
 def _with_waiting(config: str, last: str, next_ports: Sequence[int]) -> str:
-    """Let routes keep requests for `NEXT_WAIT_S` while none of their servers can be reached; health checks are answered
-    at once. Every second such a request tries the route's servers and, in turn, `next_ports`, where the next HAProxies
-    listen: several may come in a second. Routes without servers use those of `last` while these listen.
+    """Let requests wait for up to `NEXT_WAIT_S` while no server of their route is reachable; health checks are answered
+    at once. Every second a waiting request tries the route's servers and, in turn, `next_ports`, where the next
+    HAProxies listen (there may be several within a second). Routes without servers use those of `last` while these
+    listen.
 
-    Serve (Ray 2.60) names no server from an update's arrival until it has imported and built the application again,
-    seconds in which the former ingresses serve as before; nor while the only ingress is replaced. One that is about to
-    end fails its check before HAProxy knows its successor."""
+    Serve (Ray 2.60) lists no server in two cases: after an update, for the seconds until it has built the application
+    again, while the former ingresses serve; and while the only ingress is replaced. An ingress that is about to end
+    fails its check before HAProxy knows its successor."""
     before = dict(_backends(last))
     for name, section in _backends(config):
         former = [] if _servers(section) else _servers(before.get(name, ""))
@@ -111,22 +114,22 @@ def _with_waiting(config: str, last: str, next_ports: Sequence[int]) -> str:
 
 
 def _backends(config: str) -> list[tuple[str, str]]:
-    """Names and texts of its sections that name servers."""
+    """Return the names and texts of sections with servers."""
     return [(at[1], at[0]) for at in re.finditer(r"(?m)^backend (\S+)\n(?:[ \t#].*\n|\n)*", config)]
 
 
 def _servers(section: str) -> list[tuple[str, str]]:
-    """Names and places of a backend's ingresses."""
+    """Return the names and addresses of a backend's ingresses."""
     found = re.findall(r"(?m)^[ \t]*server (\S+) (\S+)", section)
     return [(name, place) for name, place in found if not name.startswith(_NEXT)]
 
 
 def _with_defaults(config: str, folder: Path) -> str:
-    """Add time limits and the answers to faults. Let no request use a connection that served another client: if the
-    ingress has gone meanwhile, the request would be lost, whereas a new connection tries the next ingress."""
+    """Add time limits and error replies. Do not reuse connections to ingresses for other clients: a request on one
+    whose ingress has ended would be lost, whereas a new connection tries the next ingress."""
     config = re.sub(r"(?m)^(\s*default-server .*)$", rf"\1 tcp-ut {_UNHEARD_S}s", config)
     config = config.replace("http-reuse always", "http-reuse safe")
-    # Pipes for splicing would take a fifth of the open files, and events are too short for them.
+    # Splicing would take a fifth of the open files for pipes, and events are too short to gain from it.
     config = re.sub(r"(?m)^\s*option splice-\w+\n", "", config)
     config = re.sub(r"(?m)^\s*(timeout http-(request|keep-alive)|errorfile \d+) .*\n", "", config)
     defaults = [
@@ -139,14 +142,13 @@ def _with_defaults(config: str, folder: Path) -> str:
 
 
 def _with_frontend(config: str, port: int) -> str:
-    """Add limits of connections, and remove what this server does not do.
+    """Add limits of connections, and remove unused features.
 
-    port: listen on it, too, for requests that the former HAProxy has kept waiting.
+    port: an additional port for requests that wait at the previous HAProxy.
 
-    Requests above a limit are refused in words, and their connections closed. Where there are connections enough, an
-    address that has nearly all of them is cut off, because one that says nothing takes up room for `HEADER_LIMIT_S`.
-    Where there are few, a burst of requests looks the same for a moment; what comes then waits for the system to hand
-    it over."""
+    Requests above a limit get an error, and their connections are closed. With at least `AMPLE` connections, an address
+    that has nearly all of them is cut off, because a silent connection takes up room for `HEADER_LIMIT_S`. With fewer,
+    a burst of requests would look the same, so further connections wait in the system's backlog."""
     found = re.search(r"(?m)^\s*maxconn (\d+)", config)
     most = int(found[1]) if found else MAX_CONNECTIONS
     unknown = _rule(404, "Unknown route", "not_found")
@@ -162,7 +164,7 @@ def _with_frontend(config: str, port: int) -> str:
         f"    {full} {{ sc0_conn_cur gt {_share(most, SOURCE_SHARE)} }}",
         f"    {full} {{ fe_conn gt {num_streams(most)} }}",
         f"    {_rule(405, f'This method is not one of {METHODS}', 'method_not_allowed')} if !{{ method {METHODS} }}",
-        # The ingress refuses it in words once it has read the body, which a refusal here would cut off.
+        # The ingress refuses it with an explanation after reading the body, which a refusal here would cut off.
         "    http-request set-header x-request-id 'not printable' if { req.fhdr(x-request-id) -m reg [^!-~] }",
         f"    http-request del-header {SERVES_OWN} -m reg",
         *(f"    http-request del-header {name} if {{ req.fhdr({name}) -m reg '[^ -~]' }}" for name in OF_TRACES),
@@ -174,7 +176,7 @@ def _with_frontend(config: str, port: int) -> str:
 
 
 def num_streams(most: int) -> int:
-    """Requests that are carried at a time by a HAProxy of `most` connections."""
+    """Return the number of concurrent requests of a HAProxy with `most` connections."""
     return _share(most, STREAM_SHARE)
 
 
@@ -193,7 +195,7 @@ def _error_file(folder: Path, status: int) -> Path:
 
 
 def answer(status: int) -> str:
-    """A whole HTTP answer. What no server could answer is a 503 with Retry-After."""
+    """Return a complete HTTP reply. 503 has a Retry-After."""
     reason, message, kind, code = _ERRORS[status]
     body = _json(message, kind, code)
     unavailable = kind == "service_unavailable_error"

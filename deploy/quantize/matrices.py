@@ -1,4 +1,4 @@
-"""The matrices of a checkpoint that can be quantised: those of the model's own linear layers and experts."""
+"""The matrices of a checkpoint that can be quantised: those of the model's linear layers and experts."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -31,10 +31,10 @@ _GATES = ("*.in_proj_a", "*.in_proj_b", "*.in_proj_ba")  # recurrent layers' gat
 
 @dataclass(frozen=True)
 class Layer:
-    """Matrices that are multiplied by the same inputs, by canonical names of modules.
+    """Matrices with the same inputs, by canonical module names.
 
     observed: the name under which calibration records the inputs.
-    columns: inputs of each.
+    columns: number of inputs of each.
     """
 
     modules: tuple[str, ...]
@@ -43,7 +43,7 @@ class Layer:
 
 
 class Entry(NamedTuple):
-    """A tensor of the files. name: in the files. module: the canonical name, without ".weight"."""
+    """A tensor of the files. name: its name there. module: its canonical name without ".weight"."""
 
     name: str
     module: str
@@ -53,10 +53,10 @@ class Entry(NamedTuple):
 
 
 class Source:
-    """A checkpoint of 16 or 32 bits. Raises ConfigError if it is another, or cannot be read.
+    """A checkpoint of 16 or 32 bits. Raises ConfigError for other checkpoints and unreadable ones.
 
     entries: all tensors, by name.
-    layers: what could be quantised.
+    layers: layers that can be quantised.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,7 +96,7 @@ class Source:
         try:
             with safe_open(str(entry.file), framework="pt") as file:
                 tensor: Tensor = file.get_tensor(entry.name)
-        except Exception as error:  # safetensors raises its own, and Rust's
+        except Exception as error:  # safetensors raises its own and Rust's exceptions
             raise ConfigError(f"{entry.file}: {entry.name} cannot be read ({error}); download it again") from None
         if tensor.is_floating_point() and tensor.numel() and not math.isfinite(largest(tensor)):
             raise ConfigError(f"{entry.file}: {entry.name} has numbers that are not finite; download it again")
@@ -104,7 +104,7 @@ class Source:
 
 
 def largest(tensor: Tensor) -> float:
-    """Return the largest magnitude, NaN if there is one; makes no copy."""
+    """Return the largest magnitude, or NaN if a value is NaN. Makes no copy."""
     low, high = tensor.aminmax()
     return float(torch.maximum(-low, high))
 
@@ -133,10 +133,10 @@ def _layers(family: object, config: ModelConfig, names: NameMap) -> Iterator[Lay
 def chosen_layers(source: Source, ignored: Sequence[str], head: bool, multiple: int) -> list[Layer]:
     """Return the layers to quantise.
 
-    ignored: modules that are left, as names, names with `*`, or "re:" and a regular expression.
-    head: the vocabulary head, too.
-    multiple: of which inputs must be one.
-    Raises ConfigError for an entry that matches nothing, a head that the embedding is, and inputs that do not fit.
+    ignored: modules to leave, as names, names with `*`, or "re:" and a regular expression.
+    head: whether to quantise the vocabulary head.
+    multiple: the number of inputs must be a multiple of this.
+    Raises ConfigError for an entry that matches nothing, a head tied to the embedding, and inputs that do not fit.
     """
     unused, chosen = set(ignored), []
     for layer in source.layers:
@@ -177,7 +177,7 @@ def _check(source: Source, layer: Layer, multiple: int) -> None:
 
 
 def kept_modules(source: Source, quantised: Collection[str]) -> list[str]:
-    """Return the modules with a matrix that keeps its type, by canonical names and by those of the files."""
+    """Return the modules that are not quantised, by canonical names and names in the files."""
     left = [entry for entry in source.entries.values() if len(entry.shape) == 2 and entry.module not in quantised]
     names = {name for entry in left for name in (entry.module, entry.name.removesuffix(".weight"))}
     return sorted(names | ({HEAD} - set(quantised)))

@@ -1,12 +1,12 @@
-"""The names of `--scheme`, without the library behind them: `aerie --help` shows them."""
+"""The values of `--scheme`, without an import of the library, for `aerie --help`."""
 
 from typing import NamedTuple
 
 
 class Preset(NamedTuple):
     """preset: compressed-tensors' name of the scheme.
-    format: of its packed tensors.
-    is_integer: groups, symmetry and a quantised head can be chosen.
+    format: format of its packed tensors.
+    is_integer: whether group size, symmetry and a quantised head can be chosen.
     """
 
     preset: str

@@ -1,5 +1,5 @@
-"""Scales and codes of one matrix. The library computes scales from ranges, rounds and packs; here ranges are searched,
-and the error of each rounded column is compensated by the later ones (GPTQ: Frantar et al. 2023, algorithm 1)."""
+"""Scales and codes of one matrix. The library computes scales from ranges, rounds and packs; this module searches the
+ranges, and compensates the error of each rounded column in later ones (GPTQ: Frantar et al. 2023, algorithm 1)."""
 
 from dataclasses import dataclass
 
@@ -12,21 +12,21 @@ from torch import Tensor
 
 from deploy.quantize.schemes import Scheme
 
-# Shares of the largest magnitude of a group that its codes may reach. Below 0.6 the best error never lies in practice.
+# Searched ranges of a group's codes, as shares of its largest magnitude. In practice the best share is never below 0.6.
 SHRINKS = tuple(1.0 - step / 32 for step in range(14))
-_SEARCHED = 1 << 19  # weights whose errors are computed at once: 2 MB, near a core's cache
+_SEARCHED = 1 << 19  # weights whose errors are computed at once: 2 MB, about the size of a core's cache
 _PACKED = 1 << 21  # weights that are packed at once
-_COMPENSATED = 1 << 24  # weights that are compensated at once; larger matrices are cut into rows
-_OF_MATRIX = ("weight_shape", "weight_global_scale")  # tensors that do not count rows
-_DAMPING = 0.01  # share of the mean second moment, added to all: the paper's choice
-_BLOCK = 128  # columns whose errors are carried to the later ones at once
+_COMPENSATED = 1 << 24  # weights that are compensated at once; larger matrices are split by rows
+_OF_MATRIX = ("weight_shape", "weight_global_scale")  # tensors without a dimension of rows
+_DAMPING = 0.01  # share of the mean second moment that is added to all, as in the paper
+_BLOCK = 128  # columns whose errors are applied to later ones at once
 
 
 @dataclass(frozen=True)
 class Scales:
-    """scale: [rows, groups] as they are stored, in float32.
-    zero: [rows, groups] integers; None if they are symmetric.
-    matrix: float32 [1], by which scales are divided (NVFP4); None without.
+    """scale: [rows, groups] float32, rounded to the stored dtype.
+    zero: [rows, groups] integers; None for symmetric codes.
+    matrix: [1] float32 divisor of the scales (NVFP4); None without.
     """
 
     scale: Tensor
@@ -41,9 +41,9 @@ class Scales:
 def find_scales(weight: Tensor, args: QuantizationArgs, largest: float, moments: Tensor | None = None) -> Scales:
     """Return the scales with the least squared error of each group's weights.
 
-    weight: [rows, columns] of a floating type, in which integer and FP8 scales are stored.
-    largest: magnitude in this and all matrices that are multiplied together, which share `Scales.matrix`.
-    moments: float32 [columns] mean square of each input, by which errors count; None: all alike.
+    weight: [rows, columns] of a floating dtype, which is the stored dtype of integer and FP8 scales.
+    largest: largest magnitude in all matrices that share `Scales.matrix`, including this one.
+    moments: [columns] float32 mean square of each input, the weights of the errors; None: equal weights.
     """
     matrix = None
     if args.strategy == "tensor_group":
@@ -77,7 +77,7 @@ def _search(
 
 
 def rounded(weight: Tensor, args: QuantizationArgs, scales: Scales) -> Tensor:
-    """Return what the nearest codes of a float32 weight [rows, columns] mean, in float32."""
+    """Round a float32 weight [rows, columns] to the nearest codes, and return their values in float32."""
     result: Tensor = fake_quantize(weight, scales.scale, scales.zero, args, scales.matrix)
     return result
 
@@ -119,8 +119,8 @@ def compensated(weight: Tensor, args: QuantizationArgs, scales: Scales, moments:
 def packed(meant: Tensor, scheme: Scheme, scales: Scales, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors of a matrix as the library packs them, by the last components of names.
 
-    meant: float32 [rows, columns] what the codes mean, or a weight that is to be rounded.
-    dtype: of scales, where the format has not its own.
+    meant: [rows, columns] float32 values of the codes, or a weight to round.
+    dtype: dtype of scales, if the format does not define one.
     """
     given: dict[str, Tensor] = {"weight": meant, "weight_scale": scales.scale}
     if scales.zero is not None:
@@ -137,7 +137,7 @@ def packed(meant: Tensor, scheme: Scheme, scales: Scales, dtype: torch.dtype) ->
 def quantised(weight: Tensor, scheme: Scheme, largest: float, moments: Tensor | None) -> dict[str, Tensor]:
     """Return the packed tensors of a matrix [rows, columns].
 
-    largest: see `find_scales`. moments: see `compensated`; None: inputs are not known.
+    largest: see `find_scales`. moments: see `compensated`; None: unknown inputs.
     """
     diagonal = None if moments is None else moments.diagonal()
     size = _PACKED if moments is None else _COMPENSATED

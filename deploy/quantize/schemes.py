@@ -18,9 +18,9 @@ from deploy.quantize.names import SCHEMES
 
 @dataclass(frozen=True)
 class Scheme:
-    """name: of `--scheme`.
-    format: of compressed-tensors, which packs by it.
-    scheme: of every quantised matrix.
+    """name: value of `--scheme`.
+    format: compressed-tensors' name of the packed format.
+    scheme: scheme of every quantised matrix.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Scheme:
         return self.scheme.weights
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """Return config.json's quantization_config. ignored: modules that keep their type."""
+        """Return config.json's quantization_config. ignored: modules that are not quantised."""
         config = QuantizationConfig(
             config_groups={"group_0": self.scheme},
             format=self.format,
@@ -47,8 +47,8 @@ def scheme_of(name: str, group_size: int | None, is_asymmetric: bool, is_ordered
     """Return the scheme of `--scheme`.
 
     group_size: inputs that share a scale; -1: one scale per output; None: the preset's.
-    is_ordered: columns are rounded in the order of their inputs' size, which the configuration then says.
-    Raises ConfigError for an option that the scheme does not have.
+    is_ordered: whether columns are rounded in the order of their inputs' size; the configuration then says so.
+    Raises ConfigError for an option that the scheme does not support.
     """
     preset = SCHEMES[name]
     if not preset.is_integer and (group_size is not None or is_asymmetric):

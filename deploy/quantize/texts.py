@@ -1,4 +1,4 @@
-"""Rows of text as tokens, and what a model makes of them: its loss, by an engine of this process."""
+"""Tokenizes calibration texts, and computes a model's loss on them with an engine in this process."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,14 @@ from workers.scheduling.request import Request, RequestOutput
 SHIPPED = Path(__file__).parent / "held_out.jsonl"
 _CONCURRENCY = 4
 _PAGE = 16
-_ASKED = SamplingParams(1, 0.0, prompt_logprobs=1)  # of every token, so that the last layer computes all rows
+_ASKED = SamplingParams(1, 0.0, prompt_logprobs=1)  # makes the last layer compute all rows
 
 
 def read_texts(folder: Path, sources: Sequence[str], num_rows: int, max_tokens: int) -> list[list[int]]:
     """Return the tokens of the first rows, each cut to `max_tokens`.
 
-    folder: the model whose tokenizer and chat template are used.
-    sources: as of `speculative.training.rows.read_conversations`.
+    folder: model folder with the tokenizer and chat template.
+    sources: see `speculative.training.rows.read_conversations`.
     Raises TrainingError for rows that cannot be read, ValueError for a tokenizer.
     """
     tokenizer = ChatTokenizer.from_folder(folder)
@@ -51,8 +51,8 @@ def _tokens(tokenizer: ChatTokenizer, row: Conversation) -> list[int]:
 def reader(
     folder: Path, max_tokens: int, change: Callable[[ModelConfig], ModelConfig] = lambda config: config
 ) -> Iterator[LocalEngine]:
-    """Run an engine on the CPU that reads texts of up to `max_tokens`. change: of the model's configuration, before it
-    is loaded. Raises ValueError if the model cannot be loaded."""
+    """Run an engine on the CPU that reads texts of up to `max_tokens`. change: changes the model's configuration before
+    it is loaded. Raises ValueError if the model cannot be loaded."""
     pages = _CONCURRENCY * (-(-(max_tokens + 1) // _PAGE) + 1) + 1
     cache = CacheConfig(_PAGE, num_pages=pages, dtype="model", prefix_cache=False, state_snapshots=0)
     source = ModelSource(str(folder), device="cpu")

@@ -1,4 +1,4 @@
-"""A checkpoint's new folder, written shard by shard beside its final place and renamed at the end."""
+"""Writes a checkpoint's folder shard by shard under a temporary name, and renames it at the end."""
 
 import contextlib
 import json
@@ -19,8 +19,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", "
 
 @contextlib.contextmanager
 def unfinished(output: Path) -> Iterator[Path]:
-    """A folder beside `output`, which becomes it at the end of the context, or is removed after any exception. Raises
-    ConfigError if there is something already."""
+    """Yield a temporary folder, which is renamed to `output` at the end of the context, or removed after an exception.
+    Raises ConfigError if `output` exists."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output}: is there already; remove it, or name another folder")
     folder = output.with_name(f".{output.name}.unfinished")
@@ -40,7 +40,7 @@ def unfinished(output: Path) -> Iterator[Path]:
 
 
 class ShardWriter:
-    """Holds tensors until they are `max_bytes`, then writes them to a file.
+    """Collects tensors up to `max_bytes`, then writes them to a file.
 
     folder: has a config.json, whose permissions the files get.
     num_bytes: written so far.
@@ -54,7 +54,7 @@ class ShardWriter:
         self.num_bytes = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises ConfigError if a file cannot be written."""
+        """Add a tensor. Raises ConfigError if a file cannot be written."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._waiting and self._waiting_bytes + size > self._max_bytes:
             self._flush()
@@ -75,7 +75,7 @@ class ShardWriter:
         self._waiting, self._waiting_bytes = {}, 0
 
     def finish(self) -> None:
-        """Write what waits, give files their names, and write the index if there are several."""
+        """Write the remaining tensors, name the files, and write the index if there are several."""
         if self._waiting:
             self._flush()
         count = len(self._names)
@@ -90,7 +90,7 @@ class ShardWriter:
 
 
 def copy_others(source: Path, folder: Path, quantization: Mapping[str, Any]) -> None:
-    """Copy tokenizer, templates and the like, and write config.json with the quantization_config."""
+    """Copy the tokenizer, templates and other files, and write config.json with the quantization_config."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, folder / path.name)

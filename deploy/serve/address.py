@@ -1,4 +1,4 @@
-"""The address that HTTP is served at: checked before anything is started."""
+"""The HTTP address, checked before anything is started."""
 
 import errno
 import socket
@@ -22,7 +22,7 @@ class Address:
 
 
 def checked_address(host: object, port: object) -> Address:
-    """The address, if a server can listen there. Raises ConfigError."""
+    """Return the address if a server can listen there. Raises ConfigError."""
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 2**16:
         raise ConfigError(f"http_options.port={port}: must be a number from 1 to 65535, such as 8000 (--port)")
     if not isinstance(host, str) or not host:

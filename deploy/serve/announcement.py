@@ -1,4 +1,4 @@
-"""The last line of a start: where the server is, and how long it took."""
+"""Prints the last line of a start: the server's address, and how long the start took."""
 
 import contextlib
 import threading
@@ -17,12 +17,12 @@ _POLL_S = 0.1
 class Announcement:
     """Waits in a thread until an engine is ready and /health answers 200, then prints the address.
 
-    ready: called before it prints."""
+    ready: called before the line is printed."""
 
     def __init__(
         self, address: Address, content: Mapping[str, Any], console: Console, began_s: float, ready: Callable[[], None]
     ) -> None:
-        """content: of the Serve config file."""
+        """content: the Serve config file's."""
         application = content["applications"][0]
         self._url = address.url + str(application.get("route_prefix") or "/").rstrip("/")
         self._console = console
@@ -35,7 +35,7 @@ class Announcement:
         self._thread.start()
 
     def stop(self) -> None:
-        """Say nothing from here on."""
+        """Print nothing from now on."""
         self._stopped.set()
         self._thread.join()
 

@@ -1,7 +1,7 @@
 """The process that checks a configuration with its checkpoints while Ray starts, and then starts the ranks.
 
-`deploy.cli` makes it before anything is imported, so that it imports torch at once. `deploy.serve.launch` says later
-what to check.
+`deploy.cli` starts it before all imports, so that it imports torch meanwhile. `deploy.serve.launch` sends it the task
+later.
 """
 
 import json
@@ -27,7 +27,7 @@ class Task:
     path: a Serve config file.
     config: its content, an `AerieConfig` as JSON.
     has_nodes: False if the server joins a cluster whose nodes are not known yet.
-    ranks_to: folder for the sockets of ranks to start; "" to start none."""
+    ranks_to: folder for the sockets of the ranks; "" to start no ranks."""
 
     path: str
     config: str
@@ -36,12 +36,12 @@ class Task:
 
 
 class CheckProcess:
-    """Begins with this object."""
+    """Handle of the process, which starts with this object."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
-        # It forks ranks, and must have no second thread: NumPy's algebra would have some from its import on.
+        # It forks ranks, so it must have no second thread; NumPy's linear algebra would start some at import.
         variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with theirs:
             self._process = subprocess.Popen(
@@ -63,7 +63,7 @@ class CheckProcess:
         return self._process.pid
 
     def begin(self, task: Task, receive: Callable[[str], None]) -> None:
-        """Say what to do, once. receive: gets each line that it, and the ranks, print."""
+        """Send the task, once. receive: called with each line that the process and the ranks print."""
         self._end.write(json.dumps(asdict(task)) + "\n")
         self._end.flush()
         self._readers = [
@@ -74,7 +74,7 @@ class CheckProcess:
             reader.start()
 
     def on_refusal(self, refuse: Callable[[str], None]) -> None:
-        """Call `refuse` with the reason, in a thread, when something is found wrong."""
+        """Call `refuse` with the reason, in a thread, if the check finds a fault."""
 
         def look(found: "Future[int]") -> None:
             if not found.cancelled() and (error := found.exception()) is not None:
@@ -87,7 +87,7 @@ class CheckProcess:
         return self._found.result()
 
     def close(self) -> None:
-        """End the process, and with it the ranks that no actor has attached to."""
+        """End the process, and with it ranks without an attached actor."""
         self._found.cancel()  # its end is expected
         self._process.kill()
         self._process.wait()
@@ -127,10 +127,10 @@ class CheckProcess:
 
 
 def run() -> None:
-    """The process itself."""
+    """Run the checks; the main function of the process."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Torch with its 1,000 modules first: nothing that is asked for goes without it.
+    # Import torch and its 1,000 modules first: every task needs it.
     from deploy.nodes import counted_gpus
 
     gpus = counted_gpus()

@@ -23,15 +23,15 @@ from cluster.start_log import Progress as StepProgress
 
 _SHOWN = ("aerie serve", "check", "engine", "rank 0")  # the processes whose steps are shown; all are in the log
 _DETAILS = ("actor began", "took the rank started ahead", "replica began")
-_PLAIN_PERIOD_S = 10.0  # between two lines of one long step in a file
+_PLAIN_PERIOD_S = 10.0  # between two lines of a long step, if output is a file
 
 
 class Console:
     """The output of one `aerie serve`. Its methods may be called from any thread.
 
-    began_s: Unix time at which the command began; lines count from there.
+    began_s: Unix time at which the command began; times in lines count from there.
     log: file for what is not shown; None shows everything (`--verbose`).
-    ready: set once an engine takes requests.
+    ready: set once an engine accepts requests.
     """
 
     def __init__(self, began_s: float, log: Path | None) -> None:
@@ -47,7 +47,7 @@ class Console:
         self._former: tuple[int, int] | None = None
 
     def __enter__(self) -> "Console":
-        """Begin: what this process and its children write to stdout and stderr goes to the log."""
+        """Redirect stdout and stderr of this process and its children to the log."""
         if self._log is not None:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -59,7 +59,7 @@ class Console:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the live line, and give stdout and stderr back. What other threads still say is left out."""
+        """End the live line and restore stdout and stderr. Later output of other threads is dropped."""
         with self._lock:
             self.end_start()
             if self._former is not None:
@@ -76,7 +76,7 @@ class Console:
                         file.close()
 
     def step(self, what: str, seconds: float, process: str = "aerie serve") -> None:
-        """Show that this process has done a step, which took `seconds`."""
+        """Show a finished step of this process, which took `seconds`."""
         self._take(Step(time.time(), process, what, seconds))
 
     def say(self, text: str) -> None:
@@ -88,8 +88,9 @@ class Console:
             self._write(text)
 
     def receive(self, line: str, source: str = "") -> None:
-        """Take a line that another process has written: show what is marked as Aerie's, or JSON, and log the rest.
-        source: of the line, for the log."""
+        """Process a line of another process: show it if it is marked as Aerie's or JSON, else log it.
+
+        source: name of the process, for the log."""
         line = line.rstrip()
         if self._is_ending:
             self._other(f"{source}{line}")
@@ -103,17 +104,17 @@ class Console:
             self._other(f"{source}{line}")
 
     def receive_ray(self, batch: Mapping[str, Any]) -> None:
-        """Take lines of Ray's processes, as Ray's driver has them."""
+        """Process lines of Ray's processes, as Ray's driver passes them."""
         name = batch.get("actor_name") or batch.get("task_name") or ""
         for line in batch.get("lines", ()):
             self.receive(line, f"({name} pid={batch.get('pid')}) ")
 
     def end_server(self) -> None:
-        """From now on only log what other processes write: while they end, they report each other as lost."""
+        """Only log other processes' output from now on, because ending processes report each other as lost."""
         self._is_ending = True
 
     def end_start(self) -> None:
-        """The start is over: there is no live line any more."""
+        """End the live line after the start."""
         with self._lock:
             if self._view is not None:
                 self._view.stop()
@@ -156,7 +157,7 @@ class Console:
                 self._write(line)
 
     def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a closed terminal or pipe stops no server
+        with contextlib.suppress(OSError):  # a closed terminal or pipe must not stop the server
             self._rich.print(text, markup=False)
 
     def _write(self, text: str) -> None:
@@ -166,20 +167,20 @@ class Console:
 
 
 class _Output(rich.console.Console):
-    """Rich's console, which must not end the process when its output is closed."""
+    """Rich's console, except that closed output does not end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class _LiveView:
-    """A spinner with what the start waits for, and a bar for a step whose size is known."""
+    """A spinner with the step that the start waits for, and a bar if the step's size is known."""
 
     def __init__(self, console: rich.console.Console, began_s: float) -> None:
         self._began_s = began_s
         self._spinner = Spinner("dots")
         self._waiting = _FOLLOWING["configuration read"]
-        self._first: StepProgress | None = None  # of the step that is shown with a bar
+        self._first: StepProgress | None = None  # progress of the step shown with a bar
         self._last: StepProgress | None = None
         self._live = Live(
             console=console,
@@ -197,12 +198,12 @@ class _LiveView:
         self._live.stop()
 
     def step(self, step: Step) -> None:
-        """Wait for what comes after `step`."""
+        """Show the step that follows `step`."""
         if (following := _FOLLOWING.get(step.what)) is not None:
             self._waiting, self._first, self._last = following, None, None
 
     def progress(self, read: StepProgress) -> None:
-        """Show how far a step is, and how fast it goes."""
+        """Show a step's progress and speed."""
         if self._first is None or self._first.what != read.what:
             self._first = read
         self._waiting, self._last = read.what, read
@@ -223,7 +224,7 @@ def _speed(first: StepProgress, last: StepProgress) -> str:
     return f", {(last.done - first.done) / seconds:.1f} GB/s" if seconds > 0 and last.unit == "GB" else ""
 
 
-# A step -> what is waited for after it.
+# A step -> the step that the start waits for next.
 _FOLLOWING = {
     "configuration read": "reading checkpoints, starting Ray",
     "Ray started": "starting Serve",
@@ -240,8 +241,8 @@ _FOLLOWING = {
 
 
 def log_path(name: str) -> Path:
-    """Create an empty log file of this name and return its path; the former one gets the ending .1. It is in the
-    user's state folder, or in the temporary one if that cannot be written. Raises OSError."""
+    """Create an empty log file of this name and return its path; rename a former one to .1. The folder is the user's
+    state folder, or the temporary one if that is not writable. Raises OSError."""
     import tempfile
 
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -265,7 +266,7 @@ def show_ray_lines(console: Console) -> None:
     from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
     def receive(batch: Mapping[str, Any]) -> None:
-        if batch.get("pid") != "autoscaler":  # which tells its status every five seconds
+        if batch.get("pid") != "autoscaler":  # which reports its status every five seconds
             console.receive_ray(batch)
 
     global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")

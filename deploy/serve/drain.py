@@ -1,4 +1,4 @@
-"""The application while it serves, and its end: running requests finish, new ones are refused. Used by
+"""Runs the application, and drains it at the end: running requests finish, new ones are refused. Used by
 `deploy.serve.launch`."""
 
 import contextlib
@@ -10,7 +10,7 @@ from deploy.serve.console import Console
 from deploy.serve.start_watch import StartWatch
 from deploy.serve.watches import Watch, end_at_once
 
-END_LIMIT_S = 30.0  # beyond the time for draining
+END_LIMIT_S = 30.0  # to end the processes after draining
 
 
 def run_until_signal(
@@ -24,8 +24,9 @@ def run_until_signal(
 ) -> None:
     """Deploy the application of the config file `path`, and serve until a signal.
 
-    empty: a folder without modules. start: ends a start that cannot succeed. ending: a file that is created before the
-    application is deleted."""
+    empty: a folder without modules.
+    start: ends a start that cannot succeed.
+    ending: a file to create before the application is deleted."""
     from ray.serve.scripts import run
 
     def drain(signum: int, frame: object) -> None:
@@ -73,8 +74,8 @@ def _drain(timeout_s: float, console: Console) -> None:
 
 
 def _drain_engines(applications: list[str], timeout_s: float) -> None:
-    """Wait until no engine has a request left, at most 5 s longer than `timeout_s`. An engine that dies has none; one
-    that hangs runs into the limit."""
+    """Wait until no engine has a request left, at most 5 s longer than `timeout_s`. Dead engines have none; an engine
+    that hangs reaches the limit."""
     import ray
 
     from cluster.transport.discovery import find_coordinators

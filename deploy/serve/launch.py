@@ -39,7 +39,7 @@ from deploy.serve.ray_start import join_ray, start_own_ray
 from deploy.serve.start_watch import StartWatch
 from deploy.serve.watches import RayWatch, Watch, end_at_once
 
-STOP_MARGIN_S = 15.0  # for `aerie stop`, beyond the time for draining and END_LIMIT_S
+STOP_MARGIN_S = 15.0  # of `aerie stop`, beyond draining and END_LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ class ServeStart:
     """Options of `aerie serve` beside the config file.
 
     address: of the Ray cluster to join; None: start one here, unless RAY_ADDRESS is set.
-    object_store_mb: of a Ray started here. haproxy: use it where its wheel is installed.
-    host, port: of HTTP, instead of the file's.
-    verbose: print what Ray and Serve write too.
+    object_store_mb: size of Ray's object store, if Ray is started here.
+    haproxy: use HAProxy if its wheel is installed.
+    host, port: HTTP address; replaces the file's.
+    verbose: also print the output of Ray and Serve.
     began_s: Unix time at which the command began.
     """
 
@@ -63,8 +64,8 @@ class ServeStart:
 
 
 def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: Callable[[], None]) -> int:
-    """Check `path`, start or join Ray, and run it until Ctrl-C. ends_by_itself: called once a signal drains the server
-    (see `deploy.processes.guard.run_guarded`). Raises ConfigError.
+    """Check `path`, start or join Ray, and run it until Ctrl-C. ends_by_itself: called once a signal starts to drain
+    the server (see `deploy.processes.guard.run_guarded`). Raises ConfigError.
 
     Ray starts while `check` reads checkpoints and starts ranks. A fault found there ends the start at once."""
     clock = StartLog("aerie serve", wanted.began_s, lambda line: None)
@@ -107,8 +108,8 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
             watches.append(use_haproxy(folder, silence_s, console.say))
         else:
             os.environ.update(python_proxy.ENVIRONMENT)
-        # Ray 2.60 puts the driver's current folder, and `serve run` its --app-dir, first on workers' import paths. An
-        # empty folder has no module of the user's that could hide one of ours.
+        # Ray 2.60 puts the driver's current folder, and `serve run` its --app-dir, first on workers' import paths. In
+        # an empty folder no module of the user's can shadow one of Aerie's.
         empty = folder / "empty"
         empty.mkdir()
         if not joins:
@@ -134,7 +135,7 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
         if joins:
-            ends_by_itself()  # a joined cluster keeps what it has deployed
+            ends_by_itself()  # a joined cluster keeps the application
         ready = (lambda: None) if joins else ends_by_itself
         announcement = Announcement(address, content, console, wanted.began_s, ready)
         announcement.start()
@@ -148,7 +149,8 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
 
 @contextlib.contextmanager
 def _ended_by_refusal(check: CheckProcess, console: Console) -> Iterator[None]:
-    """While open, a fault found by `check` ends the process at once, because Ray's start cannot be interrupted."""
+    """Within the context, a fault found by `check` ends the process at once, because Ray's start cannot be
+    interrupted."""
     open_lock = threading.Lock()
     is_open = True
 
@@ -182,7 +184,7 @@ def _explained(joins: bool, log: Path | None) -> Iterator[None]:
 
 
 def _leave(watches: Iterable[Watch]) -> None:
-    """End what the command has started."""
+    """End everything that the command started."""
     os.environ.pop(PRESTART_VARIABLE, None)
     for watch in watches:
         watch.stop()

@@ -1,5 +1,5 @@
-"""API keys on the command line, which every user of a machine may read (/proc/PID/cmdline): the command starts itself
-again with their digests, before it does anything else. Used by `deploy.cli`.
+"""Hides API keys on the command line, which every user of a machine can read (/proc/PID/cmdline): the command first
+restarts itself with digests in their place. Used by `deploy.cli`.
 """
 
 import os
@@ -12,8 +12,8 @@ _OPTION = "--api-key"
 
 
 def hide_keys() -> None:
-    """Become the same command with digests, if there are keys on its line. A key that is refused stays: the command
-    ends with its error."""
+    """Replace this process by the same command with digests, if it has keys. An invalid key stays, and the command ends
+    with its error."""
     words = with_digests(sys.orig_argv)
     if words != sys.orig_argv:
         sys.stdout.flush()
@@ -21,7 +21,7 @@ def hide_keys() -> None:
 
 
 def with_digests(words: Sequence[str]) -> list[str]:
-    """A command line with the digest of each key that follows `--api-key`."""
+    """Return a command line with the digest of each key that follows `--api-key`."""
     found, is_key = [], False
     for word in words:
         name, equals, value = word.partition("=")

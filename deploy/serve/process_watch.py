@@ -1,5 +1,5 @@
-"""Watches the descendants of `aerie serve`: records their pids, kills those that are stopped (SIGSTOP), and reaps those
-that have ended. Made by `deploy.serve.launch`.
+"""Watches the descendants of `aerie serve`: records their pids, kills stopped ones (SIGSTOP), and reaps ended ones.
+Used by `deploy.serve.launch`.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from deploy.processes.server_record import note_processes
 from deploy.serve.watches import Watch
 
 STOPPED_LIMIT_S = 5.0
-_ZOMBIE_LIMIT_S = 10.0  # longer than a parent takes to read an exit code
+_ZOMBIE_LIMIT_S = 10.0  # longer than a parent needs to read an exit code
 
 
 class ProcessWatch(Watch):
     """Kills processes that stay stopped (SIGSTOP), so that they are replaced at once. A stopped process keeps its
     sockets open without answering: connections hang up to their own limits, and Ray 2.60 does not notice some of these
-    processes (Serve's actor around HAProxy). report: called with a line for each."""
+    processes (Serve's actor around HAProxy). report: called with a line for each killed process."""
 
     period_s = 1.0
 
@@ -29,7 +29,7 @@ class ProcessWatch(Watch):
         super().__init__()
         self._report = report
         self._noted: set[int] = set()
-        self._since_s: dict[tuple[int, str], float] = {}  # of processes that were stopped, or zombies, at the last look
+        self._since_s: dict[tuple[int, str], float] = {}  # processes that were stopped or zombies at the last check
 
     def look(self) -> None:
         if sys.platform != "linux":

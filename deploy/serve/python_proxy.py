@@ -1,7 +1,7 @@
-"""Cleans headers that Serve's Python proxy cannot read. Serve loads `middlewares` in the proxy's process. Where HAProxy
-is used instead, its configuration has the same rules (`deploy.haproxy.config`).
+"""Cleans headers that Serve's Python proxy cannot read. Serve loads `middlewares` in the proxy's process. HAProxy's
+configuration has the same rules (`deploy.haproxy.config`).
 
-The proxy (Ray 2.60) decodes some headers strictly: a byte that is not UTF-8 is a bare 500 on every path.
+The proxy (Ray 2.60) decodes some headers strictly: a byte that is not UTF-8 gives a 500 without a body on every path.
 """
 
 import re
@@ -13,7 +13,7 @@ from cluster.logs import REQUEST_ID
 from deploy.haproxy.config import OF_TRACES, SERVES_OWN
 
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
-_UNREADABLE = b"not printable"  # as a request id: the ingress refuses it in words
+_UNREADABLE = b"not printable"  # replaces a request id: the ingress refuses it with an explanation
 _READABLE_ID = re.compile(REQUEST_ID.pattern.encode())
 _PRINTABLE = re.compile(rb"[ -~]*")
 _SERVES_OWN = re.compile(SERVES_OWN.encode(), re.IGNORECASE)
@@ -21,7 +21,7 @@ _OF_TRACES = tuple(name.encode() for name in OF_TRACES)
 
 
 class CleanHeaders:
-    """Replaces request ids that are no ids, and removes headers by which clients would steer Serve."""
+    """Replaces invalid request ids, and removes headers that control Serve."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -37,5 +37,5 @@ class CleanHeaders:
 
 
 def middlewares() -> list[Middleware]:
-    """Return what Serve puts around its proxy."""
+    """Return the middlewares for Serve's proxy."""
     return [Middleware(CleanHeaders)]

@@ -1,4 +1,4 @@
-"""Keeps Ray's files private to their owner. Ray 2.60 makes logs, sockets and the token, which lets its holder run code,
+"""Keeps Ray's files private to their owner. Ray 2.60 makes logs, sockets and the token, which permits running code,
 readable for all users of a machine. Called by `deploy.serve.launch` and `deploy.start` before Ray starts.
 """
 
@@ -15,8 +15,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def keep_to_owner(environment: Mapping[str, str]) -> None:
-    """Restrict to this user the existing token, and files that this process and its children create from now on.
-    environment: Ray reads the token's path from it."""
+    """Make the existing token, and files that this process and its children create from now on, private to this user.
+    environment: names the token's path for Ray."""
     os.umask(_OTHERS)
     path = token_path(environment)
     try:
@@ -24,7 +24,7 @@ def keep_to_owner(environment: Mapping[str, str]) -> None:
         if found.st_uid == os.getuid() and found.st_mode & _OTHERS:
             path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
     except OSError:
-        pass  # there is none, or Ray will say why it cannot be read
+        pass  # there is none, or Ray reports why it cannot be read
 
 
 def use_token() -> None:
@@ -35,7 +35,7 @@ def use_token() -> None:
 
 
 def check_room(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError where Ray's temporary folder is full: Ray would wait for itself for two minutes."""
+    """Raise ConfigError if Ray's temporary folder is full: Ray's start would hang for two minutes."""
     folder = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
     try:
         free = shutil.disk_usage(folder).free

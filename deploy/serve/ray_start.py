@@ -9,7 +9,7 @@ from deploy.processes import server_record
 from deploy.serve.ray_files import keep_to_owner
 
 # Processes of a small application: controller, two proxies, the task that builds the application, two ingresses, an
-# engine's replica and its coordinator. Ray starts them one after the other, and each imports for seconds.
+# engine's replica and its coordinator. Ray starts them in sequence, and each imports for seconds.
 SERVING_PROCESSES = 8
 SERVING_MODULES = (
     "ray.serve._private.controller",
@@ -17,7 +17,7 @@ SERVING_MODULES = (
     "ray.serve._private.replica",
     "deploy.app",
 )
-CORES_TO_PREPARE = 8  # from this number on processes start before they are needed
+CORES_TO_PREPARE = 8  # with at least so many, processes start before they are needed
 
 
 def join_ray(address: str | None) -> None:
@@ -28,7 +28,7 @@ def join_ray(address: str | None) -> None:
 
 
 def start_own_ray(object_store_mb: int, num_ranks: int) -> Any:
-    """`start_ray`, whose files are this user's alone, and removed when the server has ended."""
+    """Run `start_ray` with files private to this user, which are removed when the server has ended."""
     keep_to_owner(os.environ)
     node = start_ray(object_store_mb, num_ranks)
     session = node.get_session_dir_path()
@@ -38,8 +38,8 @@ def start_own_ray(object_store_mb: int, num_ranks: int) -> Any:
 
 
 def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
-    """Start a minimal Ray on this machine: no dashboard, a small object store. If there are enough cores, the processes
-    of Serve and of an engine with `num_ranks` start at once and import in parallel. Returns Ray's record of its
+    """Start a minimal Ray on this machine: no dashboard, a small object store. With enough cores, the processes of
+    Serve and of an engine with `num_ranks` start at once and import in parallel. Return Ray's record of its
     processes."""
     if (os.cpu_count() or 1) >= CORES_TO_PREPARE:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "1")
@@ -50,16 +50,16 @@ def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are too few on a machine that has other work
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # the default of 30 s is too short on a busy machine
     import ray
 
-    # "local": by default it would join a cluster that `ray start` has made this host a node of.
+    # "local": by default Ray would join a cluster that this host is a node of.
     ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
     return ray._private.worker._global_node
 
 
 def _let_find_us() -> None:
-    """Add our folder to PYTHONPATH: processes that Ray starts ahead have no job yet, and find modules only there."""
+    """Add Aerie's folder to PYTHONPATH: processes that Ray starts ahead of a job find modules only there."""
     root, paths = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")
     if root not in site.getsitepackages() and root not in paths.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, paths)))

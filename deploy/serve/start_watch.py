@@ -9,10 +9,10 @@ from deploy.serve.watches import Watch
 
 
 class StartWatch(Watch):
-    """Ends this process with SIGTERM once an engine's start was refused, or Serve has given the application up; stops
-    looking once the application runs. Serve (2.60) would try again, and `serve run` stays in any case.
+    """Ends this process with SIGTERM if an engine's start is refused or Serve gives up the application, until the
+    application runs. Otherwise Serve (2.60) would try again, and `serve run` would never end.
 
-    reason: why the start cannot succeed; "" while it may."""
+    reason: why the start cannot succeed; "" if it may."""
 
     period_s = 0.25
 
@@ -21,7 +21,7 @@ class StartWatch(Watch):
         self.reason = ""
 
     def stop(self) -> None:
-        """Waits for no answer of Serve's, which may be what hangs."""
+        """Stop watching. Does not wait for Serve, which may hang."""
         self._stopped.set()
 
     def look(self) -> None:
@@ -36,7 +36,7 @@ class StartWatch(Watch):
 
 
 def failure(applications: Mapping[str, Any]) -> str:
-    """Return the reason that an application of `serve.status()` cannot start, "" if each may."""
+    """Return the reason that an application of `serve.status()` cannot start; "" if all can."""
     from cluster.replica.refusals import remembered
 
     for name, application in applications.items():

@@ -1,4 +1,4 @@
-"""Watches over the processes that a server cannot do without: Serve's HAProxy, and Ray's raylet and GCS."""
+"""Watches the processes that a server needs: Serve's HAProxy, and Ray's raylet and GCS."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from deploy.processes.guard import FAULT, end_descendants, process_tree
 from deploy.processes.server_record import note, sessions_of
 from deploy.serve.console import Console
 
-_STARTED_S = 1.0  # a HAProxy that lives for so long has got the port
+_STARTED_S = 1.0  # a HAProxy that lives so long has the port
 
 
 class Watch(ABC):
@@ -35,7 +35,7 @@ class Watch(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching. To be called before what is watched is stopped on purpose."""
+        """Stop watching. Call it before the watched process is stopped on purpose."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -47,7 +47,9 @@ class Watch(ABC):
 
 class HaproxyWatch(Watch):
     """Replaces a dead HAProxy of Serve's by one with the last routes, until Serve has started another, which takes
-    seconds. folder: as for `deploy.haproxy.process.write_script`; Serve has a folder below it for each node."""
+    seconds.
+
+    folder: as in `deploy.haproxy.process.write_script`; Serve has a folder below it for each node."""
 
     period_s = 0.25
 
@@ -56,7 +58,7 @@ class HaproxyWatch(Watch):
         self._folder = folder
         self._binary = binary
         self._report = report
-        self._process: subprocess.Popen[bytes] | None = None  # the stand-in, ended or not
+        self._process: subprocess.Popen[bytes] | None = None  # the replacement, running or ended
 
     def look(self) -> None:
         for last in self._folder.glob(f"*/{LAST}"):
@@ -64,8 +66,8 @@ class HaproxyWatch(Watch):
                 self._stand_in(last)
 
     def _stand_in(self, last: Path) -> None:
-        """Start a HAProxy with an admin socket of its own, because Serve asks the usual one whether its HAProxy lives.
-        The new path is no longer than the usual one: a socket's path has at most 97 characters."""
+        """Start a HAProxy with its own admin socket, because Serve checks its HAProxy through the usual one. The new
+        path is no longer than the usual one: a socket's path has at most 97 characters."""
         config = last.with_name("aerie-stand-in.cfg")
         config.write_text(re.sub(r"(stats socket \S*/)\S+", r"\1s", last.read_text()))
         command = [self._binary, "-db", "-dR", "-f", str(config)]
@@ -82,8 +84,9 @@ class HaproxyWatch(Watch):
 
 
 class RayWatch(Watch):
-    """Ends this process and its descendants when Ray's raylet or GCS has died: Serve would wait for it for ever (Ray
-    2.60). node: Ray's object for the processes that it started here."""
+    """Ends this process and its descendants if Ray's raylet or GCS has died, for which Serve (2.60) would wait forever.
+
+    node: Ray's record of the processes that it started here."""
 
     period_s = 0.5
 
@@ -100,7 +103,7 @@ class RayWatch(Watch):
 
 
 def end_at_once(console: Console, reason: str, status: int = FAULT) -> None:
-    """Print `reason`, and end this process and its descendants with `status`. Only a fault leaves Ray's logs."""
+    """Print `reason`, and end this process and its descendants with `status`. Ray's logs stay after a fault only."""
     if status == FAULT:
         note(is_kept=True)
     else:

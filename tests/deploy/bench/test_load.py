@@ -164,7 +164,7 @@ async def test_faults_are_counted_and_named() -> None:
     assert [answered.fault for answered in got] == [
         '429, again after 7 s: {"error":"is full"}',
         '{"message":"lost"}',
-        "not done when the time was over",
+        "unfinished at the end of the measurement",
     ]
     figures = rate_figures(3.0, arrivals, got, begin_s)
     assert (figures["completed"], figures["errors"], figures["tokens_per_s"]) == (0, 3, 0.0)
