@@ -1,21 +1,21 @@
 """From HTTP to ranks, on Ray. The only folder, with `deploy`, that imports Ray.
 
-From the bottom up; each imports only what stands above it (tests/cluster/test_rooms.py):
+From the bottom up; each imports only the ones above it (tests/cluster/test_rooms.py):
 
-    linux        what a process asks of Linux for itself
+    linux        Linux settings of a process
     environment  the environment variables of a process
     logs         log lines as JSON
-    transport    what travels between the processes, and on what sockets
+    transport    messages between the processes, and their sockets
     http         OpenAI's API over any engine; no Ray
     coordinator  the scheduler's loop: requests in, plans to the ranks, tokens out; no Ray
     parallel     the configuration of engines: how many, of how many workers, where
-    config       the configuration of one application, as its user wrote it
-    placement    where an engine's processes go: bundles, strategy, the order of ranks; no Ray
-    plan         the configuration with everything resolved, by who reads it
-    start_log    what a start is waiting for, a line for each step of each process
-    assembly     the parts of one engine, made from its plan
-    checkpoints  the configuration checked against the checkpoints it names
+    config       the configuration of one application, as the user wrote it
+    placement    placement of an engine's processes: bundles, strategy, order of ranks; no Ray
+    plan         the resolved configuration, a part per reader
+    start_log    progress of a start, a line per step of each process
+    assembly     builds the parts of one engine from its plan
+    checkpoints  checks the configuration against its checkpoints
     replica      one engine: its coordinator and its worker group on Ray, started, watched, restarted
-    ingress      the Serve deployment around `http`, and its way to the engines
+    ingress      the Serve deployment around `http`, and its connections to engines
     deployments  the Serve application of both
 """

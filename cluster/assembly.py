@@ -1,7 +1,7 @@
-"""Configuration -> the parts of one engine, without Ray and without HTTP. Used by `cluster.replica` and `deploy`.
+"""Builds the parts of one engine from the configuration, without Ray and HTTP. Used by `cluster.replica` and `deploy`.
 
-Importing this module imports torch and all that a rank needs, and touches no device: seconds that a spare worker spends
-ahead. Who does not build a rank must not import it.
+The import takes seconds, because it imports torch and all modules of a rank; it touches no device. A spare worker
+imports it ahead of time. Processes that build no rank must not import it.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from workers.runner.graphs.kernel_compilation import compile_processes, hash_com
 
 
 def engine_spec(config: AerieConfig | RankPlan) -> EngineSpec:
-    """One engine, as the layers below read it."""
+    """Return one engine's specification for the floors below."""
     return EngineSpec(config.worker, config.speculative, config.draft_attention)
 
 
 class RankBuilder:
     """One rank, before it is built and after: target, draft, KV pools and decoding on one device.
 
-    device_name: what it computes on, for the operator.
+    device_name: name of its device, for the operator.
     """
 
     def __init__(self, plan: RankPlan, rank: int, compilers: CompileProcesses | None = None) -> None:
@@ -50,16 +50,19 @@ class RankBuilder:
         former: EngineLayout | None = None,
         advance: PhaseAdvance = lambda phase, done, total, unit: None,
     ) -> StepExecutor:
-        """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
-        `report` hears each phase and its seconds, `advance` how far a long one is. former: of the ranks that these take
-        the place of; what those have measured is not measured again, so that there are no `costs`."""
+        """Join the other ranks, load, allocate and warm up.
+
+        rendezvous: "tcp://host:port" on rank 0's node.
+        report: called with each phase and its seconds.
+        advance: called with the progress of long phases.
+        former: facts of the ranks that these replace. Their measurements are not repeated."""
         torch.set_num_threads(self._num_threads)
         spec, engine = self._spec, self._engine
         if former is not None:
             engine = dataclasses.replace(engine, layout=former)
             spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, measure_costs=False))
         compilers = self._compilers
-        if compilers is None and self._uses_gpu and former is None:  # a later rank finds all kernels in the cache
+        if compilers is None and self._uses_gpu and former is None:  # a replacement finds all kernels in the cache
             compilers = compile_processes(spec.worker.tensor_parallel)
         self._built = build_rank(spec.worker, engine, self._rank, rendezvous, report, compilers, advance)
         self._built.worker.begin_grammars()

@@ -1,5 +1,4 @@
-"""The configuration checked against the checkpoints it names, before anything is started. Used by `deploy`, which
-imports it when it checks: this module imports torch."""
+"""Checks the configuration against its checkpoints before a start. Used by `deploy`. Imports torch."""
 
 from typing import Literal
 
@@ -14,8 +13,8 @@ from workers.runner.layout import EnginePlan
 
 
 def engine_layout(config: AerieConfig, device: Literal["cpu", "cuda"]) -> tuple[EngineLayout, build.WeightBytes | None]:
-    """Return an engine's layout on such a device and, on a GPU, the bytes of its weights. This machine need not have
-    the device. A GPU is assumed to multiply FP8."""
+    """Return an engine's layout on a device and, for a GPU, the bytes of its weights. This machine need not have the
+    device. A GPU is assumed to multiply FP8."""
 
     spec, here = engine_spec(config), Capability(device)
     engine = build.plan_engine(spec, here)
@@ -24,9 +23,10 @@ def engine_layout(config: AerieConfig, device: Literal["cpu", "cuda"]) -> tuple[
 
 def check_checkpoints(config: AerieConfig, need_weights: bool = True) -> int:
     """Match the configuration with config.json of target and draft, the headers of their weight files and the
-    tokenizer. Return what only they know, for `cluster.plan.resolve`: the longest request, in tokens.
+    tokenizer. Return the length of the longest request in tokens, for `cluster.plan.resolve`.
 
-    need_weights: whether a folder without any weight files is refused, see `lacking_weights`. Raises ConfigError."""
+    need_weights: refuse folders without weight files, see `lacking_weights`.
+    Raises ConfigError."""
 
     try:
         engine = _engine(config)
@@ -41,9 +41,11 @@ def check_checkpoints(config: AerieConfig, need_weights: bool = True) -> int:
 def check_device(
     config: AerieConfig, device: Literal["cpu", "cuda"], capability: tuple[int, int] | None = None, here: bool = False
 ) -> None:
-    """Raise ConfigError where an engine of this configuration could not start on such a device: backends of attention
-    that cannot serve the mode, model or draft that they are named for, and what `deterministic` or experts need.
-    capability: of the GPUs, None if it is not known. here: they are this machine's, whose packages count too."""
+    """Raise ConfigError if an engine cannot start on a device, because of attention backends that do not support their
+    mode, model or draft, or because of needs of `deterministic` or of experts.
+
+    capability: of the GPUs; None if unknown.
+    here: whether they are this machine's; then installed packages are checked, too."""
 
     try:
         build.check_device(engine_spec(config), _engine(config), Capability(device, capability), here)
@@ -52,7 +54,7 @@ def check_device(
 
 
 def lacking_weights(config: AerieConfig) -> list[str]:
-    """The checkpoint folders that hold no weight files, though weights are to be loaded from them."""
+    """Return the checkpoint folders whose weight files are missing."""
 
     paths = [config.model.path, *([config.speculative.path] if config.speculative is not None else [])]
     return [path for path in paths if config.model.load_format != "dummy" and not has_weights(path)]
@@ -65,8 +67,8 @@ def _engine(config: AerieConfig) -> EnginePlan:
 
 
 def _check_tokenizer(path: str, num_embedded: int) -> None:
-    """Raises ValueError if the tokenizer knows tokens that the target has no embedding for: one in a prompt would end
-    the worker."""
+    """Raise ValueError if the tokenizer has tokens without an embedding in the target: one in a prompt would end the
+    worker."""
     known = ChatTokenizer.from_folder(path).vocab_size
     if known > num_embedded:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The configuration of one Aerie application: the `args` of the Serve config file, checked once, here.
 
-Sections are the dataclasses of the layers they configure. Every error names key, value, rule and remedy; a wrong key
-is answered with the nearest right one.
+Sections are the dataclasses of the layers they configure. Every error names key, value, rule and remedy; an unknown
+key's error suggests the most similar one.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from cluster.parallel import ParallelConfig
 from speculative.config import SpeculativeConfig, with_method_defaults
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
-_SECRET = "ingress.api_keys"  # no error quotes its value
+_SECRET = "ingress.api_keys"  # errors do not show its value
 OnWorkerLoss = Literal["resume", "error"]
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the message has one line per fault, each with its remedy."""
+    """An invalid configuration; the message has one line per fault, with its remedy."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class IngressConfig(EdgeConfig):
 
 
 class AerieConfig(BaseModel):
-    """One application as its user wrote it: a target, its draft if it speculates, and the engines and ingresses that
-    serve it. `cluster.plan.resolve` makes what its processes get.
+    """One application as the user wrote it: a target, perhaps a draft, engines and ingresses. `cluster.plan.resolve`
+    makes the plans of its processes from it.
 
     deterministic: on a GPU, an answer depends on its request alone, not on speculation, batch or cache; prompts are
         slower (`workers.runner.deterministic`).
@@ -114,12 +114,12 @@ class AerieConfig(BaseModel):
 
     @property
     def served_model_name(self) -> str:
-        """The name that clients ask for."""
+        """The model name for clients."""
         return self.ingress.served_model_name or Path(self.model.path).name
 
     @property
     def worker(self) -> WorkerConfig:
-        """The part that the layers below `cluster` read."""
+        """The part for the floors below `cluster`."""
         return WorkerConfig(
             model=self.model,
             cache=self.cache,
@@ -134,14 +134,14 @@ class AerieConfig(BaseModel):
 
 
 def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:
-    """The checked configuration of a Serve application's `args`; relative paths start at `base`.
+    """Return the checked configuration of a Serve application's `args`; relative paths start at `base`.
 
     Raises ConfigError."""
     faults = list(_unknown_keys(args, AerieConfig, ""))
     if faults:
         raise ConfigError("\n".join(faults))
     try:
-        # JSON mode: strict about types, yet a mapping may stand for a dataclass.
+        # JSON mode: strict types, but a mapping is accepted for a dataclass.
         config = AerieConfig.model_validate_json(json.dumps(_with_defaults(args)), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(_sentences(error.errors()))) from None
@@ -151,7 +151,7 @@ def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:
 
 
 def read_content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A Serve config file: all of it, and in it the first Aerie application, whose `args` are a mapping. Raises
+    """Return the content of a Serve config file, and its first Aerie application, whose `args` are a mapping. Raises
     ConfigError."""
     try:
         content = yaml.safe_load(path.read_text())
@@ -172,13 +172,13 @@ def read_content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_args(path: Path) -> dict[str, Any]:
-    """The `args` of the first Aerie application in a Serve config file. Raises ConfigError."""
+    """Return the `args` of the first Aerie application in a Serve config file. Raises ConfigError."""
     args: dict[str, Any] = read_content(path)[1]["args"]
     return args
 
 
 def _with_defaults(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The args with the numbers that a draft method has of its own."""
+    """Return the args with the draft method's own defaults."""
     section = args.get("speculative")
     return {**args, "speculative": with_method_defaults(section)} if isinstance(section, Mapping) else dict(args)
 
@@ -230,8 +230,7 @@ def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iter
 
 
 def _sentences(faults: Iterable[Any]) -> Iterator[str]:
-    """One line for each key: key=value: rule. Where a key may have one of several types, pydantic has a fault for each
-    of them."""
+    """Return a line per key: `key=value: rule`. For a key of several types pydantic reports a fault per type."""
     found: dict[str, list[Any]] = {}
     for fault in faults:
         parts = [str(part) for part in fault["loc"]]
@@ -239,7 +238,7 @@ def _sentences(faults: Iterable[Any]) -> Iterator[str]:
         found.setdefault(key, []).append(fault)
     for key, of_key in found.items():
         if isinstance(of_key[0]["input"], Mapping) and any(other.startswith(f"{key}.") for other in found):
-            continue  # a section where a number might stand: what is wrong in it is said
+            continue  # a section instead of a number: the faults in it are reported
         of_key.sort(key=lambda fault: fault["type"] != "value_error")
         if of_key[0]["type"] == "missing":
             yield f"{key}: is missing"
@@ -253,5 +252,5 @@ def _sentences(faults: Iterable[Any]) -> Iterator[str]:
 
 
 def _is_type(part: str) -> bool:
-    """Whether this part of a fault's place names one of the types that a key may have."""
+    """Whether this part of a fault's path is the name of a type."""
     return part in ("int", "float") or part.startswith("literal[")

@@ -1,4 +1,4 @@
-"""The two deployments of an application, bound: how many, where, and with which of Serve's limits."""
+"""Binds the two deployments of an application, with their numbers, placement and Serve's limits."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from cluster.replica.engine import Engine
 from cluster.replica.scaling import desired_replicas
 
 INGRESS_CPUS = 0.1
-# Serve's own limits are outer guards: the ingress admits, refuses and times out in OpenAI's form before they act.
+# Serve's own limits are higher than the ingress's, which refuses and times out first, with OpenAI's errors.
 INGRESS_MAX_ONGOING = 100_000
-# A replica that does not answer Serve three times in a row is replaced: after 15 s at most.
+# A replica that misses three health checks in a row is replaced, after 15 s at most.
 HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 4.0
 
@@ -24,7 +24,7 @@ LOAD_PERIOD_S = 2.0  # between replicas' reports of load; Serve averages over tw
 
 
 def application(plan: Plan, engine_class: type[Engine] = Engine) -> Application:
-    """The application that Serve runs."""
+    """Return the application for Serve."""
     drain_s = plan.replica.engine.drain_timeout_s
     engine = serve.deployment(
         engine_class,

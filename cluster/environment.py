@@ -7,12 +7,12 @@ PRESTART_VARIABLE = "AERIE_PRESTART_FOLDER"  # set by `aerie serve` for the proc
 
 
 def set_process_environment(threads: int) -> None:
-    """Variables that must be set in a worker before torch and NCCL are imported.
+    """Set variables in a worker before torch and NCCL are imported.
 
     NVLink multicast (NVLS, symmetric memory) stays off: it needs a fabric manager that containers often lack, and a
-    failed set-up hangs instead of raising. Ray shows each worker one GPU, so all call theirs number 0; symmetric memory
-    takes that for one shared GPU and would refuse, so its check is off: `workers.distributed.custom_all_reduce`
-    compares their UUIDs.
+    failed set-up hangs instead of raising. Ray shows each worker one GPU, which is number 0 in each; symmetric memory
+    takes that for one shared GPU and would refuse. So its check is off, and `workers.distributed.custom_all_reduce`
+    compares UUIDs.
     """
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -22,12 +22,12 @@ def set_process_environment(threads: int) -> None:
 
 
 def visible_devices() -> str | None:
-    """The GPUs that Ray lets this process see, as CUDA names them; None for all."""
+    """Return CUDA's names of the GPUs that this process can see; None for all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def set_visible_devices(devices: str | None) -> None:
-    """Let this process see what another saw. CUDA reads it when it is first used, and never again."""
+    """Make the GPUs of another process visible to this one. CUDA reads the variable at its first use only."""
     if devices is None:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     else:

@@ -1,5 +1,5 @@
-"""Console output of Aerie's processes: marked lines of text, by which `aerie serve` distinguishes them from Ray's and
-Serve's, or JSON objects with the request's id. Set up once in each process.
+"""Console output of Aerie's processes: marked lines of text, which `aerie serve` distinguishes from Ray's and Serve's,
+or JSON objects with the request's id. Each process sets it up once.
 """
 
 import contextvars
@@ -10,12 +10,12 @@ import sys
 import time
 from typing import Literal, TextIO
 
-OURS = ("attention", "workers", "speculative", "cluster", "deploy")  # whose loggers are set up
+OURS = ("attention", "workers", "speculative", "cluster", "deploy")  # packages whose loggers are set up
 _FIELDS = "fields"
-MARK = "aerie| "  # begins every line of text that an operator is to read
+MARK = "aerie| "  # start of each line for the operator
 
-REQUEST_ID = re.compile(r"[!-~]{1,128}")  # ids that clients may give their requests
-# The client's name of the request that the current task carries out; "" outside of one.
+REQUEST_ID = re.compile(r"[!-~]{1,128}")  # valid request ids of clients
+# The client's id of the request in the current task; "" outside of requests.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 
@@ -30,8 +30,8 @@ class MarkedFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record: time (UTC, RFC 3339), level, logger, process, message; request_id, the record's own
-    fields (see `fields`) and the traceback where there are any. process: as for `MarkedFormatter`."""
+    """Formats a record as a JSON object: time (UTC, RFC 3339), level, logger, process, message, and if present
+    request_id, the record's own fields (see `fields`) and the traceback. process: see `MarkedFormatter`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -55,25 +55,25 @@ class JsonFormatter(logging.Formatter):
 
 
 def fields(**values: object) -> dict[str, object]:
-    """The argument `extra` of a log call whose line shall have these fields too, in JSON."""
+    """Return the argument `extra` of a log call, to add these fields to its JSON."""
     return {_FIELDS: values}
 
 
 def marked(text: str) -> str:
-    """The lines of `text`, each with a mark."""
+    """Return `text` with a mark before each line."""
     return "\n".join(MARK + line for line in text.split("\n"))
 
 
 def print_line(text: str) -> None:
-    """Print marked lines, to the console also where Serve has redirected sys.stdout to its log file."""
+    """Print marked lines to the console, even if Serve has redirected sys.stdout to its log file."""
     assert sys.__stdout__ is not None
     sys.__stdout__.write(marked(text) + "\n")
     sys.__stdout__.flush()
 
 
 def use_logs(log_format: Literal["text", "json"], process: str, stream: TextIO | None = None) -> None:
-    """From now on this process logs JSON of level INFO and above, or marked lines of level WARNING and above. stream:
-    default stderr, also where Serve has redirected it."""
+    """Log JSON of level INFO and above, or marked lines of level WARNING and above. stream: default: stderr, even if
+    Serve has redirected it."""
     is_json = log_format == "json"
     handler = logging.StreamHandler(stream or sys.__stderr__)
     handler.setFormatter(JsonFormatter(process) if is_json else MarkedFormatter(process))

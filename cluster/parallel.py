@@ -11,7 +11,7 @@ class ReplicasConfig:
     """A range of engines, by load (`cluster.replica.scaling`).
 
     min, max: engines.
-    up_after_s, down_after_s: for which the load must want more, or fewer.
+    up_after_s, down_after_s: time for which the load must require more, or fewer.
     """
 
     min: int
@@ -55,5 +55,5 @@ class ParallelConfig:
 
     @property
     def min_replicas(self) -> int:
-        """Engines that there are at least."""
+        """Minimum number of engines."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.min

@@ -13,7 +13,7 @@ from cluster.config import AerieConfig, ConfigError
 
 PlacedStrategy = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD"]
 
-ENGINE_CPUS = 0.1  # each of replica and coordinator; they sleep on sockets
+ENGINE_CPUS = 0.1  # for each of replica and coordinator, which mostly wait on sockets
 WORKER_CPUS = 0.5  # logical: lets two workers and the rest fit on a two-core machine
 RESOURCES: dict[str, dict[str, float]] = {"cpu": {"CPU": WORKER_CPUS}, "cuda": {"CPU": WORKER_CPUS, "GPU": 1.0}}
 
@@ -66,11 +66,11 @@ class RankPlace:
 
 
 def place(config: AerieConfig, nodes: Sequence[NodeResources]) -> Placement:
-    """The placement of each engine replica; "auto" is STRICT_PACK if all replicas fit so, else PACK, which keeps an
-    engine on one node where one has room.
+    """Return the placement of each engine replica. "auto" is STRICT_PACK if all replicas fit so, else PACK, which keeps
+    an engine on one node if possible.
 
-    Raises ConfigError, with the cluster's totals, if the replicas can never fit (unless `parallel.autoscaling` says
-    that nodes may still come)."""
+    Raises ConfigError, with the cluster's totals, if the replicas can never fit, unless `parallel.autoscaling` permits
+    waiting for new nodes."""
     parallel = config.parallel
     device = choose_device(config, nodes)
     worker = RESOURCES[device]
@@ -142,7 +142,7 @@ def _number(address: str | None) -> int:
 
 
 def describe_cluster(nodes: Sequence[NodeResources]) -> str:
-    """One clause with the cluster's totals."""
+    """Return a clause with the cluster's totals."""
     cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
     each = ", ".join(f"{node.address}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in nodes[:8])
     count = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}"
@@ -158,7 +158,8 @@ def _count_engines(
     strategy: str,
     nodes: Sequence[NodeResources],
 ) -> int:
-    """Engines that fit on empty nodes: first fit, and with STRICT_SPREAD the nodes with most room first."""
+    """Return the number of engines that fit on empty nodes: first fit; with STRICT_SPREAD the nodes with most room
+    first."""
     free = [[node.cpus, node.gpus] for node in nodes]
     whole = [sum(bundle.get(key, 0.0) for bundle in bundles) for key in ("CPU", "GPU")]
     needs = [[bundle.get("CPU", 0.0), bundle.get("GPU", 0.0)] for bundle in bundles]
@@ -169,7 +170,7 @@ def _count_engines(
 
 
 def _take(needs: Sequence[Sequence[float]], free: list[list[float]], spread: bool) -> bool:
-    """Take each of `needs`, CPUs and GPUs, from a node's room. spread: each from another node."""
+    """Subtract each of `needs`, CPUs and GPUs, from a node's room. spread: each from another node."""
     left = sorted(free, key=lambda room: (-room[1], -room[0])) if spread else list(free)
     for need in needs:
         room = next((room for room in left if room[0] >= need[0] and room[1] >= need[1]), None)

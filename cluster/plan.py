@@ -1,7 +1,7 @@
-"""`Plan`: an application with everything resolved that is known before its processes start.
+"""`Plan`: a resolved application, as far as it is known before its processes start.
 
-Sizes that checkpoints and the device's memory decide follow in `workers.engine_layout.EngineLayout`, and the parser of
-answers when the ingress has read the chat template. `resolve` alone reads `engine.spare_workers` and
+Sizes that depend on checkpoints and device memory are in `workers.engine_layout.EngineLayout`; the parser of answers is
+chosen when the ingress has read the chat template. Only `resolve` reads `engine.spare_workers` and
 `ingress.num_replicas`, which may be "auto".
 
 resolve          computes it once, from the configuration as written (`cluster.config.AerieConfig`), the checkpoints and
@@ -27,12 +27,12 @@ from cluster.placement import NodeResources, Placement, place
 from speculative.config import SpeculativeConfig
 from workers.config import WorkerConfig
 
-CORES_FOR_TWO = 8  # ingresses: each uses up to a core
+CORES_FOR_TWO = 8  # minimum cores for two ingresses, each of which uses up to one
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The part of the plan that ranks are built from. Equal plans give equal ranks.
+    """The plan of a rank. Equal plans give equal ranks.
 
     worker: its `model.device` is "cpu" or "cuda".
     threads: torch threads of a CPU rank.
@@ -56,7 +56,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """One engine: its ranks, and how they are watched.
+    """The plan of one engine: its ranks and their supervision.
 
     has_spare_workers: whether a spare process waits for each rank.
     one_node: all of the application runs on one node.
@@ -74,7 +74,7 @@ class IngressPlan:
 
     config: its `served_model_name` and `max_model_len` are filled in.
     model_path: folder of the tokenizer.
-    resumes: whether requests go on after their workers are lost.
+    resumes: whether requests continue after a loss of their workers.
     start_timeout_s: of engines.
     one_node: see `ReplicaPlan`.
     """
@@ -115,7 +115,8 @@ class Plan:
 
 
 def resolve_rank(config: AerieConfig, max_model_len: int, device: Literal["cpu", "cuda"]) -> RankPlan:
-    """The plan of an engine's ranks. max_model_len: as for `resolve`. device: see `cluster.placement.choose_device`."""
+    """Return the plan of an engine's ranks. max_model_len: see `resolve`. device: see
+    `cluster.placement.choose_device`."""
     worker = config.worker
     model = dataclasses.replace(worker.model, device=device, max_model_len=max_model_len)
     return RankPlan(
@@ -128,9 +129,9 @@ def resolve_rank(config: AerieConfig, max_model_len: int, device: Literal["cpu",
 
 
 def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources]) -> Plan:
-    """The plan of an application on a cluster of `nodes`.
+    """Return the plan of an application on a cluster of `nodes`.
 
-    max_model_len: what the checkpoints were found to allow (`cluster.checkpoints.check_checkpoints`).
+    max_model_len: limit of the checkpoints (`cluster.checkpoints.check_checkpoints`).
 
     Raises ConfigError if the engines do not fit."""
     engine, wanted = config.engine, config.ingress.num_replicas

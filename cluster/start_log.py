@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.logs import print_line
 
-READY = "ready"  # the last step of an engine, which then takes requests
+READY = "ready"  # the last step of an engine, which then accepts requests
 PROGRESS_PERIOD_S = 0.5  # between two lines of one long step
 
 _STEP = re.compile(r"^(\S+Z)  (\S.*?) {2,}(\S.*?) {2,}(\d+\.\d) s$")
@@ -21,7 +21,7 @@ _PROGRESS = re.compile(r"^(\S+Z)  (\S.*?) {2,}(\S.*?) {2,}(\d+\.?\d*) of (\d+\.?
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is done. at_s: Unix time of its end. took_s: its seconds."""
+    """A finished step. at_s: Unix time of its end. took_s: its seconds."""
 
     at_s: float
     process: str
@@ -44,8 +44,8 @@ class Progress:
 class StartLog:
     """One process's lines.
 
-    process: what it is, for the reader.
-    began_s: Unix time since which its first step counts; None: since it began, so that imports are part of it.
+    process: its name in lines.
+    began_s: Unix time at which its first step started; None: start of the process, so that imports are included.
     """
 
     def __init__(self, process: str, began_s: float | None = None, report: Callable[[str], None] = print_line) -> None:
@@ -55,17 +55,17 @@ class StartLog:
         self._report = report
 
     def done(self, what: str) -> None:
-        """Print that `what` is done now, and how long after what was done before."""
+        """Print that `what` is done, with the time since the previous step."""
         now_s = time.time()
         self.took(what, now_s - self._last_s)
         self._last_s = now_s
 
     def took(self, what: str, seconds: float) -> None:
-        """Print that `what` is done now, and took `seconds`."""
+        """Print that `what` is done and took `seconds`."""
         self._report(f"{_time_of_day(time.time())}  {self._process:<12}  {what:<32}  {seconds:.1f} s")
 
     def progress(self, what: str, done: float, total: float, unit: str) -> None:
-        """Print how far `what` is, unless that was printed a moment ago."""
+        """Print the progress of `what`, at most every `PROGRESS_PERIOD_S`."""
         now_s = time.time()
         if now_s - self._progress_s >= PROGRESS_PERIOD_S:
             self._progress_s = now_s
@@ -73,7 +73,7 @@ class StartLog:
 
 
 def read_line(line: str) -> Step | Progress | None:
-    """Read what `StartLog` has printed; None for any other line."""
+    """Parse a line of `StartLog`; None for any other line."""
     if step := _STEP.match(line):
         at, process, what, took = step.groups()
         return Step(_unix_time(at), process, what, float(took))
@@ -84,9 +84,9 @@ def read_line(line: str) -> Step | Progress | None:
 
 
 def process_began_s() -> float:
-    """Unix time at which this process began; a forked one is as old as its fork. Where there is no /proc, now."""
+    """Return the Unix time at which this process was started or forked; now, if there is no /proc."""
     try:
-        # After the name, which may hold anything: field 22 is the start in ticks since the boot (proc_pid_stat(5)).
+        # The name may contain any characters. Field 22 is the start in ticks since the boot (proc_pid_stat(5)).
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):

@@ -1,12 +1,12 @@
-"""The scheduler at work: takes requests, keeps the ranks busy, sends tokens to the ingresses. Knows no Ray.
+"""The scheduler's loop: receives requests, keeps the ranks busy, sends tokens to the ingresses. Without Ray.
 
 coordinator      the loop in a thread, driven from other threads
-loop             what the thread does, turn by turn
-model_check      whether the model still computes numbers, once a request has ended because it did not
-plan_timing      when the next plan leaves: just before the step that runs ends
+loop             the thread's work, one iteration at a time
+model_check      checks the model after a request with NaN or infinite logits
+plan_timing      the time to send the next plan: just before the running step ends
 request_streams  clients: requests in, tokens and ends out
-state_publisher  load and cached pages, for the ingresses' choice between engines
+state_publisher  load and cached pages, by which ingresses choose an engine
 publisher        tokens out, one message per ingress and step
-worker_links     ranks: plans out, results in, stamps that show a hang or a death
-stats            the scheduler's counters as the message of /health and /metrics
+worker_links     ranks: plans out, results in, detection of hangs and deaths
+stats            the scheduler's counters as a message for /health and /metrics
 """

@@ -1,7 +1,4 @@
-"""The scheduler's loop in a thread of its own, driven from others. The Ray actor `EagleCoordinator` wraps it.
-
-The work is in `cluster.coordinator.loop`.
-"""
+"""Runs `cluster.coordinator.loop` in a thread, driven from other threads. The Ray actor `EagleCoordinator` wraps it."""
 
 import logging
 import threading
@@ -19,17 +16,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CALL_TIMEOUT_S = 10.0  # a turn takes milliseconds
+_CALL_TIMEOUT_S = 10.0  # an iteration takes milliseconds
 
 
 class Coordinator:
     """Runs an engine's loop in a thread of its own.
 
-    All methods may be called from any thread but the loop's; callbacks come in that one and must return at once.
+    All methods may be called from any thread but the loop's. The loop's thread calls the callbacks, which must return
+    at once.
 
-    on_worker_group_lost(reason): a rank died, failed or hangs; the worker group is detached already, and its owner
-    shall kill it and attach another.
-    on_death(reason): the loop itself raised; nothing works any more.
+    on_worker_group_lost(reason): a rank died, failed or hangs. The worker group is detached already; its owner must
+        kill it and attach another.
+    on_death(reason): the loop has raised; nothing works any more.
     """
 
     def __init__(
@@ -50,25 +48,26 @@ class Coordinator:
         return self._loop.streams.endpoint
 
     def start(self) -> None:
-        """Run the loop. Requests are queued from now on and run once a worker group is attached."""
+        """Start the loop. Requests are queued, and run once a worker group is attached."""
         self._thread.start()
 
     def attach(
         self, endpoints: Sequence[str], epoch: int, costs: CostTable | None = None, places: Sequence[str] = ()
     ) -> None:
-        """Use a new worker group, whose ranks listen on `endpoints` (`RankChannel.endpoint`, by rank). costs: of its
-        steps, if they were measured. places: where its ranks run, for the operator.
+        """Use a new worker group, whose ranks listen on `endpoints` (`RankChannel.endpoint`, by rank). costs: its step
+        times, if measured. places: locations of its ranks, for the operator.
 
         Raises ValueError for an endpoint that cannot be connected to."""
         self._call(lambda: self._loop.attach(endpoints, epoch, costs, places))
 
     def detach(self, reason: str) -> None:
-        """The worker group is lost or about to be killed; what ran on it is resumed or ended, as the settings say."""
+        """Detach a worker group that is lost or about to be killed. Its requests are resumed or ended, as
+        configured."""
         self._call(lambda: self._loop.detach(reason))
 
     def drain(self, timeout_s: float | None = None, is_leaving: bool = False) -> bool:
-        """Refuse new requests and wait until all others have ended; False if that took longer than `timeout_s`.
-        is_leaving: another engine takes its place."""
+        """Refuse new requests and wait until all others have ended. Return False after `timeout_s`. is_leaving: another
+        engine replaces this one."""
         idle = threading.Event()
         self._call(lambda: self._loop.start_draining(idle.set, is_leaving))
         return idle.wait(timeout_s)
@@ -78,21 +77,21 @@ class Coordinator:
         self._call(lambda: self._loop.streams.fail_all(reason))
 
     def stop(self, reason: str = "the engine was stopped") -> None:
-        """End the loop: the ranks stop, unfinished requests get an error. Nothing if it has ended already."""
+        """End the loop: stop the ranks, end unfinished requests with an error. Does nothing if it has ended already."""
         if self._thread.is_alive():
             self._call(lambda: self._loop.end(reason))
             self._thread.join(_CALL_TIMEOUT_S)
 
     def stats(self) -> EngineStats:
-        """State and counters; of a loop that has ended, the last ones."""
+        """Return state and counters; the last ones if the loop has ended."""
         return self._call(self._loop.stats) if self._thread.is_alive() else self._loop.stats()
 
     def flush_cache(self) -> FlushOutcome:
-        """Empty the prefix cache, if no request is unfinished."""
+        """Empty the prefix cache if all requests have ended."""
         return self._call(self._loop.flush_cache)
 
     def health(self) -> CoordinatorHealth:
-        """Stamps; answers even if the loop hangs."""
+        """Return the ages of the loop and the ranks, even if the loop hangs."""
         return self._loop.health()
 
     def _call(self, work: Callable[[], T]) -> T:

@@ -1,6 +1,5 @@
 """The loop of the coordinator's thread: receive requests, send plans to the ranks, read results one step late, publish
-tokens. `cluster.coordinator.coordinator` runs it in a thread; nothing here may be called from another one, except
-`health`.
+tokens. `cluster.coordinator.coordinator` runs it in a thread; other threads may call only `health`.
 """
 
 import logging
@@ -53,11 +52,11 @@ class CoordinatorSettings:
 
 @dataclass(frozen=True)
 class CoordinatorHealth:
-    """Ages of what happens regularly.
+    """Ages of regular events in seconds.
 
-    loop_age_s: since the last turn of the loop, which takes half a second at most.
-    heartbeat_age_s: per rank.
-    oldest_plan_age_s: of the oldest plan without a result, 0 if there is none.
+    loop_age_s: since the loop's last iteration, which takes half a second at most.
+    heartbeat_age_s: of each rank's last heartbeat.
+    oldest_plan_age_s: of the oldest plan without a result, 0 without one.
     """
 
     status: str
@@ -69,7 +68,7 @@ class CoordinatorHealth:
 
 
 class CoordinatorLoop:
-    """State and steps of the loop; see `cluster.coordinator.coordinator.Coordinator` for what each is for."""
+    """State and steps of the loop; `cluster.coordinator.coordinator.Coordinator` describes each."""
 
     def __init__(
         self,
@@ -105,17 +104,17 @@ class CoordinatorLoop:
         self._last_turn_s = self._last_step_s = clock()
         self._housekeeping_due_s = self._last_turn_s + HOUSEKEEPING_S
         self._plan_timing = PlanTiming(settings.max_in_flight)
-        self._plan_due_s = math.inf  # when a plan shall be sent that is held back
+        self._plan_due_s = math.inf  # when to send a delayed plan
 
     def turn(self) -> None:
-        """Wait for something to happen, then bring everything forward as far as it goes.
+        """Wait for an event, then do all work that is possible.
 
-        The next plan leaves before the last result's tokens do: the ranks wait for the one, clients can wait for the
-        other. No turn lasts longer than until the next housekeeping or the time to send a plan, and none spins."""
+        The next plan is sent before the last result's tokens, because ranks wait for it. The wait ends at the next
+        housekeeping or the time to send a plan."""
         due_s = min(self._housekeeping_due_s, self._plan_due_s, self.streams.states.due_s)
         self.reactor.turn(max(0.0, due_s - self._clock()))
         if self.is_stopping:
-            return  # `end` was called meanwhile and has closed every socket
+            return  # `end` was called meanwhile and has closed all sockets
         now = self._last_turn_s = self._clock()
         if now >= self._housekeeping_due_s:
             self._housekeeping_due_s = now + HOUSEKEEPING_S
@@ -130,8 +129,8 @@ class CoordinatorLoop:
             self._on_idle.clear()
 
     def attach(self, endpoints: Sequence[str], epoch: int, costs: CostTable | None, places: Sequence[str] = ()) -> None:
-        """Take a worker group into use, in place of a former one. costs: of its steps, if they were measured. places:
-        where its ranks run, for the operator."""
+        """Use a new worker group. costs: its step times, if measured. places: locations of its ranks, for the
+        operator."""
         if self._worker_group is not None:
             self.detach("another worker group takes its place")
         self._scheduler.requeue_all(epoch)
@@ -155,7 +154,7 @@ class CoordinatorLoop:
         self._tell_state()
 
     def detach(self, reason: str) -> None:
-        """Detach the worker group: what ran on it goes back to the queue, or ends with an error."""
+        """Detach the worker group: its requests go back to the queue, or end with an error."""
         self._detail = reason
         if self._worker_group is None:
             return
@@ -172,7 +171,7 @@ class CoordinatorLoop:
         self.streams.lost_workers(lost, blamed, max_resumes, reason)
 
     def start_draining(self, on_idle: Callable[[], None], is_leaving: bool) -> None:
-        """Refuse new requests; call `on_idle` once there are none. is_leaving: another engine takes its place."""
+        """Refuse new requests; call `on_idle` once there are none. is_leaving: another engine replaces this one."""
         self.status = "draining"
         self.streams.is_draining = True
         self.streams.is_leaving = self.streams.is_leaving or is_leaving
@@ -180,10 +179,10 @@ class CoordinatorLoop:
         self._tell_state()
 
     def end(self, reason: str) -> None:
-        """Fail what is unfinished, stop the ranks, close everything."""
+        """Fail unfinished requests, stop the ranks, close all sockets."""
         self.is_stopping = True
         if self.status != "dead":
-            self._publish()  # what came in the same turn
+            self._publish()  # events of the same iteration
         self.streams.fail_all(reason)
         if self._worker_group is not None:
             self._worker_group.stop()
@@ -193,11 +192,11 @@ class CoordinatorLoop:
         self._context.term()
 
     def die(self, reason: str) -> None:
-        """The loop has raised: keep the reason for `stats` and `health`."""
+        """Keep the reason why the loop raised, for `stats` and `health`."""
         self.status, self._detail = "dead", reason
 
     def stats(self) -> EngineStats:
-        """State and counters."""
+        """Return state and counters."""
         return engine_stats(
             self._scheduler,
             self._settings.engine_id,
@@ -211,14 +210,14 @@ class CoordinatorLoop:
         )
 
     def flush_cache(self) -> FlushOutcome:
-        """Empty the prefix cache, if no request is unfinished."""
+        """Empty the prefix cache if all requests have ended."""
         try:
             return FlushOutcome(self._settings.engine_id, num_pages=self._scheduler.flush_prefix_cache())
         except UnfinishedError as error:
             return FlushOutcome(self._settings.engine_id, unfinished=str(error))
 
     def health(self) -> CoordinatorHealth:
-        """Stamps; safe in any thread."""
+        """Return the ages. Safe in any thread."""
         now, worker_group = self._clock(), self._worker_group
         oldest = worker_group.oldest_plan(now) if worker_group is not None else None
         heartbeats = worker_group.last_heartbeat_s if worker_group is not None else ()
@@ -262,8 +261,8 @@ class CoordinatorLoop:
         streams.states.publish(self.status, self._fault(), streams.is_leaving, streams.slot_wait_s())
 
     def _fault(self) -> str:
-        """Return the reason that a request would not run now, or "". A working rank may be silent for as long as its
-        step takes, and a step may take a few times as long as the longest one so far."""
+        """Return why a request would not run now, or "". A busy rank may be silent during its step, which may take a
+        few times as long as the longest one so far."""
         if self._worker_group is None:
             return f"the engine is {self.status}" + (f": {self._detail}" if self._detail else "")
         now = self._clock()
@@ -276,10 +275,10 @@ class CoordinatorLoop:
 
     def _housekeep(self, now: float) -> None:
         self.streams.check_waiting()
-        self.streams.states.changed()  # sent now and then in any case, so that silence means something
+        self.streams.states.changed()  # sent regularly, so that a silent engine is noticed
         if self._worker_group is not None and self.status == "ready":
             self._model_check.turn(now)
         if self._worker_group is not None:
             self._worker_group.check_heartbeats(now, self._settings.step_timeout_s)
         if self._worker_group is not None and self._scheduler.captures.graphs == GraphCount():
-            self._scheduler.captures.graphs = self._worker_group.last_heartbeat[0].graphs  # from then on results say it
+            self._scheduler.captures.graphs = self._worker_group.last_heartbeat[0].graphs  # later results contain it

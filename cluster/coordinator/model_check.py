@@ -1,5 +1,5 @@
-"""Checks that the model still computes finite numbers. After a request ended with NaN or infinite logits, the engine
-requests one token from the ranks, until it gets one. So `/health` distinguishes broken weights from one odd request."""
+"""Checks that the model still computes finite numbers. After a request with NaN or infinite logits, the engine requests
+one token from the ranks until it gets one. So `/health` distinguishes broken weights from one unusual request."""
 
 import logging
 import math
@@ -18,18 +18,18 @@ FAULT = "the model's logits are NaN or infinite whatever it is asked: its weight
 
 
 class ModelCheck:
-    """The engine's own requests of one token. fault: why no request would be answered, or ""."""
+    """The engine's own requests of one token. fault: why all requests would fail, or ""."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.fault = ""
         self._scheduler = scheduler
         self._due_s = math.inf
-        self._asked = ""  # id of the request that is under way
+        self._asked = ""  # id of the running request
         self._count = 0
-        self._good_prompt: Sequence[int] = range(PROMPT_TOKENS)  # what the model could answer before
+        self._good_prompt: Sequence[int] = range(PROMPT_TOKENS)  # a prompt that the model answered before
 
     def saw(self, outputs: Sequence[RequestOutput], now: float) -> None:
-        """Take note of what a step brought."""
+        """Process a step's outputs."""
         for output in outputs:
             if output.request.request_id == self._asked:
                 self._answered(output, now)
@@ -39,7 +39,7 @@ class ModelCheck:
             self._good_prompt = outputs[-1].request.prompt
 
     def turn(self, now: float) -> None:
-        """Ask, if it is time to; to be called now and then while there are ranks."""
+        """Send a request if it is due. Call it regularly while there are ranks."""
         if now < self._due_s:
             return
         self._count += 1
@@ -47,13 +47,13 @@ class ModelCheck:
         request = Request(f"model-check-{self._count}", list(self._good_prompt[:PROMPT_TOKENS]), SAMPLING)
         try:
             self._scheduler.submit(request, resumed=True)
-        except ValueError as error:  # an engine for less than so many tokens
+        except ValueError as error:  # the engine's maximum length is below the prompt's
             logger.warning("the model cannot be checked: %s", error)
         else:
             self._asked = request.request_id
 
     def reset(self) -> None:
-        """The ranks are gone; others load the weights anew."""
+        """Forget all results after the loss of the ranks; new ranks load the weights again."""
         if self._asked:
             self._scheduler.abort(self._asked)
         self.fault, self._asked, self._due_s = "", "", math.inf

@@ -11,33 +11,31 @@ from dataclasses import dataclass
 
 from workers.scheduling.step_time import Prediction
 
-LEAD_S = (
-    0.002  # a plan should be at rank 0 this long before the step before it ends: on a GPU it takes 1.3 ms to launch
-)
+LEAD_S = 0.002  # a plan should reach rank 0 so long before the previous step ends: on a GPU it takes 1.3 ms to launch
 FIRST_MARGIN_S = 0.0025
 MIN_MARGIN_S = 0.0005
-_MAX_CORRECTION_S = 0.001  # per result, which may be late for other reasons than the plan
-_RELAXING = 0.02  # share of what was spare that the margin gives back; a quarter of a second until it is found
+_MAX_CORRECTION_S = 0.001  # per result, because other delays than the plan's are possible
+_RELAXING = 0.02  # share of the spare time by which the margin shrinks; it converges within a quarter of a second
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A plan without a result. expected: what its step should take; None if nothing is known."""
+    """A plan without a result. expected: time of its step; None if unknown."""
 
     sent_s: float
     expected: Prediction | None
 
 
 class PlanTiming:
-    """Holds plans back while the one before runs. All times are of one clock, in seconds.
+    """Delays a plan while the previous one runs. All times are seconds of one clock.
 
-    The end of the step that runs is predicted by `StepTime`, less one standard deviation: holding back
-    too long leaves the device idle, sending early only keeps requests out of a plan. The margin before it is learned:
-    rank 0 says how long a plan was there when its step ended, so that one sees how long before the end of the step
-    before it came. Where that was too late, the margin grows by what was missing; else it shrinks slowly. With
-    `max_in_flight` plans none may be sent; without a prediction one may at once.
+    `StepTime` predicts the end of the running step, less one standard deviation: a late plan leaves the device idle, an
+    early one only lacks later requests. The margin before the end is learned: rank 0 reports how long a plan was there
+    when its step ended, which shows how long before the end of the previous step it came. If it came too late, the
+    margin grows by the missing time, else it shrinks slowly. With `max_in_flight` plans none may be sent; without a
+    prediction a plan is sent at once.
 
-    margin_s: how long before the predicted end a plan is sent.
+    margin_s: time before the predicted end at which a plan is sent.
     """
 
     def __init__(self, max_in_flight: int) -> None:
@@ -45,13 +43,13 @@ class PlanTiming:
         self.reset()
 
     def reset(self) -> None:
-        """Other ranks: nothing is in flight, and nothing is known of them."""
+        """Forget all plans and times, because the ranks are new."""
         self.margin_s = FIRST_MARGIN_S
         self._in_flight: deque[_Sent] = deque()
         self._last_result_s = -math.inf
 
     def due_s(self) -> float:
-        """Time from which the next plan may be sent: -inf for at once, inf for after another result."""
+        """Return when the next plan may be sent: -inf: at once; inf: after another result."""
         if not self._in_flight:
             return -math.inf
         if len(self._in_flight) >= self._max_in_flight:
@@ -68,16 +66,16 @@ class PlanTiming:
         self._in_flight.append(_Sent(now, expected))
 
     def answered(self, now: float, elapsed_s: float) -> None:
-        """The oldest plan's result has come. elapsed_s: from when rank 0 had the plan to the end of its step."""
+        """Record the oldest plan's result. elapsed_s: from its arrival at rank 0 to the end of its step."""
         due_s, step, before_s = self.due_s(), self._in_flight.popleft(), self._last_result_s
         self._last_result_s = now
-        if not self._in_flight and due_s > now:  # the step ended while the next plan was still held back
+        if not self._in_flight and due_s > now:  # the step ended while the next plan was delayed
             self._correct(-_MAX_CORRECTION_S)
-        elif step.sent_s < before_s:  # while the step before ran
+        elif step.sent_s < before_s:  # during the previous step
             self._correct(elapsed_s - (now - before_s) - LEAD_S)
 
     def _correct(self, spare_s: float) -> None:
-        """The last plan was there by `spare_s` earlier than it must; negative: too late."""
+        """Correct the margin. spare_s: by how much the last plan came earlier than necessary; negative: too late."""
         if spare_s < 0:
             self.margin_s += min(-spare_s, _MAX_CORRECTION_S)
         else:

@@ -15,10 +15,10 @@ from workers.scheduling.request import FinishReason, RequestOutput
 class Stream:
     """Destination of a request's tokens.
 
-    ingress: the connection on which it came.
+    ingress: the request's connection.
     running_stats, token_origins: as in `GenerateRequest`.
-    queued_s: time of queueing; infinity once it has run or is resumed: those may wait without limit.
-    num_resumes: worker groups it has lost.
+    queued_s: time of queueing; infinity for requests that have run or are resumed, which may wait without limit.
+    num_resumes: number of its lost worker groups.
     num_crashes: steps with it that hung or crashed, here or elsewhere.
     """
 
@@ -32,9 +32,9 @@ class Stream:
 
 
 class TokenPublisher:
-    """The step's deltas for each ingress. It never makes the loop wait.
+    """Sends the step's deltas to each ingress without blocking the loop.
 
-    on_lost: called by `flush` with the connection on which nothing can be sent, and the reason.
+    on_lost: called by `flush` with a connection that accepts no messages, and the reason.
     """
 
     def __init__(self, inbox: Inbox, num_draft_tokens: int, on_lost: Callable[[IngressLink, str], None]) -> None:
@@ -43,7 +43,7 @@ class TokenPublisher:
         self._on_lost = on_lost
 
     def put(self, stream: Stream, output: RequestOutput) -> None:
-        """A request's new tokens, for the next `flush`."""
+        """Add a request's new tokens to the next `flush`."""
         request, reason = output.request, output.finish_reason
         delta = TokenDelta(stream.request_id, tuple(output.tokens), None, output.logprobs, output.error)
         if output.prompt_logprobs is not None:
@@ -76,12 +76,12 @@ class TokenPublisher:
         stream.ingress.deltas.append(TokenDelta(stream.request_id, (), num_crashes=stream.num_crashes))
 
     def put_end(self, stream: Stream, reason: FinishReason, error: str | None) -> None:
-        """A request that ends without a token, for the next `flush`."""
+        """Add the end of a request, without a token, to the next `flush`."""
         delta = TokenDelta(request_id=stream.request_id, tokens=(), finish=reason.value, error=error)
         stream.ingress.deltas.append(delta)
 
     def flush(self) -> None:
-        """Send what was put since the last time, one message per ingress."""
+        """Send all additions since the last call, one message per ingress."""
         for link in list(self._inbox.links.values()):
             if not link.deltas:
                 continue

@@ -30,7 +30,7 @@ from workers.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGES_PER_TURN = 64  # so that a flood of requests does not hold up the running ones
+_MAX_MESSAGES_PER_TURN = 64  # so that many new requests do not delay running ones
 
 
 class RequestStreams:
@@ -38,9 +38,9 @@ class RequestStreams:
     sent. If an ingress disconnects or does not read, all its requests are aborted.
 
     is_draining: set it to refuse new requests.
-    is_leaving: set it, too, if another engine replaces this one.
+    is_leaving: also set it if another engine replaces this one.
     states: publishes the engine's state to the same ingresses.
-    queue_timeout_s: requests that would wait longer are refused; those that have waited longer end.
+    queue_timeout_s: requests with a longer expected wait are refused; those that have waited longer end.
     fault: why requests would fail now, or "".
     """
 
@@ -90,7 +90,7 @@ class RequestStreams:
                 self._publisher.put(stream, output)
                 if output.finish_reason is not None:
                     del self._streams[request.request_id]
-            except Exception as error:  # a bug that one request meets must not end all others
+            except Exception as error:  # a bug in one request must not end all others
                 logger.exception("request %s failed while its tokens were sent", request.request_id)
                 self._end(request.request_id, FinishReason.ERROR, f"{type(error).__name__}: {error}")
         self._publisher.flush()
@@ -98,8 +98,8 @@ class RequestStreams:
     def lost_workers(
         self, requests: Sequence[Request], blamed: Sequence[Request], max_resumes: int, reason: str
     ) -> None:
-        """The worker group that ran `requests` is lost. Those that were resumed `max_resumes` times already end with an
-        error, and so do those of `blamed` of which a step hung or crashed before; the others stay."""
+        """Resume or end `requests` of a lost worker group. Those that were resumed `max_resumes` times end with an
+        error, as do those of `blamed` with an earlier hung or crashed step."""
         suspects = {request.request_id for request in blamed}
         if suspects:
             logger.warning("the step that hung or crashed ran requests %s", ", ".join(sorted(suspects)))
@@ -125,17 +125,17 @@ class RequestStreams:
         self._publisher.flush()
 
     def check_waiting(self) -> None:
-        """Refuse what has waited too long for its first step, as if it had just come; to be called now and then."""
+        """Refuse requests that have waited too long for their first step. Call it regularly."""
         overdue_s = self._clock() - self._queue_timeout_s
         for stream in [stream for stream in self._streams.values() if stream.queued_s < overdue_s]:
             if self._streams.pop(stream.request_id, None) is None:
-                continue  # its ingress was lost with the refusal of another one
+                continue  # its ingress was lost during another refusal
             self._scheduler.abort(stream.request_id, FinishReason.ERROR)
             message = f"waited {self._queue_timeout_s:g} s in the queue (engine.queue_timeout_s)"
             self._send(stream.ingress, Refused(stream.request_id, self._queue_full(message)))
 
     def close(self, linger_ms: int) -> None:
-        """Close the inbox; messages still queued have `linger_ms` to leave."""
+        """Close the inbox; queued messages are sent for up to `linger_ms`."""
         self._reactor.forget(self._inbox.socket)
         self._inbox.close(linger_ms)
 
@@ -167,7 +167,7 @@ class RequestStreams:
                 logger.error("a %s from an ingress was dropped", type(message).__name__)
 
     def _submit(self, ingress: IngressLink, message: GenerateRequest) -> Refusal | None:
-        """Queue a request, or say why not. Nothing that one request holds may end the loop."""
+        """Queue or refuse a request. No content of a request may end the loop."""
         if self.is_draining:
             return Refusal("leaving" if self.is_leaving else "not_ready", "the engine is draining")
         wait_s = None if message.resumed else self._scheduler.admission.wait_s()
@@ -186,7 +186,7 @@ class RequestStreams:
             self._scheduler.stats.num_resumed += message.resumed or bool(request.output)
         except QueueFullError as error:
             return self._queue_full(str(error))
-        except ValueError as error:  # RequestTooLargeError is one
+        except ValueError as error:  # such as RequestTooLargeError
             return Refusal("too_large", str(error))
         except Exception as error:
             logger.exception("request %s could not be queued", message.request_id)
@@ -215,7 +215,7 @@ class RequestStreams:
         return Refusal("queue_full", message, self._scheduler.admission.retry_after_s())
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
-        """End a request in any state; an unknown one has ended already."""
+        """End a request in any state. Unknown ones have ended already."""
         self._scheduler.abort(request_id, reason)
         stream = self._streams.pop(request_id, None)
         if stream is not None:
@@ -226,8 +226,8 @@ class RequestStreams:
             self._ingress_lost(ingress, reason)
 
     def _ingress_lost(self, ingress: IngressLink, reason: str) -> None:
-        """Abort the requests of an ingress, since some of its messages are lost. If it still runs, it notices by the
-        number of the next state."""
+        """Abort the requests of an ingress, because messages to it were lost. If it still runs, the number of its next
+        state tells it."""
         if ingress.is_gone:
             self.states.forget(ingress)
         lost = [stream.request_id for stream in self._streams.values() if stream.ingress is ingress]

@@ -1,4 +1,4 @@
-"""Publishes what ingresses choose an engine by, its load and the digests of its cached pages, to subscribers.
+"""Publishes an engine's load and the digests of its cached pages to ingresses, which choose an engine by them.
 
 Used by `cluster.coordinator.loop` in its thread. A subscriber gets at most one message per `PERIOD_S`, with at most
 `MAX_DIGESTS` digests; the rest follows in later messages.
@@ -14,11 +14,11 @@ from workers.scheduling.scheduler import Scheduler
 
 PERIOD_S = 0.05
 MAX_DIGESTS = 2048
-MAX_ADVERTISED_PAGES = 8192  # bounds an ingress's memory per engine; of more pages every 2nd, 4th ... is advertised
+MAX_ADVERTISED_PAGES = 8192  # bound on an ingress's memory per engine; of more pages every 2nd, 4th ... is advertised
 
 
 class _Subscriber:
-    """unsent: changed digests, and whether each is cached."""
+    """unsent: changed digests; whether each is cached."""
 
     def __init__(self, unsent: dict[bytes, bool]) -> None:
         self.num_received = 0
@@ -26,9 +26,8 @@ class _Subscriber:
 
 
 class StatePublisher:
-    """due_s: when `publish` has something to do, by the clock; infinity while nothing has changed.
-
-    send: one message to one subscriber; it may call `forget`.
+    """due_s: clock time of the next `publish`; infinity without a change.
+    send: sends a message to a subscriber; may call `forget`.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class StatePublisher:
         self.changed()
 
     def changed(self) -> None:
-        """The state has changed, or may have: publish it."""
+        """Publish the state, because it may have changed."""
         if self.due_s == math.inf and self._subscribers:
             self.due_s = self._last_s + PERIOD_S
 
     def forget(self, ingress: IngressLink) -> None:
-        """An ingress is gone."""
+        """Remove an ingress."""
         if self._subscribers.pop(ingress, None) is not None and not self._subscribers:
             self.due_s = math.inf
             if self._scheduler.prefix_cache is not None:

@@ -18,7 +18,7 @@ def engine_stats(
     heartbeats: Sequence[Heartbeat] = (),
     slot_wait_s: float = 0.0,
 ) -> EngineStats:
-    """One engine's state now. Call it in the thread that runs the scheduler."""
+    """Return an engine's state. Call it in the scheduler's thread."""
     stats, cache = scheduler.stats, scheduler.prefix_cache
     speed = scheduler.prefill_tokens_per_s()
     return EngineStats(
@@ -49,7 +49,7 @@ def engine_stats(
 
 
 def cache_config(scheduler: Scheduler) -> dict[str, str]:
-    """The KV cache's configuration under vLLM's names."""
+    """Return the KV cache's configuration under vLLM's names."""
     cache = scheduler.cache
     return {
         "block_size": str(cache.page_size),

@@ -1,4 +1,4 @@
-"""The coordinator's view of its ranks: plans out, results in, and the stamps that show a hang or a death."""
+"""The coordinator's links to its ranks: plans out, results in, and detection of hangs and deaths."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,20 +10,20 @@ from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.plan import StepPlan, StepResult
 
-IDLE_HEARTBEAT_LIMIT_S = 10.0  # without a heartbeat of an idle rank, whose loop sends one every half second
-HUNG_S = 4.0  # shortest step that counts as hung, if that is more than HUNG_RATIO of the longest one
+IDLE_HEARTBEAT_LIMIT_S = 10.0  # maximum time between heartbeats of an idle rank, which sends one every half second
+HUNG_S = 4.0  # minimum time of a step that counts as hung, if it is also HUNG_RATIO times the longest one
 HUNG_RATIO = 3.0
-SILENT_S = 3.0  # then no request would get through to it now
-PUNCTUAL_S = 2.0  # between two checks: after a longer pause of our own, messages of that time may still be unread
+SILENT_S = 3.0  # after so long, requests would not reach the rank
+PUNCTUAL_S = 2.0  # between two checks: after a longer pause of this process, messages may still be unread
 
 
 class WorkerLinks:
-    """One epoch of ranks, attached. Callbacks come in the reactor's thread.
+    """Links to one epoch of ranks. The reactor's thread calls the callbacks.
 
     on_result: called with rank 0's results.
-    on_lost: called at most once, with the reason, when a rank dies, is stopped, fails, hangs or stops reading; then the
+    on_lost: called at most once, with the reason, if a rank dies, is stopped, fails, hangs or stops reading; then the
         owner calls `close`.
-    places: where each rank runs, for the reasons.
+    places: location of each rank, for the reasons.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class WorkerLinks:
             raise
 
     def send(self, plan: StepPlan) -> None:
-        """One plan to all ranks."""
+        """Send a plan to all ranks."""
         raw = encode(plan)
         self._unanswered.append((plan.step, self._clock()))
         for link in self._links:
@@ -71,7 +71,7 @@ class WorkerLinks:
                 return
 
     def oldest_plan(self, now: float) -> tuple[int, float] | None:
-        """Step and age in seconds of the oldest plan without a result. Safe to call from any thread."""
+        """Return step and age in seconds of the oldest plan without a result. Safe in any thread."""
         try:
             step, sent_s = self._unanswered[0]
         except IndexError:
@@ -95,8 +95,8 @@ class WorkerLinks:
         return f"step {oldest[0]} has had no result for {oldest[1]:.1f} s"
 
     def check_heartbeats(self, now: float, step_timeout_s: float) -> None:
-        """Lose the ranks if one hangs; to be called now and then. A stopped process or a cut cable shows in its
-        connection instead, idle or at work (`cluster.transport.sockets`)."""
+        """Report the ranks as lost if one hangs. Call it regularly. A stopped process or a cut cable ends its
+        connection instead (`cluster.transport.sockets`)."""
         punctual = now - self._last_check_s < PUNCTUAL_S
         self._last_check_s = now
         oldest = self.oldest_plan(now)
@@ -121,7 +121,7 @@ class WorkerLinks:
             link.send(encode(Stop()))
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close all links; the ranks notice and end."""
+        """Close all links, which ends the ranks."""
         self._is_lost = True
         for link in self._links:
             for socket in (link.socket, link.monitor.socket):
@@ -133,13 +133,13 @@ class WorkerLinks:
         while not self._is_lost and (message := link.receive()) is not None:
             self.last_heartbeat_s[link.rank] = self._clock()
             if isinstance(message, StepResult):
-                # All ranks had a part in the step, and none could send a heartbeat while it computed.
+                # All ranks took part in the step, and could not send heartbeats during it.
                 self.last_heartbeat_s = [self._clock()] * len(self._names)
                 if message.epoch == self.epoch:
                     _, sent_s = self._unanswered.popleft()
                     self._longest_s = max(self._longest_s, self._clock() - sent_s)
                 self._on_result(message)
-                return  # the next plan leaves before another result is looked at
+                return  # send the next plan before reading another result
             elif isinstance(message, RankFailure):
                 self._lose(f"{self._names[link.rank]} failed: {message.message}")
             else:

@@ -5,10 +5,10 @@ supervisor         starts, watches and restarts coordinator and worker group
 coordinator_actor  the Ray actor of `cluster.coordinator`
 worker_group       one epoch of workers: started, watched and killed together
 worker_actor       the Ray actor of one rank
-errors             why ranks could not be started
+errors             errors of starts
 refusals           remembers a refused start
 rank_process       ranks started before Ray, and their connection to the actor; no Ray
 worker_loop        a rank's loop: plans in, results and heartbeats out; no Ray
 scaling            number of engines for the load, for Serve's autoscaling; no Ray
-plan_report        what the operator reads before and during a start
+plan_report        reports for the operator before and during a start
 """

@@ -58,14 +58,14 @@ class Engine:
             refusals.remember(application, plan, str(error))
             raise
         except (WorkerGroupError, CoordinatorLostError) as error:
-            print_line(f"the engine could not start: {error}")  # in some modes Serve writes it only to its log file
+            print_line(f"the engine could not start: {error}")  # in some modes Serve writes stdout only to its log file
             raise
         log.done(READY)
         self._supervision = asyncio.create_task(self._supervise())
 
     async def check_health(self) -> None:
-        """Serve replaces the replica if this raises. It does not while the engine recovers, unless that takes two
-        starts."""
+        """Serve replaces the replica if this raises. It does not raise while the engine recovers, up to two start
+        timeouts."""
         since = self._supervisor.down_since
         if since is not None and time.monotonic() - since > self._limit_s:
             raise RuntimeError("the workers could not be restarted")

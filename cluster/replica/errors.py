@@ -1,4 +1,4 @@
-"""Why an engine's ranks could not be started."""
+"""Errors of an engine's start."""
 
 
 class WorkerGroupError(RuntimeError):
@@ -6,5 +6,5 @@ class WorkerGroupError(RuntimeError):
 
 
 class StartRefusedError(WorkerGroupError):
-    """A rank cannot be built from this configuration, these checkpoints and this device: another attempt would fail,
+    """A rank cannot be built from this configuration, these checkpoints and this device, so another attempt would fail
     too."""

@@ -14,7 +14,7 @@ from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 if TYPE_CHECKING:
     from speculative.build import WeightBytes
 
-_LONG_TOKENS = 16384  # of the request that the plan of a model with windows describes
+_LONG_TOKENS = 16384  # length of the long request that is reported for models with windows
 
 
 def plan_lines(
@@ -24,8 +24,8 @@ def plan_lines(
     layout: EngineLayout,
     weights: "WeightBytes | None" = None,
 ) -> list[str]:
-    """The configuration as it will run, before anything is started. layout: of one engine. weights: of a rank on
-    GPUs."""
+    """Return lines about the resolved configuration, before a start. layout: layout of one engine. weights: of a rank
+    on GPUs."""
     parallel, scheduler = config.parallel, config.scheduler
     each = " + ".join(_bundle(bundle) for bundle in placement.bundles)
     return [
@@ -49,7 +49,7 @@ def plan_lines(
 
 
 def rank_lines(places: Sequence[RankPlace], layout: EngineLayout) -> list[str]:
-    """Rank -> node -> device, where the memory went, the KV cache and the kinds of round."""
+    """Return lines about each rank's node, device and memory, the KV cache and the kinds of round."""
     rows = [[str(place.rank), place.address, str(place.pid), place.device] for place in places]
     page_size = layout.cache.page_size
     return [
@@ -179,8 +179,8 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
 
 
 def _windows_line(layout: EngineLayout, window: int) -> str:
-    """Bytes of a token in layers that keep all tokens, and of a request in those that keep a window; and what a long
-    request keeps, which is what each of its steps reads."""
+    """Return a line about the KV bytes per token in full-attention layers, per request in layers with a window, and of
+    a long request, which each of its steps reads."""
     size, length = layout.cache.page_size, min(_LONG_TOKENS, layout.max_model_len)
     per_token, in_windows = layout.bytes_per_page // size, layout.bytes_per_window_page // size
     kept, whole = length * per_token + min(length, window) * in_windows, length * (per_token + in_windows)
@@ -193,7 +193,7 @@ def _windows_line(layout: EngineLayout, window: int) -> str:
 
 
 def _window_bytes(layout: EngineLayout, window: int) -> int:
-    """Maximum bytes of a request that decodes in layers that keep a window."""
+    """Return the maximum bytes of a decoding request in layers with a window."""
     return layout.window_pages(window) * layout.bytes_per_window_page
 
 
@@ -202,7 +202,7 @@ def _window_pages(layout: EngineLayout) -> str:
 
 
 def _weights_line(weights: "WeightBytes", layout: EngineLayout) -> str:
-    """FP8 is dequantised before Hopper, which takes twice as much."""
+    """Return a line about weights. Before Hopper, FP8 weights are dequantised, which takes twice the memory."""
     draft = f" and {weights.draft / 1e9:.2f} GB of the draft" if weights.draft else ""
     if weights.head_rows is not None:
         draft += f" (its vocabulary head {weights.head_rows} rows, {weights.head / 1e9:.2f} GB)"

@@ -47,7 +47,7 @@ RANK_BUILDER = "cluster.assembly:RankBuilder"  # loading it imports torch, and t
 NAME = "aerie-rank-"  # and its number
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
-ATTACH_LIMIT_S = 60.0  # for a rank to open its device, after which it says whether it is the right one
+ATTACH_LIMIT_S = 60.0  # for a rank to open its device, after which it reports whether it matches
 
 
 class RankLostError(RuntimeError):
@@ -64,7 +64,7 @@ class RankFacts:
 
 
 class AttachedRank:
-    """An actor's connection to a rank that was started ahead. Calls wait for the answer, and raise what the rank raised
+    """An actor's connection to a rank that was started ahead. Calls wait for the answer, and raise the rank's exception
     or RankLostError."""
 
     def __init__(self, connection: Connection) -> None:
@@ -102,8 +102,8 @@ class AttachedRank:
 
 
 def attach(folder: Path | None, plan: RankPlan, rank: int) -> AttachedRank | None:
-    """Attach to a free rank that was started ahead for an engine like this one and can use its device; None if there is
-    none. folder: see `cluster.environment.prestart_folder`."""
+    """Attach to a free rank that was started ahead for an equal engine and can use its device; None without one.
+    folder: see `cluster.environment.prestart_folder`."""
     if folder is None:
         return None
     path = _socket_path(folder, rank)
@@ -116,7 +116,7 @@ def attach(folder: Path | None, plan: RankPlan, rank: int) -> AttachedRank | Non
         if connection.poll(ATTACH_LIMIT_S):
             if connection.recv() is True:
                 return AttachedRank(connection)
-            connection.recv()  # fails when it has ended, and has given its memory back
+            connection.recv()  # fails once the process has ended and its memory is free
         connection.close()
     except (EOFError, OSError):
         end.close()
@@ -125,7 +125,7 @@ def attach(folder: Path | None, plan: RankPlan, rank: int) -> AttachedRank | Non
 
 def start_ranks(plan: RankPlan, folder: Path) -> None:
     """Fork all ranks of one engine, on this machine's first GPUs or on its CPUs.
-    This process must have one thread, and have used no device."""
+    This process must have only one thread and must not have used a device."""
     load(RANK_BUILDER)
     if plan.uses_gpus:
         import_compiler()
@@ -170,9 +170,9 @@ class _Rank:
         self._connection: Connection
 
     def run(self, listener: socket.socket) -> None:
-        """All of its life."""
+        """Run until the process ends."""
         set_name(f"{NAME}{self._rank}")
-        raise_open_files()  # before there are threads, beside which the table grows in up to 0.7 s
+        raise_open_files()  # before there are threads, with which enlarging the table takes up to 0.7 s
         if not self._plan.uses_gpus:
             lower_priority()
         threading.Thread(target=self._attend, args=(listener,), name="actor", daemon=True).start()
@@ -181,7 +181,7 @@ class _Rank:
         try:
             executor = self._build(builder)
             built = builder.layout(), executor.costs
-        except Exception as error:  # the actor raises it, when it asks
+        except Exception as error:  # the actor raises it at its next call
             built = _portable(error)
         while True:
             method, *arguments = self._requests.get()
@@ -197,7 +197,7 @@ class _Rank:
                 _answer(self._connection, outcome)
 
     def _open(self) -> "RankBuilder":
-        """Ends the process where it cannot: the actor tries for itself, in a process of its own."""
+        """Build the rank. Ends the process on an error: then the actor builds the rank in its own process."""
         use_logs(self._plan.log_format, f"rank {self._rank}")
         if self._plan.uses_gpus:
             set_visible_devices(_device_of(self._rank, visible_devices()))
@@ -212,7 +212,7 @@ class _Rank:
 
     def _build(self, builder: "RankBuilder") -> StepExecutor:
         if not self._plan.uses_gpus:
-            # what steps cost is not measured while Ray and Serve start on the same cores
+            # step times are not measured while Ray and Serve start on the same cores
             self._requests.put(self._requests.get())
         gc.freeze()
         executor = builder.build(self._rendezvous, self._report, advance=self._advance)
@@ -221,7 +221,7 @@ class _Rank:
         return executor
 
     def _attend(self, listener: socket.socket) -> None:
-        """Answer requests that need not wait, pass on the others, and end the process with its actor (a thread)."""
+        """Answer short requests, pass on the others, and end the process with its actor. Runs in a thread."""
         end, _ = listener.accept()
         listener.close()
         self._connection = connection = Connection(end.detach())
@@ -276,7 +276,7 @@ def _outcome(work: Callable[[], object]) -> object:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one with its text if it cannot be sent."""
+    """Return the error, or one with its text if it cannot be pickled."""
     import pickle
 
     try:
@@ -286,7 +286,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _device_of(rank: int, visible: str | None) -> str:
-    """The GPU of a rank, as CUDA names it. visible: those that the server may use."""
+    """Return CUDA's name of a rank's GPU. visible: GPUs of the server."""
     return str(rank) if visible is None else visible.split(",")[rank]
 
 

@@ -16,7 +16,7 @@ FRESH_S = 30.0
 
 class Refusal(msgspec.Struct):
     """at: Unix seconds.
-    identity: of the start, see `identity_of`.
+    identity: see `identity_of`.
     reason: the error's text.
     """
 

@@ -11,14 +11,14 @@ SLACK = 0.85  # scale down only if the remaining engines stay below this share o
 
 
 class ScalingContext(Protocol):
-    """The fields read of `ray.serve.config.AutoscalingContext`. aggregated_metrics: by name, of each replica."""
+    """The used fields of `ray.serve.config.AutoscalingContext`. aggregated_metrics: by name, of each replica."""
 
     target_num_replicas: int
     aggregated_metrics: dict[str, dict[Any, float]] | None
 
 
 def engine_load(num_requests: int, num_slots: int, backlog_s: float, wait_s: float) -> float:
-    """Return an engine's load; 1 is as full as it should ever be.
+    """Return an engine's load; 1 is its maximum.
 
     num_requests: unfinished requests.
     backlog_s: time to compute pending prompts.
@@ -38,6 +38,6 @@ def replicas_for(loads: Collection[float], current: int) -> int:
 
 
 def desired_replicas(context: ScalingContext) -> tuple[int, dict[str, Any]]:
-    """Called by Serve. The second result is the state that Serve keeps: none."""
+    """Called by Serve. The second result is a state for Serve to keep; it is empty."""
     loads = (context.aggregated_metrics or {}).get("load", {})
     return replicas_for(loads.values(), context.target_num_replicas), {}

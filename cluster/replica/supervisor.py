@@ -64,7 +64,7 @@ class Supervisor:
         return msgspec.msgpack.decode(self._last_stats, type=EngineStats) if self._last_stats else None
 
     async def start(self) -> None:
-        """Start for the first time. There is no second attempt, because failures are mostly due to the
+        """Start for the first time. There is no second attempt, because most failures are errors of the
         configuration."""
         try:
             await self._bring_up()
@@ -171,7 +171,7 @@ class Supervisor:
         self._coordinator_death = asyncio.ensure_future(_await(self._coordinator.death.remote()))
 
     async def _clear(self, reason: str, lost_coordinator: bool) -> None:
-        """Bring what is left to a known state: no worker group, and a coordinator that knows so, or none."""
+        """Reach a known state: no worker group, and a coordinator that knows so, or no coordinator."""
         assert self._worker_group is not None
         self._worker_group.kill()
         self._worker_group = None

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """One rank. Its methods are called in the order in which they stand here; `run` lasts until the end."""
+    """One rank. Its methods are called in their order here; `run` returns at the end."""
 
     def __init__(self, plan: RankPlan, rank: int | None) -> None:
-        """rank: None for a spare, which has imported all that a rank needs and waits for `take_rank`."""
+        """rank: None for a spare, which has imported a rank's modules and waits for `take_rank`."""
         set_process_environment(plan.threads)
         raise_open_files()
         self._plan = plan
@@ -56,7 +56,7 @@ class Worker:
 
     @staticmethod
     def preload(plan: RankPlan) -> None:
-        """Import what `rank_builder` and the rank that it builds import, without touching a device."""
+        """Import the modules of `rank_builder` and of its rank, without touching a device."""
         load(RANK_BUILDER)
 
     @staticmethod
@@ -66,7 +66,7 @@ class Worker:
         return builder
 
     def take_rank(self, rank: int, devices: str | None) -> None:
-        """Turn a spare into a rank. devices: the GPUs that the rank before it saw."""
+        """Turn a spare into a rank. devices: the previous rank's visible GPUs."""
         set_visible_devices(devices)
         self._log = StartLog(f"rank {rank}", time.time())
         self._become(rank)
@@ -94,17 +94,18 @@ class Worker:
     def build(
         self, rendezvous: str, own_address: str, former: EngineLayout | None
     ) -> tuple[EngineLayout, CostTable | None]:
-        """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any;
-        returns what they are like and what steps cost, if that was measured. Rank 0 prints each phase as it ends.
-        One that was started ahead has met the others already."""
+        """Join the other ranks, load, allocate and warm up. Return the rank's facts, and step times if they were
+        measured. Rank 0 prints each phase. A rank that was started ahead has joined already.
+
+        former: facts of the ranks that these replace, None without."""
         if self._attached is not None:
             return self._attached.build()
-        gc.freeze()  # imports: measuring memory collects garbage twenty times, with them a third of a second each
+        gc.freeze()  # measuring memory collects twenty times; with the imports each collection takes 0.3 s
         interface = interface_of(own_address)
         if interface is not None:
             pin_network_interface(interface)
         self._executor = self._builder.build(rendezvous, self._report, former, self._advance)
-        gc.freeze()  # model and graphs stay, and are not looked through while requests run
+        gc.freeze()  # exclude model and graphs from collections while requests run
         return self._builder.layout(), self._executor.costs
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:
@@ -143,7 +144,7 @@ class Worker:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of this machine's interface with IPv4 `address`, or None (Linux: ioctl SIOCGIFADDR)."""
+    """Return the name of this machine's interface with IPv4 `address`, or None (Linux: ioctl SIOCGIFADDR)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

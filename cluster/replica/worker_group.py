@@ -1,4 +1,4 @@
-"""One epoch of an engine's workers: started together, watched together, killed together.
+"""One epoch of an engine's workers, which are started, watched and killed together.
 
 Used by `cluster.replica.supervisor`. A worker group is never repaired: when one rank dies the others wait in a
 collective for minutes, so all are killed and a new worker group with a new rendezvous takes their place.
@@ -41,9 +41,9 @@ class WorkerGroupPlan:
 
     worker: the class of a rank's actor.
     group: the placement group; bundle 0 holds the engine and its coordinator, see `cluster.placement`.
-    transport: for the engine's and the coordinator's processes.
-    folder: of this node, for the sockets of ranks beside the coordinator.
-    application: its keys are used by ranks on other nodes.
+    transport: transport of the engine's and the coordinator's processes.
+    folder: folder of this node for the sockets of ranks beside the coordinator.
+    application: name of the application, whose keys are used by ranks on other nodes.
     """
 
     replica: ReplicaPlan
@@ -54,8 +54,8 @@ class WorkerGroupPlan:
     application: str
 
     def start_worker(self, rank: int | None, bundle: int) -> Any:
-        """The actor of a rank, or of a spare, which takes no resources: those that it will use are a rank's till then.
-        Ray shows it no GPU, which holds until it learns the rank's."""
+        """Start the actor of a rank or of a spare. A spare takes no resources, because a rank still has those that it
+        will use; it sees no GPU until it takes over the rank's."""
         plan, is_rank = self.replica.rank, rank is not None
         return (
             ray.remote(self.worker)
@@ -71,10 +71,10 @@ class WorkerGroupPlan:
 
 @dataclass(frozen=True)
 class Spares:
-    """Processes that wait to be the ranks of the next worker group, in the order of ranks.
+    """Spare processes, which become the ranks of the next worker group, in the order of ranks.
 
-    bundles: of the placement group.
-    devices: the GPUs that each will see, see `cluster.environment.visible_devices`.
+    bundles: bundles of the placement group.
+    devices: visible GPUs of each, see `cluster.environment.visible_devices`.
     """
 
     workers: list[Any]
@@ -101,8 +101,8 @@ class WorkerGroup:
         former: "WorkerGroup | None" = None,
         spares: Spares | None = None,
     ) -> None:
-        """former: the group whose place this one takes; the scheduler goes on with its layout and costs. spares: see
-        `start_spares`; they become this group's ranks."""
+        """former: the group that this one replaces; the scheduler continues with its layout and costs.
+        spares: become this group's ranks; see `start_spares`."""
         self.epoch = epoch
         self.layout: EngineLayout
         self.costs: CostTable | None = former.costs if former is not None else None
@@ -148,7 +148,7 @@ class WorkerGroup:
         """End every rank at once. hung: some may not answer any more."""
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
-        # ray.kill asks the process itself; one that is stopped, or stuck in a driver, does not answer.
+        # ray.kill needs an answer of the process; a stopped one, or one stuck in a driver, gives none.
         own_node = ray.get_runtime_context().get_node_id()
         for place in self.places if hung else ():
             if place.node_id == own_node:
@@ -180,7 +180,7 @@ class WorkerGroup:
         return Transport(node_ip=place.address, keys=application_keys(self._plan.application))
 
     def start_spares(self) -> Spares:
-        """Start processes that wait to be this group's ranks after it, each beside one of them."""
+        """Start spare processes for the next group, each beside a rank of this one."""
         workers = [self._plan.start_worker(None, bundle) for bundle in self._bundles]
         return Spares(workers, self._bundles, [place.visible_devices for place in self.places])
 
@@ -195,13 +195,13 @@ class WorkerGroup:
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
         self.places = await self._all("place")
         if len({place.is_ahead for place in self.places}) > 1:
-            # those that were started ahead wait for each other, and one of them is missing
+            # ranks that were started ahead wait for each other, and one is missing
             self.kill(hung=False)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
             self.places = await self._all("place")
 
     async def _bundle_nodes(self) -> dict[int, str]:
-        """The node of every bundle, once all have one: Ray looks for others for those of a node that it has lost."""
+        """Return the node of every bundle, once all have one: after the loss of a node Ray places its bundles again."""
         while True:
             table = ray.util.placement_group_table(self._plan.group)
             if table["state"] == "CREATED":
@@ -217,8 +217,7 @@ class WorkerGroup:
         return result
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Call `method` on every rank at once; the first failure in time is the one that is raised, because the
-        others' are mostly its echo."""
+        """Call `method` on every rank at once. Raises the first failure, because later ones are mostly consequences."""
         given = arguments if arguments is not None else [()] * len(self._workers)
         calls = [
             asyncio.ensure_future(_await(getattr(worker, method).remote(*args)))
@@ -246,19 +245,19 @@ async def _await(ref: Awaitable[T]) -> T:
 
 
 def _retrieve(call: "asyncio.Future[Any]") -> None:
-    """Mark a call's exception as seen: it belongs to a worker group that is already dead."""
+    """Mark a call's exception as retrieved, because its worker group is already dead."""
     with contextlib.suppress(asyncio.CancelledError):
         call.exception()
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Whether an error that came from an actor is a refusal with its reason (ValueError), of what stays as it is."""
+    """Whether an actor's error is a refusal (ValueError), which another attempt would meet too."""
     cause = getattr(error, "cause", None) or error
     return isinstance(cause, ValueError) and not isinstance(cause, DeviceMemoryError)
 
 
 def first_line(error: BaseException | None) -> str:
-    """Type and first line of an error that came from an actor."""
+    """Return the type and first line of an actor's error."""
     cause = getattr(error, "cause", None) or error  # RayTaskError carries the worker's own exception
     text = str(cause).strip()
     return f"{type(cause).__name__}: {text.splitlines()[0] if text else ''}"

@@ -27,8 +27,8 @@ def open_channel(transport: Transport, name: str, rank: int, epoch: int) -> Rank
 
 
 def idle_work_of(uses_gpus: bool) -> Callable[[], None] | None:
-    """Return what an idle rank does. On a CPU, steps fragment the heap: after some minutes, half of the memory in use
-    would be holes."""
+    """Return the work of an idle rank. On a CPU, steps fragment the heap: after some minutes, half of the memory would
+    be unused."""
     return None if uses_gpus else trim_heap
 
 
@@ -83,7 +83,7 @@ class _Loop:
         self._last_step_s = clock()
 
     def turn(self) -> Literal["stopped", "coordinator lost"] | None:
-        """Wait for a plan if none is pending, launch what can be launched, take what is done."""
+        """Wait for a plan if none is pending, launch plans, and take finished results."""
         executor, channel = self._executor, self._channel
         now = self._clock()
         if now >= self._heartbeat_due_s:

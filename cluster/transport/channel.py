@@ -1,7 +1,7 @@
 """The connections between ingresses, coordinator and ranks. Each is used by one thread.
 
-An ingress has one connection to each coordinator. It carries requests one way, and the other way everything that
-becomes of them, in order. Messages to an ingress are numbered, so that a lost one shows.
+An ingress has one connection to each coordinator. It carries requests one way, and their tokens and ends the other way,
+in order. Messages to an ingress are numbered, so that a lost one is noticed.
 
 The coordinator's ends never block: a peer that does not read is treated as lost at its high-water mark.
 """
@@ -17,20 +17,20 @@ from workers.scheduling.plan import StepPlan, StepResult
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
-# Collectives keep the ranks within two plans of each other; this leaves room for a rank that only starves for CPU
-# (seen with 64, where scripted ranks share two cores with other jobs). A hang is found by its stamps, not by this.
+# Collectives keep the ranks within two plans of each other; this leaves room for a rank that only lacks CPU time
+# (seen with 64, where scripted ranks shared two cores with other jobs). Hangs are found by heartbeats.
 _RANK_HIGH_WATER = 1024
 _INBOX_HIGH_WATER = 10_000
-_INGRESS_HIGH_WATER = 1000  # messages, seconds of tokens: an ingress that lags more is treated as lost
+_INGRESS_HIGH_WATER = 1000  # messages, which are seconds of tokens; an ingress that lags more is treated as lost
 
 
 class IngressLink:
     """One ingress's connection, at the coordinator.
 
-    name: ZeroMQ's, unique among all connections.
-    num_messages: to the ingress, with those that could not be sent. They leave a gap in the numbers, at which the
-        ingress gives the connection up.
-    deltas: for the next `TokenBatch`.
+    name: ZeroMQ's name, unique among all connections.
+    num_messages: number of messages to the ingress, including those that could not be sent. At a gap in the numbers the
+        ingress ends the connection.
+    deltas: deltas of the next `TokenBatch`.
     is_gone: the connection has closed.
     """
 
@@ -46,13 +46,13 @@ class IngressLink:
 class Inbox:
     """The coordinator's end towards all ingresses.
 
-    links: connections on which something has come, by name, until a message finds that they have closed.
+    links: connections with received messages, by name, until a message to them finds them closed.
     """
 
     def __init__(self, context: Context, transport: Transport, name: str) -> None:
         self.links: dict[bytes, IngressLink] = {}
         self.socket = open_socket(context, zmq.ROUTER, _INGRESS_HIGH_WATER, _INBOX_HIGH_WATER)
-        self.socket.router_mandatory = True  # else messages that cannot be sent vanish
+        self.socket.router_mandatory = True  # else unsendable messages are dropped silently
         try:
             self.endpoint = transport.bind(self.socket, name)
         except ValueError:
@@ -60,7 +60,7 @@ class Inbox:
             raise
 
     def receive(self) -> tuple[IngressLink, bytes] | None:
-        """The next message, for `decode`, and where it came from; None if there is none."""
+        """Return the next message, for `decode`, and its link; None without a message."""
         try:
             name, raw = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -71,7 +71,7 @@ class Inbox:
         return link, raw
 
     def send(self, link: IngressLink, message: TokenBatch | Refused | EngineState) -> str:
-        """Never waits. Why the message is lost, and with it all that this ingress has asked for, or ""."""
+        """Send without waiting. Return why the message, and with it all requests of this ingress, is lost, or ""."""
         raw = encode_numbered(link.num_messages, message)
         link.num_messages += 1
         try:
@@ -91,8 +91,9 @@ class Inbox:
 
 
 def connect_engine(context: Context, transport: Transport, inbox: str) -> tuple["zmq.Socket[bytes]", PeerMonitor]:
-    """An ingress's end, connected to a coordinator's inbox, and what notices the coordinator's death. Send `encode`d
-    Subscribe, GenerateRequest, Probe and Abort; receive TokenBatch, Refused and EngineState for `decode_numbered`.
+    """Return an ingress's socket, connected to a coordinator's inbox, and the monitor of the coordinator. Send
+    `encode`d Subscribe, GenerateRequest, Probe and Abort; receive TokenBatch, Refused and EngineState for
+    `decode_numbered`.
 
     Raises ValueError for an endpoint that cannot be connected to."""
     return _connected(context, transport, inbox, _INBOX_HIGH_WATER, _INGRESS_HIGH_WATER)
@@ -101,7 +102,7 @@ def connect_engine(context: Context, transport: Transport, inbox: str) -> tuple[
 def _connected(
     context: Context, transport: Transport, endpoint: str, high_water: int, max_unread: int | None = None
 ) -> tuple["zmq.Socket[bytes]", PeerMonitor]:
-    """A socket towards `endpoint`, watched; raises ValueError, leaving nothing open, if there can be none."""
+    """Return a connected socket and its monitor. Raises ValueError, and leaves nothing open, if that is impossible."""
     socket = open_socket(context, zmq.DEALER, high_water, max_unread)
     monitor = PeerMonitor(socket)
     try:
@@ -121,7 +122,7 @@ class RankLink:
         self.socket, self.monitor = _connected(context, transport, endpoint, _RANK_HIGH_WATER)
 
     def send(self, raw: bytes) -> bool:
-        """False if the rank has not read what was sent before, which a living one does."""
+        """Send without waiting. Return False if the rank does not read its messages."""
         try:
             self.socket.send(raw, zmq.NOBLOCK)
         except zmq.Again:
@@ -133,7 +134,7 @@ class RankLink:
         return bool(self.socket.poll(0))
 
     def receive(self) -> Message | None:
-        """The rank's next message, or None."""
+        """Return the rank's next message, or None."""
         try:
             return decode(self.socket.recv(zmq.NOBLOCK))
         except zmq.Again:
@@ -166,11 +167,11 @@ class RankChannel:
             raise
 
     def wait(self, timeout_ms: int) -> bool:
-        """Until there is a message or the connection changes, at most `timeout_ms`; whether it did."""
+        """Wait for a message or a change of the connection, at most `timeout_ms`; return whether there was one."""
         return any(socket is self._monitor.socket for socket, _ in self._poller.poll(timeout_ms))
 
     def receive(self) -> StepPlan | Stop | None:
-        """The next plan or stop, or None; never waits."""
+        """Return the next plan or stop, or None, without waiting."""
         while True:
             try:
                 message = decode(self._socket.recv(zmq.NOBLOCK))
@@ -192,7 +193,7 @@ class RankChannel:
         return self._monitor.check()
 
     def send(self, message: StepResult | Heartbeat) -> bool:
-        """Send without waiting. False if there is no reader: the coordinator has not connected yet, or is lost."""
+        """Send without waiting. Return False without a reader: the coordinator has not connected yet, or is lost."""
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -200,7 +201,7 @@ class RankChannel:
         return True
 
     def fail(self, message: str) -> None:
-        """Send the coordinator why this rank ends; the message has a second to leave when the channel closes."""
+        """Send the coordinator why this rank ends. Closing the channel waits up to a second for the message."""
         self._socket.setsockopt(zmq.LINGER, 1000)
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(RankFailure(self.rank, self.epoch, message)), zmq.NOBLOCK)

@@ -1,7 +1,7 @@
 """Finds coordinators by name through Ray, for ingresses and for draining a server.
 
 
-Ingresses open a link to each; what concerns all of them is asked of their actors.
+Ingresses open a link to each, and use actor calls for requests to all.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ def coordinator_prefix(application: str) -> str:
 
 
 def find_coordinators(application: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Handles of an application's living coordinators, by engine id; `known` ones are not looked up again."""
+    """Return handles of an application's living coordinators, by engine id; `known` ones are not looked up again."""
     prefix = coordinator_prefix(application)
     found = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):

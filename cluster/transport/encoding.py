@@ -1,4 +1,4 @@
-"""Messages as bytes: one that says which, msgpack after it. Typed, and no pickle."""
+"""Encodes messages: a byte for the type, then msgpack. Typed, without pickle."""
 
 import msgspec
 
@@ -52,16 +52,16 @@ _NUMBER_BYTES = 8
 
 
 class BadMessageError(ValueError):
-    """Bytes that are not one of our messages."""
+    """Bytes that are no valid message."""
 
 
 def encode(message: Message) -> bytes:
-    """One byte that says which, and msgpack."""
+    """Encode a message."""
     return _KINDS[type(message)] + _ENCODER.encode(message)
 
 
 def decode(raw: bytes, start: int = 0) -> Message:
-    """Decode a message; raises BadMessageError. start: of the message in `raw`."""
+    """Decode a message; raises BadMessageError. start: offset of the message in `raw`."""
     kind = raw[start : start + 1]
     decoder = _DECODERS.get(kind[0]) if kind else None
     if decoder is None:
@@ -73,7 +73,7 @@ def decode(raw: bytes, start: int = 0) -> Message:
 
 
 def encode_numbered(number: int, message: Message) -> bytes:
-    """A message of a sequence in which none may be missing."""
+    """Encode a message with its number, by which a lost one is noticed."""
     return number.to_bytes(_NUMBER_BYTES, "little") + encode(message)
 
 

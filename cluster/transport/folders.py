@@ -1,7 +1,7 @@
-"""Private folders of processes, for sockets and files of a server, and what killed ones have left.
+"""Private folders of processes, for sockets and files of a server, and removal of those of killed processes.
 
-`cluster.transport.keys`, `cluster.replica.engine`, `deploy.serve.launch` and `deploy.cli` make them and remove their
-own. The next server's start removes those of killed processes."""
+`cluster.transport.keys`, `cluster.replica.engine`, `deploy.serve.launch` and `deploy.cli` create folders and remove
+their own. A server's start removes those of killed processes."""
 
 import contextlib
 import json
@@ -16,20 +16,20 @@ OWNER = "owner.json"
 
 
 def private_folder(root: str | None = None) -> Path:
-    """A new folder of this process, which removes it. root: in place of the temporary folder."""
+    """Create a private folder, which this process must remove. root: replaces the temporary folder."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     give_to(folder, os.getpid())
     return folder
 
 
 def give_to(folder: Path, pid: int) -> None:
-    """Make process `pid` the folder's owner: once it has ended, the folder is abandoned."""
+    """Make process `pid` the folder's owner: the folder is abandoned once it has ended."""
     (folder / OWNER).write_text(json.dumps(identity(pid)))
 
 
 @contextlib.contextmanager
 def temporary_folder(root: str | None = None) -> Iterator[Path]:
-    """One that is gone afterwards."""
+    """Create a private folder, and remove it after the context."""
     folder = private_folder(root)
     try:
         yield folder
@@ -38,8 +38,8 @@ def temporary_folder(root: str | None = None) -> Iterator[Path]:
 
 
 def clear_abandoned(spared: Collection[Path] = ()) -> list[Path]:
-    """Removes this user's folders whose process has ended; returns which. One that does not say whose it is stays, and
-    one of another PID namespace, whose processes cannot be seen. spared: stay in any case."""
+    """Remove this user's folders whose process has ended, and return them. Folders without an owner, and of other PID
+    namespaces, whose processes are invisible, stay. spared: folders that stay in any case."""
     removed = []
     for folder, owner in own_folders():
         if folder not in spared and not is_alive(owner):
@@ -49,7 +49,7 @@ def clear_abandoned(spared: Collection[Path] = ()) -> list[Path]:
 
 
 def own_folders() -> Iterator[tuple[Path, dict[str, object]]]:
-    """This user's folders and their owners, as far as those can be seen."""
+    """Return this user's folders with owners in this PID namespace."""
     namespace = identity(os.getpid())["namespace"]
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
@@ -70,13 +70,13 @@ def is_alive(process: Mapping[str, object]) -> bool:
 
 
 def identity(pid: int) -> dict[str, object]:
-    """Return an identity of a process that a later process with its number does not have; "" without /proc."""
+    """Return an identity of a process, which a later process with its pid does not have; "" without /proc."""
     try:
         namespace, boot = os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return {"pid": pid, "namespace": "", "started": ""}
     try:
-        # After the name, which may hold anything: field 22 is the start in ticks since the boot (proc_pid_stat(5)).
+        # The name may contain any characters. Field 22 is the start in ticks since the boot (proc_pid_stat(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         started = "" if fields[0] in ("Z", "X") else f"{boot} {fields[19]}"
     except OSError:

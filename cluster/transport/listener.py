@@ -1,8 +1,8 @@
 """A ZeroMQ socket in an asyncio loop. Used by the ingress and by the engine replica.
 
-Messages are read where the loop finds the socket readable. `zmq.asyncio` makes a future for each, looks at the socket's
-events several times and wakes a task: tokens reached their stream 100 to 260 us later that way, and took a quarter of a
-millisecond of the ingress's time a step more (pyzmq 27, uvloop, ipc, a message every 6 ms on a busy AMD EPYC).
+Messages are read where the loop finds the socket readable. `zmq.asyncio` makes a future for each, polls the
+socket's events several times and wakes a task: tokens reached their stream 100 to 260 us later, and each step took a
+quarter of a millisecond more of the ingress's time (pyzmq 27, uvloop, ipc, a message every 6 ms on a busy AMD EPYC).
 """
 
 import asyncio
@@ -13,12 +13,12 @@ import zmq
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGES_PER_TURN = 64  # then whatever else the event loop has
+_MAX_MESSAGES_PER_TURN = 64  # then the event loop continues with other work
 
 
 class Listener:
-    """Hands every message of `socket` to `handle`, in the running event loop, from now until `close`. What `handle`
-    raises is logged, and the message dropped."""
+    """Calls `handle` with each message of `socket` in the running event loop, until `close`. If `handle` raises, the
+    error is logged and the message dropped."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", handle: Callable[[bytes], None]) -> None:
         self._socket = socket
@@ -28,14 +28,14 @@ class Listener:
         self._loop.call_soon(self._read)
 
     def send(self, raw: bytes) -> bool:
-        """Never waits. False if the peer has its high-water mark of unread messages, or the socket is closed."""
+        """Send without waiting. Return False if the peer's queue is full or the socket is closed."""
         if self._socket.closed:
             return False
         try:
             self._socket.send(raw, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        # The descriptor shows changes only, and sending may have taken note of one that meant a message.
+        # The descriptor signals changes only, and `send` may have consumed the signal of a new message.
         self._loop.call_soon(self._read)
         return True
 
@@ -46,19 +46,19 @@ class Listener:
             self._socket.close(0)
 
     def read_rest(self) -> None:
-        """Handle what has come, once the peer is gone."""
+        """Handle received messages after the peer has gone."""
         while self._read_one():
             pass
 
     def _read(self) -> None:
-        """Take what there is: the descriptor tells of it only once."""
+        """Read all messages, because the descriptor signals new ones only."""
         for _ in range(_MAX_MESSAGES_PER_TURN):
             if not self._read_one():
                 return
         self._loop.call_soon(self._read)
 
     def _read_one(self) -> bool:
-        """Whether there was a message."""
+        """Read a message; return whether there was one."""
         if self._socket.closed:
             return False
         try:

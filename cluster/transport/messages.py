@@ -12,7 +12,7 @@ import msgspec
 from workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
 from workers.scheduling.stats import Metric, SchedulerStats
 
-MAX_CRASHES = 1  # steps with a request that hung or crashed, after which it is still resumed
+MAX_CRASHES = 1  # maximum hung or crashed steps of a request that is resumed
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -22,10 +22,10 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     prompt: int32 little-endian token ids.
     output: int32 token ids already delivered to the client (a stream that is resumed on another engine); they count
         against sampling.max_tokens.
-    resumed: an engine had taken it and was lost; it waits for one that restarts, and no queue is too full for it.
+    resumed: an engine accepted it and was lost. It may wait for a restart, and a full queue accepts it.
     num_crashes: steps with it that hung or crashed on other engines.
     running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
-    token_origins: say of every token whether it was drafted.
+    token_origins: report for every token whether it was drafted.
     """
 
     request_id: str
@@ -39,8 +39,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Asks whether a request would get through. It goes every request's way, costs no step, and ends like one: with a
-    last delta, or a refusal that says why."""
+    """Asks whether a request would run. It takes the path of a request, costs no step, and ends with a last delta, or a
+    refusal with the reason."""
 
     request_id: str
 
@@ -50,8 +50,8 @@ class SpeculationStats(msgspec.Struct, frozen=True):
 
     num_rounds: rounds that verified drafts.
     histogram: [k] rounds that accepted k draft tokens.
-    num_draft_tokens: tokens drafted per round, if it is of the default shape.
-    num_drafted: tokens drafted in all of them.
+    num_draft_tokens: tokens drafted per round of the default shape.
+    num_drafted: tokens drafted in all rounds.
     """
 
     num_rounds: int
@@ -68,17 +68,17 @@ class RequestTimings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request; the first delta has none, it says that the engine has taken the request.
+    """New tokens of one request. The first delta has none; it confirms that the engine has queued the request.
 
-    finish: None while it runs, else "stop", "length", "abort", "error" or "invalid": the request asks for what cannot
-        be done, as was found while it ran.
-    error: why, with finish="error" or "invalid".
-    cached_tokens: prompt tokens found in the prefix cache; in the last delta, with `running_stats` in every one.
-    speculation: so far; in the same deltas, None without a draft.
-    prompt_logprobs: of more of the prompt, where they are asked for; before the first token.
+    finish: None while it runs, else "stop", "length", "abort", "error" or "invalid": the request turned out
+        to be impossible while it ran.
+    error: the reason, with finish="error" or "invalid".
+    cached_tokens: prompt tokens found in the prefix cache; in the last delta, or in all with `running_stats`.
+    speculation: statistics so far, in the same deltas; None without a draft.
+    prompt_logprobs: of further prompt tokens, if requested; before the first token.
     timings: in the deltas that have `cached_tokens`.
-    attempt: 1 and more after the request went to another engine; counted by the ingress.
-    drafted: of each token whether it was drafted and accepted; empty unless `token_origins` asks for it.
+    attempt: number of times that the request moved to another engine; counted by the ingress.
+    drafted: whether each token was drafted and accepted; empty without `token_origins`.
     num_crashes: steps with the request that hung or crashed; in a delta of its own, after each.
     """
 
@@ -103,7 +103,7 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The engine did not take a request. kind: "too_large" (HTTP 400), "queue_full" (429), "not_ready" (503),
+    """The engine refused a request. kind: "too_large" (HTTP 400), "queue_full" (429), "not_ready" (503),
     "leaving": the engine is being replaced; the ingress asks its successor (503 if there is none)."""
 
     kind: str
@@ -118,8 +118,8 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's loop runs. num_steps: steps it has finished. step_s: seconds that those took in all. graphs: of its
-    steps."""
+    """A rank's loop runs. num_steps: number of finished steps. step_s: their total seconds. graphs: state of its
+    graphs."""
 
     rank: int
     epoch: int
@@ -137,11 +137,11 @@ class RankFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True):
-    """The rank shall end its loop."""
+    """Ends a rank's loop."""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """The coordinator did not take a request."""
+    """The coordinator refused a request."""
 
     request_id: str
     refusal: Refusal
@@ -152,7 +152,7 @@ class Subscribe(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True):
-    """The state by which an ingress chooses an engine. It is slightly stale: that may cost time, but no token.
+    """The state by which an ingress chooses an engine. It is slightly stale, which may cost time, but no tokens.
 
     engine_id: the coordinator's.
     status: as in `EngineStats`.
@@ -192,7 +192,7 @@ class FlushOutcome(msgspec.Struct, frozen=True):
 
     num_pages: pages it had.
     unfinished: the requests that prevented it.
-    fault: why it could not be asked.
+    fault: why it did not answer.
     """
 
     engine_id: str
@@ -202,16 +202,16 @@ class FlushOutcome(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """One engine's state now, and its counters since its coordinator started. /health and /metrics show them.
+    """An engine's state, and its counters since its coordinator started, for /health and /metrics.
 
     status: "starting", "ready", "recovering" (workers are being restarted), "draining" or "dead".
-    detail: why, for the operator.
+    detail: the reason, for the operator.
     kv_usage: 0 to 1.
     num_slots: requests that can run at once.
-    heartbeat_age_s: of each rank, seconds.
-    rank_steps, rank_step_s: of each rank, steps that it has finished since it was started, and seconds that they took.
-    scheduler: None of an engine that has no scheduler yet, or could not be asked.
-    cache_config: of the KV cache, by vLLM's names; empty without a scheduler.
+    heartbeat_age_s: seconds since each rank's last heartbeat.
+    rank_steps, rank_step_s: finished steps of each rank, and their total seconds.
+    scheduler: None for an engine without a scheduler yet, or without an answer.
+    cache_config: configuration of the KV cache by vLLM's names; empty without a scheduler.
     """
 
     engine_id: str

@@ -1,4 +1,4 @@
-"""One thread's waiting: on sockets, and on work that other threads hand in. Used by the coordinator."""
+"""Waits in one thread for sockets, and for calls from other threads. Used by the coordinator."""
 
 import os
 import queue
@@ -17,7 +17,7 @@ _SLEEP_S = 1e-4
 
 
 class Reactor:
-    """`turn` runs in the one thread, `call` in any. Handlers are called while their socket has something to read."""
+    """`turn` runs in one thread, `call` in any. Handlers are called while their socket is readable."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -33,12 +33,12 @@ class Reactor:
         self._handlers[socket] = handler
 
     def forget(self, socket: Socket) -> None:
-        """The socket is about to be closed."""
+        """Stop watching a socket, before it is closed."""
         self._poller.unregister(socket)
         del self._handlers[socket]
 
     def call(self, work: Callable[[], T]) -> "Future[T]":
-        """Have the thread run `work` between two steps; its result or exception is the future's."""
+        """Run `work` in the thread between two iterations. The future gets its result or exception."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -52,9 +52,9 @@ class Reactor:
         return future
 
     def turn(self, timeout_s: float) -> None:
-        """Wait for at most `timeout_s`, then run the handlers of what is readable.
+        """Wait for at most `timeout_s`, then run the handlers of readable sockets.
 
-        A poller counts in milliseconds; what is left after whole ones is waited for in short sleeps."""
+        A poller has a resolution of milliseconds; the rest is waited for in short sleeps."""
         deadline_s = time.monotonic() + timeout_s
         readable = self._poller.poll(int(timeout_s * 1000))
         while not readable and (left_s := deadline_s - time.monotonic()) > 0:
@@ -62,11 +62,11 @@ class Reactor:
             readable = self._poller.poll(0)
         for ready, _ in readable:
             handler = self._handlers.get(ready)
-            if handler is not None:  # an earlier handler of this turn may have closed it
+            if handler is not None:  # an earlier handler may have closed it
                 handler()
 
     def run_calls(self) -> None:
-        """Run the calls handed in. Also called after the last turn, so that no caller waits forever."""
+        """Run the queued calls. Also called after the last `turn`, so that no caller waits forever."""
         while True:
             try:
                 run = self._calls.get_nowait()
@@ -79,5 +79,5 @@ class Reactor:
         self.run_calls()
 
     def close(self) -> None:
-        """After the last turn."""
+        """Close, after the last `turn`."""
         os.close(self._wake)

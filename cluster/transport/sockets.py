@@ -1,7 +1,5 @@
-"""ZeroMQ sockets as this engine uses them: where they bind, how they are secured, how a peer's death is noticed.
-
-Used by `cluster.transport.channel`. ipc on one node, tcp with CURVE between nodes; keys and addresses are values handed
-in.
+"""ZeroMQ sockets: addresses, encryption, and detection of a peer's death. ipc on one node, tcp with CURVE between
+nodes. Used by `cluster.transport.channel`, which passes keys and addresses.
 """
 
 from dataclasses import dataclass
@@ -11,8 +9,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 MAX_IPC_PATH = 107  # sun_path of sockaddr_un on Linux, without its closing zero byte
-# A cut cable or a stopped process shows after these; a dead one closes its socket and shows in ms. ZeroMQ's own thread
-# answers, without Python: a rank that computes, loads or compiles is never late.
+# A cut cable or a stopped process is noticed after these times; a dead process closes its socket within milliseconds.
+# ZeroMQ's own thread answers without Python, so a rank that computes, loads or compiles is never late.
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
 # A connection that was lost is never replaced, so that the messages which came before can still be read: libzmq 4.3.5
@@ -23,10 +21,10 @@ _RECONNECT_MS = 24 * 3600 * 1000
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """One key pair (Z85) for everything that belongs to an application, handed out through Ray and never published.
+    """The one key pair (Z85) of an application, distributed through Ray.
 
-    Knowing a server's public key suffices to connect, so it is as secret as the private one. Without it a process can
-    neither connect nor read (CurveZMQ, rfc.zeromq.org/spec/26).
+    The public key suffices to connect, so it must be as secret as the private one. Without it a process can neither
+    connect nor read (CurveZMQ, rfc.zeromq.org/spec/26).
     """
 
     public: bytes
@@ -34,7 +32,7 @@ class CurveKeys:
 
 
 def new_keys() -> CurveKeys:
-    """A fresh key pair."""
+    """Return a new key pair."""
     return CurveKeys(*zmq.curve_keypair())
 
 
@@ -42,7 +40,7 @@ def new_keys() -> CurveKeys:
 class Transport:
     """Addresses for this process's sockets: ipc files in `folder` if given, else tcp on `node_ip` with `keys`.
 
-    Connecting to tcp endpoints needs `keys`, too.
+    Connections to tcp endpoints also need `keys`.
     """
 
     folder: str = ""
@@ -50,16 +48,16 @@ class Transport:
     keys: CurveKeys | None = None
 
     def bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
-        """Binds; returns the endpoint that others connect to. `name` must be unique in the folder.
+        """Bind, and return the endpoint to connect to. `name` must be unique in the folder.
 
-        Raises ValueError if it cannot be; the caller closes the socket."""
+        Raises ValueError if it cannot bind; the caller closes the socket."""
         try:
             return self._bind(socket, name)
         except (ValueError, zmq.ZMQError) as error:
             raise ValueError(f"cannot bind {name}: {error}") from error
 
     def connect(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-        """Connects to what another's `bind` returned.
+        """Connect to the endpoint of another's `bind`.
 
         Raises ValueError for an endpoint of another form; the caller closes the socket."""
         try:
@@ -108,8 +106,8 @@ class Transport:
 def open_socket(
     context: "zmq.Context[zmq.Socket[bytes]]", kind: int, high_water: int, max_unread: int | None = None
 ) -> "zmq.Socket[bytes]":
-    """A socket that queues `high_water` messages per peer and direction (`max_unread` of those that come, if given),
-    and forgets them when it is closed."""
+    """Return a socket that queues `high_water` messages per peer and direction, or `max_unread` received ones if given.
+    It drops them when it is closed."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, high_water)
@@ -118,9 +116,8 @@ def open_socket(
 
 
 class PeerMonitor:
-    """Notices the end of a socket's one peer. `socket` is readable after an event of the connection.
-
-    A peer that was lost once is lost: its successor has another endpoint.
+    """Detects the loss of a socket's one peer, which is final: its successor has another endpoint. `socket` is readable
+    after an event of the connection.
     """
 
     _FAILURES = {
@@ -141,7 +138,7 @@ class PeerMonitor:
         self.failure: str | None = None
 
     def check(self) -> str | None:
-        """Reads the events; why the peer is lost, or None."""
+        """Read the events; return why the peer is lost, or None."""
         while self.failure is None:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -155,9 +152,9 @@ class PeerMonitor:
         return self.failure
 
     def close(self) -> None:
-        """Stops watching; before the watched socket is closed."""
+        """Stop watching, before the watched socket is closed."""
         self._watched.disable_monitor()
-        self.socket.close(0)  # disable_monitor forgets it without closing, and an open one holds up the context's end
+        self.socket.close(0)  # disable_monitor does not close it, and an open socket blocks the end of the context
 
 
 def _beat(socket: "zmq.Socket[bytes]") -> None:
