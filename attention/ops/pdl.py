@@ -56,9 +56,11 @@ The rule:
     gate_up_of_blocks       triggers   nothing
     gate_up_of_blocks (few) waits      nothing                        (is a fence)
     down_of_blocks          triggers   nothing
-    down_of_listed          triggers   nothing
+    down_of_listed          triggers   the list of experts; codes,    route; gate_up_of_blocks (few) is the fence
+                                       scales, biases                 constant
     latent_values           triggers   W                              constant
     route                   triggers   nothing
+    norm_route              triggers   W, the norm's weight           constant
     order                   triggers   nothing
     gate_up_of_few_rows     waits      nothing                        (is a fence)
     down_of_few_rows        triggers   the list of experts            route; gate_up_of_few_rows is the fence

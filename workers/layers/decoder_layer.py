@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.norm import RMSNorm
+from workers.ops.experts.norm_route import Norm
 from workers.ops.experts.route import TokenSlots
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.rotary import Angles
@@ -49,6 +50,15 @@ class FeedForward(nn.Module, ABC):
         x: [rows, hidden_size] in the model's dtype, or in the format `fp8_inputs`.
         live: marks padding rows, whose output is unused.
         """
+
+    def partial_of_sum(
+        self, x: Tensor, residual: Tensor, norm: Norm, live: TokenSlots, group: TPGroup
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return `partial` of the norm of x + residual, and that sum; None where it has no kernel for both.
+
+        x, residual: [rows, hidden_size], unchanged. group: ranks whose parts of x are to be summed.
+        """
+        return None
 
 
 class DecoderLayer(nn.Module):
@@ -95,6 +105,11 @@ class DecoderLayer(nn.Module):
         attended = self._multiplied(self.self_attn.partial(normed, angles, context))
         residual = context.attending_rows(residual)
         norm = self.post_attention_layernorm
+        if norm.weight.numel():
+            both = Norm(norm.weight, norm.eps)
+            done = self.mlp.partial_of_sum(attended, residual, both, context.token_slots, self.group)
+            if done is not None:
+                return self._multiplied(done[0]), done[1]
         normed, residual = norm.add_for_product(attended, residual, self.mlp.fp8_inputs, self.group)
         return self._multiplied(self.mlp.partial(normed, context.token_slots)), residual
 

@@ -126,6 +126,11 @@ class ExpertsMethod(nn.Module, ABC):
         return 0, 0
 
     @property
+    def is_fused(self) -> bool:
+        """Whether `multiply` uses a routing that was done before (`RouterLogits.routed`)."""
+        return False
+
+    @property
     def fp8_inputs(self) -> Fp8Inputs | None:
         """The FP8 format that `multiply` accepts, beside the model's dtype; None if it accepts none."""
         return None
@@ -169,6 +174,10 @@ class DenseExperts(ExpertsMethod):
             num_shared = gate_up.shape[0] - self.shape.num_experts
             weights = ExpertWeights(gate_up, down, num_shared=num_shared, held=self.shape.held_if_some)
             self._fused = choose_experts(weights, options, gate_up.dtype)
+
+    @property
+    def is_fused(self) -> bool:
+        return self._fused is not None
 
     def _fuses(self, options: GEMMOptions) -> bool:
         shape = self.shape

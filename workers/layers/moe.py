@@ -11,6 +11,7 @@ from workers.layers.routing import Router
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.ops.activation import sigmoid_mul
 from workers.ops.experts.gated import SWIGLU, GatedActivation
+from workers.ops.experts.norm_route import MAX_LOGITS, Norm, norm_route
 from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
@@ -55,6 +56,7 @@ class MixtureOfExperts(FeedForward, WeightedModule):
             biased_experts,
         )
         self.shared_experts = GatedMLP(hidden_size, shared_width, group) if shared_width else None
+        self._num_joined = 0
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -79,6 +81,19 @@ class MixtureOfExperts(FeedForward, WeightedModule):
         gate = router.shared_gate().to(shared.dtype)
         return sigmoid_mul(shared.unsqueeze(1), gate.unsqueeze(1), routed.unsqueeze(1)).squeeze(1)
 
+    def partial_of_sum(
+        self, x: Tensor, residual: Tensor, norm: Norm, live: TokenSlots, group: TPGroup
+    ) -> tuple[Tensor, Tensor] | None:
+        method, workspace, weights = self.experts.method, self.router.workspace, self.router.weights(self._num_joined)
+        is_alone = x.shape[0] == 1 and group.size == self.group.size == 1 and self.shared_experts is None
+        is_small = weights.routing.num_logits <= MAX_LOGITS and method.fp8_inputs is None
+        if not (is_alone and is_small and method.is_fused) or workspace is None:
+            return None
+        done = norm_route(x, residual, norm, weights, live, workspace)
+        unused = workspace.part[: weights.routing.num_logits].view(1, -1)  # the routing is done
+        router = RouterLogits(unused, weights.correction, weights.routing, live, routed=done.routed)
+        return method.multiply(done.normed, router), done.stream
+
     def weight_keys(self) -> tuple[WeightKey, ...]:
         return ()  # its submodules have them
 
@@ -91,4 +106,4 @@ class MixtureOfExperts(FeedForward, WeightedModule):
     def finish(self, options: GEMMOptions) -> None:
         shared = self.shared_experts
         if shared is not None and self.experts.method.join(shared.gate_up.method, shared.down_proj.method, options):
-            self.shared_experts = None
+            self.shared_experts, self._num_joined = None, self.experts.shape.num_shared

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from workers.layers.linear_method import check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.ops.experts.norm_route import RouterWeights, cells_of
 from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
 from workers.ops.experts.router_gemm import router_gemm
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
@@ -64,8 +65,18 @@ class Router(WeightedModule):
         scales = None if self.scales is None else self.scales.values
         return RouterLogits(logits, self.e_score_correction_bias, self.routing, live, scales)
 
+    def weights(self, num_shared: int) -> RouterWeights:
+        """num_shared: shared experts that were joined to the routed ones."""
+        scales = None if self.scales is None else self.scales.values
+        return RouterWeights(self.weight, self.bias, self.e_score_correction_bias, scales, self.routing, num_shared)
+
+    @property
+    def workspace(self) -> Workspace | None:
+        """Of products whose sums may depend on the number of rows; None without."""
+        return None if self._deterministic else self._workspace
+
     def workspace_size(self) -> tuple[int, int]:
-        return 0, 1
+        return cells_of(self.routing.num_logits), 1
 
     def finish(self, options: GEMMOptions) -> None:
         if self.weight.shape[1] % 64 == 0:

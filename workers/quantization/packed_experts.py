@@ -113,6 +113,10 @@ class PackedExperts(ExpertsMethod):
         columns = self.scheme.widened(self.shape.down.parts[0].columns)
         return -(-columns.size // TILE) * TILE
 
+    @property
+    def is_fused(self) -> bool:
+        return self._options.workspace is not None and self._weights is not None
+
     def workspace_size(self) -> tuple[int, int]:
         shape = self.shape
         elsewhere = shape.held.total - shape.held.size

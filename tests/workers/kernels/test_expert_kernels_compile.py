@@ -120,7 +120,7 @@ def test_the_experts_of_one_row_fit_beside_its_gates(tmp_path: Path) -> None:
     down = tiles.down
     assert down.splits == sizes.max_used(1)
     constants = {"WIDTH": sizes.width, "SIZE": sizes.size, "BLOCK_M": tiles.block_m, "BLOCK_N": down.block_n}
-    constants |= {"SPLITS": down.splits, "BY_GROUP": True}
+    constants |= {"SPLITS": down.splits, "IN_FP8": True, "BY_GROUP": True}
     pointers, blocks = {"hidden_ptr": "fp8e4nv", "out_ptr": "bf16", "part_ptr": "fp32"}, {"w_desc": (128, sizes.width)}
     ahead, options = frozenset({"used_ptr", "num_used_ptr", "w_scales_ptr"}), (down.warps, down.stages)
     kernel = few_row_products.down_of_one_row

@@ -237,23 +237,26 @@ def down_of_one_row(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    IN_FP8: tl.constexpr,
     BY_GROUP: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """`down_of_few_rows` for one row in FP8. A program has one expert, and reads all its weights before the wait. The
+    """`down_of_few_rows` for one row. A program has one expert, and reads all its weights before the wait. In FP8 the
     row has a column per group of its columns, as in `workers.ops.fp8.gemm_ahead_triton`."""
-    groups: tl.constexpr = WIDTH // 128
+    groups: tl.constexpr = WIDTH // 128 if IN_FP8 else 1
     block, tile = tl.program_id(0), tl.program_id(1)
     n, column, k = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, WIDTH)
     group = tl.minimum(column, groups - 1)
-    own = (k // 128)[None, :] == column[:, None]
+    own = (k // 128 if IN_FP8 else k * 0)[None, :] == column[:, None]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     is_used = tile < tl.load(num_used_ptr)
     expert = tl.maximum(tl.load(used_ptr + tile), 0)
     weights = w_desc.load([expert * SIZE + block * BLOCK_N, 0])
-    if BY_GROUP:
+    if not IN_FP8:
+        scales = 1.0
+    elif BY_GROUP:
         scales = tl.load(w_scales_ptr + ((expert * (SIZE // 64) + n // 64) * groups)[:, None] + group[None, :])
     else:
         scales = tl.load(w_scales_ptr + (expert * SIZE + n)[:, None] + group[None, :] * 0)
@@ -263,9 +266,14 @@ def down_of_one_row(
 
     x_row = hidden_ptr + (tile * (BLOCK_M * WIDTH) + k)[None, :]
     x = tl.load(x_row + column[:, None] * 0, mask=there, other=0.0)
-    has_factor = (column < groups) & is_used
-    factor = tl.load(factor_ptr + (tile * groups + column) * BLOCK_M, mask=has_factor, other=0.0)
-    y = tl.sum(tl.dot(weights, tl.trans(x)) * (scales * factor[None, :]), 1)
+    if IN_FP8:
+        has_factor = (column < groups) & is_used
+        factor = tl.load(factor_ptr + (tile * groups + column) * BLOCK_M, mask=has_factor, other=0.0)
+        y = tl.sum(tl.dot(weights, tl.trans(x)) * (scales * factor[None, :]), 1)
+    else:
+        if INTERPRETED:
+            weights, x = weights.to(tl.float32), x.to(tl.float32)
+        y = tl.sum(tl.dot(weights, tl.trans(x)), 1)
     if SPLITS > 1:
         cells = part_ptr + block * (SPLITS * BLOCK_N) + tl.arange(0, BLOCK_N)
         tl.store(cells + tile * BLOCK_N, y)

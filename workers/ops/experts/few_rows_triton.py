@@ -143,7 +143,7 @@ def _down_of_one_row(
     tiles: ExpertTiles,
     out: Tensor,
 ) -> Tensor:
-    assert weights.in_fp8 and tiles.gate_up.block_n == 128 and out.shape[0] == 1
+    assert out.shape[0] == 1 and (tiles.gate_up.block_n == 128 or not weights.in_fp8)
     assert routed.used is not None and routed.used.shape[0] == tiles.down.splits
     down, size, width = tiles.down, weights.size, weights.width
     down_of_one_row[(size // down.block_n, down.splits)](
@@ -161,6 +161,7 @@ def _down_of_one_row(
         BLOCK_M=tiles.block_m,
         BLOCK_N=down.block_n,
         SPLITS=down.splits,
+        IN_FP8=weights.in_fp8,
         BY_GROUP=weights.by_group,
         INTERPRETED=INTERPRETED,
         num_warps=down.warps,

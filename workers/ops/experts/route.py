@@ -86,6 +86,7 @@ class RouterLogits:
     bias: float32 [num_experts] if the routing has one.
     live: None if no row is padding, or if padding rows may use any experts.
     expert_scales: float32 [num_experts] if the routing scales experts.
+    routed: what the routing chose, if `workers.ops.experts.norm_route` has routed.
     """
 
     values: Tensor
@@ -93,6 +94,7 @@ class RouterLogits:
     routing: Routing
     live: TokenSlots | None = None
     expert_scales: Tensor | None = None
+    routed: "Routed | None" = None
 
     def choose(self) -> tuple[Tensor, Tensor]:
         """Return what `route` returns, weights scaled by experts; padding rows are not treated."""

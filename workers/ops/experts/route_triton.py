@@ -43,15 +43,17 @@ def _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots):
 
 @triton.jit
 def _logits(first_ptr, there, step, PARTS: tl.constexpr):
-    """Return the experts' logits, minus infinity where there are none. Partial sums are `step` apart."""
-    logits = tl.load(first_ptr, mask=there, other=float("-inf"))
+    """Return the experts' logits, minus infinity where there are none. Partial sums are `step` apart; they are read
+    from L2, because programs of the same launch may have written them."""
+    logits = tl.load(first_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
     for part in tl.static_range(1, PARTS):
-        logits += tl.load(first_ptr + part * step.to(tl.int64), mask=there, other=0.0)
+        logits += tl.load(first_ptr + part * step.to(tl.int64), mask=there, other=0.0, cache_modifier=".cg")
     return logits
 
 
-@triton.jit(do_not_specialize=["rows", "most", "first_slot"])
-def _route(
+@triton.jit
+def route_row(
+    row,
     logit_ptr,
     bias_ptr,
     expert_scale_ptr,
@@ -89,14 +91,10 @@ def _route(
     LIST: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
     BINS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """Choose the experts of one row, by all threads of a program."""
     size: tl.constexpr = EXPERTS // GROUPS
     slots: tl.constexpr = K + SHARED
-    row = tl.program_id(0)
     group, member = tl.arange(0, GROUPS_PADDED), tl.arange(0, SIZE_PADDED)
     expert = group[:, None] * size + member[None, :]
     there = (group < GROUPS)[:, None] & (member < size)[None, :]
@@ -183,6 +181,92 @@ def _route(
             tl.store(num_used_ptr, num_used)
 
 
+@triton.jit(do_not_specialize=["rows", "most", "first_slot"])
+def _route(
+    logit_ptr,
+    bias_ptr,
+    expert_scale_ptr,
+    token_slot_ptr,
+    chosen_ptr,
+    weight_ptr,
+    used_ptr,
+    num_used_ptr,
+    ticket_ptr,
+    rank_ptr,
+    count_ptr,
+    rows,
+    most,
+    first_slot,
+    scale,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+    BEST_GROUPS: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALES_EXPERTS: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    SLOTS_PADDED: tl.constexpr,
+    LIST: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+    BINS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    route_row(
+        tl.program_id(0),
+        logit_ptr,
+        bias_ptr,
+        expert_scale_ptr,
+        token_slot_ptr,
+        chosen_ptr,
+        weight_ptr,
+        used_ptr,
+        num_used_ptr,
+        ticket_ptr,
+        rank_ptr,
+        count_ptr,
+        rows,
+        most,
+        first_slot,
+        scale,
+        PARTS,
+        EXPERTS,
+        WIDTH,
+        GATED,
+        FIRST,
+        HELD,
+        K,
+        SHARED,
+        GROUPS,
+        GROUPS_PADDED,
+        SIZE_PADDED,
+        BEST_GROUPS,
+        BEST_OF_GROUP,
+        SOFTMAX,
+        NORMALISE,
+        HAS_BIAS,
+        SCALES_EXPERTS,
+        HAS_LIVE,
+        SLOTS_PADDED,
+        LIST,
+        ROWS_PADDED,
+        BINS,
+    )
+
+
 def route(
     router: RouterLogits, num_shared: int, tickets: Tensor, list_used: bool = True, held: Span | None = None
 ) -> Routed:
@@ -197,6 +281,8 @@ def route(
 
     Reference: `workers.ops.experts.route.route`.
     """
+    if router.routed is not None:
+        return router.routed
     logits, bias, routing, live = router.values, router.bias, router.routing, router.live
     rows, experts = logits.shape[-2], routing.num_experts
     assert logits.is_contiguous() and logits.dtype == torch.float32 and logits.shape[-1] == routing.num_logits

@@ -155,11 +155,11 @@ def block_of(rows: int) -> int:
 
 
 def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
-    """Return the tiles of `workers.ops.experts.few_rows_triton`, set by a sweep on an H200.
+    """Return the tiles of `workers.ops.experts.few_rows_triton`, set by sweeps on an H200.
 
     Gate and up projections are split until they fill the device with one program per multiprocessor; each program has
     about 140 KB in flight. For one row, down projections are many small programs, which fit beside those of the gates
-    and read their weights meanwhile.
+    and read their weights meanwhile. With all experts on this rank, each program has one expert.
     """
     steps = sizes.size // sizes.step
     programs = sizes.used(rows) * sizes.width / 128
@@ -167,15 +167,20 @@ def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     down_splits = 1
     while down_splits < 8 and down_splits * sizes.size / 128 < 1.5 * MULTIPROCESSORS:
         down_splits *= 2
-    down = ProductTiles(128, down_splits, stages=4, warps=4)
+    gate_up, down = ProductTiles(128, splits, stages=4, warps=8), ProductTiles(128, down_splits, stages=4, warps=4)
+    most, in_fp8 = sizes.max_used(1), sizes.step == 128
     if rows == 1 and _fits_one_load(sizes):
-        down = ProductTiles(128, sizes.max_used(1), stages=1, warps=8, ahead=True)
-    return ExpertTiles(MAX_FEW_ROWS, ProductTiles(128, splits, stages=4, warps=8), down)
+        down = ProductTiles(sizes.step, most, stages=1, warps=8 if in_fp8 else 4, ahead=True)
+        if not in_fp8 and steps % 2 == 0 and 4 * programs <= 1.25 * MULTIPROCESSORS:
+            gate_up = ProductTiles(64, 2, stages=4, warps=4)
+    elif rows == 1 and in_fp8 and sizes.used(1) > most - 0.5:  # this rank has all experts
+        down = ProductTiles(128, min(most, 16), stages=3, warps=4)
+    return ExpertTiles(MAX_FEW_ROWS, gate_up, down)
 
 
 def _fits_one_load(sizes: ExpertSizes) -> bool:
-    """Whether one tile of a down projection holds all inner columns (64 KB in FP8), as `down_of_one_row` needs."""
-    return sizes.step == 128 and sizes.width & (sizes.width - 1) == 0 and sizes.width <= 512
+    """Whether one tile of a down projection holds all inner columns (64 KB), as `down_of_one_row` needs."""
+    return sizes.width & (sizes.width - 1) == 0 and sizes.width <= 512
 
 
 def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from attention.capability import Capability
 from attention.ops.operation import Implementation
 from workers.ops.activation import silu_mul
+from workers.ops.gemm.tiles import INPUT_STEP
 from workers.ops.gemm.workspace import GEMMOptions
 
 _ROWS_HINT = 4  # rows that oneDNN optimises its layout for: a round's
@@ -58,9 +59,9 @@ class BlockedGEMM(TorchGEMM):
 
 
 def _wants(deterministic: bool) -> Callable[[Tensor, GEMMOptions], bool]:
-    """The Triton kernels need a workspace, and inputs that are a multiple of 128."""
+    """The Triton kernels need a workspace, and inputs that are a multiple of 64."""
     return lambda weight, options: (
-        options.workspace is not None and options.deterministic == deterministic and weight.shape[1] % 128 == 0
+        options.workspace is not None and options.deterministic == deterministic and weight.shape[1] % INPUT_STEP == 0
     )
 
 

@@ -7,6 +7,7 @@ from workers.ops.blocks import cdiv, next_power_of_2
 
 MAX_ROWS = 128  # the library is faster beyond, see tests/bench/RESULTS.md
 MAX_GATED_ROWS = 256  # gated products save a kernel, so the limit is higher
+INPUT_STEP = 64  # divides the inputs of all weights with tiles
 FIXED_ROWS = 64  # per launch of `fixed_rows`
 MULTIPROCESSORS = 132  # an H200's
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
@@ -33,8 +34,8 @@ class SkinnyGemmTiles:
     warps: int
 
     def span(self, k: int) -> int:
-        """Columns per program."""
-        return k // self.splits
+        """Columns per program; those past the last are zeros."""
+        return cdiv(k, self.splits * self.block_k) * self.block_k
 
     @property
     def columns_ahead(self) -> int:
@@ -43,7 +44,7 @@ class SkinnyGemmTiles:
 
 def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     """Return tiles for a weight [n, k], measured on an H200 (tests/bench/RESULTS.md); None if it does not fit."""
-    if rows > MAX_ROWS or k % 128:
+    if rows > MAX_ROWS or k % INPUT_STEP:
         return None
     block_m = max(16, next_power_of_2(rows))
     tiles = cdiv(n, 64)
@@ -54,7 +55,7 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
             return SkinnyGemmTiles(block_m, 128, 64, 1, False, stages, warps=4)
         return SkinnyGemmTiles(block_m, 128, 128, 1, False, stages=4, warps=8 if block_m == 64 else 4)
     # One program per multiprocessor, with all of its shared memory.
-    block_k = 256 if block_m <= 32 and k % 256 == 0 else 128
+    block_k = 256 if block_m <= 32 and (k % 256 == 0 or k % 128) else 128
     splits = 1
     while 2 * splits * tiles <= MULTIPROCESSORS and k % (2 * splits * block_k) == 0 and splits < MAX_SPLITS:
         splits *= 2

@@ -69,7 +69,8 @@ def down_of_listed(
     INTERPRETED: tl.constexpr,
 ):
     """Write the weighted sum of down projections to out [rows, SIZE]. A program has some outputs and every SPLITS-th
-    used expert."""
+    used expert. Its first weights and biases are read before the wait, as the kernel before waits before it triggers
+    (`attention.ops.pdl`)."""
     CHUNKS: tl.constexpr = WIDTH // 64
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
@@ -86,10 +87,18 @@ def down_of_listed(
     codes_at, scales_at = weight_tile * (CHUNKS * 512 * PIECES), weight_tile * (GROUPS * 32) + g * 4 + r
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    steps = (tl.load(num_used_ptr) - split + SPLITS - 1) // SPLITS * STEPS
+    num_used = tl.load(num_used_ptr)
+    steps = (num_used - split + SPLITS - 1) // SPLITS * STEPS
     # the number of an expert is read a step before it is needed
     expert = tl.maximum(tl.load(used_ptr + split, mask=split < most, other=0), 0)
+    first_bias = ()
+    if bias_ptr is not None:
+        is_used = tl.load(used_ptr + split, mask=split < most, other=-1) >= 0
+        for q in tl.static_range((PARTS + WARPS_K - 1) // WARPS_K):
+            part = q * WARPS_K + warp // WARPS_N
+            n = n_tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
+            live = is_used & (part < PARTS) & (n < SIZE)
+            first_bias = first_bias + (tl.load(bias_ptr + expert * SIZE + n, mask=live, other=0.0),)
     acc = zero_sums(PARTS, WARPS * 128)
     for i in tl.range(0, steps, num_stages=STAGES):
         block, chunk = split + i // STEPS * SPLITS, (i % STEPS * WARPS_K + warp // WARPS_N) * COUNT
@@ -104,13 +113,16 @@ def down_of_listed(
         )  # fmt: skip
         expert = tl.load(used_ptr + split + tl.minimum(i + 1, steps - 1) // STEPS * SPLITS)
         x_base, rows_there = (), ()
+        waits = i == 0 if PDL else None
         for j in tl.static_range(ROW_TILES):
             x_base = x_base + (words(hidden_ptr) + block * (BLOCK_M * WIDTH // 2) + x_at + 8 * j * (WIDTH // 2),)
             rows_there = rows_there + (g + 8 * j < rows,)
         acc = add_products(
-            acc, loaded, x_base, rows_there, chunk, t, COUNT, GROUP, WIDTH, ROW_TILES, zeros_ptr is not None, CODE,
-            TYPE, SCALE_TYPE, INTERPRETED,
+            acc, loaded, x_base, rows_there, waits, chunk, t, COUNT, GROUP, WIDTH, ROW_TILES, zeros_ptr is not None,
+            CODE, TYPE, SCALE_TYPE, INTERPRETED,
         )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # of programs without an expert, too
     # as in `expert_gate_up_triton.gate_up_of_blocks`
     sums = sums_of_warps(acc, PARTS, WARPS_N, WARPS_K, False, INTERPRETED)
     RESULTS: tl.constexpr = (PARTS + WARPS_K - 1) // WARPS_K
@@ -118,11 +130,14 @@ def down_of_listed(
     for q in tl.static_range(RESULTS):
         part = q * WARPS_K + warp // WARPS_N
         m, n = part % ROW_TILES * 8 + 2 * t + r % 2, n_tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
-        one = restored(sums[q], CODE)
+        one = restored(sums[q], CODE, ROW_TILES)
         if bias_ptr is not None:
+            live = (part < PARTS) & (m < rows) & (n < SIZE)
+            # blocks without an expert have no weights: their biases are zero, and what is read is not used
+            share = tl.load(share_ptr + split * BLOCK_M + m, mask=live & (split < num_used), other=0.0)
             one = _add_biases(
-                one, bias_ptr, share_ptr, used_ptr, split, most, m, n, (part < PARTS) & (m < rows) & (n < SIZE),
-                SIZE, BLOCK_M, SPLITS,
+                one + first_bias[q] * share, bias_ptr, share_ptr, used_ptr, split + SPLITS, most, m, n, live, SIZE,
+                BLOCK_M, SPLITS,
             )  # fmt: skip
         total = total + (one,)
     cells = part_ptr
@@ -209,8 +224,8 @@ def down_of_blocks(
         chunk = (step * WARPS_K + warp // WARPS_N) * COUNT
         loaded = load_weight(codes_base, scales_base, zeros_base, chunk, index, CHUNKS, COUNT, GROUP, PIECES)
         acc = add_products(
-            acc, loaded, x_base, rows_there, chunk, t, COUNT, GROUP, WIDTH, ROW_TILES, zeros_ptr is not None, CODE,
-            TYPE, SCALE_TYPE, INTERPRETED,
+            acc, loaded, x_base, rows_there, None, chunk, t, COUNT, GROUP, WIDTH, ROW_TILES, zeros_ptr is not None,
+            CODE, TYPE, SCALE_TYPE, INTERPRETED,
         )  # fmt: skip
     # as in `expert_gate_up_triton.gate_up_of_blocks`
     sums = sums_of_warps(acc, PARTS, WARPS_N, WARPS_K, False, INTERPRETED)
@@ -219,7 +234,7 @@ def down_of_blocks(
         m, n = part % ROW_TILES * 8 + 2 * t + r % 2, n_tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
         pair = tl.load(pair_ptr + block * BLOCK_M + m, mask=part < PARTS, other=-1)
         live = (pair >= 0) & (n < SIZE) & (n - first_tile * 64 < SPAN)
-        total = restored(sums[q], CODE)
+        total = restored(sums[q], CODE, ROW_TILES)
         if row_scale_ptr is not None:
             total *= tl.load(row_scale_ptr + expert * SIZE + n, mask=live, other=0.0)
         if bias_ptr is not None:

@@ -99,12 +99,21 @@ def gate_up_of_blocks(
         x_base = x_base + (words(x_ptr) + row.to(tl.int64) * x_words + 4 * t + r,)
         rows_there = rows_there + (there,)
     first = (split * STEPS * WARPS_K + warp // 2) * COUNT
+    AHEAD: tl.constexpr = LISTED and PARTS <= WARPS
+    gate_bias, up_bias, factor, uses = 0.0, 0.0, 0.0, False
+    if AHEAD:
+        n = tile * 64 + warp // ROW_TILES * 16 + r // 2 * 8 + g
+        at = expert * (2 * WIDTH) + n
+        if bias_ptr is not None:
+            gate_bias = tl.load(bias_ptr + at, mask=warp < PARTS, other=0.0)
+            up_bias = tl.load(bias_ptr + at + WIDTH, mask=warp < PARTS, other=0.0)
+        factor, uses = _share(chosen_ptr, weight_ptr, expert, warp % ROW_TILES * 8 + 2 * t + r % 2, rows, SLOTS)
     acc = zero_sums(PARTS, WARPS * 128)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         chunk = first + step * (WARPS_K * COUNT)
         loaded = load_weight(codes_base, scales_base, zeros_base, chunk, index, CHUNKS, COUNT, GROUP, PIECES)
         acc = add_products(
-            acc, loaded, x_base, rows_there, chunk, t, COUNT, GROUP, SIZE, ROW_TILES, zeros_ptr is not None, CODE,
+            acc, loaded, x_base, rows_there, None, chunk, t, COUNT, GROUP, SIZE, ROW_TILES, zeros_ptr is not None, CODE,
             TYPE, SCALE_TYPE, INTERPRETED,
         )  # fmt: skip
     if PDL and LISTED:
@@ -132,11 +141,13 @@ def gate_up_of_blocks(
             gate, up = sums[2 * q], sums[2 * q + 1]
         n = tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
         at = expert * (2 * WIDTH) + n
-        gate, up = restored(gate, CODE), restored(up, CODE)
+        gate, up = restored(gate, CODE, ROW_TILES), restored(up, CODE, ROW_TILES)
         if row_scale_ptr is not None:
             gate *= tl.load(row_scale_ptr + at, mask=live, other=0.0)
             up *= tl.load(row_scale_ptr + at + WIDTH, mask=live, other=0.0)
-        if bias_ptr is not None:
+        if AHEAD:
+            gate, up = gate + gate_bias, up + up_bias
+        elif bias_ptr is not None:
             gate += tl.load(bias_ptr + at, mask=live, other=0.0)
             up += tl.load(bias_ptr + at + WIDTH, mask=live, other=0.0)
         if CLAMPED:
@@ -145,7 +156,8 @@ def gate_up_of_blocks(
         hidden = gate / (1.0 + tl.exp(-alpha * inner)) * (up + shift)
         row = block * BLOCK_M + m
         if LISTED:
-            factor, uses = _share(chosen_ptr, weight_ptr, expert, m, rows, SLOTS)
+            if not AHEAD:
+                factor, uses = _share(chosen_ptr, weight_ptr, expert, m, rows, SLOTS)
             tl.store(share_ptr + row, factor, mask=live & (n == 0))
             if down_scale_ptr is not None:
                 factor *= tl.load(down_scale_ptr + expert)

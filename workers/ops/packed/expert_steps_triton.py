@@ -9,9 +9,10 @@ Indices are clamped instead: inputs past the last are zero, and outputs past the
 import triton
 import triton.language as tl
 
-from workers.ops.packed.fragments_triton import add_scaled, decode, multiply
+from workers.ops.packed.fragments_triton import add_scaled, decode, multiply, times_power
 
 RAISED = tl.constexpr("e2m1 / 2^126")  # codes of `workers.ops.packed.experts.raised`
+MOVED = tl.constexpr("e2m1 moved")  # the same after `workers.ops.packed.experts.moved`
 
 
 @triton.jit
@@ -45,11 +46,31 @@ def load_weight(
 
 
 @triton.jit
-def _load_inputs(pointers, there, INTERPRETED: tl.constexpr):
+def _load_inputs(pointers, there, waits, INTERPRETED: tl.constexpr):
     """Load 16 bytes a lane, zeros unless `there`. Not a load of Triton's, so that pipelined loops leave it in L1, which
-    all warps share."""
+    all warps share.
+
+    waits: whether to wait for the kernel before (`attention.ops.pdl`), the same in all lanes; None: no. Pipelined loops
+        would move a `gdc_wait` behind the load.
+    """
     if INTERPRETED:
         return tl.load(pointers, mask=there, other=0)
+    elif waits is not None:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred there, waits;
+            setp.ne.s32 there, $8, 0;
+            setp.ne.s32 waits, $12, 0;
+            mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+            @waits griddepcontrol.wait;
+            @there ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
+            }""",
+            "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r,r,r,r,r",
+            [pointers, there.to(tl.int32), (pointers.to(tl.int64) * 0).to(tl.int32) + waits.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=4,
+        )
     else:
         return tl.inline_asm_elementwise(
             """{
@@ -72,6 +93,7 @@ def add_products(
     loaded,
     x_base,
     rows_there,
+    waits,
     chunk,
     t,
     COUNT: tl.constexpr,
@@ -88,13 +110,15 @@ def add_products(
 
     x_base: pointers to the lanes' words of each tile of 8 rows.
     rows_there: masks of the same.
+    waits: whether the rows' loads wait for the kernel before; None: no.
     """
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     HALVES: tl.constexpr = 1 if GROUP % 64 == 0 else 2
     PER_HALF: tl.constexpr = 2 if HAS_ZEROS else 1
     FIRST: tl.constexpr = 4 * PIECES
     SIZE: tl.constexpr = FIRST + HALVES * PER_HALF
-    SCALED: tl.constexpr = CODE == RAISED  # exact: significands of at most 2 and 4 bits
+    # Exact: significands of at most 2 and 4 bits. Of few rows, sums of 32 inputs take fewer products than weights.
+    SCALED: tl.constexpr = CODE == RAISED or (CODE == MOVED and ROW_TILES > 1)
     BY: tl.constexpr = tl.bfloat16 if SCALED else None
     for each in tl.static_range(COUNT):
         k = (chunk + each) * 64
@@ -102,7 +126,10 @@ def add_products(
         for j in tl.static_range(ROW_TILES):
             for s in tl.static_range(2):
                 there = rows_there[j] & (k + 32 * s + 8 * t < K)
-                inputs = inputs + (_load_inputs(x_base[j] + k // 2 + 16 * s, there, INTERPRETED),)
+                x = _load_inputs(x_base[j] + k // 2 + 16 * s, there, waits, INTERPRETED)
+                if CODE == MOVED and not SCALED:
+                    x = times_power(x, INTERPRETED)
+                inputs = inputs + (x,)
         scales = loaded[each * SIZE + FIRST], loaded[each * SIZE + FIRST + (HALVES - 1) * PER_HALF]
         zeros = (
             loaded[each * SIZE + FIRST + PER_HALF - 1],
@@ -133,9 +160,14 @@ def add_products(
 
 
 @triton.jit
-def restored(sums, CODE: tl.constexpr):
-    """Undo what `workers.ops.packed.experts.raised` left in a sum."""
-    return sums * 65536.0 if CODE == RAISED else sums
+def restored(sums, CODE: tl.constexpr, ROW_TILES: tl.constexpr):
+    """Undo what `workers.ops.packed.experts.raised` and `times_power` left in a sum."""
+    if CODE == MOVED and ROW_TILES == 1:
+        return sums * 2.0**-48
+    elif CODE == RAISED or CODE == MOVED:  # noqa: SIM109 - not in kernels
+        return sums * 65536.0
+    else:
+        return sums
 
 
 @triton.jit

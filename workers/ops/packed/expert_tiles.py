@@ -99,6 +99,9 @@ def _listed_tiles(rows: int, sizes: ExpertSizes) -> PackedExpertTiles:
         splits *= 2
     warps_n = 1 if splits * pairs < 0.9 * MULTIPROCESSORS else 2
     down = PackedTiles(1, warps_n, min(_warps_k(chunks), 2 if chunks <= 8 else 4), splits=splits)
+    if programs < 2.5 * MULTIPROCESSORS and chunks >= 16:
+        # halves of sums, so that no multiprocessor has twice another's work; twice the warps for one block of outputs
+        gate_up, down = PackedTiles(1, warps_k=2, splits=2), replace(down, warps_k=8 // warps_n)
     return PackedExpertTiles(gate_up, down)
 
 

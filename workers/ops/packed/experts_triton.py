@@ -202,6 +202,13 @@ def gate_up(
     )
 
 
+def _code(weights: PackedExpertWeights, weight: PackedWeight) -> str:
+    """Return the code's name in `decode_ptx`."""
+    if weight.code != "e2m1":
+        return weight.code
+    return "e2m1 moved" if weights.is_moved else "e2m1 / 2^126"
+
+
 def _common(
     x: Tensor, weights: PackedExpertWeights, weight: PackedWeight, tiles: PackedTiles, k: int, splits: int
 ) -> dict[str, Any]:
@@ -214,7 +221,7 @@ def _common(
         "COUNT": tiles.chunks,
         "STEPS": tiles.steps(k, splits),
         "STAGES": tiles.stages_for(weight),
-        "CODE": "e2m1 / 2^126" if weight.code == "e2m1" else weight.code,
+        "CODE": _code(weights, weight),
         "TYPE": TL_TYPES[x.dtype],
         "SCALE_TYPE": TL_TYPES[weight.scales.dtype],
         "INTERPRETED": INTERPRETED,

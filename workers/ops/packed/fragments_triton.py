@@ -64,6 +64,23 @@ def multiply(a_low, a_high, inputs, part, TYPE: tl.constexpr, INTERPRETED: tl.co
 
 
 @triton.jit
+def times_power(inputs, INTERPRETED: tl.constexpr):
+    """Return words of two bfloat16 times 2^64: exact, as long as they are less than 2^63."""
+    if INTERPRETED:
+        low, high = _number(inputs, tl.bfloat16)
+        return _pair(low * 2.0**64, tl.bfloat16) | _pair(high * 2.0**64, tl.bfloat16) << 16
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 by, none; mov.b32 by, 0x5f805f80; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, by, none; }",
+            "=r,r",
+            [inputs],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def add_scaled(acc, part, scales, i: tl.constexpr, SCALE_TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return acc + part * scale. scales: words of two, of outputs g and g + 8; word i is used."""
     if INTERPRETED:
@@ -154,11 +171,12 @@ def _decode_interpreted(
             word = tl.where(r < 2, _word(codes, 2 * step), _word(codes, 2 * step + 1)) >> (8 * (r % 2))
             low, high = word & 255, (word >> 16) & 255
         else:
-            word = _word(codes, 2 * half + step) >> (4 * r)
+            word = _word(codes, 2 * half + step)
+            word = _moved_back(word, r) if CODE == "e2m1 moved" else word >> (4 * r)
             low, high = word & 15, (word >> 16) & 15
         if CODE == "e2m1":
             low, high = _e2m1(low), _e2m1(high)
-        elif CODE == "e2m1 / 2^126":
+        elif CODE == "e2m1 / 2^126" or CODE == "e2m1 moved":
             low, high = _e2m1(low) * 2.0**-126, _e2m1(high) * 2.0**-126
         else:
             zero = tl.full([codes.shape[0]], 128 if CODE == "int8" else 8, tl.int32)
@@ -172,6 +190,14 @@ def _decode_interpreted(
             low, high = low * scale, high * scale
         operands = operands + (_pair(low, TYPE) | _pair(high, TYPE) << 16,)
     return operands
+
+
+@triton.jit
+def _moved_back(word, r):
+    """Codes of operand r, in the low bits of halves, of words that `workers.ops.packed.experts.moved` has changed."""
+    first = tl.where(r == 0, 6, tl.where(r == 1, 3, tl.where(r == 2, 0, 9)))
+    sign = tl.where(r == 0, 15, tl.where(r == 1, 12, tl.where(r == 2, 14, 13)))
+    return ((word >> first) & 0x00070007) | ((word >> sign) & 0x00010001) << 3
 
 
 @triton.jit
