@@ -13,7 +13,7 @@ Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffi
 BLOCK_METHODS = ("dflash", "dspark", "dflash2")  # methods that draft a block in one pass
 
 MAX_MATCH = 32
-_DEFAULT_SUFFIX_TOKENS = 15  # with the root as many rows as a product of matrices takes at once
+_DEFAULT_SUFFIX_TOKENS = 15  # with the root 16 rows, a tile of a matrix product
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SpeculativeConfig:
     num_steps: depth of the draft tree, for block drafts at most a block; tokens drafted by `suffix`, whose default is
         15.
     top_k: children per expanded node; 1 drafts a chain.
-    num_draft_tokens: nodes verified per round, the root included; num_steps + 1 for a chain.
+    num_draft_tokens: nodes verified per round, including the root; num_steps + 1 for a chain.
     draft_tp: ranks that share the draft; 1: each holds all of it; none: as many as the target.
     synthetic_acceptance_length: for benchmarks with dummy weights: accept so that 1 + accepted / rounds has this mean
         (minimum-variance schedule, as vLLM defines it); none: verify.
@@ -39,8 +39,8 @@ class SpeculativeConfig:
         `token_map.json` in the target's folder (`aerie token-map`), else the tokenizer's first; 0: all; auto: 32,768
         with a map, 65,536 without, if that is at most a third of the vocabulary, else all.
     suffix_tokens: length of a branch that copies the request's own text, in the tree of a model's draft; 0: none.
-    match_min: for copied drafts: fewest newest tokens that must occur earlier in the text.
-    match_max: for copied drafts: most newest tokens compared; the longest match is used, then the newest.
+    match_min: for copied drafts: minimum number of newest tokens that must occur earlier in the text.
+    match_max: for copied drafts: maximum number of newest tokens compared; the longest match is used, then the newest.
     """
 
     path: str = ""
@@ -141,19 +141,19 @@ class SpeculativeConfig:
 
     @property
     def shape(self) -> TreeShape:
-        """The tree that it asks for."""
+        """The configured tree."""
         return TreeShape.of(self.num_steps, self.top_k, self.num_draft_tokens, self.method in BLOCK_METHODS)
 
     @property
     def shapes(self) -> RoundShapes:
-        """The shapes that its engine has."""
+        """The shapes of its engine."""
         if self.method == "suffix":
             return suffix_shapes(self.num_steps, self.adaptive)
         return replace(shapes_of(self.shape, self.adaptive, self.suffix_tokens), drafted_by=self.method)
 
 
 def with_method_defaults(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section `speculative` as its user wrote it, with the numbers that its method has of its own."""
+    """Return a section `speculative` as the user wrote it, with its method's own defaults."""
     if section.get("method") != "suffix":
         return dict(section)
     width = section.get("num_draft_tokens")

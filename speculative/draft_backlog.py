@@ -1,11 +1,11 @@
-"""Writes the draft's KV of several plain rounds at a time. Used by `speculative.decoding` on CPUs.
+"""Writes the draft's KV of several non-speculative rounds at a time. Used by `speculative.decoding` on CPUs.
 
-A plain round has one draft row per request. So few rows take almost as long as many: at batch 8 on a CPU, a tenth of
-the round. So rows wait until there are `MAX_ROUNDS` per request, or until another kind of step follows, which they
-precede.
+A non-speculative round has one draft row per request, and a pass over few rows takes almost as long as one over many:
+at batch 8 on a CPU, a tenth of the round. So rows wait until there are `MAX_ROUNDS` per request, or are written just
+before another kind of step.
 
-On GPUs every plain round writes them. That costs 1.2 to 1.7 % of a round (H200, Llama-3.1-8B, batch 1 to 128). A
-backlog would need a second graph of plain rounds per batch size, and one that writes it.
+On GPUs every non-speculative round writes its rows, which costs 1.2 to 1.7 % of a round (H200, Llama-3.1-8B, batch 1 to
+128). A backlog would need two more graphs per batch size.
 """
 
 import torch
@@ -20,8 +20,8 @@ MAX_ROUNDS = 16
 
 
 class DraftBacklog:
-    """Rounds of the same requests, one after another. Their pages get a new owner only after a step of other requests,
-    which writes the backlog first."""
+    """The rows of consecutive rounds of the same requests. Their pages get a new owner only after a step of other
+    requests, which writes the backlog first."""
 
     def __init__(self, draft: DraftRunner, slots: SlotTable) -> None:
         self._draft = draft
@@ -31,7 +31,7 @@ class DraftBacklog:
         self._max_kv_len = 0
 
     def add(self, slots: Tensor, rounds: Rounds, max_kv_len: int) -> None:
-        """Add the rows of a plain round.
+        """Add the rows of a round.
 
         slots: [B] int64.
         max_kv_len: see `DecodeBatch`.
@@ -40,7 +40,7 @@ class DraftBacklog:
             self.write()
         self._slots, self._max_kv_len = slots, max_kv_len
         self._rounds.append(rounds)
-        # a request that has ended goes no further, so that its next row would not come after this one
+        # an ended request stays at its position, so its next row would not follow this one
         if len(self._rounds) == MAX_ROUNDS or bool(self._table.finished[slots].any()):
             self.write()
 

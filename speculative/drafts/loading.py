@@ -57,7 +57,7 @@ def fill_draft(
     device: torch.device,
     max_position: int,
 ) -> DraftModel:
-    """As `load_draft`, without packing.
+    """Do the same as `load_draft`, without packing.
 
     device: "meta" checks headers only, as in `fill_target`; `target` must then be on "meta", too, and sharded alike.
     """
@@ -138,7 +138,7 @@ def _share_with_target(
 
 
 def _copy_from_target(model: DraftModel, lacking: list[str], source: ModelSource, target: TargetModel) -> None:
-    """Fill embedding and vocabulary head from the target's checkpoint, the head in the format that it has there."""
+    """Fill embedding and vocabulary head from the target's checkpoint; the head keeps its format."""
     names, tied = _target_names(source, target), target.config.tie_embeddings
     if "lm_head" in lacking:
         model.lm_head = _head(model, Unquantized() if tied else target.config.quant, names, target)

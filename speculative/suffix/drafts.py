@@ -1,5 +1,5 @@
-"""`SuffixDrafts`: the drafts of a rank that are copied from the requests' own tokens. Used by `speculative.decoding`;
-knows no model."""
+"""`SuffixDrafts`: a rank's drafts that are copied from the requests' own tokens. Used by `speculative.decoding`; needs
+no model."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class SuffixDrafts:
     """Reads and writes the slots' tokens (`SlotTable.tokens`).
 
     trees: receive the drafts, as a branch.
-    chains: [num_slots + 1, K] int64, what was proposed after each slot's newest token.
+    chains: [num_slots + 1, K] int64, the tokens proposed after each slot's newest token.
     """
 
     slots: SlotTable
@@ -33,7 +33,7 @@ class SuffixDrafts:
         return SuffixDrafts(slots, trees, limits, chains)
 
     def record(self, slots: Tensor, length: Tensor, commit: Commit) -> Tensor:
-        """Append what a commit emitted. Return how many of its tokens were proposed, [B] int64; -1 without a proposal.
+        """Append a commit's tokens. Return how many of them were proposed, [B] int64; -1 without a proposal.
 
         slots: [B] int64.
         length: [B] int32, committed KV tokens before it.
@@ -45,7 +45,7 @@ class SuffixDrafts:
         0 where nothing is drafted.
 
         max_kv_len: host-side bound of their committed tokens.
-        first: nodes of a model's tree, its root included; the branch's nodes follow.
+        first: number of nodes of a model's tree, including the root; the branch's nodes follow.
         """
         table = self.slots
         lengths = find_matches(table.tokens, slots, table.seq_len, self.limits, self.chains, max_kv_len + 1)

@@ -52,7 +52,7 @@ class TreeShape(RoundShape):
 
     @staticmethod
     def of(num_steps: int, top_k: int, width: int, in_block: bool = False) -> "TreeShape":
-        """Return the shape whose trees have `width` verified nodes, the root included."""
+        """Return the shape whose trees have `width` verified nodes, including the root."""
         return TreeShape(
             name=f"{num_steps}/{top_k}/{width}",
             width=width,
@@ -97,8 +97,8 @@ class TreeShape(RoundShape):
     def smaller(self) -> "tuple[TreeShape, ...]":
         """Smaller shapes that may be faster under load, ascending. Each costs start time and memory for its graphs, so
         there are few: for a chain, one draft token and, if it is long, half of it; for a tree, a chain of half the
-        depth and, if it is wide, a tree of half the width. A block is as long as any text wants, so its chains have
-        quarters, too."""
+        depth and, if it is wide, a tree of half the width. A block has the length for the most predictable text, so
+        its chains also have a quarter."""
         half = (self.num_steps + 1) // 2
         depths = {1, half} if self.is_chain and self.num_steps > 4 else {1} if self.is_chain else {half}
         if self.in_block:
@@ -114,7 +114,7 @@ class TreeShape(RoundShape):
 
 
 def max_nodes(num_steps: int, top_k: int) -> int:
-    """Nodes of the whole candidate tree, the root included."""
+    """Nodes of the whole candidate tree, including the root."""
     return 1 + top_k + (num_steps - 1) * top_k**2
 
 
@@ -124,8 +124,9 @@ def num_scratch_tokens(num_steps: int, top_k: int) -> int:
 
 
 def shapes_of(bound: TreeShape, adaptive: bool, branch: int = 0) -> RoundShapes:
-    """Return the shapes of an engine that drafts `bound`: plain decoding, `bound` and, if adaptive, one or two between.
-    branch: nodes of a copied branch; then the widest shape is `bound` with it, and `bound` alone lies between."""
+    """Return the shapes of an engine that drafts `bound`: non-speculative decoding, `bound` and, if adaptive, one or
+    two between. branch: nodes of a copied branch; then the widest shape is `bound` with it, and `bound` alone lies
+    between."""
     between = bound.smaller() if adaptive else ()
     if branch:
         between, bound = ((*between, bound) if adaptive else ()), bound.with_branch(branch)

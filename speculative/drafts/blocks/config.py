@@ -15,10 +15,10 @@ from speculative.tree.shape import MAX_WIDTH
 from workers.models.config import ModelConfig
 from workers.models.config_fields import ids_of, section_of, size_of
 
-# Drafts on the same backbone that are not served, by what their architecture or algorithm contains.
+# Drafts on the same backbone that are not served, by a part of their architecture's or algorithm's name.
 _REFUSED = {"domino": "Domino", "lilicorr": "LiLiCorr", "xpress": "XPress", "peagle": "P-EAGLE", "p_eagle": "P-EAGLE"}
 
-# Keys that change the module, and the one value with which it is the module that we have.
+# Keys that change the module, and the one supported value.
 _ONLY: dict[str, Any] = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
@@ -71,10 +71,10 @@ class LayerView:
 class BlockForm:
     """A block.
 
-    size: its rows, the newest token (anchor) included.
-    mask_token_id: of the other rows.
+    size: number of rows, including the newest token (anchor).
+    mask_token_id: token of the other rows.
     from_anchor: row k predicts token anchor + k + 1; else row k predicts token anchor + k, and row 0 nothing.
-    views: of each layer.
+    views: a view per layer.
     """
 
     size: int
@@ -105,7 +105,7 @@ def algorithm(raw: Mapping[str, Any]) -> str | None:
                 "DFlash head of the same target"
             )
     if "dspark" in name:
-        # DeepSpec names its DFlash heads so, too: they have no Markov head
+        # also DeepSpec's name for DFlash heads, which have no Markov head
         return "dflash" if raw.get("markov_rank") == 0 else "dspark"
     return "dflash2" if "dflash2" in name else "dflash" if "dflash" in name else None
 

@@ -29,7 +29,7 @@ from workers.ops.rotary import Angles
 
 @dataclass(frozen=True)
 class DFlash(DraftMethod):
-    """A DFlash head. form: of its blocks. keys: of config.json that only heads of this kind have."""
+    """A DFlash head. form: form of its blocks. keys: keys of config.json that only this kind of head has."""
 
     name: ClassVar[str] = "dflash"
     lookahead: ClassVar[int] = 0
@@ -136,14 +136,14 @@ class DFlashModel(DraftModel):
             layer.self_attn.keep(projected, angles, context)  # type: ignore[union-attr, operator]
 
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """`block` where all layers see the same; `hidden` is unused."""
+        """Run `block` with the same context for all layers; `hidden` is unused."""
         return self.block(ids.unsqueeze(0), (context,) * self.num_layers)
 
     def block(self, ids: Tensor, contexts: Sequence[ForwardContext]) -> Tensor:
         """Run the rows of blocks: [B * R, hidden] after the final norm.
 
         ids: [B, R] int64 anchors and mask tokens.
-        contexts: of each layer; they differ by what rows see.
+        contexts: a context per layer, because layers may see different tokens.
         """
         layers: list[DecoderLayer] = list(self.layers)  # type: ignore[arg-type]
         angles, rows = self.rotary.at(contexts[0].positions), ids.shape[1]

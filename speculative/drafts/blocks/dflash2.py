@@ -28,10 +28,10 @@ _DEFAULTS = (2, 16, 256, 16)
 class DFlash2(DFlash):
     """A DFlash2 head.
 
-    taps: rows that a convolution reads, the newest its own.
+    taps: number of rows that a convolution reads, the last of which is the row itself.
     group_size: channels that share a dynamic kernel.
-    rank: of the selector.
-    candidates: tokens of a row that the selector scores.
+    rank: rank of the selector.
+    candidates: number of tokens per row that the selector scores.
     """
 
     name: ClassVar[str] = "dflash2"
@@ -76,7 +76,7 @@ class DFlash2(DFlash):
 
 
 class PlainTensors(WeightedModule):
-    """Parameters without a ".weight" in the checkpoint, whole on every rank."""
+    """Parameters whose names in the checkpoint lack ".weight", whole on every rank."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from workers.slots.slot_table import SlotTable
 
 
 class BlockDrafter(Drafter):
-    """A shape of fewer levels than the block drafts a shorter block."""
+    """Drafts from blocks. For a shape of fewer levels than the block it drafts a shorter block."""
 
     def __init__(
         self, shape: TreeShape, trees: TreeTable, runner: DraftRunner, slots: SlotTable, sampler: Sampler

@@ -20,7 +20,7 @@ _TYPES = ("vanilla", "gated")
 class DSpark(DFlash):
     """A DSpark head.
 
-    rank: of the Markov head.
+    rank: rank of the Markov head.
     gated: whether a gate of the row's state multiplies the embedding of the token before.
     """
 
