@@ -1,17 +1,17 @@
-"""Splits answers into content, reasoning and tool calls: a parser for each form that models answer in.
+"""Splits answers into content, reasoning and tool calls, with a parser per format of answers.
 
-output_parser      what a parser is, and that of plain text: the seam
-table              which parser a name means
-detection          which parser a model needs, by its chat template
-marks              marks in text that comes in pieces
+output_parser      the interface of parsers, and the parser of plain text
+table              the parsers by name
+detection          finds a model's parser by its chat template
+marks              finds marks in streamed text
 marked             a parser of marks in the text: reasoning first, then content and tool calls
 reasoning          thinking between two marks
-reasoning_tokens   how many tokens are reasoning
-tool_calls         tool calls between marks, as each family of models writes them
-json_calls         calls in JSON, read as they come
-xml_calls          calls in XML of several families, read as they come
+reasoning_tokens   counts reasoning tokens
+tool_calls         tool calls between marks, for each family of models
+json_calls         streamed calls in JSON
+xml_calls          streamed calls in XML, for several families
 literal_calls      calls in Python's and in Gemma's literals
-argument_types     which arguments of a tool are text, and which JSON
+argument_types     JSON types of a tool's arguments
 harmony            gpt-oss's channels
 response_template  templates that come with the checkpoint, read by transformers
 call_grammar       tools and tool_choice as a constraint on the answer

@@ -1,5 +1,5 @@
-"""The types of JSON that a tool's schema allows for its arguments, and the JSON of a value that a model wrote bare.
-Used where calls are not written as JSON: `cluster.http.parsers.xml_calls`."""
+"""JSON types that a tool's schema allows for its arguments, and the JSON of values that models write without quotes.
+Used for calls that are not JSON: `cluster.http.parsers.xml_calls`."""
 
 import json
 from collections.abc import Mapping
@@ -14,19 +14,19 @@ _MAX_REFERENCES = 16  # a schema may refer to itself
 
 @dataclass(frozen=True)
 class ArgumentTypes:
-    """by_name: of each argument that the schema names. others: of any other. Empty: nothing is known."""
+    """by_name: types of each argument that the schema names. others: types of all other arguments. Empty: unknown."""
 
     by_name: Mapping[str, frozenset[str]]
     others: frozenset[str]
 
     @classmethod
     def unknown(cls) -> "ArgumentTypes":
-        """The types for a function that has no schema: all unknown."""
+        """Return the types for a function without a schema: all unknown."""
         return cls({}, frozenset())
 
     @classmethod
     def of_schema(cls, schema: Any) -> "ArgumentTypes":
-        """schema: of the arguments, an object's."""
+        """Return the types of a function. schema: schema of its arguments, an object."""
         if not isinstance(schema, Mapping):
             return cls.unknown()
         named = schema.get("properties")
@@ -35,12 +35,12 @@ class ArgumentTypes:
         return cls(by_name, _types(schema.get("additionalProperties"), schema, _MAX_REFERENCES))
 
     def of(self, name: str) -> frozenset[str]:
-        """The JSON types that the schema allows for argument `name`; empty if it says none."""
+        """Return the JSON types of argument `name`; empty if unknown."""
         return self.by_name.get(name, self.others)
 
 
 def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[str]:
-    """Types that `schema` allows; empty where it does not say. references: to follow at most."""
+    """Return the types that `schema` allows; empty if unknown. references: maximum number of references to follow."""
     if not isinstance(schema, Mapping):
         return frozenset()
     if isinstance(reference := schema.get("$ref"), str):
@@ -61,7 +61,7 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
 
 
 def _referred(root: Mapping[str, Any], reference: str) -> Any:
-    """The part of `root` at a JSON pointer in it, None where there is none."""
+    """Return the part of `root` at a JSON pointer, None without one."""
     found: Any = root
     for step in reference.removeprefix("#").strip("/").split("/"):
         name = step.replace("~1", "/").replace("~0", "~")
@@ -70,9 +70,10 @@ def _referred(root: Mapping[str, Any], reference: str) -> Any:
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """JSON of an argument written as `text`: of one of `types`, a string if it is of no other, as nothing is lost then.
+    """Return the JSON of an argument written as `text`, of one of `types`. A text that fits no other type is a string,
+    so that nothing is lost.
 
-    types: empty: any. Where a string is allowed beside other types, what is JSON of another of them is that.
+    types: empty: any. If strings are allowed beside other types, a text that is JSON of another type is of that type.
     """
     stripped = text.strip()
     written = _SCALARS.get(stripped, stripped)
@@ -81,7 +82,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     if not types or any(is_of(value, kind) for kind in types):
-        # a string in quotation marks is one that has them, unless nothing says that it is text
+        # quotation marks belong to a string, unless its type is unknown
         is_text = isinstance(value, str) and "string" in types
         return json.dumps(text, ensure_ascii=False) if is_text else written
     return json.dumps(text, ensure_ascii=False) if "string" in types else written

@@ -1,5 +1,4 @@
-"""Tools and tool_choice as a constraint on the answer: a structural tag of xgrammar, in the form in which the model
-calls tools, which the same form's parser reads."""
+"""Constrains answers by tools and tool_choice, with xgrammar's structural tags in the model's own format of calls."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from cluster.http.parsers.marks import THINKING_MARKS
 from cluster.http.schema.message import NO_PARAMETERS, Tool
 from workers.scheduling.plan import Grammar
 
-MAX_WHITESPACE = 8  # characters in a row between parts of arguments: a model can go on with them for ever
+MAX_WHITESPACE = 8  # consecutive characters between parts of arguments: a model could write them forever
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
     ),
     "harmony": CallSyntax(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
-        "",  # the token that ends a call is an end of sequence, which the constraint allows at its end only
+        "",  # the token that ends a call ends the sequence, which the constraint allows at its end only
         "<|start|>assistant",
         "<|channel|>commentary to=",
         others=(
@@ -93,7 +92,7 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
         ),
     ),
 }
-READ_ONLY: tuple[OutputParserName, ...] = ("response_template", "gemma4", "pythonic")  # calls that no grammar forces
+READ_ONLY: tuple[OutputParserName, ...] = ("response_template", "gemma4", "pythonic")  # calls that no grammar can force
 _MISTRAL_V11 = CallSyntax("[TOOL_CALLS]{name}[ARGS]", "", "", "[TOOL_CALLS]")
 _DEEPSEEK_V3_1 = CallSyntax(
     "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
@@ -108,10 +107,10 @@ _DEEPSEEK_V3_1 = CallSyntax(
 def calls_format(
     parser: OutputParserName, tools: Sequence[Tool], forced: bool, parallel: bool, template: str
 ) -> dict[str, Any] | None:
-    """The format of answers that call `tools`; None where nothing constrains them.
+    """Return the format of answers that call `tools`; None without a constraint.
 
-    forced: the answer is calls, at least one; else only calls of strict tools are constrained, and whether there are
-        any is the model's choice.
+    forced: the answer consists of calls, at least one. Else the model may call, and only calls of strict tools are
+        constrained.
     template: the chat template's text.
     """
     syntax = SYNTAX[parser]
@@ -144,7 +143,7 @@ def calls_format(
 
 
 def content_format(parser: OutputParserName, grammar: Grammar) -> dict[str, Any]:
-    """The format of answers whose content is of `grammar`."""
+    """Return the format of answers whose content follows `grammar`."""
     match grammar.kind:
         case "json_schema":
             content: Any = {"type": "json_schema", "json_schema": json.loads(grammar.text)}
@@ -177,8 +176,8 @@ def _tag(syntax: CallSyntax, tool: Tool, forced: bool) -> dict[str, Any]:
 
 
 def after_thinking(parser: OutputParserName, calls: dict[str, Any], prompt: str, template: str) -> dict[str, Any]:
-    """`calls`, or another format, with room in front for what the model thinks: where the prompt has begun it, or the
-    template knows it. prompt, template: texts."""
+    """Return `calls`, or another format, with optional reasoning before it, if the prompt has started reasoning or the
+    template has it. prompt, template: texts."""
     if parser in ("text", "response_template"):
         return calls
     if parser == "harmony":

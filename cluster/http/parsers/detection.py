@@ -1,9 +1,9 @@
-"""Finds a model's form of answers in its chat template: the model writes turns as the template does."""
+"""Finds a model's format of answers by its chat template, because models write turns like the template."""
 
 from cluster.http.config import OutputParserName
 
-# In this order; the first whose marks are all in the template. DeepSeek's distillations of Llama and Qwen have
-# DeepSeek's template, so the marks say more than the architecture.
+# The first row whose marks are all in the template. Marks are more reliable than the architecture: DeepSeek's
+# distillations of Llama and Qwen have DeepSeek's template.
 _MARKS: tuple[tuple[OutputParserName, tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
@@ -21,7 +21,7 @@ _MARKS: tuple[tuple[OutputParserName, tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>", "arguments")),
     ("think", ("</think>",)),
 )
-_OTHER_CALLS = ("<function=",)  # other forms between hermes' marks
+_OTHER_CALLS = ("<function=",)  # other formats between hermes' marks
 
 
 def detect_parser(template: str | None, has_response_template: bool) -> OutputParserName:

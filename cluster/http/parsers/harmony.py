@@ -1,8 +1,8 @@
-"""gpt-oss's answers: messages, each with a head that names its channel and perhaps a function (openai/harmony,
+"""gpt-oss's answers: messages, each with a header that names its channel and perhaps a function (openai/harmony,
 docs/format.md).
 
-Marks are recognised by their tokens, since an answer may write about them. Malformed answers lose no text: what is no
-head is content.
+Marks are recognised by their tokens, because an answer may contain their text. Malformed answers lose no text: invalid
+headers become content.
 """
 
 import re
@@ -19,7 +19,7 @@ from cluster.http.text.harmony_prompt import MARKS
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = MARKS
 _CHANNEL = re.compile(r"<\|channel\|>\s*([\w-]*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-# A head: a role (unless the prompt has it), a recipient on either side of the channel, a type of content.
+# A header: a role (unless the prompt has it), a recipient before or after the channel, a type of content.
 _TO = r"\s*(?:to=[^\s<]*)?\s*"
 _HEAD = re.compile(rf"{_TO}(?:<\|channel\|>\s*[\w-]*)?{_TO}(?:<\|constrain\|>)?\s*\w*\s*")
 _HEAD_WITH_ROLE = re.compile(rf"\s*[\w.-]*{_HEAD.pattern}")
@@ -30,9 +30,9 @@ class HarmonyParser:
     """State of one answer.
 
     with_calls: whether messages to functions are tool calls; else they are content.
-    mark_ids: the marks among the tokens; none: marks are known by their text.
+    mark_ids: token ids of the marks; none: marks are recognised by their text.
     tools: names of functions, which may be called without their namespace.
-    prompt: its text. It ends in a message's head, or in a message that the answer continues.
+    prompt: text of the prompt. It ends in a message's header, or in a message that the answer continues.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HarmonyParser:
         stripped = self._head.lstrip()
         if self._has_role or not stripped or stripped.startswith("<|") or "to=".startswith(stripped[:3]):
             return
-        text = self._head  # a constraint on the answer may leave no room for heads
+        text = self._head  # a constraint on the answer may exclude headers
         self._open("")
         self._show(text)
 
@@ -119,7 +119,7 @@ class HarmonyParser:
             self._calls.append(CallPart(self._call, ""))
 
     def _show(self, text: str) -> None:
-        """More of the message's text."""
+        """Add text of the message."""
         if self._call is not None:
             self._calls.append(CallPart(None, text))
             self._has_arguments = True
@@ -143,13 +143,13 @@ class HarmonyParser:
 
 
 class TextMarks:
-    """Marks by their text."""
+    """Finds marks by their text."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def take(self, piece: Piece) -> Iterator[tuple[str, str | None]]:
-        """Return the next text, and the mark after it; None: not known yet."""
+        """Return the next text, and the mark after it; None while unknown."""
         text, self._held = self._held + piece.text, ""
         while True:
             before, mark, after = cut(text, MARKS)
@@ -165,16 +165,16 @@ class TextMarks:
 
 
 class TokenMarks:
-    """Marks by their tokens: the same characters from other tokens are text."""
+    """Finds marks by their tokens: the same characters from other tokens are text."""
 
     def __init__(self, mark_ids: Mapping[int, str]) -> None:
         self._mark_ids = mark_ids
-        self._expected: deque[tuple[int, str]] = deque()  # where in the answer a mark's text comes, at the earliest
+        self._expected: deque[tuple[int, str]] = deque()  # the earliest position of each mark's text in the answer
         self._at = 0  # of what is held
         self._held = ""
 
     def take(self, piece: Piece) -> Iterator[tuple[str, str | None]]:
-        """See `TextMarks.take`. Text may come after its tokens, where it might begin a stop string."""
+        """See `TextMarks.take`. Text may arrive after its tokens, if it might start a stop string."""
         for token, offset in zip(piece.tokens, piece.offsets, strict=False):
             if token in self._mark_ids:
                 self._expected.append((offset, self._mark_ids[token]))

@@ -1,5 +1,5 @@
-"""Tool calls in JSON, read while they are written. Name and arguments come out as soon as they are known; arguments as
-the model writes them, character by character."""
+"""Parses streamed tool calls in JSON. Returns the name once it is known, and arguments character by character as the
+model writes them."""
 
 import json
 import re
@@ -17,14 +17,14 @@ CALL_KEYS = ARGUMENT_KEYS | {"name", "type", "id", "function"}
 
 
 class CallPart(NamedTuple):
-    """name: begins a call. arguments: more of its JSON text."""
+    """name: starts a call. arguments: further JSON text."""
 
     name: str | None
     arguments: str
 
 
 class JsonSpan:
-    """Finds where one JSON value ends in text that comes in pieces. Malformed JSON ends somewhere or not at all."""
+    """Finds the end of one JSON value in streamed text. Malformed JSON ends anywhere or not at all."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -34,7 +34,7 @@ class JsonSpan:
         self._started = False
 
     def take(self, text: str) -> tuple[str, str | None]:
-        """Return the part of `text` that belongs to the value, and the rest once it is complete (None: it goes on)."""
+        """Return the part of `text` that belongs to the value, and the rest once it is complete, else None."""
         at = 0
         if not self._started:
             at = len(text) - len(text.lstrip())
@@ -75,7 +75,7 @@ class JsonSpan:
 
 
 class CallObject:
-    """Reads one object {"name": ..., "arguments" or "parameters": {...}}, whose keys may stand in any order."""
+    """Reads one object {"name": ..., "arguments" or "parameters": {...}}, with keys in any order."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -84,18 +84,18 @@ class CallObject:
         self._value = ""
         self._span = JsonSpan()
         self._named = False
-        self._early = ""  # arguments that came before the name
+        self._early = ""  # arguments before the name
         self._has_arguments = False
         self.failed = False
 
     @property
     def raw(self) -> str:
-        """All text read, for an object that turns out to be no call."""
+        """Return all text read, for an object that is no call."""
         return self._raw + self._text
 
     @property
     def named(self) -> bool:
-        """Whether a name has come out."""
+        """Whether the name was returned."""
         return self._named
 
     def take(self, text: str) -> tuple[list[CallPart], str | None]:
@@ -119,7 +119,7 @@ class CallObject:
         return parts, None
 
     def _next_key(self) -> str | None:
-        """Read the next key if it is there; the rest of the text at the object's end."""
+        """Read the next key if it is complete. Return the rest of the text at the object's end."""
         end = _OBJECT_END.match(self._text)
         if end is not None and self._raw:
             rest = self._text[end.end() :]
@@ -128,7 +128,7 @@ class CallObject:
             return rest
         found = _KEY.match(self._text)
         if found is None:
-            # A key has a quotation mark behind at most white space and one comma or brace.
+            # Before a key's quotation mark there is at most white space and one comma or brace.
             self.failed = (
                 len(self._text.lstrip().lstrip("{,").lstrip()) > 0
                 and (self._text.lstrip().lstrip("{,").lstrip()[0]) != '"'
@@ -146,7 +146,7 @@ class CallObject:
         return None
 
     def _value_part(self, part: str, complete: bool) -> list[CallPart]:
-        """Return the parts that more of a value adds."""
+        """Return the parts in further text of a value."""
         parts = []
         if self._key in ARGUMENT_KEYS:
             self._has_arguments = True
@@ -181,7 +181,7 @@ class CallObject:
 
 
 class CallList:
-    """Call objects one after the other, in an array or with ";" between. num: the limit; None: any number."""
+    """Consecutive call objects, in an array or separated by ";". num: maximum number; None: no limit."""
 
     def __init__(self, num: int | None = None) -> None:
         self._left = num

@@ -1,5 +1,5 @@
-"""Tool calls whose arguments are neither JSON nor XML; each comes out whole. Python's (Llama 3.2 and 4 where the
-template asks for it): `[NAME(KEY=VALUE, ...), ...]`. Gemma 4's: `call:NAME{KEY:<|"|>TEXT<|"|>,KEY:NUMBER}`."""
+"""Parses tool calls whose arguments are neither JSON nor XML; each call is returned whole. Python's (Llama 3.2 and 4
+with such a template): `[NAME(KEY=VALUE, ...), ...]`. Gemma 4's: `call:NAME{KEY:<|"|>TEXT<|"|>,KEY:NUMBER}`."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ _MAX_DEPTH = 64
 
 
 class PythonCalls:
-    """An answer is either a list of calls from its beginning on, or content."""
+    """An answer is either a list of calls from its start, or content."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -62,7 +62,7 @@ class PythonCalls:
             self._state = "content"
 
     def _calls(self) -> list[CallPart]:
-        """The calls that are whole."""
+        """Return the complete calls."""
         parts: list[CallPart] = []
         while True:
             if not self._span.is_begun:
@@ -82,7 +82,7 @@ class PythonCalls:
 
 
 class _Span:
-    """Finds where the first call ends in text that grows."""
+    """Finds the end of the first call in growing text."""
 
     def __init__(self) -> None:
         self._at = self._depth = 0
@@ -93,7 +93,7 @@ class _Span:
         return self._at > 0
 
     def length(self, text: str) -> int | None:
-        """Characters up to the parenthesis that closes the call; None: it is not there yet."""
+        """Return the number of characters up to the call's closing parenthesis; None before it has arrived."""
         while (found := _STRUCTURE.search(text, self._at)) is not None:
             mark, self._at = found[0], found.end()
             if mark == "\\":
@@ -159,7 +159,7 @@ class GemmaBody:
 
 
 def gemma_call(text: str) -> list[CallPart] | None:
-    """Return the parts of one call as Gemma 4 writes it; None if it is no call."""
+    """Return the parts of one call in Gemma 4's format; None if it is no call."""
     head = _GEMMA_HEAD.match(text)
     if head is None:
         return None

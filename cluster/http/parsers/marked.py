@@ -11,17 +11,18 @@ from cluster.http.parsers.reasoning import ReasoningReader
 from cluster.http.parsers.tool_calls import CallReader
 from cluster.http.schema.chat_reply import FunctionDelta, ToolCallDelta
 
-CallIds = Callable[[str, int], str]  # of a function's name and the call's number in the answer
+CallIds = Callable[[str, int], str]  # arguments: a function's name and the call's number in the answer
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 def random_id(name: str, number: int) -> str:
-    """Nine letters and digits, the only form that Mistral's templates take back; 53 random bits."""
+    """Return nine letters and digits, the only form that Mistral's templates accept; 53 random bits."""
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 
 class CallDeltas:
-    """Parts of calls as the reply's deltas. parallel: whether more than the first is shown. ids: of calls."""
+    """Converts parts of calls to the reply's deltas. parallel: whether to show more than the first call. ids: makes ids
+    of calls."""
 
     def __init__(self, parallel: bool, ids: CallIds = random_id) -> None:
         self._parallel = parallel
@@ -29,7 +30,7 @@ class CallDeltas:
         self._num = 0
 
     def of(self, parts: list[CallPart]) -> tuple[ToolCallDelta, ...]:
-        """Return the deltas of more parts."""
+        """Return the deltas of further parts."""
         deltas = []
         for name, arguments in parts:
             self._num += name is not None
@@ -49,7 +50,7 @@ class CallDeltas:
 
 
 class MarkedParser:
-    """reasoning, calls: None where the answer has none. ids: of calls."""
+    """reasoning, calls: None for answers without. ids: makes ids of calls."""
 
     def __init__(
         self, reasoning: ReasoningReader | None, calls: CallReader | None, parallel: bool, ids: CallIds = random_id

@@ -1,4 +1,4 @@
-"""Marks in text that comes in pieces."""
+"""Finds marks in streamed text."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from cluster.http.text.stop_strings import start_of_partial
 
 
 class Cut(NamedTuple):
-    """Text cut at the first mark. after: what follows the mark; without one, the end that may begin a mark."""
+    """Text cut at the first mark. after: the text after the mark; without a mark, the end that may start one."""
 
     before: str
     mark: str | None
@@ -16,7 +16,8 @@ class Cut(NamedTuple):
 
 
 def cut(text: str, marks: tuple[str, ...]) -> Cut:
-    """`text` at the earliest of `marks`, none of which begins another; white space in front of one stays with it."""
+    """Cut `text` at the earliest of `marks`, none of which is a prefix of another. White space before a mark stays with
+    it."""
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     if found:
         at, mark = min(found)
@@ -44,9 +45,9 @@ THINKING_MARKS: dict[OutputParserName, tuple[str, str]] = {
     "gemma4": ("<|channel>thought", "<channel|>"),
     "pythonic": _THINK,
 }
-# The beginning of calls, for models that may call from within their reasoning (Qwen3.5).
+# Start of calls, for models that may call within their reasoning (Qwen3.5).
 CALLS_IN_THINKING: dict[OutputParserName, str] = {"qwen3_coder": "<tool_call>\n<function="}
-# Marks that a parser looks for: they are in its text even if they are special tokens. None: all special tokens are.
+# A parser's marks, which its text contains even if they are special tokens. None: it contains all special tokens.
 MARKS: dict[OutputParserName, tuple[str, ...] | None] = {
     "text": (),
     "think": _THINK,

@@ -32,12 +32,12 @@ class OutputParser(Protocol):
     """State of one choice while it is parsed."""
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """Return what the next piece adds. Text may be held back until its kind is clear. With the last piece, whose
-        `finish` is set, all of it comes out, and the delta's `finish` is set, too."""
+        """Return what the next piece adds. Text may be held back until its kind is clear. The last piece, whose
+        `finish` is set, releases all of it, and the delta's `finish` is set, too."""
 
 
 class TextParser:
-    """Takes all text for content."""
+    """Treats all text as content."""
 
     def push(self, piece: Piece) -> ReplyDelta:
         """See `OutputParser`."""

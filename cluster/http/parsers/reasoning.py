@@ -1,4 +1,4 @@
-"""Reasoning in front of an answer, between two marks."""
+"""Separates reasoning before an answer, between two marks."""
 
 from cluster.http.parsers.marks import cut
 
@@ -9,41 +9,41 @@ class ReasoningReader:
     """Separates reasoning from content.
 
     opens, closes: the marks.
-    prompt: the prompt's text; if it ends in the opening mark, the answer begins with reasoning.
-    call: beginning of a tool call, for models that may call from within their reasoning and leave out the closing mark
-        (vllm-project/vllm#35687). Reasoning may also have drafts of calls. So a call is held until the answer ends with
-        it; it is reasoning if anything follows.
+    prompt: the prompt's text; if it ends in the opening mark, the answer starts with reasoning.
+    call: start of a tool call, for models that may call within their reasoning without the closing mark
+        (vllm-project/vllm#35687). Reasoning may also contain drafts of calls. So a call is held back until the answer
+        ends with it; it is reasoning if text follows.
     """
 
     def __init__(self, opens: str, closes: str, prompt: str, call: str = "") -> None:
         self._opens = opens
         self._closes = closes
         self._marks = (closes, call) if call else (closes,)
-        self._call = ""  # held: a call in the thinking, and what follows it
+        self._call = ""  # held back: a call within reasoning, and the text after it
         self._held = ""
         self._inside = prompt.rstrip().endswith(opens)
         self._started = self._inside
         self._ended = False
-        self._shown = False  # something of the reasoning
-        self._at_start = False  # of the content after reasoning
+        self._shown = False  # whether any reasoning was shown
+        self._at_start = False  # whether the text is at the start of the content after reasoning
 
     @property
     def is_over(self) -> bool:
-        """Whether all that follows is content."""
+        """Whether all further text is content."""
         return self._ended and not self._at_start
 
     @property
     def is_inside(self) -> bool:
-        """Whether the text is in the reasoning now."""
+        """Whether the text is inside the reasoning."""
         return self._inside
 
     @property
     def is_possible(self) -> bool:
-        """Whether the text is reasoning, or may still begin with it."""
+        """Whether the text is reasoning, or may still start with it."""
         return not self._ended
 
     def take(self, text: str, end: bool) -> tuple[str, str]:
-        """(reasoning, content) that more text adds. White space around the marks is not shown. end: none follows."""
+        """Return reasoning and content of further text, without white space around the marks. end: no text follows."""
         if self.is_over:
             return "", text
         text, self._held = self._held + text, ""
@@ -74,7 +74,7 @@ class ReasoningReader:
         return reasoning, text
 
     def _in_call(self, text: str, end: bool) -> tuple[str, str]:
-        """`take` after a call has begun in the thinking."""
+        """Do `take` after the start of a call within reasoning."""
         seen = max(0, len(self._call) - len(self._closes))
         self._call += text
         at = self._draft_end(self._call.find(self._closes, seen))
@@ -89,8 +89,8 @@ class ReasoningReader:
         return (draft.rstrip() if rest.startswith(self._closes) else draft) + more, content
 
     def _draft_end(self, closed: int) -> int:
-        """Return the place where reasoning goes on or ends after drafts of calls; -1 while they may be the answer's
-        calls. closed: place of the closing mark; -1: there is none."""
+        """Return the position where reasoning continues or ends after drafts of calls; -1 while they may be the
+        answer's calls. closed: position of the closing mark; -1 without one."""
         marks = (self._closes, *self._marks[1:])
         at = self._call.find(CALL_END)
         while at >= 0 and (closed < 0 or at < closed):
@@ -102,7 +102,7 @@ class ReasoningReader:
         return closed
 
     def _start(self, text: str, end: bool) -> str:
-        """Decide whether the answer begins with thinking; gives the text after the opening mark."""
+        """Decide whether the answer starts with reasoning; return the text after the opening mark."""
         stripped = text.lstrip()
         if stripped.startswith(self._opens):
             self._started = self._inside = True

@@ -7,20 +7,20 @@ from cluster.http.parsers.output_parser import ReplyDelta
 
 
 class ReasoningTokens:
-    """Counts the tokens whose text came as reasoning, without the marks around it.
+    """Counts the tokens of the reasoning's text, without the marks around it.
 
-    A parser holds text back and strips white space, so the reasoning is looked for in the text of the tokens.
+    A parser holds text back and strips white space, so the reasoning is searched in the text of the tokens.
     """
 
     def __init__(self) -> None:
-        self._text = b""  # of the tokens before the reasoning begins
-        self._ends: list[int] = []  # of each token's bytes in the answer's
-        self._start = -1  # of the reasoning's bytes
+        self._text = b""  # text of the tokens, until the reasoning starts
+        self._ends: list[int] = []  # end of each token's bytes in the answer's
+        self._start = -1  # start of the reasoning's bytes
         self._num_bytes = 0
         self._is_over = False
 
     def push(self, delta: ReplyDelta, token_bytes: Iterable[bytes]) -> None:
-        """token_bytes: of the tokens of the piece that became `delta`."""
+        """token_bytes: bytes of the tokens of `delta`'s piece."""
         if self._is_over:
             return
         for each in token_bytes:
@@ -35,7 +35,7 @@ class ReasoningTokens:
 
     @property
     def num(self) -> int:
-        """Reasoning tokens so far."""
+        """Number of reasoning tokens so far."""
         if not self._num_bytes:
             return 0
         end = self._start + self._num_bytes

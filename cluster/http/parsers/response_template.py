@@ -1,5 +1,5 @@
-"""Answers of checkpoints with a response template (tokenizer_config.json), read by transformers, whose module for it
-imports no torch."""
+"""Parses answers of checkpoints with a response template (tokenizer_config.json). transformers' module for it imports
+no torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,8 @@ class _EventParser(Protocol):
 
 
 class ResponseTemplateParser:
-    """template: the checkpoint's. prompt: its text. tools: as the chat template gets them; none: calls are not read."""
+    """template: the checkpoint's template. prompt: text of the prompt. tools: in the chat template's form; none: calls
+    are not parsed."""
 
     def __init__(
         self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]], parallel: bool
@@ -54,12 +55,12 @@ class ResponseTemplateParser:
     def _last_events(self) -> list[dict[str, Any]]:
         try:
             return self._parser.finalize()[1]
-        except ValueError:  # an answer cut by length lacks what the template requires
+        except ValueError:  # an answer cut by length lacks parts that the template requires
             return []
 
 
 def _parts(value: Any) -> list[CallPart]:
-    """Calls of a field's value, which is one call or several."""
+    """Return the calls in a field's value, which is one call or several."""
     parts = []
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else {}

@@ -29,7 +29,7 @@ from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.text.harmony_prompt import MARKS
 from cluster.http.text.tokenizer import ChatTokenizer
 
-_Maker = Callable[[EdgeRequest, str, ChatTokenizer], OutputParser]  # of the request, its prompt's text
+_Maker = Callable[[EdgeRequest, str, ChatTokenizer], OutputParser]  # arguments: request, prompt text, tokenizer
 
 
 def _marked(
@@ -38,8 +38,8 @@ def _marked(
 ) -> _Maker:
     """Return a maker of parsers by marks.
 
-    calls: makes the reader of calls from the tools as the chat template gets them.
-    ids: ids of calls, by the prompt.
+    calls: makes the reader of calls, given the tools in the chat template's form.
+    ids: makes ids of calls, given the prompt.
     """
 
     def make(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
@@ -60,7 +60,7 @@ def _kimi_ids(prompt: str) -> CallIds:
 
 def _harmony(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
     names = {tool["function"]["name"] for tool in request.tools}
-    # a grammar spells marks as characters, which other tokens may produce, too
+    # a grammar defines marks by characters, which other tokens may also produce
     ids = {} if request.is_constrained else tokenizer.added_ids(MARKS)
     return HarmonyParser(request.reads_calls, request.parallel_calls, ids, names, prompt)
 

@@ -1,4 +1,4 @@
-"""Tool calls between marks, as each family of models writes them."""
+"""Parses tool calls between marks, for each family of models."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,21 +19,21 @@ class CallReader(Protocol):
     """Finds the calls of one answer."""
 
     def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
-        """Return (content, parts of calls) that more text adds. Text may be held back unless it is the end."""
+        """Return content and parts of calls in further text. Text may be held back except at the end."""
 
 
 class CallBody(Protocol):
     """Reads the calls after a mark, until they end."""
 
     def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """Return parts of calls, and the rest that belongs to none once they are over. end: no text follows."""
+        """Return parts of calls, and the text after the calls once they have ended. end: no text follows."""
 
 
 class NamedCall:
     """A name, then its arguments as a JSON object.
 
     head: matches up to the arguments; group 1 is the name.
-    tail: the mark that ends the call, up to which nothing is shown; "": none.
+    tail: the mark that ends the call, before which no text is shown; "": none.
     """
 
     def __init__(self, head: re.Pattern[str], tail: str = "") -> None:
@@ -86,7 +86,7 @@ class MistralBody:
 
 
 class MarkedCalls:
-    """Calls after a mark. marks: makers of the body after each mark; None: the mark is only left out."""
+    """Calls after a mark. marks: makers of the body after each mark; None: the mark is dropped."""
 
     def __init__(self, marks: Mapping[str, Callable[[], CallBody] | None]) -> None:
         self._marks = marks
@@ -133,7 +133,7 @@ class MarkedCalls:
 
 
 class Llama3Calls:
-    """An answer of Llama 3.x is either calls from its beginning on, or content."""
+    """An answer of Llama 3.x is either calls from its start, or content."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -193,7 +193,8 @@ def kimi_calls() -> CallReader:
 
 
 def listed_calls(*left_out: str) -> CallReader:
-    """<|tool_call|> and calls in JSON, in an array or not: Granite 3, Phi-4-mini. left_out: further marks."""
+    """<|tool_call|> and calls in JSON, in an array or not: Granite 3, Phi-4-mini. left_out: further marks, which are
+    dropped."""
     return MarkedCalls({"<|tool_call|>": CallList, **dict.fromkeys(left_out)})
 
 
@@ -203,7 +204,7 @@ def gemma_calls() -> CallReader:
 
 
 def xml_calls(tools: Sequence[Mapping[str, Any]]) -> CallReader:
-    """XML (`cluster.http.parsers.xml_calls`): Qwen3-Coder, Qwen3.5 and later. tools: their schemas say which values are
+    """XML (`cluster.http.parsers.xml_calls`): Qwen3-Coder, Qwen3.5 and later. tools: schemas define which values are
     text."""
     types = types_of_tools(tools)
     return MarkedCalls(
@@ -226,7 +227,7 @@ def minimax_calls(tools: Sequence[Mapping[str, Any]]) -> CallReader:
 
 
 def seed_calls(tools: Sequence[Mapping[str, Any]]) -> CallReader:
-    """<seed:tool_call> and calls as Qwen3-Coder writes them: Seed-OSS."""
+    """<seed:tool_call> and calls in Qwen3-Coder's format: Seed-OSS."""
     return _in_tags("<seed:tool_call>", SEED, tools)
 
 

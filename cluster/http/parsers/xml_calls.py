@@ -1,4 +1,4 @@
-"""Tool calls written as XML, turned into JSON arguments while they are written. Qwen3-Coder, Qwen3.5 and later:
+"""Converts streamed XML tool calls to JSON arguments. Qwen3-Coder, Qwen3.5 and later:
 
     <tool_call>
     <function=NAME>
@@ -9,7 +9,7 @@
     </tool_call>
 
 Other families have other tags: `XmlForm`. A value is text or JSON, and only the tool's schema says which
-(`cluster.http.parsers.argument_types`). Text is streamed; any other value comes out whole.
+(`cluster.http.parsers.argument_types`). Text is streamed; other values are returned whole.
 """
 
 import json
@@ -28,9 +28,9 @@ from cluster.http.parsers.marks import cut
 class XmlForm:
     """The tags of a family, from after the mark that opens a call.
 
-    opens, head: how a function begins; group 1 of `head` is its name. "": with the name itself.
+    opens, head: start of a function; group 1 of `head` is its name. opens "": the name itself.
     key, key_end: around a parameter's name; `key_end` ends where its value begins.
-    value_end, function_end, call_end: what closes each; "": nothing does.
+    value_end, function_end, call_end: closing tags; "": none.
     has_breaks: a line break after a value's opening tag, and one before its closing one, belong to the form.
     """
 
@@ -85,8 +85,7 @@ class XmlCalls:
     """A `cluster.http.parsers.tool_calls.CallBody`: the functions of one `<tool_call>`.
 
     types: argument types of each tool, by its name.
-    opened: the text begins after `<function=`, because some models leave `<tool_call>` out. Only names of tools count
-        then.
+    opened: the text starts after `<function=`, because some models omit `<tool_call>`. Then only names of tools count.
     """
 
     def __init__(self, types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: bool = False) -> None:
@@ -164,19 +163,19 @@ class _Call:
 class _Value:
     """One parameter's value.
 
-    types: of JSON that it may have; empty: any.
+    types: its possible JSON types; empty: any.
     """
 
     def __init__(self, types: frozenset[str], form: XmlForm) -> None:
         self._types = types
         self._form = form
         self._is_text = types == {"string"}
-        self._read: list[str] = []  # of a value that is no text
+        self._read: list[str] = []  # pieces of a value that is no text
         self._held = ""
         self._begun = False
 
     def take(self, text: str, end: bool) -> tuple[str, str | None]:
-        """JSON of more of the value, and the rest of the text once it is complete."""
+        """Return the JSON of further text of the value, and the rest of the text once it is complete."""
         text, self._held = self._held + text, ""
         if not self._begun:
             if not text and not end:
@@ -198,10 +197,10 @@ class _Value:
 
 
 def _cut_value(text: str, end: bool, form: XmlForm) -> tuple[str, str, str | None]:
-    """Return (value, text that may begin its end, text after its end or None).
+    """Return value, text that may start its end, and text after its end or None.
 
-    A value ends at its closing tag. If a model leaves that out, it ends where the call does, which is less sure: text
-    may have `</function>` in it.
+    A value ends at its closing tag. If a model omits that, it ends with the call, which is less certain: text may
+    contain `</function>`.
     """
     at = text.find("<")
     while at >= 0:
@@ -225,7 +224,7 @@ def _cut_value(text: str, end: bool, form: XmlForm) -> tuple[str, str, str | Non
 
 
 def _with_break(value: str, tail: str, form: XmlForm) -> tuple[str, str, None]:
-    """Return `tail` with a line break in front of it, which may be the one before the end."""
+    """Return `tail` with the line break before it, which may be the one before the end."""
     kept = value.removesuffix("\n") if form.has_breaks else value
     return kept, value[len(kept) :] + tail, None
 
@@ -238,7 +237,7 @@ def _may_begin_function(text: str, form: XmlForm) -> bool:
 
 
 def _escaped(text: str) -> str:
-    """Return the text as it stands inside a JSON string."""
+    """Return the text escaped for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -247,6 +246,6 @@ def _parts(arguments: str) -> list[CallPart]:
 
 
 def types_of_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, ArgumentTypes]:
-    """Return the argument types of each function, by its name. tools: as the chat template gets them."""
+    """Return the argument types of each function, by its name. tools: in the chat template's form."""
     functions = (tool.get("function", tool) for tool in tools)
     return {function["name"]: ArgumentTypes.of_schema(function.get("parameters")) for function in functions}

@@ -1,4 +1,4 @@
-"""Requests whose prompts differ in more than their text, as one request. Called by the routes."""
+"""Joins requests of one prompt each to one request. Called by the routes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from cluster.http.text.tokenizer import ChatTokenizer
 
 
 async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
-    """The chats of a batch as one request with a prompt for each. Raises ApiError."""
+    """Return the chats of a batch as one request with a prompt for each. Raises ApiError."""
     if len(body.messages) > config.max_choices:
         raise invalid("messages", f"{len(body.messages)} conversations are more than {config.max_choices}")
     values = {name: getattr(body, name) for name in body.model_fields_set - {"messages", *(body.model_extra or ())}}
@@ -29,7 +29,7 @@ async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatT
 
 
 def joined_request(requests: Sequence[EdgeRequest]) -> EdgeRequest:
-    """Return one request for requests of one prompt each, which differ in prompts, choices and echoes alone."""
+    """Return one request for requests of one prompt each, which differ only in prompts, choices and echoes."""
     return dataclasses.replace(
         requests[0],
         prompts=[request.prompts[0] for request in requests],

@@ -1,7 +1,6 @@
-"""A checked body as the request that the engine gets: prompts as tokens and one `SamplingParams` per choice.
+"""Converts a checked body to the engine's request: prompts as tokens, and one `SamplingParams` per choice.
 
-Checks that need the model (length, vocabulary) or several parameters together are made here, in `limits` and in
-`reasoning`.
+Checks that depend on the model (length, vocabulary) or on several parameters are here, in `limits` and in `reasoning`.
 """
 
 import dataclasses
@@ -44,10 +43,10 @@ from workers.scheduling.plan import Grammar, SamplingParams
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How the tokens of a choice become its text.
+    """How to convert the tokens of a choice to text.
 
-    eos_token_ids: the model's own among the stop tokens.
-    echo_only: the reply has nothing after the prompt.
+    eos_token_ids: stop tokens that are the model's end of sequence.
+    echo_only: the reply contains only the prompt.
     """
 
     eos_token_ids: frozenset[int]
@@ -71,16 +70,15 @@ class EdgeRequest:
     """A request ready to run.
 
     choices: prompt by prompt, n of each.
-    echo: texts in front of the answers, one per prompt, or none.
-    prompt_texts: of chats, one per prompt.
-    logprobs: as in SamplingParams.
-    prompt_logprobs: the same, of prompts. echo_logprobs: whether echoes have them.
-    tools: as the chat template gets them.
+    echo: texts before the answers, one per prompt, or none.
+    prompt_texts: texts of chat prompts, one per prompt.
+    logprobs: as in SamplingParams. prompt_logprobs: the same for prompts. echo_logprobs: whether echoes have them.
+    tools: in the chat template's form.
     thinking_budget: None for no limit.
-    include_reasoning: whether the reply shows what the model thinks. separate_reasoning: apart from the content.
-        stream_reasoning: while it thinks.
-    reads_calls: whether the answer's parser looks for tool calls. parallel_calls: and shows more than the first.
-    The rest says how the answer is shown.
+    include_reasoning: whether the reply shows reasoning. separate_reasoning: in a field of its own. stream_reasoning:
+        as it arrives.
+    reads_calls: whether the parser searches tool calls. parallel_calls: whether it shows more than the first.
+    The other fields describe how to show the answer.
     """
 
     chat: bool
@@ -111,7 +109,7 @@ class EdgeRequest:
 
     @property
     def grammars(self) -> list[Grammar]:
-        """Those that answers follow, each once."""
+        """The answers' grammars, without repetition."""
         found = (choice.sampling.grammar for choice in self.choices)
         return list(dict.fromkeys(grammar for grammar in found if grammar is not None))
 
@@ -140,7 +138,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     request = _request(body, [prompt], _chat_echo(body), logprobs, max_tokens, config, tokenizer)
     first, template = request.choices[0], tokenizer.template_source
     maker = GrammarMaker(config, first.form.eos_token_ids)
-    if body.allowed_token_ids or body.bad_words:  # of the whole answer, thinking included
+    if body.allowed_token_ids or body.bad_words:  # holds for the whole answer, including reasoning
         grammar = first.sampling.grammar
         if calls.forced or any(tool.function.strict for tool in calls.tools):
             raise invalid("tools", "calls that are constrained cannot be combined with allowed_token_ids or bad_words")
@@ -166,7 +164,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
 
 
 async def chat_prompt_of(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> list[int]:
-    """The tokens of a chat's prompt; some more than the model's length are allowed. Raises ApiError."""
+    """Return the tokens of a chat's prompt, which may be a few more than the model's length. Raises ApiError."""
     check_model(body.model, config)
     text = await _chat_text(body, tool_calling(body, chat_parser(config)), tokenizer)
     return await encode_prompt(text, False, "messages", tokenizer, config)
@@ -179,7 +177,7 @@ async def _chat_prompt(
     config: EdgeConfig,
     tokenizer: ChatTokenizer,
 ) -> tuple[str, list[int]]:
-    """The text of a chat's prompt, and its tokens."""
+    """Return the text and the tokens of a chat's prompt."""
     if body.input_ids is not None:
         prompt = check_token_ids("input_ids", body.input_ids, tokenizer)
         return await tokenizer.decode_long(prompt), prompt
@@ -231,8 +229,8 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """64 bits for choice `index`. The first takes the seed itself, so that asking for more choices does not change
-    it."""
+    """Return 64 bits for choice `index`. The first choice has the seed itself, so that it does not depend on the number
+    of choices."""
     seed &= 2**64 - 1
     if index == 0:
         return seed
@@ -275,7 +273,7 @@ def _request(
         if sampling.min_tokens > budget:
             raise invalid("min_tokens", f"min_tokens={sampling.min_tokens} is more than the {budget} tokens allowed")
         for i in range(n):
-            # A given seed means the same for each prompt of a batch as for that prompt alone.
+            # A seed gives each prompt of a batch the same answer as alone.
             seed = choice_seed(random_seed, p * n + i) if body.seed is None else choice_seed(body.seed, i)
             choices.append(Choice(p, msgspec.structs.replace(sampling, max_tokens=budget, seed=seed), form))
     options = body.stream_options

@@ -13,13 +13,13 @@ DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
 def check_model(name: str | None, config: EdgeConfig) -> None:
-    """Raises ApiError unless the model is served under this name."""
+    """Raise ApiError unless the model is served under this name."""
     if name is not None and name not in config.model_names:
         raise model_not_found(name, config.served_model_name)
 
 
 def num_choices(n: int | None, num_prompts: int, config: EdgeConfig) -> int:
-    """Choices per prompt. Raises ApiError."""
+    """Return the number of choices per prompt. Raises ApiError."""
     n = 1 if n is None else n
     if not 1 <= n <= config.max_n:
         raise invalid("n", f"n must be from 1 to {config.max_n}")
@@ -33,8 +33,8 @@ def num_choices(n: int | None, num_prompts: int, config: EdgeConfig) -> int:
 def truncation_of(
     body: ChatCompletionRequest | CompletionRequest, max_tokens: int | None, config: EdgeConfig
 ) -> Truncation | None:
-    """The part of a prompt that `truncate_prompt_tokens` keeps, None for all of it: its end, or its beginning with
-    `truncation_side: right`. -1 keeps as many tokens as leave room for the answer. Raises ApiError."""
+    """Return the part of a prompt that `truncate_prompt_tokens` keeps: its end, or its start with `truncation_side:
+    right`; None for all of it. -1 keeps as many tokens as leave room for the answer. Raises ApiError."""
     limit = body.truncate_prompt_tokens
     if limit is None:
         return None
@@ -46,7 +46,7 @@ def truncation_of(
 
 
 def answer_tokens(prompt_len: int, max_tokens: int | None, chat: bool, config: EdgeConfig) -> int:
-    """Tokens that the answer to a prompt of `prompt_len` tokens may have. Raises ApiError."""
+    """Return the maximum number of tokens of an answer to a prompt of `prompt_len` tokens. Raises ApiError."""
     param = "messages" if chat else "prompt"
     if prompt_len == 0:
         raise invalid(param, f"{param} must contain at least one token")
@@ -70,7 +70,7 @@ def answer_tokens(prompt_len: int, max_tokens: int | None, chat: bool, config: E
 
 
 def stop_strings(stop: Any, config: EdgeConfig) -> tuple[str, ...]:
-    """The stop strings of a request. Raises ApiError."""
+    """Return the stop strings of a request. Raises ApiError."""
     entries: Sequence[Any] = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(entries, list):
         raise invalid("stop", "stop must be a string or a list of strings")
@@ -85,7 +85,7 @@ def stop_strings(stop: Any, config: EdgeConfig) -> tuple[str, ...]:
 def check_scores(
     body: ChatCompletionRequest | CompletionRequest, num_top: int, num_tokens: int, config: EdgeConfig
 ) -> None:
-    """Raises ApiError for too many log-probabilities of prompts.
+    """Raise ApiError for too many log-probabilities of prompts.
 
     num_tokens: prompt tokens of all choices. num_top: likely tokens reported for each; -1: none."""
     if body.prompt_logprobs is not None and body.stream:
@@ -94,7 +94,7 @@ def check_scores(
 
 
 def check_total_scores(num_top: int, num_tokens: int, param: str, config: EdgeConfig) -> None:
-    """As `check_scores`. param: what asked for them."""
+    """Do `check_scores` for a whole request. param: the parameter that requested them."""
     if num_top >= 0 and num_tokens * (1 + num_top) > config.max_prompt_logprobs:
         raise invalid(
             param,

@@ -1,5 +1,4 @@
-"""/v1/messages as a chat: Anthropic's turns and blocks as messages, and the bodies of one as the bodies of the other.
-Raises ApiError."""
+"""Converts requests to /v1/messages to chats, with Anthropic's turns and blocks as messages. Raises ApiError."""
 
 import json
 from collections.abc import Sequence
@@ -71,7 +70,7 @@ class MessagesApiError(ApiError):
 
 
 def to_messages_error(error: ApiError) -> ApiError:
-    """`error` in Anthropic's form, by the names of a request to /v1/messages."""
+    """Return `error` in Anthropic's form, with the parameter names of /v1/messages."""
     param = error.param
     if param is not None:
         name, dot, rest = param.partition(".")
@@ -92,7 +91,7 @@ def error_detail(error: ApiError) -> MessagesErrorDetail:
 def messages_chat(
     body: CountTokensRequest | MessagesRequest, template: str, parser: OutputParserName
 ) -> ChatCompletionRequest:
-    """The chat that a request amounts to. template, parser: of the model's chats."""
+    """Return the equivalent chat. template, parser: of the model's chats."""
     values: dict[str, Any] = body.model_dump(include=set(_SAME_NAMES))
     messages = chat_messages(body.system, body.messages)
     values |= {"messages": messages, "reasoning_effort": _effort(body, template, parser)}
@@ -113,8 +112,8 @@ def messages_chat(
 
 
 def chat_messages(system: str | Sequence[TextParam] | None, turns: Sequence[MessageParam]) -> list[MessageDict]:
-    """The conversation. A turn with results of tools is a message for each, then one of its text; texts of one turn are
-    joined by line ends."""
+    """Return the conversation. A turn with tool results becomes a message per result, then one of its text. Texts of
+    one turn are joined by line ends."""
     messages: list[MessageDict] = []
     if system is not None:
         messages.append({"role": "system", "content": _text(system)})
@@ -177,8 +176,8 @@ def has_reasoning_effort(template: str) -> bool:
 
 
 def _effort(body: CountTokensRequest, template: str, parser: OutputParserName) -> str | None:
-    """`thinking` and `output_config.effort` as a chat's reasoning_effort. Where the template has no switch, a model
-    thinks or not by itself."""
+    """Return `thinking` and `output_config.effort` as a chat's reasoning_effort. Without a switch in the template, the
+    model decides whether to think."""
     effort = None
     if body.output_config is not None and has_reasoning_effort(template):
         effort = body.output_config.effort

@@ -1,4 +1,4 @@
-"""A request to SGLang's own route as those to /v1/completions that it amounts to."""
+"""Converts requests to SGLang's own route to requests to /v1/completions."""
 
 import re
 from typing import Any
@@ -17,7 +17,7 @@ from cluster.http.schema.request import CompletionRequest
 from cluster.http.text.tokenizer import ChatTokenizer
 
 _FIELDS = frozenset(NativeSampling.model_fields)
-# SGLang's names that differ from ours.
+# SGLang's names that differ from the completion's.
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _OURS_TO_THEIRS = {"prompt": "text", "prompt_logprobs": "logprob_start_len"} | {
     ours: name for name, ours in _NAMES.items()
@@ -25,7 +25,7 @@ _OURS_TO_THEIRS = {"prompt": "text", "prompt_logprobs": "logprob_start_len"} | {
 
 
 async def native_request(body: NativeRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
-    """The request with `n` choices for each prompt. Raises ApiError."""
+    """Return the request with `n` choices for each prompt. Raises ApiError."""
     if (body.text is None) == (body.input_ids is None):
         raise invalid("text", "give either text or input_ids")
     prompts, given = _prompts(body), body.sampling_params
@@ -59,7 +59,7 @@ def has_several(body: NativeRequest) -> bool:
 
 
 def _prompts(body: NativeRequest) -> Any:
-    """Return what the request gives, one prompt or a list of them."""
+    """Return the request's prompt or list of prompts."""
     return body.input_ids if body.text is None else body.text
 
 
@@ -71,8 +71,8 @@ async def _request(
     tokenizer: ChatTokenizer,
     index: int | None = None,
 ) -> EdgeRequest:
-    """The request for a prompt or a list of them with the same sampling parameters. index: of the prompt in the body's
-    list. Raises ApiError, by the body's names."""
+    """Return the request for a prompt, or a list of prompts with the same sampling parameters. index: index of the
+    prompt in the body's list. Raises ApiError with the body's parameter names."""
     where = "" if index is None else f"[{index}]"
     try:
         without_refused(sampling.model_extra or {}, NativeSampling.refused)
@@ -87,13 +87,13 @@ async def _request(
 
 
 def _completion(body: NativeRequest, prompt: Any, sampling: NativeSampling) -> CompletionRequest:
-    """The completion that a request amounts to. Raises ApiError and ValidationError."""
+    """Return the equivalent completion. Raises ApiError and ValidationError."""
     given = sampling.model_dump(exclude_none=True, include=set(_FIELDS))
     values = {_NAMES.get(name, name): value for name, value in given.items()}
     if (tag := values.pop("structural_tag", None)) is not None:
         values["structured_outputs"] = {"structural_tag": tag}
     values.setdefault("max_tokens", DEFAULT_NEW_TOKENS)
-    values["echo"] = values["max_tokens"] == 0  # which asks for the prompt's log-probabilities alone
+    values["echo"] = values["max_tokens"] == 0  # which requests only the prompt's log-probabilities
     values |= {"prompt": prompt, "stream": body.stream, "rid": body.rid, "return_token_ids": True}
     if body.return_logprob:
         values["logprobs"] = body.top_logprobs_num or 0
@@ -105,14 +105,15 @@ def _completion(body: NativeRequest, prompt: Any, sampling: NativeSampling) -> C
 
 
 def scored_from(body: NativeRequest) -> int | None:
-    """Return the first prompt token whose log-probability is wanted, or None. It matters only with return_logprob;
-    clients send it always."""
+    """Return the first prompt token with a requested log-probability, or None. It has an effect only with
+    return_logprob, but clients always send it."""
     start = body.logprob_start_len
     return start if body.return_logprob and start is not None and start >= 0 else None
 
 
 def _to_native_error(error: ApiError, where: str) -> ApiError:
-    """An error of the completion by the names of the request. where: index in its list of prompts, in brackets."""
+    """Return an error of the completion with the request's parameter names. where: index in its list of prompts, in
+    brackets."""
     name = error.param
     if name is None:
         return error

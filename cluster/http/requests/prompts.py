@@ -1,4 +1,4 @@
-"""Prompts of every form a client may send, as token ids. Raises ApiError for what cannot be one."""
+"""Converts prompts of all forms to token ids. Raises ApiError for invalid ones."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,10 +24,10 @@ async def encode_prompt(
     config: EdgeConfig,
     kept: Truncation | None = None,
 ) -> list[int]:
-    """The tokens of a prompt's text. One that must have more than the model's length is refused before the work, unless
-    a part of its tokens is `kept`; a few more may come."""
+    """Return the tokens of a prompt's text. A text that is certainly longer than the model's length is refused before
+    the work, unless only a part of its tokens is `kept`; a few more tokens are possible."""
     longest = config.max_bytes_per_token or tokenizer.longest_token_bytes
-    # len(text) characters are at least as many bytes; counting those copies the text.
+    # A text has at least len(text) bytes; counting bytes copies it.
     if kept is None and longest and len(text) > longest * config.max_model_len:
         raise _too_long(f"{len(text)} characters, which are more tokens in any case", param, config)
     try:
@@ -52,7 +52,8 @@ async def chat_text(
     tools: Sequence[Tool] = (),
     continue_final_message: bool = False,
 ) -> ChatText:
-    """Messages through the model's template. variables: `chat_template_kwargs`, further names the template may use."""
+    """Render messages with the model's template. variables: `chat_template_kwargs`, further variables of the
+    template."""
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     _check_variables(variables or {})
     if continue_final_message and add_generation_prompt:
@@ -66,7 +67,8 @@ async def chat_text(
 
 
 def _cut_after(content: str, chat: ChatText) -> ChatText:
-    """A rendered chat without what the template writes after its last message's content, which it may strip."""
+    """Return a rendered chat without the template's text after the last message's content, which the template may
+    strip."""
     at = chat.text.rfind(content.strip())
     if not content.strip() or at < 0:
         raise invalid(
@@ -113,12 +115,12 @@ def listed_prompts(prompt: Any, max_prompts: int, tokenizer: ChatTokenizer) -> l
 
 
 def check_token_ids(param: str, ids: Any, tokenizer: ChatTokenizer) -> list[int]:
-    """`ids`, if it is a list of tokens of the vocabulary."""
+    """Return `ids` if it is a list of tokens of the vocabulary."""
     if not isinstance(ids, list):
         raise invalid(param, f"{param} must be a list of token ids")
     last = tokenizer.vocab_size - 1
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= last:
-        return list(ids)  # several times faster than the search for the culprit, for prompts of 100 000 tokens
+        return list(ids)  # several times faster than the search for the invalid id, for prompts of 100,000 tokens
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token <= last:
             raise invalid(f"{param}[{i}]", f"{param}[{i}] must be a token id from 0 to {last}")
@@ -126,7 +128,7 @@ def check_token_ids(param: str, ids: Any, tokenizer: ChatTokenizer) -> list[int]
 
 
 def _turn(message: Message, where: str) -> dict[str, Any]:
-    """One message as templates expect it: plain text content, tool arguments as objects, no empty fields."""
+    """Return a message in the form of templates: plain text content, tool arguments as objects, no empty fields."""
     if message.role != "assistant":
         for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
             if getattr(message, name):
@@ -148,14 +150,14 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
 
 
 def content_text(content: str | Sequence[TextPart | RefusalPart]) -> str:
-    """A content's text. Parts are joined by line ends, as vLLM joins them."""
+    """Return a content's text. Parts are joined by line ends, as in vLLM."""
     if isinstance(content, str):
         return content
     return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 
 def _tool_call(call: MessageToolCall, where: str) -> dict[str, Any]:
-    """A call from an earlier answer; its arguments travel as a JSON text, and templates expect the object."""
+    """Return a call of an earlier answer with its arguments, sent as JSON text, as an object for templates."""
     arguments = call.function.arguments
     if not isinstance(arguments, dict):
         try:

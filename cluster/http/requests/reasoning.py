@@ -9,7 +9,7 @@ from cluster.http.thinking_budget import ThinkingBudget
 
 
 def chat_parser(config: EdgeConfig) -> OutputParserName:
-    """The parser of chats' answers."""
+    """Return the parser of chats' answers."""
     assert config.output_parser != "auto", "the application's builder finds it"
     return config.output_parser
 
@@ -25,7 +25,8 @@ def separates_reasoning(body: ChatCompletionRequest, parser: OutputParserName) -
 async def thinking_budget(
     body: ChatCompletionRequest, parser: OutputParserName, tokenizer: ChatTokenizer
 ) -> ThinkingBudget | None:
-    """The request's limit of thinking tokens, None without one. Raises ApiError where thinking has no marks."""
+    """Return the request's limit of thinking tokens, None without one. Raises ApiError if the model's thinking has no
+    marks."""
     limit = body.thinking_token_budget
     if limit is None or limit < 0:
         return None

@@ -1,5 +1,4 @@
-"""/v1/responses as a chat: items of a conversation as messages, and the bodies of one as the bodies of the other.
-Raises ApiError."""
+"""Converts requests to /v1/responses to chats, with items as messages. Raises ApiError."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -33,14 +32,14 @@ _SAME_NAMES = (
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """document: as it was sent. messages: the conversation up to it and with it, without instructions."""
+    """document: the sent reply. messages: the conversation including it, without instructions."""
 
     document: bytes
     messages: Sequence[MessageDict]
 
 
 class ResponseStore:
-    """The last replies of one ingress. limit: how many; bytes_limit: of their documents and conversations."""
+    """The last replies of one ingress. limit: maximum number. bytes_limit: of documents and conversations."""
 
     def __init__(self, limit: int, bytes_limit: int) -> None:
         self._limit = limit
@@ -49,7 +48,7 @@ class ResponseStore:
         self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
 
     def put(self, response_id: str, response: StoredResponse, num_bytes: int) -> None:
-        """num_bytes: about what it takes. The oldest go until it fits."""
+        """Store a reply; drop the oldest ones until it fits. num_bytes: its approximate size."""
         self._stored[response_id] = response, num_bytes
         self._num_bytes += num_bytes
         while self._stored and (len(self._stored) > self._limit or self._num_bytes > self._bytes_limit):
@@ -72,7 +71,7 @@ class ResponseStore:
 
 
 def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> ChatCompletionRequest:
-    """The chat that a request amounts to. conversation: `input_messages`, with what went before."""
+    """Return the equivalent chat. conversation: `input_messages`, after the previous ones."""
     if body.background:
         raise unsupported("background", "a response is made while its client waits; leave it out, and stream")
     values: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAMES}
@@ -99,7 +98,7 @@ def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> Ch
 
 
 def to_responses_error(error: ApiError) -> ApiError:
-    """An error of a chat's body, by the names of a response's."""
+    """Return an error of the chat's body with the parameter names of /v1/responses."""
     for chat, own in (("messages", "input"), ("max_completion_tokens", "max_output_tokens")):
         if error.param is not None and error.param.startswith(chat):
             error.param = own
@@ -109,7 +108,7 @@ def to_responses_error(error: ApiError) -> ApiError:
 
 
 def input_messages(items: str | Sequence[Item]) -> list[MessageDict]:
-    """`input`, a text or items, as messages."""
+    """Return `input`, a text or items, as messages."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[MessageDict] = []
@@ -130,7 +129,7 @@ def input_messages(items: str | Sequence[Item]) -> list[MessageDict]:
 
 
 def output_messages(items: Sequence[OutputItem]) -> list[MessageDict]:
-    """The items of a reply as messages, for the turns after it."""
+    """Return the items of a reply as messages, for later turns."""
     messages: list[MessageDict] = []
     for item in items:
         if isinstance(item, ReasoningItem):
@@ -145,7 +144,7 @@ def output_messages(items: Sequence[OutputItem]) -> list[MessageDict]:
 
 
 def _add(messages: list[MessageDict], message: MessageDict) -> None:
-    """Items of one turn of the assistant (reasoning, content, calls, in this order) are one message."""
+    """Add a message. Items of one turn of the assistant (reasoning, content, calls, in this order) are one message."""
     last = messages[-1] if messages else {}
     if message["role"] != "assistant" or last.get("role") != "assistant":
         messages.append(message)

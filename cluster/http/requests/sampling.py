@@ -1,4 +1,5 @@
-"""A checked body's parameters as the engine's `SamplingParams`. Called by `cluster.http.requests.edge_request`."""
+"""Converts a checked body's parameters to the engine's `SamplingParams`. Called by
+`cluster.http.requests.edge_request`."""
 
 import hashlib
 
@@ -25,7 +26,7 @@ def sampling_params(
     temperature = _given(body.temperature, config.default_temperature, 1.0)
     top_p = _given(body.top_p, config.default_top_p, 1.0)
     top_k = max(0, int(_given(body.top_k, config.default_top_k, 0)))
-    # Scripts that were written for another model send its ids. Those that this model does not have end nothing.
+    # Scripts written for another model send its ids. Ids outside of this model's vocabulary have no effect.
     stop_tokens = eos.union(token for token in body.stop_token_ids or [] if token < tokenizer.vocab_size)
     if len(stop_tokens) > MAX_STOP_TOKEN_IDS:
         raise invalid(
@@ -75,5 +76,5 @@ def _logit_bias(given: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, 
 
 
 def _given(value: float | None, configured: float | None, otherwise: float) -> float:
-    """The request's value, else the configuration's or the model's, else `otherwise`."""
+    """Return the request's value, else the configuration's or the model's, else `otherwise`."""
     return next((each for each in (value, configured) if each is not None), otherwise)

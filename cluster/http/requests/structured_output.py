@@ -17,14 +17,14 @@ from workers.structured_output.json_schema import checked_schema
 from workers.structured_output.schema_keywords import UnsupportedSchemaError, check_pattern, pattern_fault
 
 ANY_OBJECT = {"type": "object"}
-# of `structured_outputs`: what the answer must be, and how it is written
+# keys of `structured_outputs`: constraints, and options of the format
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _STYLE = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback", "whitespace_pattern")
 MAX_CHOICE_ENTRIES = 1024
 
 
 class GrammarMaker:
-    """Makes grammars of one request. end_token_ids: on which its answer may end."""
+    """Makes grammars of one request. end_token_ids: tokens on which its answer may end."""
 
     def __init__(self, config: EdgeConfig, end_token_ids: frozenset[int]) -> None:
         self._config = config

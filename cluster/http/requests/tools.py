@@ -21,7 +21,8 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True)
 class ToolCalling:
-    """tools: those that the model is shown. forced: it must call one of `callable_tools`. parallel: or several."""
+    """tools: tools shown to the model. forced: whether it must call one of `callable_tools`. parallel: whether it may
+    call several."""
 
     tools: tuple[Tool, ...] = ()
     callable_tools: tuple[Tool, ...] = ()
@@ -30,7 +31,7 @@ class ToolCalling:
 
 
 def tool_calling(body: ChatCompletionRequest, parser: OutputParserName) -> ToolCalling:
-    """With `tool_choice: "none"` the model is shown no tools."""
+    """Return the tools of a chat. With `tool_choice: "none"` no tools are shown to the model."""
     tools, choice = tuple(body.tools or ()), body.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -87,7 +88,7 @@ def answer_grammar(
         form = after_thinking(parser, of_calls, prompt, template) if calls.forced else of_calls
         return Grammar("structural_tag", _structural_tag(form), end)
     content = content_format(parser, own)
-    if content is None:  # an older structural tag, which is not made of formats
+    if content is None:  # an older structural tag without formats
         return own
     if of_calls is not None:
         content = {"type": "or", "elements": [of_calls, content]}
@@ -111,8 +112,8 @@ def _structural_tag(form: Mapping[str, Any]) -> str:
 
 
 def template_variables(body: ChatCompletionRequest, template: str) -> Mapping[str, Any] | None:
-    """`chat_template_kwargs`, with `reasoning_effort` under the name by which the template knows it, and for gpt-oss
-    the form of the answer."""
+    """Return `chat_template_kwargs`, with `reasoning_effort` under the template's name for it, and for gpt-oss the
+    format of the answer."""
     variables, effort = body.chat_template_kwargs, body.reasoning_effort
     if is_harmony(template) and (form := _response_format(body.response_format)):
         variables = {RESPONSE_FORMAT: form, **(variables or {})}
