@@ -1,6 +1,6 @@
-"""A model's chat template, rendered as transformers renders it, without importing transformers (and with it torch).
+"""Renders a model's chat template like transformers, without importing transformers and torch.
 
-Held equal to `PreTrainedTokenizerBase.apply_chat_template` by tests/cluster/http/text/test_tokenizer.py.
+tests/cluster/http/text/test_tokenizer.py compares it with `PreTrainedTokenizerBase.apply_chat_template`.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ _ASKS_FOR_NONE = re.compile(r"content(?:['\"]\])? is (?:not )?none", re.IGNORECA
 
 
 class ChatTemplateError(ValueError):
-    """The template refused the messages, or failed on them; the message is fit for the client."""
+    """The template refused the messages, or failed on them. The message may be shown to the client."""
 
 
 class SlowTemplateError(ChatTemplateError):
-    """The template took longer than it may."""
+    """The template exceeded its time limit."""
 
 
 class ChatTemplate:
     """Renders messages.
 
     source: Jinja text.
-    special_tokens: names and texts that the template may use ("bos_token" -> "<s>").
-    limit_s: for one rendering.
+    special_tokens: names and texts for the template ("bos_token" -> "<s>").
+    limit_s: time limit of one rendering.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], limit_s: float = MAX_RENDER_S) -> None:
@@ -56,7 +56,7 @@ class ChatTemplate:
         self._limit_s = limit_s
         self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
-        # Some templates know an assistant's turn of nothing but tool calls by its content.
+        # Some templates recognise an assistant's turn of tool calls alone by its content.
         self._empty_content = None if _ASKS_FOR_NONE.search(source) else ""
 
     def render(
@@ -67,8 +67,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         limit_s: float | None = None,
     ) -> str:
-        """The prompt's text. A "developer" message becomes "system" where the template has no such role. Arguments of
-        tool calls are objects, or JSON texts where the template fails on objects.
+        """Return the prompt's text. A "developer" message becomes "system" if the template has no such role. Arguments
+        of tool calls are objects, or JSON texts if the template fails on objects.
 
         Raises ChatTemplateError, or SlowTemplateError after `limit_s` (None: the template's own limit).
         """
@@ -101,7 +101,7 @@ class ChatTemplate:
             RecursionError,
             MemoryError,
         ) as error:
-            # A template is code: fed with roles or fields it does not expect, it fails in Python's ways.
+            # A template is code: with unexpected roles or fields it raises Python's exceptions.
             raise ChatTemplateError(
                 f"the model's chat template cannot render these messages ({type(error).__name__})"
             ) from None
@@ -116,7 +116,7 @@ class ChatTemplate:
 
 
 def _with_texts(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn whose tool calls have their arguments as JSON texts."""
+    """Return a turn with the arguments of its tool calls as JSON texts."""
     if not turn.get("tool_calls"):
         return dict(turn)
     calls = [
@@ -148,6 +148,6 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, escapes no HTML."""
+    """Encode as JSON. Unlike Jinja's own filter, it does not escape HTML."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return _ESCAPED_MARK.sub(lambda found: found[1] + chr(int(found[2], 16)), text) if ensure_ascii else text

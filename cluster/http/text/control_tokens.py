@@ -1,4 +1,4 @@
-"""Control tokens of a tokenizer, and what their texts are as plain text. Used by `cluster.http.text.tokenizer`."""
+"""Control tokens of a tokenizer, and the plain tokens of their texts. Used by `cluster.http.text.tokenizer`."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from tokenizers import Tokenizer
 
 from cluster.http.text.user_text import ChatText, ControlTexts, is_tag
 
-_ANCHORS = ("\n", "a", "1")  # in front of a text: some tokenizers put a space before what begins a prompt
+_ANCHORS = ("\n", "a", "1")  # text before a text: some tokenizers add a space at the start of a prompt
 
 
 class ControlTokens:
-    """texts: of special tokens; of special tokens and tags."""
+    """texts: texts of special tokens; of special tokens and tags."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -33,7 +33,7 @@ class ControlTokens:
         return ids
 
     def _of_span(self, token: int, span: str) -> list[int]:
-        """A token's plain ids, between those of the spaces that it may have taken with it."""
+        """Return a token's plain ids, with those of spaces that the token includes."""
         before, found, after = span.partition(self._text_of[token])
         if not found:  # it was normalized
             return self._plain[token]
@@ -44,7 +44,7 @@ class ControlTokens:
 
 
 def _plain_ids(tokenizer: Tokenizer, texts: dict[int, str]) -> dict[int, list[int]]:
-    """The ids of each text that has no token of `texts` in it, by token."""
+    """Return, by token, its text encoded as plain text, without tokens of `texts`; [] if that is impossible."""
     found = {}
     tokenizer.encode_special_tokens = True
     try:
@@ -56,7 +56,7 @@ def _plain_ids(tokenizer: Tokenizer, texts: dict[int, str]) -> dict[int, list[in
 
 
 def _after_anchor(tokenizer: Tokenizer, parts: list[str], controls: dict[int, str]) -> list[int]:
-    """The ids of the parts, none of them in `controls`; [] where there is one."""
+    """Return the ids of the parts; [] if one is in `controls`."""
     ids: list[int] = []
     for part in parts:
         own: list[int] = tokenizer.encode(part, add_special_tokens=False).ids

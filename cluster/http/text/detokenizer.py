@@ -1,5 +1,5 @@
-"""Text from tokens as they come, one token at a time, for one answer. Characters split over tokens are held back until
-they are whole; what is emitted in all, with `flush`, is what decoding all tokens at once gives.
+"""Decodes one answer token by token. Characters that are split over tokens are held back until they are complete. All
+emitted text, including `flush`, equals the decoding of all tokens at once.
 """
 
 import codecs
@@ -11,12 +11,12 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-MAX_HELD_TOKENS = 8  # a UTF-8 character has at most four bytes, so at most four tokens: more is not a character
+MAX_HELD_TOKENS = 8  # a UTF-8 character has at most four bytes, so more tokens are no character
 
 
 class Detokenizer(Protocol):
     def step(self, token: int) -> str:
-        """The text that `token` completes; "" while a character is unfinished, and for tokens that are not shown."""
+        """Return the text that `token` completes; "" for unfinished characters and hidden tokens."""
         ...
 
     def flush(self) -> str:
@@ -25,14 +25,14 @@ class Detokenizer(Protocol):
 
 
 class TokenBytes(ABC):
-    """The bytes of each token, computed when the token is first seen."""
+    """The bytes of each token, computed at its first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
 
     def of(self, token: int) -> bytes:
-        """Return the bytes; b"" for ids that the vocabulary does not have (a model's embedding is often padded)."""
+        """Return the bytes; b"" for ids outside the vocabulary, because embeddings are often padded."""
         raw = self._bytes.get(token)
         if raw is None:
             raw = self._bytes[token] = self._computed(token)
@@ -56,7 +56,7 @@ class PieceVocabulary(TokenBytes):
     def _computed(self, token: int) -> bytes:
         name, alone = self._tokenizer.id_to_token(token) or "", self._decode([token])
         byte = _BYTE_TOKEN.fullmatch(name)
-        if byte is not None and alone != name:  # the decoder knows byte tokens
+        if byte is not None and alone != name:  # the decoder handles byte tokens
             return bytes([int(byte[1], 16)])
         twice = self._decode([token, token])
         return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
@@ -66,7 +66,7 @@ class PieceVocabulary(TokenBytes):
 
 
 class ByteLevelDetokenizer:
-    """For byte-level tokenizers: a token is some bytes, and an answer is their concatenation read as UTF-8."""
+    """For byte-level tokenizers: an answer is the concatenation of its tokens' bytes, read as UTF-8."""
 
     def __init__(self, vocabulary: ByteVocabulary, hidden: frozenset[int]) -> None:
         self._bytes_of = vocabulary.of
@@ -83,7 +83,7 @@ class ByteLevelDetokenizer:
 class PrefixDetokenizer:
     """For any tokenizer: decodes the last few tokens with and without the new one; the difference is the new text.
 
-    before: tokens in front of the answer, which decide for some tokenizers whether it begins with a space.
+    before: tokens before the answer, on which for some tokenizers a space at its start depends.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], before: Sequence[int]) -> None:
@@ -117,8 +117,8 @@ class PrefixDetokenizer:
 
 
 def _token_bytes(text: str) -> bytes:
-    """The bytes of a token's printable form, as the byte-level decoder of `tokenizers` finds them: a token with
-    any character outside the alphabet (an added token with a space, say) stands for itself."""
+    """Return the bytes of a token's printable form, like the byte-level decoder of `tokenizers`: a token with a
+    character outside the alphabet, such as an added token with a space, stands for itself."""
     raw = bytearray()
     for character in text:
         byte = BYTE_OF.get(character)
@@ -129,8 +129,8 @@ def _token_bytes(text: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: printable ones stand for themselves, the others for the characters
-    from U+0100 on (Radford et al. 2019, `bytes_to_unicode` of the released encoder)."""
+    """Return GPT-2's printable characters for the 256 bytes: printable bytes are unchanged, others map to U+0100
+    onwards (Radford et al. 2019, `bytes_to_unicode` of the released encoder)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

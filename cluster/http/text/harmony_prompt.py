@@ -1,5 +1,5 @@
-"""gpt-oss's prompts: a chat in the harmony format (openai/harmony, docs/format.md), rendered by its rules instead of by
-the checkpoint's chat template.
+"""Renders gpt-oss's prompts by the rules of the harmony format (openai/harmony, docs/format.md) instead of the
+checkpoint's chat template.
 
 That template refuses a turn with reasoning, text and calls, which agents send, shows the first of several calls only,
 and writes results of tools as JSON strings. `openai-harmony` is not used: it needs a vocabulary file that checkpoints
@@ -15,11 +15,11 @@ from cluster.http.text.chat_template import ChatTemplateError
 from cluster.http.text.typescript import comment, type_text
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-STOPS = ("<|return|>", "<|call|>")  # after them nothing more is generated
+STOPS = ("<|return|>", "<|call|>")  # end a generation
 IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
 KNOWLEDGE_CUTOFF = "2024-06"
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-RESPONSE_FORMAT = "response_format"  # the variable with the form of the answer: a title, a line break and a schema
+RESPONSE_FORMAT = "response_format"  # the variable with the format of the answer: a title, a line break and a schema
 # Distinguishes the published template, and those made from it, from others with harmony's marks.
 _PUBLISHED = ("<|channel|>", "<|message|>", "# Valid channels:", "namespace functions")
 _PREFIX = "functions."
@@ -33,8 +33,8 @@ def is_harmony(source: str) -> bool:
 class HarmonyPrompt:
     """Renders messages as `cluster.http.text.chat_template.ChatTemplate` does.
 
-    source: the checkpoint's template; rendered is what it would say by the format's rules.
-    today: gives the current date.
+    source: the checkpoint's template.
+    today: returns the current date.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], today: Callable[[], date] = date.today) -> None:
@@ -50,9 +50,9 @@ class HarmonyPrompt:
         tools: Sequence[Mapping[str, Any]] = (),
         limit_s: float | None = None,
     ) -> str:
-        """The prompt's text. Raises ChatTemplateError.
+        """Return the prompt's text. Raises ChatTemplateError.
 
-        variables: `reasoning_effort`, `model_identity`, and what `RESPONSE_FORMAT` names.
+        variables: `reasoning_effort`, `model_identity`, and `RESPONSE_FORMAT`'s.
         """
         given = variables or {}
         effort = given.get("reasoning_effort") or "medium"
@@ -96,7 +96,7 @@ def _tool(function: Mapping[str, Any]) -> str:
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Each message as the format writes it. Reasoning is shown after the last answer only, where calls may follow."""
+    """Yield each message in the format. Reasoning is included after the last answer only, where calls may follow."""
     answered = max((i for i, message in enumerate(messages) if _answers(message)), default=-1)
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     waiting: list[str] = []  # functions whose calls have no result yet

@@ -1,6 +1,7 @@
-"""JSON within strings: arguments of tool calls, and schemas given as text. Models write some of it.
+"""Parses JSON in strings: arguments of tool calls, some of which models wrote, and schemas.
 
-Python's parser reads what UTF-8 cannot express (half of a surrogate pair), and nesting that later recursion fails on.
+Python's parser accepts half of a surrogate pair, which UTF-8 cannot express, and nesting on which later recursion
+fails.
 """
 
 import json
@@ -10,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-# Nested objects and lists. Rendering a chat takes a few Python frames for each level, of the 1,000 that there are;
-# pydantic's serializer takes 255.
+# Maximum depth of objects and lists. Rendering a chat takes a few of Python's 1,000 frames per level; pydantic's
+# serializer is limited to 255.
 MAX_NESTING = 200
 # An escaped backslash, a whole surrogate pair, or half of one.
 _ESCAPES = re.compile(
@@ -36,15 +37,15 @@ def parsed_repaired(text: str) -> Any:
 
 
 def repaired(text: str) -> str:
-    """A JSON text with U+FFFD for escaped halves of surrogate pairs: a model that writes an emoji as escapes may stop,
-    or err, in the middle."""
+    """Return a JSON text with U+FFFD for escaped halves of surrogate pairs: a model that writes an emoji as escapes may
+    stop or fail in the middle."""
     if "\\u" not in text:
         return text
     return _ESCAPES.sub(lambda found: "\\ufffd" if found[1] else found[0], text)
 
 
 def without_surrogates(text: str) -> str:
-    """A text with U+FFFD for halves of surrogate pairs."""
+    """Return a text with U+FFFD for halves of surrogate pairs."""
     return _SURROGATES.sub("\ufffd", text)
 
 
@@ -62,7 +63,7 @@ def nesting(raw: bytes) -> tuple[int, int]:
 
 
 def _loaded(text: str, **options: Any) -> Any:
-    """options: of `json.loads`."""
+    """Parse a JSON text. options: options of `json.loads`."""
     try:
         value = json.loads(text, **options)
     except RecursionError:

@@ -1,5 +1,5 @@
-"""Counts the tokens of long texts piece by piece, so that a text that is too long is never encoded whole: a tokenizer
-takes hundreds of bytes per token while it works.
+"""Counts the tokens of long texts piece by piece, so that too long a text is never encoded whole: a tokenizer takes
+hundreds of bytes of memory per token.
 
 A cut may split a token, so the sum over pieces is slightly too large.
 """
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 PIECE_CHARS = 2**16
-_SEARCH_CHARS = 256  # in front of a piece's end, for a space to cut at: most tokens begin with one
-SLACK_TOKENS = 1024  # additional tokens of a part, so that the cut at its beginning changes none of those wanted
+_SEARCH_CHARS = 256  # characters before a piece's end that are searched for a space, with which most tokens start
+SLACK_TOKENS = 1024  # additional tokens of a part, so that the cut at its start does not change the kept ones
 
 Count = Callable[[str], int]
 
 
 def exceeds(count: Count, text: str, num_tokens: int) -> bool:
-    """Whether `text` has more tokens, for sure: cuts are allowed for."""
+    """Whether `text` certainly has more tokens, in spite of cuts."""
     found = 0
     for number, (start, end) in enumerate(_pieces(text)):
         found += count(text[start:end])
@@ -28,8 +28,8 @@ def exceeds(count: Count, text: str, num_tokens: int) -> bool:
 class Truncation:
     """The tokens of a prompt that is truncated.
 
-    num_tokens: at most so many.
-    at_end: the last ones; else the first.
+    num_tokens: maximum number.
+    at_end: keep the last ones, else the first.
     """
 
     num_tokens: int

@@ -10,7 +10,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """{} where the file is missing. Raises ValueError."""
+    """Return a file's JSON; {} without the file. Raises ValueError."""
     if not path.is_file():
         return {}
     try:
@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: Mapping[str, Any], saved_map: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens; tokenizer_config.json goes before the older special_tokens_map.json."""
+    """Return the named special tokens; tokenizer_config.json overrides the older special_tokens_map.json."""
     tokens = {}
     for name in SPECIAL_NAMES:
         value = config.get(name) or saved_map.get(name)
@@ -35,7 +35,7 @@ def special_tokens(config: Mapping[str, Any], saved_map: Mapping[str, Any]) -> d
 
 
 def template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template's text. Raises ValueError."""
+    """Return the chat template's text. Raises ValueError."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -50,7 +50,7 @@ def template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Raises ValueError for one that this version of transformers cannot read."""
+    """Return the response template. Raises ValueError for one that this version of transformers does not support."""
     template = config.get("response_template")
     if template is None:
         return None
@@ -67,8 +67,8 @@ def response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def sampling_defaults(path: Path) -> dict[str, float]:
-    """The sampling parameters that generation_config.json recommends, by name. Raises ValueError for what is no
-    number."""
+    """Return the sampling parameters of generation_config.json, by name. Raises ValueError for values that are no
+    numbers."""
     content = read_json(path)
     found = {name: content[name] for name in SAMPLING_DEFAULTS if content.get(name) is not None}
     for name, value in found.items():

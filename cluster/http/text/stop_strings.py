@@ -1,4 +1,4 @@
-"""Ends an answer's text at the first stop string, and lets no text out that may turn out to begin one."""
+"""Ends an answer's text at the first stop string, and holds back text that may start one."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from typing import NamedTuple
 class StopMatch(NamedTuple):
     """A stop string that ends the text.
 
-    shown: the text in front of it.
+    shown: the text before it.
     stop: the string itself.
     """
 
@@ -16,10 +16,10 @@ class StopMatch(NamedTuple):
 
 
 class StopMatcher:
-    """Text goes in as it comes; what is sure to be in front of any stop comes out.
+    """Receives text in pieces, and returns the text that is certainly before any stop string.
 
-    Works as if the text came one character at a time, however it is cut: the stop string that is complete first ends
-    it, and of those complete at the same character the longest.
+    The result does not depend on the pieces: the stop string that is complete first ends the text, and of those that
+    are complete at the same character the longest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str | StopMatch:
-        """The text that may be shown now, or the match."""
+        """Return the text that may be shown, or the match."""
         if not self._held and self._firsts.isdisjoint(text):
             return text
         before = len(self._held)
@@ -45,7 +45,7 @@ class StopMatcher:
         return text[:start]
 
     def flush(self) -> str:
-        """The text held back, when the answer ends without a stop string or nothing may match yet."""
+        """Return the text held back, at the end of the answer or while no stop string counts."""
         held, self._held = self._held, ""
         for begun in self._begun:
             begun.length = 0
@@ -53,10 +53,10 @@ class StopMatcher:
 
 
 class _Begun:
-    """How much of a stop string the text so far ends with, by Knuth, Morris and Pratt (1977): a hostile text and string
-    cost as much per character as others, in the mean.
+    """The longest prefix of a stop string that the text ends with, by Knuth, Morris and Pratt (1977): the mean cost per
+    character is constant even for hostile texts and strings.
 
-    length: characters; less than the stop string has.
+    length: characters of that prefix, fewer than the stop string has.
     """
 
     def __init__(self, stop: str) -> None:
@@ -67,7 +67,7 @@ class _Begun:
         self._shorter = [0, 0]
 
     def push(self, character: str) -> bool:
-        """Whether the string is complete now."""
+        """Add a character; return whether the string is complete."""
         self.length = self._next(self.length, character)
         if self.length == len(self.stop):
             self.length = 0
@@ -77,7 +77,7 @@ class _Begun:
         return False
 
     def _next(self, length: int, character: str) -> int:
-        """Return the length for the text with `character`, from that for the text without."""
+        """Return the prefix length after `character`, given that before it."""
         stop, shorter = self.stop, self._shorter
         while length and stop[length] != character:
             length = shorter[length]
@@ -85,7 +85,7 @@ class _Begun:
 
 
 def start_of_partial(text: str, strings: Iterable[str]) -> int:
-    """Return the start of the longest suffix that begins one of `strings`, none of which is empty; the text's length
+    """Return the start of the longest suffix that starts one of `strings`, none of which is empty; the text's length
     without one."""
     start = len(text)
     for string in strings:

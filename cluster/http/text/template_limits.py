@@ -1,7 +1,7 @@
-"""A sandbox for chat templates with limits of time and size. A template is code from a checkpoint, and requests decide
-what it does.
+"""A sandbox for chat templates with limits of time and size, because a template is code of a checkpoint that runs on
+data of requests.
 
-Limits are checked at every turn of a loop, every call, and every text that is joined or repeated.
+Limits are checked at every iteration of a loop, every call, and every joined or repeated text.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ import jinja2.nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARS = 2**25  # characters of a rendered chat, and of any text on the way: four times the largest body
+MAX_CHARS = 2**25  # characters of a rendered chat and of any intermediate text: four times the largest body
 
 
 class TemplateLimitError(Exception):
-    """The message is fit for the client."""
+    """A template exceeded a limit. The message may be shown to the client."""
 
 
 class TemplateTimeError(TemplateLimitError):
-    """The template took longer than it may."""
+    """The template exceeded its time limit."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ _limit: ContextVar[_Limit] = ContextVar("limit of the chat template that is rend
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Templates that are rendered inside raise TemplateTimeError once they have taken so long."""
+    """Limit the time of templates rendered within the context, which raise TemplateTimeError."""
     token = _limit.set(_Limit(seconds, time.monotonic() + seconds))
     try:
         yield
@@ -46,7 +46,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Templates may be rendered inside of `time_limit` only."""
+    """Jinja's sandbox with limits. Templates must be rendered within `time_limit`."""
 
     intercepted_binops = frozenset(("+", "*"))
     concat = staticmethod(lambda pieces: _joined(pieces))
@@ -82,7 +82,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _joined(pieces: Iterable[str]) -> str:
-    """The output of a template, a macro or a block."""
+    """Join the output of a template, a macro or a block."""
     found, num_chars = [], 0
     for piece in pieces:
         num_chars += len(piece)
@@ -92,7 +92,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 class _Watched:
-    """The iterable of a template's loop, with its steps counted."""
+    """The iterable of a template's loop, which counts its steps."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._values = values

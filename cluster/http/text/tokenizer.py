@@ -1,7 +1,7 @@
-"""A model's tokenizer and chat template, as the HTTP edge uses them; Rust tokenizer and Jinja only.
+"""A model's tokenizer and chat template for the HTTP API, with the Rust tokenizer and Jinja only.
 
-transformers' own loader imports torch: 240-330 MB and 2-3 s per ingress against 24 MB and 0.1 s here. What is read from
-the model's folder: tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json,
+transformers' own loader imports torch: 240-330 MB and 2-3 s per ingress instead of 24 MB and 0.1 s. Files read from the
+model's folder: tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json,
 config.json, chat_template.jinja.
 """
 
@@ -32,14 +32,14 @@ from cluster.linux import trim_heap
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
 MAX_LONG_ENCODES = 2
-MANY_MESSAGES = 32  # are rendered in a thread; fewer take a millisecond
-QUICK_RENDER_S = 0.05  # time for a template in the event loop; then it starts again in a thread
+MANY_MESSAGES = 32  # messages that are rendered in a thread; fewer take a millisecond
+QUICK_RENDER_S = 0.05  # maximum time of a template in the event loop, after which it starts again in a thread
 TOKENS_BEFORE = 5  # tokens of the prompt that a PrefixDetokenizer sees
 ChatPrompt = ChatTemplate | HarmonyPrompt
 
 
 class TooManyTokensError(ValueError):
-    """num_tokens: the text has more."""
+    """num_tokens: a lower bound on the text's tokens."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"more than {num_tokens} tokens")
@@ -50,9 +50,9 @@ class ChatTokenizer:
     """Texts and messages to tokens and back. template None: the model has none, and chat is refused.
 
     eos_token_ids: tokens that end an answer.
-    response_template: how the model's answers are to be read, as transformers has it; None: the model does not say.
+    response_template: transformers' template for parsing answers; None without one.
     class_name: transformers' name for the tokenizer.
-    sampling_defaults: the sampling parameters that the model's generation_config.json recommends, by name.
+    sampling_defaults: sampling parameters of the model's generation_config.json, by name.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ChatTokenizer":
-        """Raises ValueError with the file and the remedy."""
+        """Load a model folder. Raises ValueError with the file and the remedy."""
         path = Path(folder)
         file = path / "tokenizer.json"
         if not file.is_file() and (path / "tekken.json").is_file():
@@ -114,7 +114,7 @@ class ChatTokenizer:
 
     @property
     def template_source(self) -> str:
-        """The chat template's text; "" without one."""
+        """Return the chat template's text; "" without one."""
         return "" if self._template is None else self._template.source
 
     def render(
@@ -125,8 +125,7 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         limit_s: float | None = None,
     ) -> ChatText:
-        """Messages through the chat template, which may take `limit_s` (None: its own limit). Raises
-        ChatTemplateError."""
+        """Render messages with the chat template within `limit_s` (None: its own limit). Raises ChatTemplateError."""
         if self._template is None:
             raise ChatTemplateError(
                 "the model has no chat template: use /v1/completions, or add chat_template.jinja to the model's folder"
@@ -144,7 +143,7 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> ChatText:
-        """`render`, with long work in a thread beside the event loop."""
+        """Do `render`, with long work in a thread beside the event loop."""
         num_chars = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
         if len(messages) < MANY_MESSAGES and num_chars < LONG_TEXT * MANY_MESSAGES:
             with contextlib.suppress(SlowTemplateError):
@@ -158,9 +157,9 @@ class ChatTokenizer:
         max_tokens: int | None = None,
         kept: Truncation | None = None,
     ) -> list[int]:
-        """Return token ids. All control tokens of a plain text count as such, but in a chat only those of the template.
+        """Return token ids. In a plain text all control tokens are recognised, in a chat only those of the template.
 
-        max_tokens: raises TooManyTokensError for a text that has more than twice as many, before all of it is encoded.
+        max_tokens: raise TooManyTokensError for a text with more than twice as many, before it is encoded whole.
         kept: return these tokens, and perhaps a few more; the text may have any length.
 
         Long texts are encoded in threads, two at a time, because each takes hundreds of bytes per token meanwhile.
@@ -172,7 +171,7 @@ class ChatTokenizer:
             return await asyncio.to_thread(self._encode_long, chat, add_special_tokens, max_tokens, kept)
 
     async def decode_long(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """`decode`, beside the event loop."""
+        """Do `decode` beside the event loop."""
         if len(tokens) < LONG_TEXT:
             return self.decode(tokens, skip_special_tokens)
         async with self._long_encodes:
@@ -180,8 +179,8 @@ class ChatTokenizer:
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
-        """Bytes of text that one token stands for, at most; 0 where that cannot be known, because the tokenizer changes
-        text (normalizes it, or has one token for all that it does not know)."""
+        """Return the maximum bytes of text per token; 0 if unknown, because the tokenizer changes text (normalizes it,
+        or has a token for unknown text)."""
         if self._bytes is None or self._tokenizer.normalizer is not None:
             return 0
         plain = max(map(len, self._tokenizer.get_vocab(with_added_tokens=False)))  # a character for each byte
@@ -194,8 +193,10 @@ class ChatTokenizer:
     def detokenizer(
         self, skip_special_tokens: bool, before: Sequence[int] = (), shown: tuple[str, ...] | None = ()
     ) -> Detokenizer:
-        """For one answer. before: the prompt, if the answer continues its text (not in a chat). shown: special tokens
-        that are in the text anyway; None: all."""
+        """Return the detokenizer of one answer.
+
+        before: the prompt, if the answer continues its text (not in a chat).
+        shown: special tokens that are part of the text; None: all."""
         hidden = self._hidden(shown) if skip_special_tokens else frozenset()
         if self._bytes is not None:
             return ByteLevelDetokenizer(self._bytes, hidden)
@@ -207,7 +208,7 @@ class ChatTokenizer:
         return {token: text for token, text in ids if token in self._added}
 
     def _hidden(self, shown: tuple[str, ...] | None) -> frozenset[int]:
-        """Special tokens but those shown."""
+        """Return the special tokens except those shown."""
         if shown is None:
             return frozenset()
         if shown not in self._hidden_beside:
@@ -223,7 +224,7 @@ class ChatTokenizer:
         return self.token_bytes(token).decode(errors="replace")
 
     def token_name(self, token: int) -> str:
-        """The vocabulary's entry of a token, "" if there is none."""
+        """Return a token's entry in the vocabulary, "" without one."""
         return self._tokenizer.id_to_token(token) or ""
 
     def _encode_long(
@@ -244,7 +245,8 @@ class ChatTokenizer:
                 trim_heap()
 
     def _decode_long(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """`decode`, which holds the interpreter's lock throughout (tokenizers 0.23: 2.4 s for two million tokens)."""
+        """Do `decode`, which holds the interpreter's lock throughout (tokenizers 0.23: 2.4 s for two million
+        tokens)."""
         try:
             if self._bytes is None:
                 return self.decode(tokens, skip_special_tokens)

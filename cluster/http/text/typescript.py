@@ -1,4 +1,4 @@
-"""JSON schemas of tools' arguments as TypeScript types, the way harmony's prompts show them (openai/harmony,
+"""Converts JSON schemas of tools' arguments to TypeScript types in the style of harmony's prompts (openai/harmony,
 docs/format.md). Called by `cluster.http.text.harmony_prompt`."""
 
 import json
@@ -10,7 +10,7 @@ _SCALARS = {"string": "string", "number": "number", "integer": "number", "boolea
 
 
 def type_text(schema: Any, indent: str = "", depth: int = MAX_DEPTH) -> str:
-    """Return the type that `schema` describes; `any` for schemas without a TypeScript type.
+    """Return the TypeScript type of `schema`; `any` for schemas without one.
 
     indent: prefix of the lines of an object's properties.
     """
@@ -37,7 +37,7 @@ def type_text(schema: Any, indent: str = "", depth: int = MAX_DEPTH) -> str:
 
 
 def comment(text: str, indent: str = "") -> str:
-    """`text` as lines of comments."""
+    """Return `text` as comment lines."""
     return "".join(f"{indent}// {line}\n" for line in text.splitlines())
 
 
@@ -51,7 +51,7 @@ def _object(schema: Mapping[str, Any], indent: str, depth: int) -> str:
 
 
 def _property(named: str, schema: Mapping[str, Any], indent: str, depth: int) -> Iterator[str]:
-    """The lines of one property. named: its name and colon."""
+    """Return the lines of one property. named: its name and colon."""
     if title := _string(schema, "title"):
         yield comment(title, indent) + f"{indent}//\n"
     variants = schema.get("oneOf")
@@ -82,7 +82,8 @@ def _variant(schema: Any, indent: str, depth: int) -> str:
 
 
 def _notes(schema: Any, shown: str = "", is_described: bool = False) -> str:
-    """The comment after a variant. shown: a description that need not be repeated. is_described: none is needed."""
+    """Return the comment after a variant. shown: a description that is not repeated. is_described: no description is
+    needed."""
     described = _string(schema, "description")
     keeps = described and described != shown and not (is_described and shown)
     notes = [*([" ".join(described.splitlines())] if keeps else []), *filter(None, [_default(schema)])]
@@ -90,7 +91,7 @@ def _notes(schema: Any, shown: str = "", is_described: bool = False) -> str:
 
 
 def _default(schema: Any) -> str:
-    """The default value as a comment says it; texts are quoted unless they are one of an enumeration."""
+    """Return the default value for a comment; strings are quoted unless they belong to an enumeration."""
     if not isinstance(schema, Mapping) or "default" not in schema:
         return ""
     value = schema["default"]

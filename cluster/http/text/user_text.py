@@ -1,8 +1,8 @@
-"""Texts from users beside a chat template's own: what looks like a control token in them is text, and no token.
+"""Keeps control tokens in users' texts as plain text, although a chat template joins these texts with its own.
 
-A template puts both into one text. So the characters of users' texts that a control token would have to begin with are
-marked, with a character that is no text, before the template is rendered, and the marks are taken out of what it makes:
-`ChatText.marks` says where they were. `ChatTokenizer.encode` makes no control token of a span with a mark in it.
+Before rendering, characters of users' texts that could start a control token are marked with a character that no text
+has. The marks are removed from the rendered text; `ChatText.marks` has their positions. `ChatTokenizer.encode` makes no
+control token of a span with a mark.
 """
 
 import re
@@ -11,21 +11,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-# U+FDD0 to U+FDEF are noncharacters: no honest text has one. One that is in no text of the request is used.
+# U+FDD0 to U+FDEF are noncharacters, which ordinary texts do not contain. One that no text of the request has is used.
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 # Roles whose texts the application writes, or the model: tags that are no special tokens (<think>, <tool_call>) stay
 # what they are in them.
 TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
 ROLES = TRUSTED_ROLES | {"user", "tool"}
-Change = Callable[[str, "ControlTexts", bool], str]  # of a text, with the control tokens to look for, and at its edges
-_TAG = re.compile(r"<\S.*>|\[\S.*\]")  # added tokens that are no tag are words or spaces, of users too
+Change = Callable[[str, "ControlTexts", bool], str]  # arguments: text, control tokens, whether at its edges
+_TAG = re.compile(r"<\S.*>|\[\S.*\]")  # other added tokens are words or spaces, also in users' texts
 
 
 @dataclass(frozen=True)
 class ChatText:
-    """A chat as its template shows it.
+    """A rendered chat.
 
-    marks: ascending places of characters that are not part of a control token.
+    marks: ascending positions of characters that are not part of a control token.
     """
 
     text: str
@@ -35,30 +35,30 @@ class ChatText:
         return len(self.text)
 
     def part(self, start: int, end: int) -> "ChatText":
-        """A slice."""
+        """Return a slice."""
         first, last = bisect_left(self.marks, start), bisect_left(self.marks, end)
         return ChatText(self.text[start:end], tuple(mark - start for mark in self.marks[first:last]))
 
     def is_marked(self, start: int, end: int) -> bool:
-        """Whether a span has a mark in it."""
+        """Whether a span contains a mark."""
         index = bisect_left(self.marks, start)
         return index < len(self.marks) and self.marks[index] < end
 
 
 def is_tag(text: str) -> bool:
-    """Whether an added token that is not special says how a chat is made, such as <tool_call>."""
+    """Whether an added token that is not special is a part of a chat's format, such as <tool_call>."""
     return _TAG.fullmatch(text) is not None
 
 
 class ControlTexts:
-    """Finds control tokens, and beginnings and ends of them, in a user's text.
+    """Finds control tokens, and their starts and ends, in a user's text.
 
-    texts: of the tokens.
+    texts: texts of the tokens.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
         found = frozenset(filter(None, texts))
-        # Looks at what follows a first character without taking it, so that tokens that overlap are found too.
+        # A lookahead does not consume the characters after the first one, so that overlapping tokens are found too.
         branches = [f"{re.escape(first)}(?={_any_of(rests)})" for first, rests in _by_first(found).items()]
         self._whole = re.compile("|".join(branches)) if branches else None
         self._longest = max(map(len, found), default=0)
@@ -68,8 +68,8 @@ class ControlTexts:
         self._middles = "\n".join(sorted(found))
 
     def places(self, text: str, edges: bool) -> list[int]:
-        """Return indexes of characters to mark, so that no control token contains a part of `text`. edges: consider
-        tokens, too, that the text beside this one might complete."""
+        """Return indexes of characters to mark, so that no control token contains a part of `text`. edges: also
+        consider tokens that adjacent text might complete."""
         if self._whole is None or not text:
             return []
         found = {match.start() for match in self._whole.finditer(text)}
@@ -94,9 +94,10 @@ def marked(
     special: ControlTexts,
     special_or_tags: ControlTexts,
 ) -> tuple[list[dict[str, Any]], list[Any], str]:
-    """Messages and other values (tools, variables) with their texts marked; and the mark, "" where nothing is to be.
+    """Return messages and other values (tools, variables) with marks in their texts, and the mark, "" if none is
+    needed.
 
-    Raises ValueError where each of `MARKS` is in some text.
+    Raises ValueError if the texts contain all of `MARKS`.
     """
 
     def changed(change: Change) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -123,7 +124,7 @@ def marked(
 
 
 def unmarked(text: str, mark: str) -> ChatText:
-    """A rendered text without its marks."""
+    """Return a rendered text without its marks."""
     if not mark:
         return ChatText(text)
     pieces = text.split(mark)
@@ -144,8 +145,8 @@ def _by_first(texts: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _any_of(texts: Collection[str]) -> str:
-    """A regular expression for the beginning of a text that is one of these, with what they have in common written
-    once: a text of beginnings of tokens would else be compared with each of them, everywhere."""
+    """Return a regular expression for the start of any of these texts, with common prefixes merged. Otherwise a text
+    full of token starts would be compared with each token at every position."""
     if "" in texts or not texts:
         return ""
     branches = [re.escape(first) + _any_of(rests) for first, rests in _by_first(texts).items()]
@@ -153,7 +154,7 @@ def _any_of(texts: Collection[str]) -> str:
 
 
 def _with_marks(text: str, places: Sequence[int], mark: str) -> str:
-    """A mark after each of these characters."""
+    """Return a text with a mark after each of these characters."""
     pieces, start = [], 0
     for place in places:
         pieces.append(text[start : place + 1])
@@ -173,8 +174,8 @@ def _message(message: Mapping[str, Any], controls: ControlTexts, change: Change)
 
 
 def _changed(value: Any, controls: ControlTexts, change: Change) -> Any:
-    """A value of JSON with each text in it changed, keys too. Templates look for some of them (a parameter's type), so
-    that those alone are changed which are, or contain, a control token."""
+    """Return a JSON value with each of its texts changed, including keys. Templates compare some of them (a parameter's
+    type), so only texts that contain a control token are changed."""
     if isinstance(value, str):
         return change(value, controls, False)
     if isinstance(value, Mapping):
