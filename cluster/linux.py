@@ -26,6 +26,14 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def process_state(pid: int | str) -> tuple[str, int, int]:
+    """Return state, parent and start time, in ticks since the boot, of a process. pid: a number or "self". Raises
+    OSError."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()  # after the name, which may contain any bytes
+    return fields[0].decode(), int(fields[1]), int(fields[19])  # proc_pid_stat(5)
+
+
 def use_exact_timers() -> None:
     """End this thread's sleeps within a microsecond; Linux's default slack is 50."""
     _prctl(_PR_SET_TIMERSLACK, 1000)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cluster.linux import process_state
 from cluster.logs import print_line
 
 READY = "ready"  # the last step of an engine, which then accepts requests
@@ -86,8 +87,7 @@ def read_line(line: str) -> Step | Progress | None:
 def process_began_s() -> float:
     """Return the Unix time at which this process was started or forked; now, if there is no /proc."""
     try:
-        # The name may contain any characters. Field 22 is the start in ticks since the boot (proc_pid_stat(5)).
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        _, _, ticks = process_state("self")
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return time.time()

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from cluster.linux import process_state
+
 _PREFIX = "aerie-"
 OWNER = "owner.json"
 
@@ -76,9 +78,8 @@ def identity(pid: int) -> dict[str, object]:
     except OSError:
         return {"pid": pid, "namespace": "", "started": ""}
     try:
-        # The name may contain any characters. Field 22 is the start in ticks since the boot (proc_pid_stat(5)).
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        started = "" if fields[0] in ("Z", "X") else f"{boot} {fields[19]}"
+        state, _, ticks = process_state(pid)
+        started = "" if state in ("Z", "X") else f"{boot} {ticks}"
     except OSError:
         started = ""
     return {"pid": pid, "namespace": namespace, "started": started}

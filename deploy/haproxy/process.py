@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.linux import process_state
 from deploy.haproxy.config import AMPLE, MAX_CONNECTIONS, has_routes, num_streams, rewritten, write_error_files
 from workers.distributed.ports import free_ports
 
@@ -81,12 +82,11 @@ def living(pid_file: Path) -> int | None:
     """Return the pid of the HAProxy in the file, None if it does not run."""
     try:
         pid = int(pid_file.read_text())
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        state, _, _ = process_state(pid)
         command = Path(f"/proc/{pid}/cmdline").read_text()
     except (OSError, ValueError):
         return None
-    running = stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-    return pid if running and str(pid_file.parent) in command else None
+    return pid if state not in ("Z", "X") and str(pid_file.parent) in command else None
 
 
 def _replace(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.linux import adopt_orphans, end_with_parent, set_name
+from cluster.linux import adopt_orphans, end_with_parent, process_state, set_name
 from cluster.transport.folders import OWNER, give_to, is_alive
 from deploy.processes.server_record import Record, begin, clear, clear_abandoned, note, read
 
@@ -152,10 +152,9 @@ def process_tree(pid: int) -> dict[int, tuple[str, int]]:
     every: dict[int, tuple[str, int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # The name may contain any characters; state and parent follow it (proc_pid_stat(5)).
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-                every[int(name)] = state.decode(), int(parent)
+            with contextlib.suppress(OSError):
+                state, parent, _ = process_state(name)
+                every[int(name)] = state, parent
     found = {pid: ("", 0)}
     rest = dict(every)
     while below := {child: rest[child] for child in rest if rest[child][1] in found and child not in found}:

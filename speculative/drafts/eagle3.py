@@ -19,7 +19,7 @@ from speculative.drafts.eagle3_config import (
     read_flags,
     reads_captured_layers,
 )
-from speculative.drafts.layers import DraftLayer, joined_input
+from speculative.drafts.layers import DraftLayer, joined_input, projected
 from speculative.drafts.method import DraftMethod, DraftModel
 from speculative.ops.head_input import head_input
 from workers.distributed.tp_group import TPGroup
@@ -144,14 +144,8 @@ class Eagle3Model(DraftModel):
 
     def project(self, features: Tensor) -> Tensor:
         """Project captured layers [rows, F] to [rows, hidden_size]."""
-        if self.input_norm is not None:
-            features = self.input_norm(features)
-        if self.fc_norm:
-            parts = features.chunk(len(self.fc_norm), dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         assert self.fc is not None, "a head without a projection has its own `project`"
-        projected: Tensor = self.fc(features)
-        return projected
+        return projected(features, self.input_norm, self.fc_norm, self.fc)
 
     def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
         x, residual = self._input(ids, self.project(features))

@@ -39,6 +39,18 @@ def joined_input(embedding: Tensor, feature: Tensor) -> Tensor:
     return torch.cat((embedding, feature), dim=-1)
 
 
+def projected(features: Tensor, input_norm: nn.Module | None, fc_norm: nn.ModuleList, fc: nn.Module) -> Tensor:
+    """Project captured layers, [.., F] side by side, to [.., hidden], with EAGLE-3's optional norms. Also used in
+    training."""
+    if input_norm is not None:
+        features = input_norm(features)
+    if fc_norm:
+        parts = features.chunk(len(fc_norm), dim=-1)
+        features = torch.cat([norm(part) for norm, part in zip(fc_norm, parts, strict=True)], dim=-1)
+    out: Tensor = fc(features)
+    return out
+
+
 class DraftLayer(nn.Module):
     """A Llama block without a norm before its attention. input_size: width of the attention's input."""
 

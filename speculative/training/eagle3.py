@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from attention.rotation import rotate
 from speculative.drafts.eagle3 import Eagle3
-from speculative.drafts.layers import joined_input
+from speculative.drafts.layers import joined_input, projected
 from speculative.training.draft import TrainedDraft
 from workers.layers.rotary import frequencies
 from workers.models.llama import LlamaConfig
@@ -173,13 +173,7 @@ class Eagle3Head(TrainedDraft):
 
     def project(self, captured: Tensor) -> Tensor:
         """[.., 3H] captured streams, side by side -> [.., H]."""
-        if self.input_norm is not None:
-            captured = self.input_norm(captured)
-        if self.fc_norm:
-            parts = captured.chunk(len(self.fc_norm), dim=-1)
-            captured = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        projected: Tensor = self.fc(captured)
-        return projected
+        return projected(captured, self.input_norm, self.fc_norm, self.fc)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden if self.method.flags.norm_output else self.norm(hidden))

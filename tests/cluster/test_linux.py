@@ -25,3 +25,10 @@ assert places >= min(limit, 1 << 16), (places, limit)
 def test_the_table_of_open_files_has_room_for_all_from_the_start(limit: int) -> None:
     """Where it grows later, the process waits for an RCU grace period, with all its streams."""
     subprocess.run([sys.executable, "-c", LOOK.format(limit=limit)], cwd=ROOT, check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_state_of_a_process_does_not_depend_on_its_name() -> None:
+    look = "import os\nfrom cluster.linux import process_state, set_name\nset_name(') Z 1 (é')\n"
+    check = "state, parent, ticks = process_state('self')\nassert (state, parent) == ('R', os.getppid()) and ticks > 0"
+    subprocess.run([sys.executable, "-c", look + check], cwd=ROOT, check=True)
