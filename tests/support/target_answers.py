@@ -2,19 +2,24 @@
 two ranks, after cached prefixes, and with too few pages for all requests."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.tiny_models import make_eagle3
 from tests.workers.models.test_targets import by_transformers, by_us, prompts, requests_of, worker_of
-from workers.config import ModelSource
+from workers.config import ModelSource, WorkerConfig
+from workers.models.config import ModelConfig
 from workers.models.loading import read_target_config
-from workers.scheduling.plan import SamplingParams
+from workers.scheduling.plan import SamplingParams, TokenLogprobs
 from workers.scheduling.request import Request, RequestOutput
 
 CHAIN, TREE = (3, 1, 4), (3, 4, 12)
@@ -38,33 +43,94 @@ def check_chains_and_cached_prefixes(target: Path, head: Path) -> None:
     assert all(request.cached_tokens for request in twice[len(expected) + 1 :])  # the first prompt fills no page
 
 
-def check_logprobs(
-    target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None, like: Path | None = None
-) -> None:
-    """Compare the five best log-probabilities of each greedy token with those of transformers' model in `like`. They
-    differ where answers of a random model do not: some say one token over and over."""
-    from transformers import AutoModelForCausalLM
+@dataclass(frozen=True)
+class ServedAnswer:
+    """A greedy answer of an engine, and the five most likely tokens at each of its positions.
 
+    ids: [tokens, 5] int64.
+    logprobs: [tokens, 5] float32.
+    """
+
+    request: Request
+    ids: Tensor
+    logprobs: Tensor
+
+
+def served_answers(
+    worker: WorkerConfig,
+    speculative: SpeculativeConfig | None = None,
+    repeats: int = 1,
+    stop_token_ids: tuple[int, ...] = (),
+) -> list[ServedAnswer]:
+    """Serve `prompts()`, four at once. repeats: how often each prompt is asked, all of them in turn."""
     torch.set_num_threads(1)
-    worker = worker_of(target, tensor_parallel=tensor_parallel)
-    sampling = SamplingParams(16, 0.0, logprobs=5)
-    requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts())]
-    found: dict[str, list[tuple[tuple[int, ...], tuple[float, ...]]]] = {each.request_id: [] for each in requests}
+    sampling = SamplingParams(16, 0.0, logprobs=5, stop_token_ids=stop_token_ids)
+    requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts() * repeats)]
+    found: dict[str, list[TokenLogprobs]] = {each.request_id: [] for each in requests}
 
     def listen(output: RequestOutput) -> None:
-        found[output.request.request_id] += [(item.top_ids, item.top_logprobs) for item in output.logprobs or ()]
+        found[output.request.request_id] += output.logprobs or ()
 
     with local_engine(EngineSpec(worker, speculative)) as engine:
         engine.run(requests, 4, listen)
-    model = AutoModelForCausalLM.from_pretrained(like or target, dtype=torch.float32, attn_implementation="eager")
+    answers = []
     for request in requests:
-        text = torch.tensor([[*request.prompt, *request.output]])
-        with torch.no_grad():  # without a mask Moshi's tokens see later ones
-            logits = model(text, attention_mask=torch.ones_like(text)).logits[0, len(request.prompt) - 1 : -1]
-        ids, ours = (torch.tensor(column) for column in zip(*found[request.request_id], strict=True))
-        assert ids[:, 0].tolist() == request.output
-        # float32 sums in another order: at most 1e-4 of all models tried
-        torch.testing.assert_close(ours, logits.float().log_softmax(-1).gather(1, ids), atol=1e-3, rtol=0)
+        given = found[request.request_id]
+        assert [each.logprob for each in given] == [each.top_logprobs[0] for each in given], "greedy"
+        assert len(given) == len(request.output)
+        ids, logprobs = (torch.tensor([getattr(each, name) for each in given]) for name in ("top_ids", "top_logprobs"))
+        answers.append(ServedAnswer(request, ids, logprobs))
+    return answers
+
+
+def logits_of(model: Any, answer: ServedAnswer) -> Tensor:
+    """Return transformers' logits [tokens, vocab] float32 before each token of the answer."""
+    request = answer.request
+    text = torch.tensor([[*request.prompt, *request.output]])
+    with torch.no_grad():  # without a mask Moshi's tokens see later ones
+        logits: Tensor = model(text, attention_mask=torch.ones_like(text)).logits[0, len(request.prompt) - 1 : -1]
+    return logits.float()
+
+
+def eager_model(target: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    # SDPA, which most models take by default, leaves soft caps out
+    return AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="eager")
+
+
+def check_answers(answers: Sequence[ServedAnswer], target: Path) -> None:
+    """Compare the five best log-probabilities of each greedy token with those of transformers' model in `target`. They
+    differ where answers of a random model do not: some say one token over and over."""
+    model = eager_model(target)
+    for answer in answers:
+        logits = logits_of(model, answer)
+        assert answer.ids[:, 0].tolist() == answer.request.output
+        # float32 sums in another order: at most 1e-4 of all models tried, whose logits were up to 30
+        tolerance = 1e-3 + 1e-4 * float(logits.abs().max())
+        torch.testing.assert_close(
+            answer.logprobs, logits.log_softmax(-1).gather(1, answer.ids), atol=tolerance, rtol=0
+        )
+
+
+def check_logprobs(
+    target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None, like: Path | None = None
+) -> None:
+    """See `check_answers`. like: transformers' model, if not `target`."""
+    check_answers(served_answers(worker_of(target, tensor_parallel=tensor_parallel), speculative), like or target)
+
+
+def check_bfloat16(answers: Sequence[ServedAnswer], target: Path) -> None:
+    """Compare log-probabilities computed in bfloat16 with transformers' in float32 from the same weights. They may be
+    wrong by twice as much as those of transformers in bfloat16 are, in the mean."""
+    exact, rounded = eager_model(target), eager_model(target, torch.bfloat16)
+    ours, theirs = [], []
+    for answer in answers:
+        true, coarse = (logits_of(model, answer).log_softmax(-1).gather(1, answer.ids) for model in (exact, rounded))
+        ours.append((answer.logprobs - true).abs().flatten())
+        theirs.append((coarse - true).abs().flatten())
+    error, allowed = float(torch.cat(ours).mean()), 2 * float(torch.cat(theirs).mean())
+    assert error <= allowed, (error, allowed)
 
 
 def drafted(target: Path, head: Path, shape: tuple[int, int, int]) -> SpeculativeConfig:
@@ -72,6 +138,22 @@ def drafted(target: Path, head: Path, shape: tuple[int, int, int]) -> Speculativ
     ids = [0, 2, read_target_config(ModelSource(path=str(target)), 1).num_layers]
     make_eagle3(head, target, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
     return SpeculativeConfig(str(head), "eagle3", *shape)
+
+
+def head_for(config: ModelConfig, folder: Path) -> Path:
+    """A random EAGLE-3 head that also reads the output of the last layer."""
+    fields: dict[str, float] = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "num_attention_heads": 2,
+    }
+    fields |= {"num_key_value_heads": 1, "vocab_size": config.vocab_size, "rms_norm_eps": 1e-5}
+    fields |= {"max_position_embeddings": config.max_position}
+    (folder / "sizes").mkdir()
+    (folder / "sizes" / "config.json").write_text(json.dumps(fields))
+    ids = [0, config.num_layers // 2, config.num_layers]
+    return make_eagle3(folder / "head", folder / "sizes", eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
 
 
 def as_text_part(folder: Path, architecture: str, prefix: str) -> Path:

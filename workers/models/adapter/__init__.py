@@ -2,6 +2,7 @@
 vocabulary and attention in their places.
 
 survey     runs a model on the meta device and records its attention calls
+streams    what enters and leaves its layers, for drafts that read it
 names      checkpoint names of the tensors of its modules
 refusals   why a model is not served
 config     `AdapterConfig`, made of these

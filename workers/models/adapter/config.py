@@ -21,6 +21,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.models.adapter.names import TransformersNames, conversions, expert_names, part_names, renamings
 from workers.models.adapter.refusals import check_class, check_layers, check_model
+from workers.models.adapter.streams import path_of_layers, record_shapes
 from workers.models.adapter.survey import (
     LENGTH_DEPENDENT,
     AttentionCall,
@@ -39,11 +40,15 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig(ModelConfig):
-    """raw: config.json of the decoder, as JSON. calls: its attention. plan: (pattern of modules' paths, how ranks share
-    them), as transformers has it. cut: (name of a size, size) that ranks share. renamed, experts: see
-    `workers.models.adapter.names`.
+    """See `ModelConfig`.
 
-    num_heads, num_kv_heads, head_dim: of the first layer, as its KV is kept.
+    num_heads, num_kv_heads, head_dim: of the first layer, as in the KV cache.
+    raw: config.json of the decoder, as JSON.
+    calls: attention calls of a pass, in order.
+    plan: transformers' tensor-parallel plan: (pattern of module paths, how ranks share the module).
+    cut: (name, size) of the sizes that ranks share.
+    renamed, experts, parts: see `workers.models.adapter.names`.
+    layers: path of the list of layers that drafts can read (`workers.models.adapter.streams`); None: they cannot.
     """
 
     raw: str
@@ -52,6 +57,7 @@ class AdapterConfig(ModelConfig):
     cut: tuple[tuple[str, int], ...]
     renamed: tuple[tuple[str, str], ...]
     experts: tuple[str, ...] | None
+    layers: str | None
     parts: tuple[str, ...] = ()
 
     @property
@@ -88,7 +94,7 @@ class AdapterConfig(ModelConfig):
 
     @property
     def _shares_attention(self) -> bool:
-        """Whether the plan cuts each attention's output projection by heads; some plans share the vocabulary alone."""
+        """Whether the plan cuts the output projection of every attention; some plans only cut the vocabulary."""
         cut = {path.rpartition(".")[0] for path, style in self.plan if "row" in style}
         return all(re.sub(r"\.\d+(?=\.|$)", ".*", call.module) in cut for call in self.calls)
 
@@ -113,14 +119,14 @@ def weight_names(config: AdapterConfig) -> TransformersNames:
 
 
 def is_known(architecture: str) -> bool:
-    """Whether transformers has a decoder of that name, or a model of pictures and text with a decoder in it."""
+    """Whether transformers may have a decoder of that name, alone or in a model of images and text."""
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or architecture.endswith(
         "ForConditionalGeneration"
     )
 
 
 def read_config(config: dict[str, Any], source: str) -> AdapterConfig:
-    """Read config.json. Raises ValueError with the reason for a model that would be computed wrongly."""
+    """Read config.json. Raises ValueError, with the reason, for a model that would be computed wrongly."""
     try:
         return _read(json.dumps(config, sort_keys=True), source)
     except UnservableError as error:
@@ -135,6 +141,7 @@ def _read(text: str, source: str) -> AdapterConfig:
     check_class(config)
     model = make_model(config)
     converted = conversions(model)
+    shapes = record_shapes(model)
     calls = survey(model)
     check_layers(config, calls)
     check_model(model, expert_names(converted))
@@ -164,12 +171,14 @@ def _read(text: str, source: str) -> AdapterConfig:
         cut=tuple(_cut_sizes(model, dict(plan))),
         renamed=renamings(converted),
         experts=expert_names(converted),
+        layers=path_of_layers(calls, shapes, hidden),
         parts=() if raw == whole else part_names(model),
     )
 
 
 def _plain_number(given: dict[str, Any]) -> Any:
-    """Return the number that transformers writes as an object, which JSON has no word for; or the object."""
+    """Return the infinity or NaN that transformers writes as an object, because JSON has none; other objects as they
+    are."""
     return _NUMBERS.get(str(given.get("__float__")), given) if len(given) == 1 else given
 
 
@@ -216,7 +225,7 @@ def transformers_config(raw: Mapping[str, Any], source: str) -> PreTrainedConfig
 
 
 def _max_position(config: PreTrainedConfig, source: str) -> int:
-    """Return the longest text that is served. If angles depend on the length, it ends where they change."""
+    """Return the longest text that is served in tokens: if angles depend on the length, up to where they change."""
     rope = getattr(config, "rope_parameters", None) or {}
     sections = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
@@ -230,13 +239,13 @@ def _max_position(config: PreTrainedConfig, source: str) -> int:
 
 
 def style_of(plan: Mapping[str, str], path: str) -> str | None:
-    """Return how ranks shard the module `path`; None: each has it whole."""
+    """Return transformers' word for how ranks share the module `path`; None: each has it whole."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", path)
     return plan.get(path) or plan.get(generic)
 
 
 def _cut_sizes(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Return the sizes of outputs and inputs that ranks shard, without the vocabulary, each once."""
+    """Return (name, size) of the outputs and inputs that ranks share, each once, without the vocabulary."""
     sizes: dict[str, int] = {}
     for path, module in model.named_modules():
         style = style_of(plan, path)

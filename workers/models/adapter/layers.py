@@ -27,7 +27,10 @@ _WHOLE = (None, "replicated_with_grad_allreduce", "mla_kv_a_proj")  # the last d
 
 
 class Columns(ColumnParallelLinear):
-    """Outputs cut among the ranks, or gathered from them: x [..., in] -> [..., out]."""
+    """Linear layer whose outputs ranks share: x [..., in] -> [..., out].
+
+    gather: return the outputs of all ranks.
+    """
 
     def __init__(self, linear: nn.Linear, rows: Span, group: TPGroup, gather: bool) -> None:
         super().__init__(linear.in_features, {"": rows}, linear.bias is not None)
@@ -35,7 +38,7 @@ class Columns(ColumnParallelLinear):
 
     @property
     def weight(self) -> Tensor:
-        """[this rank's outputs, inputs]; models ask for its type. Of unquantised layers."""
+        """[this rank's outputs, inputs], of an unquantised layer: models read its dtype."""
         assert isinstance(self.method, DenseLinearMethod)
         return self.method.dense_weight()
 
@@ -47,7 +50,10 @@ class Columns(ColumnParallelLinear):
 
 
 class Rows(RowParallelLinear):
-    """Inputs cut among the ranks, or taken from whole ones: x [..., in] -> [..., out]."""
+    """Linear layer whose inputs ranks share: x [..., in] -> [..., out], summed over ranks.
+
+    whole_inputs: x has the inputs of all ranks.
+    """
 
     def __init__(self, linear: nn.Linear, group: TPGroup, path: str, whole_inputs: bool) -> None:
         super().__init__(linear.in_features, linear.out_features, group, path, linear.bias is not None)
@@ -57,13 +63,13 @@ class Rows(RowParallelLinear):
         if self._columns is not None:
             x = x[..., self._columns.first : self._columns.end]
         rows = x.flatten(0, -2)
-        # not into the ranks' buffer: a model may keep one product while it makes the next
+        # not into the all-reduce buffer: a model may still need one product when it computes the next
         part = self.method.multiply(rows, self.bias if self.group.rank == 0 else None)
         return self.group.all_reduce(part).view(*x.shape[:-1], part.shape[-1])
 
 
 class Embedding(VocabEmbedding):
-    """scale: factor on every row (Gemma)."""
+    """Token embedding, with the model's factor on every row (Gemma)."""
 
     def __init__(self, embedding: nn.Embedding, group: TPGroup) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, group)
@@ -76,7 +82,7 @@ class Embedding(VocabEmbedding):
 
 @dataclass(frozen=True)
 class _Given:
-    """The model's own choice of experts, passed on in place of `RouterLogits`."""
+    """Experts that the model's own router has chosen; used instead of `RouterLogits`."""
 
     chosen: Tensor
     weight: Tensor
@@ -86,7 +92,7 @@ class _Given:
 
 
 class GivenExperts(Experts):
-    """Experts behind the model's own router."""
+    """Experts that the model's own router chooses."""
 
     def __init__(self, experts: nn.Module, group: TPGroup) -> None:
         stacked: Tensor = experts.down_proj  # type: ignore[assignment]
@@ -100,12 +106,12 @@ class GivenExperts(Experts):
         return self._group.all_reduce(part).view(x.shape)
 
     def finish(self, options: GEMMOptions) -> None:
-        """The kernels that choose by the router's logits would choose again: grouped products are as they are."""
+        """Pack nothing: kernels for packed weights choose experts from router logits, which are not available here."""
 
 
 class Leaf(WeightedModule):
-    """A transformers module with tensors of its own and none of Aerie's layers. Each rank loads them whole; its
-    `forward` is unchanged."""
+    """A transformers module with tensors that no layer of Aerie replaces. Each rank loads them whole; `forward` is
+    unchanged."""
 
     def weight_keys(self) -> Iterable[WeightKey]:
         return [WeightKey(name) for name, _ in own_tensors(self)]
@@ -125,8 +131,8 @@ class Leaf(WeightedModule):
 
 
 class LeafEmbedding(Leaf):
-    """An embedding beside that of tokens. Where token ids go beyond its rows they get row 0, as in transformers' Gemma
-    3n: a client may send any id of the vocabulary, and an index outside a tensor would end the rank."""
+    """An embedding beside that of tokens. Token ids beyond its rows get row 0, as in transformers' Gemma 3n: a client
+    may send any id of the vocabulary, and an index outside a tensor would end the rank."""
 
     num_embeddings: int
 
@@ -146,8 +152,10 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 class PagedAttention:
     """Attention of one layer over the pages of a context; see `workers.models.adapter.survey.attend`.
 
-    layer: index in the KV pool. call: of the whole model. rule: see `ModelConfig.score_rule`. passing: holds the
-        context of the pass.
+    layer: index in the KV pool.
+    call: with the sizes of the whole model.
+    rule: see `ModelConfig.score_rule`.
+    passing: holds the context of the pass.
     """
 
     def __init__(self, layer: int, call: AttentionCall, rule: ScoreRule, group: TPGroup, passing: "Passing") -> None:
@@ -162,15 +170,15 @@ class PagedAttention:
         sinks = None if not self._rule.has_sinks else _own_sinks(options["s_aux"], self._q)
         out = self._passing.attend(self._layer, *heads, self._rule, sinks)[..., : call.value_dim]
         if not whole or self._q.size == self._q.total:
-            return out.contiguous().unsqueeze(0)  # some models (AFMoE) view it in another shape
-        # the model goes on with all heads; those of other ranks are unused
+            return out.contiguous().unsqueeze(0)  # some models (AFMoE) call `view` on it
+        # the plan leaves this layer's heads whole: the model expects all, and uses only this rank's
         full = out.new_zeros(1, out.shape[0], self._q.total, call.value_dim)
         full[:, :, self._q.first : self._q.end] = out
         return full
 
 
 def _own_sinks(sinks: Tensor, mine: Span) -> Tensor:
-    """[heads], of all ranks or of this one, as [this rank's heads] float32."""
+    """Return [heads of all ranks or of this one] as [this rank's heads] float32."""
     own = sinks if sinks.shape[0] == mine.size else sinks[mine.first : mine.end]
     return own.float().contiguous()
 
@@ -189,7 +197,7 @@ def _padded(heads: Tensor, size: int) -> Tensor:
 
 
 class Passing:
-    """The context of the running pass, and a placeholder for angles where the model rotates its heads itself."""
+    """The context of the running pass, and angles of 0 for the KV pool, because the model itself rotates its heads."""
 
     def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:
         self.context: ForwardContext | None = None
@@ -200,7 +208,7 @@ class Passing:
     def attend(
         self, layer: int, q: Tensor, rows: tuple[Tensor, Tensor], rule: ScoreRule, sinks: Tensor | None
     ) -> Tensor:
-        """See `ForwardContext.attend`. The turn by an angle of 0 changes no bit."""
+        """See `ForwardContext.attend`. A rotation by an angle of 0 changes no bit."""
         assert self.context is not None, "attention is called in a pass"
         context = self.context.of_layer(layer)
         cos, sin = self._still[q.shape[-1]]
@@ -210,8 +218,8 @@ class Passing:
 
 
 def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup) -> None:
-    """Replace the model's linear layers and its embedding of tokens, in place; what is left with tensors becomes a
-    `Leaf`. Raises UnservableError for a way of sharing that is not ours."""
+    """Replace the model's linear layers, experts and token embedding in place; other modules with tensors become a
+    `Leaf`. Raises UnservableError for an unknown word of the tensor-parallel plan."""
     embedding, head, plan = model.get_input_embeddings(), model.get_output_embeddings(), dict(config.plan)
     kv_heads = {f"{call.module}.{name}": call.num_kv_heads for call in config.calls for name in KV_PROJECTIONS}
     for path, module in list(model.named_modules()):

@@ -1,4 +1,4 @@
-"""`TransformersModel`: a decoder of transformers that the runner calls like any other target."""
+"""`TransformersModel`: a decoder of transformers as a target."""
 
 import copy
 import json
@@ -16,13 +16,14 @@ from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.models.adapter.config import AdapterConfig, transformers_config
 from workers.models.adapter.layers import PagedAttention, Passing, own_tensors, put_layers
+from workers.models.adapter.streams import capture_streams
 from workers.models.adapter.survey import UnservableError, decoder, keep_angles, make_model
 from workers.models.decoder import DecoderOutput, TargetModel
 from workers.ops.gemm.workspace import GEMMOptions
 
 
 class TransformersModel(TargetModel):
-    """See `TargetModel`. Made on the meta device; max_position is of no use here: the model computes its angles."""
+    """See `TargetModel`. Built on the meta device. max_position is unused, because the model computes its angles."""
 
     def __init__(
         self,
@@ -51,12 +52,21 @@ class TransformersModel(TargetModel):
         self.embed_tokens = embedding
         self.lm_head = _Head(theirs)  # type: ignore[assignment]
         self.constants = _Constants(theirs)
-        _capture_streams(self, decoder(theirs), capture)
+        self._streams: dict[int, Tensor] = {}
+        if capture:
+            if config.layers is None:
+                raise UnservableError(
+                    f"{config.architecture}: the draft reads hidden states between layers, which have another shape in "
+                    "this model; use method: suffix, or no draft"
+                )
+            layers = theirs.get_submodule(config.layers)
+            assert isinstance(layers, nn.ModuleList), "found as one"
+            capture_streams(layers, capture, self._streams.__setitem__)
 
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         """ids: [rows] int64. Writes the rows' KV into the context's pool."""
         self._passing.context = context
-        self._streams: dict[int, Tensor] = {}
+        self._streams.clear()
         try:
             out = decoder(self.theirs)(
                 input_ids=ids.unsqueeze(0), position_ids=context.positions.unsqueeze(0), use_cache=False
@@ -70,34 +80,8 @@ class TransformersModel(TargetModel):
         return DecoderOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
 
 
-def _capture_streams(model: TransformersModel, theirs: nn.Module, capture: tuple[int, ...]) -> None:
-    """Keep what enters each layer of `capture`; the number of layers names what leaves the last one."""
-    if not capture:
-        return
-    layers = next(
-        (m for m in theirs.modules() if isinstance(m, nn.ModuleList) and len(m) == model.config.num_layers), None
-    )
-    if layers is None:
-        raise UnservableError("has no list of layers that a draft could read from; serve it without an EAGLE-3 head")
-
-    def keep_input(number: int) -> Any:
-        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            model._streams[number] = given[0] if given else named["hidden_states"]
-
-        return hook
-
-    def keep_output(module: nn.Module, given: Any, out: Any) -> None:
-        model._streams[len(layers)] = out[0] if isinstance(out, tuple) else out
-
-    for number in capture:
-        if number < len(layers):
-            layers[number].register_forward_pre_hook(keep_input(number), with_kwargs=True)
-        else:
-            layers[-1].register_forward_hook(keep_output)
-
-
 class _Head(nn.Module):
-    """The vocabulary head, and whatever the model does to logits after it.
+    """The vocabulary head, and what the model does to logits after it.
 
     shard: of this rank.
     """
@@ -107,7 +91,7 @@ class _Head(nn.Module):
         head = theirs.get_output_embeddings()
         assert isinstance(head, LMHead), "put there"
         self.shard = head.shard
-        # the whole model, with a decoder that returns its input
+        # a copy of the whole model whose decoder returns its input
         shell = copy.copy(theirs)
         shell._modules = dict(theirs._modules) | {theirs.base_model_prefix: _Given()}
         self._shell = (shell,)  # the tuple keeps it from being a submodule
@@ -143,7 +127,7 @@ class _Given(nn.Module):
 
 
 class _Constants(WeightedModule):
-    """Computes the tensors of a model that no checkpoint has, such as the frequencies of rotary positions."""
+    """Computes the tensors of a model that checkpoints lack, such as the frequencies of RoPE."""
 
     def __init__(self, theirs: PreTrainedModel) -> None:
         super().__init__()
@@ -160,7 +144,7 @@ class _Constants(WeightedModule):
 
     def finish(self, options: GEMMOptions) -> None:
         owner: PreTrainedModel = self._theirs[0]
-        for module in owner.modules():  # a model before its modules
+        for module in owner.modules():  # each model comes before its modules
             owner = module if isinstance(module, PreTrainedModel) else owner
             if module._non_persistent_buffers_set:
                 kept = [tensor.clone() for _, tensor in own_tensors(module)]
@@ -173,7 +157,7 @@ class _Constants(WeightedModule):
 
 
 def _forget_constants(module: nn.Module) -> None:
-    """Mark every number of the module's constants, which have no values yet."""
+    """Overwrite the module's constants, which are uninitialised, with a mark."""
     for name in module._non_persistent_buffers_set:
         constant = module._buffers[name]
         if constant is not None and constant.dtype != torch.bool:
@@ -181,7 +165,7 @@ def _forget_constants(module: nn.Module) -> None:
 
 
 def _check_constants(module: nn.Module) -> None:
-    """Raise UnservableError for a constant that was not computed: its memory is uninitialised."""
+    """Raise UnservableError for a constant that still has the mark, so was not computed."""
     for name in module._non_persistent_buffers_set:
         constant = module._buffers[name]
         if constant is None or constant.dtype == torch.bool or not Capability.of(constant.device).has_memory:

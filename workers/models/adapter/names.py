@@ -45,23 +45,27 @@ def expert_names(found: Sequence[Any]) -> tuple[str, ...] | None:
 
 
 def part_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return how the names of all tensors of the decoder `model` begin: what else a model of images and text has is in
-    modules of other names."""
+    """Return the prefixes of the names of all tensors of the decoder `model`. A model of images and text has other
+    modules, whose tensors are ignored."""
     base = model.base_model_prefix
     inner = getattr(model, base)
     heads = (f"{name}." for name, _ in model.named_children() if name != base)
     return (*heads, *(f"{base}.{name}." for name, _ in inner.named_children()))
 
 
-# What checkpoints of models of images and text call their decoder's base, the first that fits; and its head.
+# Prefixes of a decoder's base in checkpoints of models of images and text; the first match is used.
 _INNER = ("language_model.model.", "model.language_model.model.", "model.language_model.", "model.text_model.")
 _INNER_HEADS = ("language_model.lm_head.", "model.language_model.lm_head.")
 
 
 @dataclass(frozen=True)
 class TransformersNames(NameMap):
-    """renamed: see `renamings`. experts: see `expert_names`. parts: see `part_names`; empty for a model of text alone,
-    of which every tensor is loaded."""
+    """See `NameMap`.
+
+    renamed: see `renamings`.
+    experts: see `expert_names`.
+    parts: see `part_names`; empty for a text-only model, of which every tensor is loaded.
+    """
 
     renamed: tuple[tuple[str, str], ...] = ()
     experts: tuple[str, ...] | None = None
@@ -85,7 +89,7 @@ class TransformersNames(NameMap):
         return name
 
     def _alone(self, name: str) -> str:
-        """Return the name of a tensor of the decoder where there is nothing else; other names as they are."""
+        """Return the name that a tensor of the decoder has in a text-only model; other names as they are."""
         base = self.parts[-1].partition(".")[0]
         renamed = [(old, "lm_head.") for old in _INNER_HEADS] + [(old, f"{base}.") for old in _INNER]
         return next((new + name.removeprefix(old) for old, new in renamed if name.startswith(old)), name)

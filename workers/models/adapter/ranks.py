@@ -15,7 +15,7 @@ from workers.models.adapter.survey import NUM_ROWS, AttentionCall, decoder, keep
 
 
 class _Shapes(TPGroup):
-    """Ranks of which there is only this one: results have their shapes alone."""
+    """A group of which only this rank exists: results have the right shape and no values."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -28,7 +28,7 @@ class _Shapes(TPGroup):
 
 
 class _Attention:
-    """Stands for `PagedAttention`. Raises ValueError for heads that are neither this rank's nor all."""
+    """Replaces `PagedAttention` in a dry run. Raises ValueError for heads that are neither this rank's nor all."""
 
     def __init__(self, call: AttentionCall, group: TPGroup) -> None:
         self._call = call
@@ -45,7 +45,7 @@ class _Attention:
 
 
 class _Product:
-    """Stands for a linear layer's product. Raises ValueError for other inputs than this rank's."""
+    """Replaces a linear layer's product in a dry run. Raises ValueError for inputs that are not this rank's."""
 
     def __init__(self, path: str, layer: LinearBase) -> None:
         self._path, self._shape = path, layer.shape
@@ -57,7 +57,7 @@ class _Product:
 
 
 def check_ranks(config: AdapterConfig, tensor_parallel: int, source: str) -> None:
-    """Raises ValueError, naming `source`, if a rank of `tensor_parallel` could not run its share."""
+    """Raise ValueError, naming `source`, if one of `tensor_parallel` ranks cannot run its share of the model."""
     group, device = _Shapes(0, tensor_parallel), torch.device("meta")
     ids = torch.zeros(1, NUM_ROWS, dtype=torch.int64, device=device)
     try:

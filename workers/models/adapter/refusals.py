@@ -1,5 +1,4 @@
-"""What makes `workers.models.adapter.config` refuse a model: each check raises UnservableError, whose text continues a
-sentence that begins with the model's name."""
+"""Checks by which `workers.models.adapter.config` refuses models. They raise UnservableError."""
 
 from typing import Any
 
@@ -9,11 +8,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from workers.models.adapter.survey import AttentionCall, UnservableError, are_experts, is_plain_embedding
 
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
-_FROM_PADDING = "create_position_ids_from_input_ids"  # what embeddings have that count so (RoBERTa)
+_FROM_PADDING = "create_position_ids_from_input_ids"  # method of embeddings that count positions so (RoBERTa)
 
 
 def check_class(config: PreTrainedConfig) -> None:
-    """Refuse what the class of the model and the kinds of its layers tell without building it."""
+    """Refuse models by their class and kinds of layers, without building them."""
     made: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if made is None:
         raise UnservableError(
@@ -32,7 +31,7 @@ def check_class(config: PreTrainedConfig) -> None:
 
 
 def check_model(model: PreTrainedModel, expert_names: tuple[str, ...] | None) -> None:
-    """Refuse modules that Aerie's layers would compute otherwise, and tensors that a checkpoint does not have.
+    """Refuse modules that Aerie's layers would compute differently, and tensors that a checkpoint does not have.
 
     expert_names: see `workers.models.adapter.names.expert_names`.
     """
@@ -49,7 +48,7 @@ def check_model(model: PreTrainedModel, expert_names: tuple[str, ...] | None) ->
 
 
 def _check_ties(model: nn.Module, allowed: set[int]) -> None:
-    """Refuse parameters with two names, of which a checkpoint has one. allowed: ids of those that may have two."""
+    """Refuse parameters with two names, because a checkpoint has only one. allowed: ids of parameters that may."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)

@@ -18,22 +18,23 @@ from attention.scores import ScoreRule
 
 ATTENTION = "aerie"  # the name of our attention among those of transformers
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
-NUM_ROWS = 3  # of a model's trial on the meta device
-_NEEDS_NUMBERS = ("out of meta tensor", "register_meta")  # in errors of what cannot run on that device
+NUM_ROWS = 3  # tokens of a pass on the meta device
+_NEEDS_NUMBERS = ("out of meta tensor", "register_meta")  # in errors of operations that the meta device cannot run
 _MAX_REASON = 200  # letters of an error of transformers in a refusal
 _HARMLESS = {"dropout", "position_ids", "is_causal", "cache_position", "use_cache", "output_attentions"}
 
 
 class UnservableError(ValueError):
-    """The model would be computed wrongly. The text continues a sentence that begins with the model's name."""
+    """The model would be computed wrongly. The text is the rest of a sentence that begins with the model's name."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of attention. Sizes are of the whole model.
 
-    module: path of the module that calls.
-    head_dim, value_dim: of q and k, and of v.
+    module: path of the calling module.
+    head_dim: size of a head of q and k.
+    value_dim: size of a head of v.
     scale, window, soft_cap, sinks: see `ScoreRule`.
     """
 
@@ -53,8 +54,7 @@ class AttentionCall:
 
     @property
     def kept_dim(self) -> int:
-        """Size of a head in the KV pool, where keys and values have one size, and pairs are rotated: the rest is
-        zeros."""
+        """Size of a head in the KV pool: even, and equal for keys and values. The rest of a head is zeros."""
         longest = max(self.head_dim, self.value_dim)
         return longest + longest % 2
 
@@ -62,7 +62,7 @@ class AttentionCall:
 def attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers' models: calls the module's `paged`, which the model's maker has set.
+    """Attention function for transformers' models: call the module's `paged`, which `TransformersModel` sets.
 
     q, k, v: [1, heads, rows, head_dim], rotated.
     returns: [1, rows, heads, value_dim], None.
@@ -70,34 +70,35 @@ def attend(
     return module.paged(q, k, v, attention_mask, **options), None  # type: ignore[operator]
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)  # no function for masks: models then make none
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)  # without a function for masks, so that models make none
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model on the meta device. Raises UnservableError."""
-    # experts as products of gathered weights, since a loop over those that are hit would wait for the device
+    # experts as products of gathered weights: a loop over the chosen experts would wait for the device
     options = {"experts_implementation": "batched_mm"} if hasattr(config, "_experts_implementation") else {}
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION, dtype=torch.get_default_dtype(), **options
             )
-    except Exception as error:  # each class refuses what it cannot be in a way of its own
+    except Exception as error:  # classes refuse configurations by errors of any type
         raise UnservableError(f"cannot be made by transformers: {reason_of(error)}") from error
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            # else some look for padding in every pass, which waits for the device; an assignment would check the type
+            # with an id, some look for padding in every pass, which waits for the device. Through `vars`, because an
+            # assignment checks the type
             vars(module.config)["pad_token_id"] = None
     return model.eval()
 
 
 def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
-    """Return the attention calls of one pass, in order. model: on the meta device, not used again. Raises
-    UnservableError."""
+    """Return the attention calls of one pass, in order. Raises UnservableError. model: on the meta device; unusable
+    afterwards."""
     calls: list[AttentionCall] = []
     for path, module in model.named_modules():
         module.paged = _Recorder(path, module, calls)
-        keep_angles(module)  # it would read the largest position, and there is no memory to read
+        keep_angles(module)  # else it reads the largest position, which has no value here
     ids = torch.zeros(1, NUM_ROWS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), _marked_masks(model):
@@ -123,8 +124,8 @@ def _why_not_run(error: Exception) -> str:
 
 
 def keep_angles(module: nn.Module) -> None:
-    """Let a module that computes rotary angles compute them alike for texts of any length. Some have a kind of RoPE for
-    each kind of layer."""
+    """Make a module that computes RoPE angles ignore the length of the text. Some modules have a kind of RoPE for each
+    kind of layer."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
         module.rope_type = {layer: _kept(kind) for layer, kind in kinds.items()}  # type: ignore[assignment]
@@ -137,7 +138,7 @@ def _kept(kind: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the error's first line, cut to 200 letters, with its type where that is what says something."""
+    """Return the error's first line, cut to `_MAX_REASON` letters, after the error's type where that explains more."""
     lines = str(error).strip().splitlines()
     if not lines:
         return repr(error)
@@ -146,14 +147,14 @@ def reason_of(error: Exception) -> str:
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether a module is an embedding that at most multiplies its rows by `scalar_embed_scale`."""
+    """Whether the module is an embedding that does nothing else, or multiplies its rows by `scalar_embed_scale`."""
     is_plain = type(module).forward is nn.Embedding.forward and not hasattr(module, "embed_scale")
     return isinstance(module, nn.Embedding) and (is_plain or hasattr(module, "scalar_embed_scale"))
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Whether `workers.models.adapter.layers.GivenExperts` computes the same: experts with gates by SiLU, stacked as
-    transformers stacks them."""
+    """Whether `workers.models.adapter.layers.GivenExperts` can replace the module: experts with a SiLU gate, stacked
+    as usual in transformers."""
     wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     plain = getattr(type(module), "_apply_gate", None) is _default_apply_gate
     return plain and all(getattr(module, name, None) is value for name, value in wanted.items()) and is_silu(module)
@@ -170,13 +171,13 @@ def decoder(model: PreTrainedModel) -> nn.Module:
     if not isinstance(inner, nn.Module):
         raise UnservableError(f"is a {type(model).__name__}, which has no part before its vocabulary head")
     if "position_ids" not in inspect.signature(inner.forward).parameters:
-        raise UnservableError(f"is a {type(model).__name__}, which is not told the positions of tokens")
+        raise UnservableError(f"is a {type(model).__name__}, which takes no position_ids")
     return inner
 
 
 @dataclass(frozen=True)
 class _SlidingMask:
-    """Stands for the mask of a layer with a window."""
+    """Replaces the mask of a layer with a window."""
 
     window: int
 
@@ -193,7 +194,7 @@ def _chunked(config: Any) -> None:
     raise UnservableError("has attention by chunks, which Aerie has no operation for")
 
 
-# What transformers' functions that make masks would return. For an attention of ours all of them return None.
+# By transformers' functions for masks: what `_marked_masks` returns instead. For Aerie's attention they return None.
 _MASKS: dict[str, Callable[[Any], _SlidingMask | None]] = {
     "create_causal_mask": _causal,
     "create_sliding_window_causal_mask": _sliding,
@@ -204,8 +205,8 @@ _MASK_CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 
 @contextmanager
 def _marked_masks(model: nn.Module) -> Iterator[None]:
-    """Let the model's code make a `_SlidingMask` where it would make a mask with a window, and fail where it would make
-    one that is not ours. Some models (Phi-MoE) tell the window by the mask alone, not to the attention function."""
+    """Make transformers' functions for masks return a `_SlidingMask` for a window, and raise UnservableError for masks
+    that Aerie lacks. Some models (Phi-MoE) pass the window to the mask only, not to the attention function."""
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     theirs = [(module, name, getattr(module, name)) for module in modules for name in _MASKS if hasattr(module, name)]
 

@@ -17,9 +17,9 @@ from speculative.config import SpeculativeConfig
 from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
+from tests.support.target_answers import check_logprobs, head_for
 from tests.support.tiny_models import make_eagle3
-from tests.workers.models.adapter.test_varied_decoders import head_for
-from tests.workers.models.test_targets import by_transformers, by_us
+from tests.workers.models.test_targets import by_transformers, by_us, worker_of
 from workers.config import ModelSource, WorkerConfig
 from workers.distributed.tp_group import TPGroup
 from workers.layers.vocab import VocabShard
@@ -37,67 +37,6 @@ QUICK = (
     "opt",  # learnt positions
     "youtu",  # values of another size than keys
 )
-OTHERS = [
-    "apertus",
-    "arcee",
-    "axk1",
-    "bitnet",
-    "cohere",
-    "cohere2",
-    "cohere_compass_text",
-    "ctrl",
-    "cwm",
-    "deepseek_v2",
-    "deepseek_v3",
-    "dots1",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "exaone4",
-    "exaone_moe",
-    "flex_olmo",
-    "gemma2",
-    "gemma3_text",
-    "glm",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "granite",
-    "granite_swa",
-    "granitemoe",
-    "granitemoeshared",
-    "gpt_oss",
-    "helium",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "hy_v3",
-    "hyperclovax",
-    "jais2",
-    "laguna",
-    "llama",
-    "mellum",
-    "minicpm3",
-    "minimax_m2",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "modernbert-decoder",
-    "nanochat",
-    "nemotron",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "persimmon",
-    "phi",
-    "phi3",
-    "phimoe",
-    "qwen2_moe",
-    "seed_oss",
-    "smollm3",
-    "solar_open",
-    "starcoder2",
-]
-
-
 # Their plans share nothing, or the vocabulary alone.
 UNSHARED = ("opt", "gpt_oss", "phimoe")
 WINDOWED = (
@@ -114,11 +53,9 @@ WINDOWED = (
 )
 
 
-@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
-def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str, without_families: None) -> None:
-    target = make_known(tmp_path, kind)
-    expected = by_transformers(target)
-    assert by_us(target) == expected
+@pytest.mark.parametrize("kind", QUICK)
+def test_logprobs_are_those_of_transformers(tmp_path: Path, kind: str, without_families: None) -> None:
+    check_logprobs(make_known(tmp_path, kind))
 
 
 @pytest.mark.parametrize("value_dim", [40, *slow(33)])
@@ -248,14 +185,6 @@ def test_angles_that_depend_on_the_length_are_served_up_to_the_original_one(
     assert config.max_position == limit
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=pytest.mark.slow) for each in ("olmo2", "granite", "mixtral")]
-)  # that two ranks share layers of the adapter, `test_prompts_longer_than_windows` shows
-def test_shards_together_are_the_model(tmp_path: Path, kind: str, without_families: None) -> None:
-    target = make_known(tmp_path, kind)
-    assert by_us(target, tensor_parallel=2) == by_transformers(target)
-
-
 @pytest.mark.parametrize("kind", ["phi3", pytest.param("cohere", marks=pytest.mark.slow)])
 def test_linear_layers_of_4_bits_are_served(tmp_path: Path, kind: str) -> None:
     folder = quantise(make_known(tmp_path / "t", kind), tmp_path / "q", pack_quantized())
@@ -268,14 +197,22 @@ def test_experts_of_4_bits_are_refused(tmp_path: Path) -> None:
         read_target_config(ModelSource(path=str(folder), device="cpu"), 1)
 
 
-@pytest.mark.parametrize("kind", ["granite", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_a_head_that_reads_its_layers_changes_no_token(tmp_path: Path, kind: str, without_families: None) -> None:
-    target = make_known(tmp_path / "target", kind, head_dim=16)
+def test_a_head_that_reads_its_layers_changes_no_token(tmp_path: Path, without_families: None) -> None:
+    target = make_known(tmp_path / "target", "granite", head_dim=16)
     ids = [0, 2, 4]  # the last is what leaves the layers
     head = make_eagle3(tmp_path / "head", target, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
     alone = by_us(target)
     for shape in ((3, 1, 4), (3, 4, 12)):
         assert by_us(target, speculative=SpeculativeConfig(str(head), "eagle3", *shape)) == alone
+
+
+def test_a_head_is_refused_where_layers_pass_on_several_streams(tmp_path: Path) -> None:
+    """Gemma 3n's layers have four. The plan took such a head, and the engine failed as it started."""
+    target = make_known(tmp_path / "target", "gemma3n_text")
+    config = read_target_config(ModelSource(path=str(target), device="cpu"), 1)
+    spec = EngineSpec(worker_of(target), SpeculativeConfig(str(head_for(config, tmp_path)), "eagle3"))
+    with pytest.raises(ValueError, match="Gemma3nForCausalLM: the draft reads hidden states between layers"):
+        check_weights(spec, plan_engine(spec))
 
 
 @pytest.mark.parametrize(
@@ -368,13 +305,12 @@ def test_prompts_longer_than_windows(tmp_path: Path, kind: str, without_families
     """Alone, on two ranks, and by trees of a head, whose rows are further apart than positions."""
     settings = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6}
     target = make_known(tmp_path / "target", kind, **settings)
-    expected = by_transformers(target)
-    assert by_us(target) == expected
+    check_logprobs(target)
     if kind not in UNSHARED:
-        assert by_us(target, tensor_parallel=2) == expected
+        check_logprobs(target, tensor_parallel=2)
     set_field(target, "rms_norm_eps", 1e-5)  # of the head, which Cohere's LayerNorms say nothing of
     head = make_eagle3(tmp_path / "head", target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
-    assert by_us(target, speculative=SpeculativeConfig(str(head), "eagle3", 3, 4, 12)) == expected
+    check_logprobs(target, speculative=SpeculativeConfig(str(head), "eagle3", 3, 4, 12))
 
 
 @pytest.mark.parametrize("kind", UNSHARED)

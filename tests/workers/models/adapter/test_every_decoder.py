@@ -9,13 +9,19 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from speculative.build import EngineSpec, check_weights, plan_engine
 from speculative.config import SpeculativeConfig
 from tests.support.known_models import known_config, make_known
-from tests.support.target_answers import as_text_part, check_logprobs
+from tests.support.target_answers import TREE, as_text_part, check_logprobs, head_for
+from tests.workers.models.test_targets import worker_of
 from workers.config import ModelSource
+from workers.models.adapter.config import AdapterConfig, transformers_config
+from workers.models.adapter.streams import capture_streams
+from workers.models.adapter.survey import decoder
 from workers.models.loading import read_target_config
 
 EQUAL = "answers are equal"
@@ -92,6 +98,8 @@ ONE_RANK = """
     afmoe axk1 bitnet ctrl deepseek_v3 fuyu gpt-sw3 gpt2 gpt_bigcode gpt_oss granitemoe granitemoeshared
     hunyuan_v1_dense hunyuan_v1_moe lfm2 modernbert-decoder moshi nemotron opt persimmon phimoe youtu
 """
+# Kinds whose layers pass on several streams side by side, which no head reads.
+NO_STREAMS = ("gemma3n", "gemma3n_text")
 BY_KIND = {kind: outcome for outcome, kinds in OUTCOMES.items() for kind in kinds.split()}
 
 
@@ -126,21 +134,61 @@ def config_of(kind: str) -> PreTrainedConfig:
 def test_a_decoder_is_served_with_equal_answers_or_refused(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one rank, plain and with drafts; on two ranks, where its plan fits."""
+    """On one rank: plain, with suffix drafts, with a tree of an EAGLE-3 head. On two ranks, where its plan fits."""
     monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
     make(tmp_path, kind)
     source = ModelSource(path=str(tmp_path), device="cpu")
     if BY_KIND[kind] != EQUAL:
         assert BY_KIND[kind] in refusal(source, 1)
         return
-    assert read_target_config(source, 1).served_by is not None
+    config = read_target_config(source, 1)
+    assert config.served_by is not None
     like = make_known(tmp_path / "text", "gemma3n_text") if kind == "gemma3n" else tmp_path
     check_logprobs(tmp_path, like=like)
     check_logprobs(tmp_path, like=like, speculative=SpeculativeConfig(method="suffix", num_steps=7, num_draft_tokens=8))
+    head = SpeculativeConfig(str(head_for(config, tmp_path)), "eagle3", *TREE)
+    if kind in NO_STREAMS:
+        spec = EngineSpec(worker_of(tmp_path), head)
+        with pytest.raises(ValueError, match="reads hidden states between layers"):
+            check_weights(spec, plan_engine(spec))
+    else:
+        check_logprobs(tmp_path, like=like, speculative=head)
     if kind in ONE_RANK.split():
         assert "tensor_parallel=2: " in refusal(source, 2)
     else:
         check_logprobs(tmp_path, like=like, tensor_parallel=2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # transformers' GPT-BigCode
+@pytest.mark.parametrize(
+    "kind", ["phi4_multimodal", *(pytest.param(each, marks=pytest.mark.slow) for each in OUTCOMES[EQUAL].split())]
+)
+def test_captured_streams_are_the_hidden_states_between_layers(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In transformers' own model. Copies, since a model might add to a stream in place afterwards."""
+    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    known_config(kind).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    named = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    config = read_target_config(ModelSource(path=str(tmp_path), device="cpu"), 1)
+    assert isinstance(config, AdapterConfig)
+    if kind in NO_STREAMS:
+        assert config.layers is None
+        return
+    assert config.layers is not None
+    model = AutoModelForCausalLM.from_config(transformers_config(json.loads(config.raw), kind)).eval()
+    found: dict[int, torch.Tensor] = {}
+    layers = model.get_submodule(config.layers)
+    capture_streams(layers, range(len(layers) + 1), lambda layer, stream: found.update({layer: stream.clone()}))
+    ids = torch.tensor([[5, 3, 11]])
+    with torch.no_grad():
+        hidden = decoder(model)(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    assert sorted(found) == list(range(len(layers) + 1))
+    for layer in range(len(layers)):
+        assert torch.equal(found[layer], hidden[layer]), layer
+    assert found[len(layers)].shape == hidden[0].shape and not torch.equal(found[len(layers)], hidden[-2])
 
 
 def refusal(source: ModelSource, tensor_parallel: int) -> str:
