@@ -1,5 +1,5 @@
-"""`ModelConfig`: what every target has; and how Hugging Face spells what all families share. What one family has is in
-its own file, in a subclass."""
+"""`ModelConfig`, the configuration of any target, and readers of those fields of config.json that families share.
+Subclasses in the families' files add the rest."""
 
 import json
 from abc import ABC, abstractmethod
@@ -23,14 +23,15 @@ from workers.quantization.quant_method import QuantMethod
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """The fields that every target's configuration has, and what follows from them. Families add their own.
+    """Configuration of a target. Families add fields.
 
     num_heads: query heads.
-    num_kv_heads, head_dim: of the KV cache, for all ranks together.
+    num_kv_heads, head_dim: sizes in the KV cache, for all ranks together.
     dtype: dtype of the checkpoint's unquantised weights.
     quant: quantisation of the linear layers.
     kv_scheme: the checkpoint's scheme for the KV cache (`workers.quantization.kv_scheme`).
-    whole_experts: each rank has some of the experts, complete; not a fact of the checkpoint, see `with_whole_experts`.
+    whole_experts: each rank has some experts, whole (expert parallelism). A setting of the engine, not of the
+        checkpoint; see `with_whole_experts`.
     """
 
     architecture: str
@@ -51,34 +52,34 @@ class ModelConfig(ABC):
 
     @property
     def served_by(self) -> str | None:
-        """Whose code computes the model, where that is not this project's own; and what follows for its user."""
+        """Return what computes the model instead of a class of this project, for the log and `aerie plan`; None for own
+        classes."""
         return None
 
     def with_whole_experts(self, source: str) -> Self:
-        """Return the configuration with complete experts on each rank. Raises ValueError, naming `source`, without
+        """Return the configuration with `whole_experts`. Raises ValueError, naming `source`, if the model has no
         experts."""
         raise ValueError(f"expert_parallel=true: {source} has no experts; leave it out")
 
     @abstractmethod
     def check_shards(self, tensor_parallel: int, source: str) -> None:
-        """Raises ValueError, with sizes that work, if the model cannot be cut into `tensor_parallel` shards; `source`
-        names it."""
+        """Raise ValueError, naming `source` and the sizes that work, if `tensor_parallel` ranks cannot share the
+        model."""
 
     def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:  # noqa: B027
-        """Raises ValueError, naming `source`, where the model has no fitting kernels for `device` in `dtype`. Attention
-        is asked of its backends."""
+        """Raise ValueError, naming `source`, if the model's layers have no kernels for `device` and `dtype`. Attention
+        backends are checked elsewhere (`attention.registry`)."""
 
     @abstractmethod
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-        """Return the layers with KV, grouped by layout on one rank, for the model's `KVPool`. dtype: of KV."""
+        """Return the layers with KV, grouped by layout on one rank. dtype: of KV."""
 
     def score_rule(self, layer: int) -> ScoreRule:
-        """Return how layer `layer` of `kv_groups` turns scores into weights, for its attention and its backend. By
-        default a softmax of scores divided by the root of head_dim."""
+        """Return how a layer of `kv_groups` turns scores into weights. Default: softmax of scores / sqrt(head_dim)."""
         return ScoreRule(self.head_dim**-0.5)
 
     def state_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[StateGroup, ...]:
-        """The layers that keep a state of fixed size instead of KV, by how they keep it on one rank; as a rule none."""
+        """Return the layers with a state of fixed size instead of KV, grouped by layout on one rank. Default: none."""
         return ()
 
     def num_kv_heads_per_rank(self, tensor_parallel: int) -> int:
@@ -88,8 +89,8 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
-        """The inputs of one rank's linear layers, by config.json's names: GEMMs that compute a row alike in any batch
-        need multiples of a size (`workers.runner.deterministic`)."""
+        """Return the input sizes of one rank's linear layers, by config.json's names. Batch-invariant GEMMs need
+        multiples of a size (`workers.runner.deterministic`)."""
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -98,7 +99,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder; raises ValueError naming the path if it is missing or not an object."""
+    """Read config.json of a checkpoint folder. Raises ValueError, naming the path, if it is missing or no object."""
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -115,7 +116,8 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
 
 
 def _other_quantization(config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return what older exporters keep elsewhere: compressed-tensors under another key, AutoGPTQ in a file."""
+    """Return the quantisation that older exporters store elsewhere: compressed-tensors under another key, AutoGPTQ in
+    a file of its own."""
     given = config.get("compression_config")
     if isinstance(given, dict):
         return given
@@ -126,15 +128,15 @@ def _other_quantization(config: Mapping[str, Any], folder: Path) -> dict[str, An
     return {"quant_method": "gptq", **settings} if isinstance(settings, dict) and "bits" in settings else None
 
 
-# Fields of a model of images and text that hold for its text part, too.
+# Fields of a model of images and text that also apply to its text part.
 _OUTER_FIELDS = ("architectures", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
 
 
 def text_part(config: dict[str, Any], source: str, text_first: bool = False) -> dict[str, Any]:
     """Return the part of config.json that describes the token decoder: text_config, or all of it.
 
-    `_OUTER_FIELDS` that are not null come from the whole model. text_first: except those that text_config has, too, and
-    that are not null there.
+    `_OUTER_FIELDS` come from the whole model where they are not null there. text_first: except for `architectures`,
+    text_config comes first.
     """
     text = section_of(config, "text_config", source)
     if not text:
@@ -151,12 +153,12 @@ def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def rope_scaling_of(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """Return the settings of rotary positions besides rope_theta; empty without any."""
+    """Return the settings of RoPE besides rope_theta; empty if there are none."""
     return section_of(config, "rope_parameters", source) or section_of(config, "rope_scaling", source)
 
 
 def rope_of(config: Mapping[str, Any], source: str) -> RopeConfig:
-    """Raises ValueError that lists the kinds of scaling there are for any other."""
+    """Return RoPE's settings. Raises ValueError, with the supported kinds, for any other kind of scaling."""
     scaling = rope_scaling_of(config, source)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in ROPE_KINDS:
@@ -202,9 +204,10 @@ def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfi
 
 
 def rotated_dim_of(config: Mapping[str, Any], head_dim: int, source: str, default: float) -> int:
-    """Rotated dimensions of a head, its first ones. default: the share of them where config.json has none."""
+    """Return the number of rotated dimensions of a head, which are its first ones. default: their share if config.json
+    has none."""
     if rope_scaling_of(config, source).get("rope_type") == "proportional":
-        return head_dim  # of which `RopeConfig.proportion` turns
+        return head_dim  # `RopeConfig.proportion` says how many of them rotate
     factor = number_of(config, "partial_rotary_factor", source, default)
     factor = number_of(rope_scaling_of(config, source), "partial_rotary_factor", source, factor)
     rotated = int(head_dim * factor)
@@ -217,5 +220,5 @@ def rotated_dim_of(config: Mapping[str, Any], head_dim: int, source: str, defaul
 
 
 def mscale_of(scaling: Mapping[str, Any], key: str, source: str, default: float = 0.0) -> float:
-    """One of YaRN's factors; 0 means `default`, as in transformers."""
+    """Return one of YaRN's factors; 0 means `default`, as in transformers."""
     return default if scaling.get(key) == 0 else number_of(scaling, key, source, default)

@@ -1,5 +1,5 @@
-"""Checked access to the fields of a checkpoint's config.json, for the families in this folder and for drafts. A field
-of the wrong kind or out of range raises ValueError with the checkpoint, the field, its value and the rule."""
+"""Readers of fields of config.json, for targets and drafts. They raise ValueError for a value of the wrong kind or out
+of range, with checkpoint, field, value and rule."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _REMEDY = "correct it, or download the checkpoint again"
 
 
 def architecture_of(config: Mapping[str, Any], default: str = "") -> str:
-    """The first of "architectures", or `default`."""
+    """Return the first of "architectures", or `default`."""
     given = config.get("architectures") or [default]
     return str(given[0]) if isinstance(given, list) else str(given)
 
@@ -27,7 +27,8 @@ def size_of(
     least: int = 1,
     most: int = MAX_SIZE,
 ) -> int:
-    """A whole number from `least` to `most`. default: of a field that is missing or null; None: it must be there."""
+    """Return a whole number from `least` to `most`. default: for a missing or null field; None: the field must be
+    there."""
     value = config.get(key)
     if value is None:
         if default is None:
@@ -41,7 +42,7 @@ def size_of(
 
 
 def number_of(config: Mapping[str, Any], key: str, source: str, default: float) -> float:
-    """A finite number above 0. default: of a field that is missing or null."""
+    """Return a finite number above 0. default: for a missing or null field."""
     value = config.get(key)
     if value is None:
         return default
@@ -51,7 +52,7 @@ def number_of(config: Mapping[str, Any], key: str, source: str, default: float) 
 
 
 def flag_of(config: Mapping[str, Any], key: str, source: str, default: bool = False) -> bool:
-    """true or false. default: of a field that is missing or null."""
+    """Return true or false. default: for a missing or null field."""
     value = config.get(key)
     if value is None:
         return default
@@ -61,7 +62,7 @@ def flag_of(config: Mapping[str, Any], key: str, source: str, default: bool = Fa
 
 
 def section_of(config: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
-    """An object; {} for a field that is missing or null."""
+    """Return an object; {} for a missing or null field."""
     value = config.get(key)
     if value is None:
         return {}
@@ -71,7 +72,7 @@ def section_of(config: Mapping[str, Any], key: str, source: str) -> Mapping[str,
 
 
 def ids_of(config: Mapping[str, Any], key: str, source: str) -> tuple[int, ...]:
-    """One token id or a list of them; () for a field that is missing or null. -1 is kept: it is no token's."""
+    """Return one token id or a list of them; () for a missing or null field. -1, which is no token's id, is kept."""
     value = config.get(key)
     if value is None:
         return ()

@@ -1,5 +1,5 @@
-"""`Decoder`: embedding, layers, norm and vocabulary head, tensor-parallel; what every family's model is. The layers and
-the rotary table are the family's."""
+"""`TargetModel`, a target as the runner and drafts see it, and `Decoder`, which own families build: embedding, layers,
+norm and vocabulary head, tensor-parallel."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -20,20 +20,24 @@ from workers.ops.fp8.rows import Fp8Inputs
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    """hidden: [n, hidden_size] after the final norm, of the rows that attend in the last layer. captured: the residual
-    stream that enters each layer named in `capture`, side by side: [rows, len(capture) * hidden_size]; None if none was
-    asked for. The number of layers names what leaves the last one, before the final norm."""
+    """Output of a pass.
+
+    hidden: [n, hidden_size], after the final norm; of the n rows that attend in the last layer.
+    captured: [rows, len(capture) * hidden_size], the residual stream at the input of each layer of `capture`, side by
+        side; None if `capture` is empty. A layer number equal to the number of layers stands for the output of the last
+        layer, before the final norm.
+    """
 
     hidden: Tensor
     captured: Tensor | None
 
 
 class TargetModel(nn.Module, ABC):
-    """The interface of a target for the runner and for drafts, tensor-parallel over `group`.
+    """Interface of a target for the runner and for drafts, tensor-parallel over `group`.
 
     capture: layers whose input `forward` returns besides the hidden states.
-    embed_tokens: token embedding, used by drafts, too.
-    lm_head: [n, hidden_size] -> logits of this rank's vocabulary shard (`shard`); used by drafts, too.
+    embed_tokens: token embedding; drafts may share it.
+    lm_head: [n, hidden_size] -> logits of this rank's vocabulary shard (`shard`); drafts may share it.
     """
 
     config: ModelConfig
@@ -48,15 +52,21 @@ class TargetModel(nn.Module, ABC):
 
 
 def in_default_dtype(value: float) -> float:
-    """Round to torch's default dtype, which is the model's while it is built: transformers rounds some factors so."""
+    """Round to torch's default dtype, as transformers rounds some factors. It is the model's dtype while the model is
+    built."""
     return float(torch.tensor(value, device="cpu").item())
 
 
 class Decoder(TargetModel):
-    """rotary: what the layers' attention is given angles of, one table or one per layer. capture: layers whose input is
-    returned beside the hidden states (what an EAGLE-3 head reads); for the stream that leaves the last layer every row
-    must attend there. embedding_scale: factor on the target's embedding, which drafts take without it. logit_cap,
-    logit_divisor: see `LMHead`. layer_inputs: for the tails of layers."""
+    """See `TargetModel`.
+
+    rotary: table of RoPE angles, for all layers or one per layer.
+    capture: if it has the output of the last layer, every row must attend there.
+    norm: class of the final norm.
+    embedding_scale: factor on the target's embedding; drafts use the embedding without it.
+    logit_cap, logit_divisor: see `LMHead`.
+    layer_inputs: inputs of the layers' tails.
+    """
 
     def __init__(
         self,
@@ -102,7 +112,7 @@ class Decoder(TargetModel):
                 normed = norm.for_product(residual, wanted)
             else:
                 normed, residual = norm.add_for_product(added, residual, wanted, unsummed)
-            if i in self.capture:  # a copy: the stream is changed in place
+            if i in self.capture:  # copied, because the residual stream is changed in place
                 captured[:, self.capture.index(i)] = residual
             if i == len(self.layers) - 1 and context.last is not None:
                 context = context.last

@@ -1,4 +1,5 @@
-"""DeepSeek-V2 and V3 (R1, V3.1, Kimi-K2): latent attention, and mixtures of experts after the first layers."""
+"""DeepSeek-V2 and V3 (R1, V3.1, Kimi-K2): multi-head latent attention (MLA), and mixtures of experts after the first
+layers."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -39,12 +40,16 @@ _V3_DEFAULTS = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(ModelConfig):
-    """num_kv_heads, head_dim: 1 and the size of a latent row. For q_rank, latent, key_dim, rotated_dim, value_dim and
-    attention_scale see `LatentAttention`.
+    """See `ModelConfig`.
 
-    intermediate_size: of layers without experts. expert_width: intermediate size of an expert. shared_width: of all
-    shared experts of a layer together. first_moe_layer, moe_layer_step: layers from the first on have experts whose
-    number the step divides. num_mtp_layers: modules for drafting that the checkpoint has after its layers.
+    num_kv_heads, head_dim: 1 and the size of a latent row.
+    q_rank, latent, key_dim, rotated_dim, value_dim, attention_scale: see `LatentAttention`.
+    intermediate_size: of layers without experts.
+    expert_width: intermediate size of an expert.
+    shared_width: intermediate size of a layer's shared experts together.
+    first_moe_layer, moe_layer_step: a layer has experts if it is not before first_moe_layer and a multiple of
+        moe_layer_step.
+    num_mtp_layers: MTP modules in the checkpoint, after its layers.
     """
 
     rope: RopeConfig
@@ -105,7 +110,7 @@ class DeepseekConfig(ModelConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
-    """Raises ValueError where the model has something that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
     _refuse_unsupported(config, source)
     is_v3 = architecture_of(config) == "DeepseekV3ForCausalLM"
     config = {**(_V3_DEFAULTS if is_v3 else {}), **config}
@@ -147,13 +152,13 @@ def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
 
 
 def _scale_of_yarn(config: dict[str, Any], rope: RopeConfig, source: str) -> float:
-    """The factor that a longer context puts on q . k beside the one on cos and sin."""
+    """Return YaRN's factor on q . k, which is beside the one on cos and sin."""
     mscale = mscale_of(rope_scaling_of(config, source), "mscale_all_dim", source)
     return yarn_magnitude(rope.factor, mscale) ** 2 if rope.kind == "yarn" else 1.0
 
 
 def read_routing(config: dict[str, Any], source: str, is_v3: bool) -> Routing:
-    """is_v3: what config.json does not say is as in DeepSeek-V3, else as in V2."""
+    """Read the router's settings. is_v3: defaults are DeepSeek-V3's, else V2's."""
     method = str(config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy"))
     methods = ("greedy", "group_limited_greedy", "noaux_tc")
     if method not in methods:
@@ -246,7 +251,7 @@ def layer_rules(ours: str, theirs: str) -> dict[str, str]:
 
 
 def weight_names(config: DeepseekConfig) -> NameMap:
-    """The names of Hugging Face's checkpoints. Modules for drafting are nothing of the target's."""
+    """Return the names in Hugging Face's checkpoints. Ignored: MTP modules."""
     drafting = (f"model.layers.{config.num_layers + i}.*" for i in range(config.num_mtp_layers))
     return NameMap(
         rules={name: f"model.{name}" for name in ("embed_tokens", "norm")}

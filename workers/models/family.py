@@ -1,4 +1,4 @@
-"""`ModelFamily`: what a file of this folder says of the architectures that it serves."""
+"""`ModelFamily`: what a file of this folder declares about the architectures that it serves."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,10 +20,13 @@ def _all(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ModelFamily(Generic[ConfigT]):
-    """read_config: from a config.json and what it is of (for errors); raises ValueError for what would be ignored.
-    model: makes this rank's module: (config, ranks, rows of its rotary table, device of that, layers to capture).
-    weight_names: what the checkpoint calls its tensors.
-    serves: whether a config.json of its architectures is for this family; the others are left to the adapter.
+    """Functions of a family.
+
+    read_config: (config.json, name of the checkpoint for errors) -> configuration. Raises ValueError for settings that
+        would be ignored.
+    model: (configuration, ranks, rows of the rotary table, its device, layers to capture) -> this rank's module.
+    weight_names: the checkpoint's names of the model's tensors.
+    serves: whether this family serves a config.json of its architectures; the adapter gets the others.
     """
 
     read_config: Callable[[dict[str, Any], str], ConfigT]

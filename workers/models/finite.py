@@ -1,5 +1,5 @@
-"""Whether loaded weights are finite numbers. A damaged or badly trained checkpoint would else answer with noise, and a
-NaN in one layer makes every token of every request NaN. Called once at the end of a load."""
+"""Checks once, after loading, that weights are finite. A damaged or badly trained checkpoint would answer with noise:
+one NaN in a layer makes every token of every request NaN."""
 
 from collections.abc import Callable, Iterable, Set
 
@@ -21,11 +21,11 @@ def check_finite(
     source: str,
     elsewhere: Set[str] = frozenset(),
 ) -> None:
-    """Raise ValueError naming file and tensor where weights of `model` are NaN or infinite. Reads every weight once on
-    its device, without a copy, and waits once. Modules that load no tensor are left out: `finish` fills theirs later.
+    """Raise ValueError, naming file and tensor, if weights of `model` are NaN or infinite. Reads every weight once on
+    its device, without a copy, and waits once. Skips modules that load no tensor, which `finish` fills later.
 
-    read: the checkpoint's tensors again, which happens only to name those that are wrong.
-    elsewhere, source: as of `load_weights`.
+    read: returns the checkpoint's tensors again; called only to name the wrong ones.
+    elsewhere, source: see `load_weights`.
     """
     modules = [
         (path, module) for path, module in weighted_modules(model) if path not in elsewhere and module.weight_keys()
@@ -47,7 +47,7 @@ def check_finite(
 
 
 def _not_finite(modules: list[tuple[str, WeightedModule]]) -> dict[WeightedModule, str]:
-    """The modules with a weight that is not finite, and their paths."""
+    """Return the modules with a weight that is not finite, and their paths."""
     owners, flags = [], []
     for path, module in modules:
         for parameter in module.parameters():
@@ -59,9 +59,9 @@ def _not_finite(modules: list[tuple[str, WeightedModule]]) -> dict[WeightedModul
 
 
 def _is_finite(weight: Tensor) -> Tensor:
-    """One bool on the weight's device. Extrema need no memory, where `torch.isfinite` makes a mask of every weight."""
+    """Return one bool on the weight's device. Extrema need no memory; `torch.isfinite` allocates a mask."""
     if weight.dtype == FP8:
         as_signed, as_unsigned = weight.view(torch.int8).amax(), weight.view(torch.uint8).amax()
         return (as_signed < _FP8_NAN) & (as_unsigned < _FP8_NAN + 0x80)
-    low, high = torch.aminmax(weight)  # a NaN becomes both
+    low, high = torch.aminmax(weight)  # both are NaN if any weight is
     return torch.isfinite(low) & torch.isfinite(high)

@@ -32,7 +32,11 @@ _DEFAULT_ROPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(LlamaMoeConfig):
-    """intermediate_size: of an expert; every layer has experts. windows: of each layer; None: it attends to all."""
+    """See `LlamaConfig`.
+
+    intermediate_size: of an expert; every layer has experts.
+    windows: each layer's window in tokens; None: it attends to all.
+    """
 
     activation: GatedActivation
     windows: tuple[int | None, ...]
@@ -52,7 +56,7 @@ class GptOssConfig(LlamaMoeConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> GptOssConfig:
-    """Raises ValueError where the model has something that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
     if not rope_scaling_of(config, source):
         config = {**config, "rope_scaling": _DEFAULT_ROPE}
     if not config.get("dtype") and not config.get("torch_dtype"):
@@ -92,7 +96,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
 
 def weight_names(config: GptOssConfig) -> NameMap:
-    """The names of Hugging Face's checkpoints: experts stacked, in MXFP4 or 16 bits."""
+    """Return the names in Hugging Face's checkpoints, whose experts are stacked, in MXFP4 or 16 bits."""
     dense, layer = llama.weight_names(config), "layers.{layer}"
     return NameMap(
         {

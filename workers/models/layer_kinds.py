@@ -1,5 +1,4 @@
-"""The layers of a model that attend over a window, by `layer_types` and `sliding_window` of config.json, and RoPE of
-either kind of layer."""
+"""Windows of layers, from `layer_types` and `sliding_window` of config.json, and RoPE by kind of layer."""
 
 from typing import Any
 
@@ -13,10 +12,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def windows_of(
     config: dict[str, Any], num_layers: int, max_position: int, source: str, default: tuple[str, ...] | None = None
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer in tokens, the newest included; None: it attends to all, as with a window of
-    `max_position` or more.
+    """Return each layer's window in tokens, the newest included; None: the layer attends to all tokens, also if its
+    window is `max_position` or more.
 
-    default: kinds of the layers where config.json has no `layer_types`; None: alternating, the first one sliding.
+    default: kinds of the layers if config.json has no `layer_types`; None: alternating, the first one sliding.
     Raises ValueError for other kinds, or if a sliding layer has no window.
     """
     alternating = tuple(FULL if i % 2 else SLIDING for i in range(num_layers))
@@ -35,8 +34,11 @@ def windows_of(
 def ropes_of(
     config: dict[str, Any], source: str, full_theta: float, local_theta: float
 ) -> tuple[RopeConfig, RopeConfig] | None:
-    """Return RoPE of layers that attend to all, and of layers with a window, where `rope_parameters` is by kind of
-    layer; else None. full_theta, local_theta: the bases of kinds that name none."""
+    """Return RoPE of layers without a window, and of layers with one; None if `rope_parameters` is not by kind of
+    layer.
+
+    full_theta, local_theta: bases of kinds whose base is not given.
+    """
     nested = section_of(config, "rope_parameters", source)
     if FULL not in nested and SLIDING not in nested:
         return None

@@ -1,5 +1,5 @@
-"""Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ by three
-flags. EAGLE's heads (`speculative.drafts`) use the same layers."""
+"""Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ in three
+flags. EAGLE heads (`speculative.drafts`) use the same layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,8 +33,12 @@ from workers.quantization.table import read_quant_method
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """rotated_dim: dimensions of a head that RoPE rotates; all of a Llama's. qkv_bias: Qwen2, and Llama with
-    attention_bias, which then has o_bias too. qk_norm: Qwen3 (an RMSNorm per head on q and k)."""
+    """See `ModelConfig`.
+
+    rotated_dim: dimensions of a head that RoPE rotates; Llama rotates all.
+    qkv_bias: Qwen2 has it; so has a Llama with attention_bias, together with o_bias.
+    qk_norm: an RMSNorm per head on q and k (Qwen3).
+    """
 
     intermediate_size: int
     rope: RopeConfig
@@ -83,7 +87,7 @@ class LlamaConfig(ModelConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
-    """Read a config.json, also of a draft. Raises ValueError for settings that are not supported."""
+    """Read config.json of a target or draft. Raises ValueError for settings that are not supported."""
     heads = size_of(config, "num_attention_heads", source)
     hidden = size_of(config, "hidden_size", source)
     layers = size_of(config, "num_hidden_layers", source, most=MAX_LAYERS)
@@ -139,8 +143,8 @@ def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) ->
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """Other activations, biases of MLPs, other kinds of RoPE (`longrope`, `dynamic`) and Qwen2's windows are left to
-    the adapter."""
+    """False, so that the adapter serves the model, for other activations, MLPs with biases, other kinds of RoPE
+    (`longrope`, `dynamic`) and Qwen2's windows."""
     scalings = _ropes_in(config.get("rope_parameters") or config.get("rope_scaling"))
     kinds = {str(scaling.get("rope_type") or scaling.get("type") or "default") for scaling in scalings}
     plain = config.get("hidden_act") in (None, "silu") and not config.get("mlp_bias")
@@ -148,7 +152,7 @@ def is_served(config: Mapping[str, Any]) -> bool:
 
 
 def _has_windows(config: Mapping[str, Any]) -> bool:
-    """Whether a Qwen2 or Qwen3 has a layer with a window: those from `max_window_layers` on, or by `layer_types`."""
+    """Whether a layer of a Qwen2 or Qwen3 has a window, by `layer_types` or else by `max_window_layers`."""
     full, layers = config.get("max_window_layers", 28), config.get("num_hidden_layers")
     some = isinstance(full, int) and isinstance(layers, int) and full < layers
     kinds = config.get("layer_types")
@@ -157,7 +161,7 @@ def _has_windows(config: Mapping[str, Any]) -> bool:
 
 
 def _ropes_in(scaling: Any) -> list[dict[str, Any]]:
-    """Return the settings of RoPE, of all layers or by kind of layer."""
+    """Return the settings of RoPE, which are for all layers or by kind of layer."""
     found = [scaling, *scaling.values()] if isinstance(scaling, dict) else []
     return [each for each in found if isinstance(each, dict)]
 
@@ -201,7 +205,7 @@ def make_layer(config: LlamaConfig, layer: int, group: TPGroup) -> DecoderLayer:
 
 
 class LlamaForCausalLM(Decoder):
-    """See `Decoder`, also for the factors. Families whose layers differ override `make_layer` and `norm_type`.
+    """See `Decoder`. Families with other layers override `make_layer` and `norm_type`.
 
     max_position: rows of the rotary tables, on `device`.
     """
@@ -227,8 +231,8 @@ class LlamaForCausalLM(Decoder):
 
 
 def weight_names(config: LlamaConfig) -> NameMap:
-    """The names of Hugging Face's checkpoints. Old ones have rotary frequencies, and some tied ones a copy of their
-    embedding as vocabulary head."""
+    """Return the names in Hugging Face's checkpoints. Ignored: rotary frequencies of old checkpoints, and a vocabulary
+    head that repeats a tied embedding."""
     return NameMap(
         rules={
             "lm_head": "lm_head",
@@ -244,7 +248,7 @@ def weight_names(config: LlamaConfig) -> NameMap:
 
 
 def text_weight_names(config: LlamaConfig) -> NameMap:
-    """`weight_names`, and of models of images and text the same behind a prefix, and towers, which are not loaded."""
+    """Return `weight_names`, also for models of images and text: they have a prefix, and towers, which are ignored."""
     names = weight_names(config)
     towers = [f"{prefix}{tower}.*" for prefix in ("", "model.") for tower in ("vision_tower", "multi_modal_projector")]
     return replace(

@@ -42,7 +42,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def read_target_config(source: ModelSource, tensor_parallel: int, expert_parallel: bool = False) -> ModelConfig:
-    """The target's configuration, checked; raises ValueError naming what is wrong and what would work."""
+    """Read and check the target's configuration. Raises ValueError naming what is wrong and what would work."""
     raw, name = read_config_json(source.path), f"model {source.path}"
     family = family_for(raw, name)
     config: ModelConfig = family.read_config(raw, name)
@@ -76,9 +76,12 @@ def load_target(
     deterministic: bool = False,
     advance: Advance = lambda done, total: None,
 ) -> TargetModel:
-    """This rank's shard of the target. max_position: rows of the rotary table, more than any position in a step.
-    deterministic: see `finish_weights`. advance: called with the number of loaded bytes. Raises ValueError
-    as `fill_target`."""
+    """Load this rank's shard of the target. Raises ValueError as `fill_target`.
+
+    max_position: rows of the rotary table, more than any position in a step.
+    deterministic: see `finish_weights`.
+    advance: called with the number of loaded bytes, and of all.
+    """
     name = f"model {source.path}"
     here = Capability.of(device)
     config.check_device(here, resolve_dtype(source.dtype, config.dtype, here), name)
@@ -108,10 +111,10 @@ def fill_target(
     capture: tuple[int, ...] = (),
     advance: Advance = lambda done, total: None,
 ) -> TargetModel:
-    """`load_target` without the packing. device: "meta" reads the headers of the checkpoint's files only, and checks
-    them.
+    """As `load_target`, but do not pack the weights. device: "meta" only reads and checks the headers of the files.
 
-    Raises ValueError naming file and tensor where the checkpoint is damaged, does not fit, or is not finite."""
+    Raises ValueError naming file and tensor if the checkpoint is damaged, does not fit, or is not finite.
+    """
     name = f"model {source.path}"
     family = family_of_config(config, name)
     names = family.weight_names(config)
@@ -132,8 +135,12 @@ def fill_target(
 def allocate(
     make: Callable[[], ModuleT], names: NameMap, quant: QuantMethod, dtype: torch.dtype, device: torch.device
 ) -> ModuleT:
-    """Build a module by `make`, with linear methods for the checkpoint's quantisation, and allocate its parameters on
-    `device` without filling them. dtype: of parameters without a type of their own. names: of the checkpoint."""
+    """Build a module by `make`, give its layers the methods of the checkpoint's quantisation, and allocate its
+    parameters on `device` without filling them.
+
+    names: of the checkpoint's tensors.
+    dtype: of parameters whose layer does not choose one.
+    """
     with torch.device("meta"), _default_dtype(dtype):
         model = make()
         for path, layer in model.named_modules():
@@ -143,13 +150,13 @@ def allocate(
             elif isinstance(layer, Experts):
                 modules = [names.packed_name(path, part.name, 0) for part in layer.shape.parts]
                 layer.method = quant.experts_method(modules, layer.shape)
-    # as `to_empty`, which would leave out what storages have beside a parameter
+    # not `to_empty`, which allocates parameters only: a storage may be larger than its parameter
     model._apply(lambda planned: _memory_for(planned, device))  # type: ignore[no-untyped-call]
     return model
 
 
 def _memory_for(planned: Tensor, device: torch.device) -> Tensor:
-    """Memory of `device` for a tensor that has none, and for what its storage has beside it
+    """Allocate a meta tensor's whole storage on `device`, which may be larger than the tensor
     (`workers.layers.experts_method.ExpertsShape.stacked`)."""
     storage = torch.empty(planned.untyped_storage().nbytes() // planned.itemsize, dtype=planned.dtype, device=device)
     return storage.as_strided(planned.shape, planned.stride(), planned.storage_offset())

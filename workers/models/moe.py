@@ -14,7 +14,7 @@ from workers.models.name_map import Packed
 from workers.ops.experts.route import Routing
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-_GROUPED_MAJORS = (9, 10)  # compute capabilities whose grouped products (torch 2.13) wait for nothing
+_GROUPED_MAJORS = (9, 10)  # compute capabilities on which torch 2.13 multiplies groups without a wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,8 @@ class LlamaMoeConfig(LlamaConfig):
 
 
 def num_experts_of(config: dict[str, Any], source: str) -> int:
-    """Under whichever of its names config.json has it; raises ValueError if it has none."""
+    """Return the number of experts, which config.json may have under several names. Raises ValueError if it has
+    none."""
     for key in _NUM_EXPERTS:
         if config.get(key) is not None:
             return size_of(config, key, source, most=MAX_EXPERTS)
@@ -41,7 +42,8 @@ def num_experts_of(config: dict[str, Any], source: str) -> int:
 
 
 def expert_cuts(routing: Routing, width: int, shared_width: int, whole: bool) -> dict[str, int]:
-    """Return the dimension by which ranks share a layer's experts, by config.json's names; see `MixtureOfExperts`."""
+    """Return the dimensions along which ranks share a layer's experts, by config.json's names; see
+    `MixtureOfExperts`."""
     if not whole:
         return {"moe_intermediate_size": width}
     shared = {"n_shared_experts * moe_intermediate_size": shared_width} if shared_width else {}
@@ -127,14 +129,14 @@ def _transposed(full: Tensor) -> Tensor:
 
 
 def _in_turn(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
-    """Return every `parts`-th row of each expert, from its first, second, ... row on."""
+    """Return `parts` matrices of each expert; matrix i has rows i, i + parts, i + 2 * parts, ..."""
     if full.dim() < 2 or full.shape[0] != num_experts or full.shape[1] % parts:
         raise WrongTensorError(f"has shape {tuple(full.shape)}, config.json implies {num_experts} experts")
     return [expert[first::parts] for expert in full for first in range(parts)]
 
 
 def check_experts_device(device: Capability, dtype: torch.dtype, source: str) -> None:
-    """Raises ValueError, naming `source`, where experts would wait for the device in every layer, which a captured step
+    """Raise ValueError, naming `source`, if experts would wait for the device in every layer: a captured step
     cannot."""
     if not device.captures_graphs:
         return

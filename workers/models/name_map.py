@@ -16,17 +16,17 @@ _HOLE = re.compile(r"\{(\w+)\}")
 # Scales of KV in FP8, by the module that an exporter put them in: attention (compressed-tensors), a projection
 # (ModelOpt), or one inside attention (vLLM). Ours: `workers.layers.kv_scales`.
 _KV_SCALE = re.compile(r"(?:\.[kv]_proj|\.qkv_proj|\.attn)?\.([kv]_scale)$")
-_UNUSED = ("*.q_scale",)  # queries keep their bits
+_UNUSED = ("*.q_scale",)  # queries are not quantised
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Tensors of the checkpoint that each hold several of those that the rules name.
+    """A pattern of checkpoint tensors that each contain several tensors of the rules.
 
-    name: of such a tensor, with holes as in the rules.
-    parts: what it holds, by the names that the rules give them; a hole is filled as in `name`.
-    split: the whole tensor and its kind ("" where the name has none) -> its parts, in their order. Raises
-    WrongTensorError where its shape does not fit.
+    name: of the checkpoint's tensor, with holes as in the rules.
+    parts: names of the tensors in it, as the rules have them; holes are filled as in `name`.
+    split: (whole tensor, its kind; "" if the name has none) -> its parts, in order. Raises WrongTensorError if the
+        shape does not fit.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Packed:
     split: Callable[[Tensor, str], Sequence[Tensor]]
 
     def pieces(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-        """The parts of tensor `name` and their names; None if it is no such tensor."""
+        """Return names and values of the parts of tensor `name`; None if the pattern does not match."""
         match = self._pattern.fullmatch(name)
         if match is None:
             return None
@@ -42,15 +42,15 @@ class Packed:
         return list(zip(names, self.split(tensor, match.groupdict().get("kind", "")), strict=True))
 
     def holder(self, module: str) -> str | None:
-        """The checkpoint's module that holds the part `module`; None if it holds none of that name. Of tensors whose
-        names end with a kind; others belong to no module of the checkpoint."""
+        """Return the checkpoint's module that contains the part `module`; None if this is no part. Only for patterns
+        that end with a kind; others belong to no module of the checkpoint."""
         matches = (pattern.fullmatch(module) for pattern in self._modules)
         match = next((each for each in matches if each is not None), None)
         return None if match is None else self.name.removesuffix(_KIND).format_map(match.groupdict())
 
     def holding(self, tensor: str) -> str | None:
-        """The checkpoint's tensor that holds the part `tensor`; None if it holds none of that name. Of tensors whose
-        names do not end with a kind."""
+        """Return the checkpoint's tensor that contains the part `tensor`; None if this is no part. Only for patterns
+        that do not end with a kind."""
         starts = [0, *(i for i, letter in enumerate(tensor) if letter == ".")]
         found = (self._endings.get(tensor[start:]) for start in starts)
         matches = (pattern.fullmatch(tensor) for pattern in found if pattern is not None)
@@ -59,7 +59,8 @@ class Packed:
 
     @cached_property
     def _endings(self) -> dict[str, re.Pattern[str]]:
-        """Return parts by the text after their last hole, since a layer of experts has hundreds of parts."""
+        """Return patterns of parts by the text after their last hole. A lookup, because a layer of experts has hundreds
+        of parts."""
         if self.name.endswith(_KIND):
             return {}
         return {part.rpartition("}")[2]: _pattern(part) for part in self.parts}
@@ -81,18 +82,18 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class NameMap:
-    """Names of the checkpoint for our modules and keys. Loading a checkpoint uses the map backwards.
+    """The checkpoint's names of our modules and keys. Loading looks up the other way round.
 
-    rules: path of a module of ours -> the checkpoint's module. Both may have holes in braces: one in the path stands
-    for one component and fills the same hole of the name; {part} and {expert} of the name are the key's. The first rule
-    that fits a path is taken; the tensor's kind follows after a dot:
+    rules: path of our module -> the checkpoint's module. Both may have holes in braces. A hole of the path matches one
+    component, which fills the hole of the same name; the key fills {part} and {expert}. The first rule that matches a
+    path is used; the tensor's kind follows after a dot:
 
         "layers.{layer}.self_attn.qkv": "model.layers.{layer}.self_attn.{part}"
         "layers.{layer}.mlp.experts": "model.layers.{layer}.mlp.experts.{expert}.{part}"
 
-    aliases: (prefix, ours) of names that some checkpoints spell otherwise, replaced one after the other.
-    ignored: patterns (`fnmatch`) of names that a checkpoint may have and that are not loaded.
-    packed: tensors that are taken apart before they are loaded.
+    aliases: (other prefix, prefix in the rules), replaced one after the other in the checkpoint's names.
+    ignored: patterns (`fnmatch`) of tensors that are not loaded.
+    packed: tensors that are split before they are loaded.
     """
 
     rules: Mapping[str, str]
@@ -101,8 +102,8 @@ class NameMap:
     packed: tuple[Packed, ...] = ()
 
     def module_name(self, path: str, part: str = "", expert: int | None = None) -> str:
-        """The checkpoint's module for our module `path`. Raises ValueError if no rule fits, or the rule needs a part or
-        an expert that is not given, or does not tell those that are given apart."""
+        """Return the checkpoint's module for our module `path`. Raises ValueError if no rule matches, or if the rule's
+        holes {part} and {expert} are not those that are given."""
         template, wanted, found = self._rule(path)
         holes = dict(found)
         if part:
@@ -114,7 +115,7 @@ class NameMap:
         return template.format_map(holes)
 
     def packed_name(self, path: str, part: str = "", expert: int | None = None) -> str:
-        """`module_name`, or where that module is a part of a packed one, the latter's name."""
+        """Return `module_name`, or the packed module that contains it."""
         return self._holder(self.module_name(path, part, expert))
 
     def _holder(self, module: str) -> str:
@@ -127,8 +128,8 @@ class NameMap:
         return f"{self._holder(module)}.{kind}" if whole is None else whole
 
     def _rule(self, path: str) -> tuple[str, Set[str], Mapping[str, str]]:
-        """The name of the first rule that fits, its holes, and those that the path fills. Kept: a layer of experts has
-        a thousand names."""
+        """Return the first rule that matches: its name, that name's holes, and the holes that the path fills. Cached,
+        because a layer of experts has a thousand names."""
         if path not in self._found:
             for pattern, template in self._patterns:
                 match = pattern.fullmatch(path)
@@ -144,18 +145,18 @@ class NameMap:
         return {}
 
     def tensor_name(self, path: str, key: WeightKey) -> str:
-        """The checkpoint's tensor for a key of our module `path`; raises ValueError as `module_name` does."""
+        """Return the checkpoint's tensor for a key of our module `path`. Raises ValueError as `module_name`."""
         return f"{self.module_name(path, key.part, key.expert)}.{key.kind}"
 
     def canonical(self, name: str) -> str:
-        """A name of the checkpoint as the rules spell it."""
+        """Return a name of the checkpoint as the rules spell it."""
         for prefix, ours in self.aliases:
             if name.startswith(prefix):
                 name = ours + name.removeprefix(prefix)
         return _KV_SCALE.sub(r".kv_scales.\1", name)
 
     def canonical_module(self, module: str) -> str:
-        """A module's name in the checkpoint as the rules spell it."""
+        """Return a module's name in the checkpoint as the rules spell it."""
         return self.canonical(f"{module}.").removesuffix(".")
 
     def ignores(self, name: str) -> bool:
@@ -163,8 +164,8 @@ class NameMap:
         return any(fnmatchcase(name, pattern) for pattern in (*self.ignored, *_UNUSED))
 
     def pieces(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """The tensors that the checkpoint's tensor `name` is to our modules, with canonical names: as a rule itself.
-        Raises WrongTensorError where it is packed and its shape does not fit."""
+        """Split a tensor of the checkpoint, if it is packed, into (canonical name, tensor) pairs. Raises
+        WrongTensorError if its shape does not fit."""
         name = self.canonical(name)
         found = (each.pieces(name, tensor) for each in self.packed)
         return next((pieces for pieces in found if pieces is not None), [(name, tensor)])
@@ -175,7 +176,8 @@ class NameMap:
 
 
 def split_rows(full: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
-    """Split a matrix into parts of sizes[i] rows, or its scales, if each is for several rows. what: for errors."""
+    """Split a matrix into parts of sizes[i] rows; or its scales, each of which may be for several rows. what: names
+    the parts in errors."""
     unit, rest = divmod(sum(sizes), full.shape[0]) if full.dim() and full.shape[0] else (0, 1)
     if rest or any(size % unit for size in sizes):
         raise WrongTensorError(f"has shape {tuple(full.shape)}, which cannot be cut into {what} of {list(sizes)} rows")

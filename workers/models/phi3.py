@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4: a Llama, perhaps over windows, whose checkpoint has q, k and v in one matrix, and gate and up
-projection in one. Variants whose angles depend on the length (`longrope`) are left to the adapter."""
+"""Phi-3 and Phi-4: a Llama, some with windows, whose checkpoint has q, k and v in one matrix, and gate and up
+projection in another. The adapter serves variants whose angles depend on the length (`longrope`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,13 +23,13 @@ def is_served(config: Mapping[str, Any]) -> bool:
 
 
 def read_config(config: dict[str, Any], source: str) -> WindowedConfig:
-    """Raises ValueError where the model has something that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
     windowed = mistral.read_config({"rms_norm_eps": 1e-5, **config}, source)
     return replace(windowed, rotated_dim=rotated_dim_of(config, windowed.head_dim, source, 1.0))
 
 
 def weight_names(config: WindowedConfig) -> NameMap:
-    """The names of Llama's, of which one matrix each holds q, k and v, and gate and up projection."""
+    """Return Llama's names, with q, k and v packed in one matrix, and gate and up projection in another."""
     llama = llama_names(config)
     kv = config.num_kv_heads * config.head_dim
 
@@ -46,8 +46,12 @@ def weight_names(config: WindowedConfig) -> NameMap:
 
 
 def packed_rows(theirs: str, name: str, rows: Mapping[str, int]) -> Packed:
-    """Return the rule of a `NameMap` for linear layers in one matrix. theirs: the module's name in the checkpoint.
-    name: the matrix's. rows: of each layer's outputs, in order."""
+    """Return the rule of a `NameMap` for linear layers that are packed in one matrix.
+
+    theirs: name of the module in the checkpoint.
+    name: name of the matrix in that module.
+    rows: number of outputs of each linear layer, by name, in order.
+    """
     return Packed(
         f"{theirs}.{name}.{{kind}}",
         tuple(f"{theirs}.{part}.{{kind}}" for part in rows),

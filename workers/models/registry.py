@@ -1,4 +1,4 @@
-"""The architectures that can be a target, and the file of each. Adding one: docs/add-a-model.md."""
+"""The table of architectures with a class of their own (docs/add-a-model.md); all others go to the adapter."""
 
 from importlib import import_module
 from typing import Any, cast
@@ -46,17 +46,17 @@ ARCHITECTURES = {
 }
 
 
-_ADAPTER = "workers.models.adapter"  # serves what transformers knows and no file of this folder does
+_ADAPTER = "workers.models.adapter"  # serves the other decoders of transformers
 
 
 def family_for(config: dict[str, Any], source: str) -> Family:
-    """The family that reads a config.json; see `family_of`."""
+    """Return the family that reads a config.json; see `family_of`."""
     family = family_of(architecture_of(config), source)
     return family if family.serves(config) else _adapter()
 
 
 def family_of_config(config: ModelConfig, source: str) -> Family:
-    """The family that has read `config`; see `family_of`."""
+    """Return the family that has read `config`; see `family_of`."""
     return family_of(config.architecture, source) if config.served_by is None else _adapter()
 
 
@@ -65,7 +65,8 @@ def _adapter() -> Family:
 
 
 def family_of(architecture: str, source: str) -> Family:
-    """Raises ValueError that lists what there is for any other; `source` names the model in it."""
+    """Return the family of an architecture. Raises ValueError, with those that are served, for an unknown one. source:
+    names the model in the error."""
     if architecture in ARCHITECTURES:
         return cast(Family, import_module(f"workers.models.{ARCHITECTURES[architecture]}").FAMILY)
     if import_module(f"{_ADAPTER}.config").is_known(architecture):

@@ -23,7 +23,7 @@ def weight_bytes(model: nn.Module, multiplies_fp8: bool, without: tuple[str, ...
     without: modules shared with another model.
     """
     options = GEMMOptions(fp8=multiplies_fp8, packed=True)
-    absorbed = replace(options, fp8=False, packed=False)  # multiplied head by head, in the model's type
+    absorbed = replace(options, fp8=False, packed=False)  # MLA multiplies it head by head, in the model's dtype
     total = 0
     for path, module in model.named_modules():
         if f"{path}.".startswith(tuple(f"{other}." for other in without)):

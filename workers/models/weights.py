@@ -1,6 +1,6 @@
-"""safetensors -> parameters. Each module cuts its own share; this file finds the module, and counts what is missing,
-what is unknown and what does not fit. A load on the meta device reads the files' headers only: so a checkpoint is
-checked before anything is started (`speculative.build.check_weights`)."""
+"""Loads safetensors into parameters: finds the module of each tensor, which then takes its own share, and reports
+missing, unexpected and wrong tensors. On the meta device only headers are read; that checks a checkpoint before a start
+(`speculative.build.check_weights`)."""
 
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Set
@@ -19,8 +19,8 @@ from workers.models.name_map import NameMap
 INDEX = "model.safetensors.index.json"
 _NAMED_IN_ERRORS = 4
 _CPU = torch.device("cpu")
-Advance = Callable[[int, int], None]  # how much is done, and of how much
-# The types that PyTorch has, as headers name them.
+Advance = Callable[[int, int], None]  # (bytes loaded, bytes of all files)
+# PyTorch's dtypes by their names in safetensors headers.
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,7 +38,7 @@ _TYPES = {
 
 
 class CheckpointTensor(NamedTuple):
-    """A whole tensor of a checkpoint. name: as the checkpoint has it. file: where it is."""
+    """A whole tensor of a checkpoint. name: the checkpoint's. file: name of the file that contains it."""
 
     name: str
     tensor: Tensor
@@ -46,11 +46,12 @@ class CheckpointTensor(NamedTuple):
 
 
 def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[CheckpointTensor]:
-    """Every tensor in the folder's safetensors files, one at a time, on the CPU. The files are mapped: of a tensor of
-    which a part is copied, that part is read. device: "meta" gives tensors of the headers' shapes and types; only
-    lists of integers, such as a draft's token ids, have values.
+    """Yield every tensor of the folder's safetensors files, on the CPU. Files are memory-mapped, so that a rank reads
+    only what it copies.
 
-    Raises ValueError, naming the file, if there are none, an index names one that is missing, or one cannot be read.
+    device: "meta" yields shapes and dtypes of the headers; only lists of integers, such as a draft's token ids, have
+        values.
+    Raises ValueError, naming the file, if there are no files, the index names a missing one, or one cannot be read.
     """
     for path in checkpoint_files(folder):
         with opened(path, device) as file:
@@ -59,7 +60,7 @@ def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Itera
 
 
 def counted(tensors: Iterable[CheckpointTensor], folder: str | Path, advance: Advance) -> Iterator[CheckpointTensor]:
-    """The tensors. `advance` is called after each with the bytes that have been taken and the bytes of all files."""
+    """Yield `tensors`, and call `advance` after each."""
     total, taken = num_checkpoint_bytes(folder), 0
     for each in tensors:
         yield each
@@ -81,8 +82,10 @@ def _read(file: Any, name: str, device: torch.device, path: Path) -> Tensor:
 
 @contextmanager
 def opened(path: Path, device: torch.device = _CPU) -> Iterator[Any]:
-    """A safetensors file, its header checked against its length. device: "meta" gives arrays, since PyTorch would
-    reserve memory for the whole file. Raises ValueError that names the file."""
+    """Open a safetensors file, whose header is checked against its length. Raises ValueError that names the file.
+
+    device: "meta" opens it for numpy arrays, because PyTorch would reserve memory for the whole file.
+    """
     try:
         file = safe_open(str(path), framework="pt" if Capability.of(device).has_memory else "np")
     except SafetensorError as error:
@@ -94,7 +97,7 @@ def opened(path: Path, device: torch.device = _CPU) -> Iterator[Any]:
 
 
 def checkpoint_files(folder: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in the order of its index if it has one."""
+    """Return the safetensors files of a checkpoint: those that its index names, if it has one, by name."""
     folder = Path(folder)
     index = folder / INDEX
     if index.exists():
@@ -110,12 +113,12 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
 
 
 def num_checkpoint_bytes(folder: str | Path) -> int:
-    """The size of a checkpoint's files. Raises ValueError as `checkpoint_files`."""
+    """Return the size of a checkpoint's files. Raises ValueError as `checkpoint_files`."""
     return sum(path.stat().st_size for path in checkpoint_files(folder))
 
 
 def modules_with_weight(folder: str | Path) -> frozenset[str]:
-    """Modules that have a tensor `weight`, by the names of the checkpoint; empty without files."""
+    """Return the checkpoint's names of modules with a tensor `weight`; empty without files."""
     folder = Path(folder)
     index = folder / INDEX
     names: list[str] = []
@@ -129,7 +132,7 @@ def modules_with_weight(folder: str | Path) -> frozenset[str]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor. Raises ValueError that names the index."""
+    """Return the file of each tensor. Raises ValueError that names the index."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -147,9 +150,10 @@ def load_weights(
     source: str,
     elsewhere: Set[str] = frozenset(),
 ) -> None:
-    """Fill the parameters of `model` from a checkpoint's whole tensors. elsewhere: paths of modules that are filled by
-    someone else. source: names the checkpoint in errors.
+    """Fill the parameters of `model` from a checkpoint's whole tensors.
 
+    source: names the checkpoint in errors.
+    elsewhere: paths of modules that get their weights elsewhere.
     Raises ValueError naming the tensors, and their files, that are missing, not expected, or of another shape or type.
     """
     wanted = wanted_tensors(model, names, elsewhere)
@@ -183,7 +187,7 @@ def load_weights(
 
 
 def _is_unused_bias(name: str, tensor: Tensor, wanted: Container[str]) -> bool:
-    """AutoGPTQ stores a bias for every layer, of zeros where the model has none."""
+    """Whether the tensor is one of AutoGPTQ's biases of zeros, which it stores for layers without a bias."""
     module, _, kind = name.rpartition(".")
     return (
         kind == "bias"
@@ -195,7 +199,7 @@ def _is_unused_bias(name: str, tensor: Tensor, wanted: Container[str]) -> bool:
 def wanted_tensors(
     model: nn.Module, names: NameMap, elsewhere: Set[str]
 ) -> dict[str, tuple[WeightedModule, WeightKey]]:
-    """Return the module that takes each tensor, by checkpoint name. elsewhere: see `load_weights`."""
+    """Return the module and key of each checkpoint tensor that is loaded. elsewhere: see `load_weights`."""
     wanted: dict[str, tuple[WeightedModule, WeightKey]] = {}
     for path, module in weighted_modules(model):
         for key in () if path in elsewhere else module.weight_keys():
@@ -221,7 +225,7 @@ def first_names(names: list[str]) -> str:
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
-    """Small random weights, for benchmarks: the same on every rank for replicated parameters."""
+    """Fill the model with small random weights, for benchmarks. Replicated parameters are equal on all ranks."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for _, module in weighted_modules(model):
         module.fill_dummy(generator)

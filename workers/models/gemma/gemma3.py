@@ -30,12 +30,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _DEFAULTS["Gemma2"] |= {"vocab_size": 256000, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _DEFAULTS["Gemma3"] |= {"vocab_size": 262208, "rope_theta": 1000000.0}
 _COMMON = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True}
-_PATTERN = {"Gemma2": 2, "Gemma3": 6}  # layers per layer with full attention, which is the last of them
+_PATTERN = {"Gemma2": 2, "Gemma3": 6}  # layers per layer without a window, which is the last of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(LocalRopeConfig):
-    """query_scale: of scores, before soft_cap. logit_cap: see `LMHead`. activation: of MLPs."""
+    """See `LocalRopeConfig`.
+
+    query_scale: factor on scores, before soft_cap.
+    soft_cap: see `ScoreRule`.
+    logit_cap: see `LMHead`.
+    activation: of MLPs.
+    """
 
     query_scale: float
     soft_cap: float | None
@@ -81,7 +87,7 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that are not null, and soft caps, of which null means none."""
+    """Return the fields that are not null, and soft caps: a soft cap of null means none, not the default."""
     return {key: value for key, value in config.items() if value is not None or key.endswith("softcapping")}
 
 
@@ -90,8 +96,8 @@ def _cap(config: Mapping[str, Any], key: str, source: str) -> float | None:
 
 
 def _ropes(config: dict[str, Any], source: str) -> tuple[RopeConfig, RopeConfig]:
-    """Return RoPE of layers that attend to all, and of layers with a window: by kinds of layers, or as older exporters
-    spell it."""
+    """Return RoPE of layers without a window, and of layers with one: by kind of layer, or from the fields of older
+    exporters."""
     ropes = ropes_of(config, source, 10000.0, 10000.0)
     if ropes is not None:
         return ropes

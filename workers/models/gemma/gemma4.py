@@ -1,5 +1,5 @@
-"""Gemma 4 (text): heads of two sizes, keys that are values, layers without KV of their own, an embedding per layer,
-experts beside the MLP."""
+"""Gemma 4 (text). Its layers may have heads of two sizes, keys that are also values, KV of an earlier layer, an
+embedding each, and experts beside the MLP."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -30,7 +30,7 @@ from workers.ops.activation import ACTIVATIONS
 from workers.ops.experts.gated import GATED
 from workers.ops.experts.route import Routing
 
-# What transformers takes where config.json says nothing.
+# transformers' defaults for fields that config.json leaves out.
 _COMMON: dict[str, Any] = {
     "vocab_size": 262144,
     "hidden_size": 2304,
@@ -52,13 +52,13 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
-_PERIOD = 6  # of so many layers the last attends to all
+_PERIOD = 6  # layers per layer without a window, which is the last of them
 _TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Attention of the layers of one kind.
+    """Heads of the layers of one kind.
 
     keys_as_values: see `workers.layers.attention.Attention`.
     """
@@ -71,7 +71,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class BesideExperts:
-    """Experts beside each MLP. width: intermediate size of one."""
+    """Experts beside each MLP. width: intermediate size of an expert."""
 
     routing: Routing
     width: int
@@ -79,11 +79,19 @@ class BesideExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(LlamaConfig):
-    """heads, windows: of each layer; window None: it attends to all. num_kv_heads, head_dim: of the first layer.
-    num_shared: the last layers, which attend to the KV of the last layer of their kind before them.
-    shared_width: intermediate size of their MLPs.
-    input_size: of what a layer gets of its own embedding; 0 without.
-    logit_cap: see `LMHead`. activation: of MLPs and experts."""
+    """See `LlamaConfig`.
+
+    num_kv_heads, head_dim: of the first layer.
+    heads: of each layer.
+    windows: each layer's window in tokens; None: it attends to all.
+    kinds: each layer's `layer_types`.
+    num_shared: number of last layers without KV of their own; each reads the KV of the last layer of its kind before
+        them.
+    shared_width: intermediate size of the MLPs of those layers.
+    input_size: size of a layer's own embedding (per-layer embedding); 0: none.
+    logit_cap: see `LMHead`.
+    activation: of MLPs and experts.
+    """
 
     heads: tuple[Heads, ...]
     windows: tuple[int | None, ...]
@@ -188,15 +196,15 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
 
 
 def _kinds(config: dict[str, Any], num_layers: int) -> tuple[str, ...]:
-    """Return each layer's kind; the last one attends to all, whatever config.json says."""
+    """Return each layer's kind. The last layer never has a window, whatever config.json says."""
     usual = [SLIDING if (i + 1) % _PERIOD else FULL for i in range(num_layers)]
     kinds = config.get("layer_types") or usual
     return (*kinds[:-1], FULL) if isinstance(kinds, list) else (FULL,)
 
 
 def _heads(config: dict[str, Any], kinds: tuple[str, ...], source: str) -> tuple[Heads, ...]:
-    """Return each layer's heads. transformers writes what differs by layer to per_layer_config, published files have
-    global_head_dim and num_global_key_value_heads."""
+    """Return each layer's heads. transformers writes sizes that differ by layer to per_layer_config; published files
+    have global_head_dim and num_global_key_value_heads."""
     given = section_of(config, "rope_parameters", source)
     rope = {
         kind: rope_of({"rope_parameters": _ROPES[kind] | dict(section_of(given, kind, source))}, source)
@@ -295,8 +303,8 @@ class Gemma4ForCausalLM(Decoder):
 
 
 def weight_names(config: Gemma4Config) -> NameMap:
-    """The names of Hugging Face's checkpoints, of text alone or with towers, which are not loaded. Layers that share KV
-    may have projections of their own, which are unused."""
+    """Return the names in Hugging Face's checkpoints. Ignored: towers of images and sound, and projections to KV of
+    layers that read the KV of another layer."""
     names, layer = llama.text_weight_names(config), "layers.{layer}"
     theirs = f"model.{layer}"
     rules = {

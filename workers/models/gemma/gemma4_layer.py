@@ -1,5 +1,5 @@
-"""A layer of Gemma 4: experts beside the MLP, and what is done to the stream after them. The embedding that each layer
-has of its own (per-layer embedding, PLE). Built by `workers.models.gemma.gemma4`."""
+"""Parts of a layer of Gemma 4: experts beside the MLP, the tail that changes the residual stream after them, and the
+embedding of each layer (per-layer embedding, PLE). Built by `workers.models.gemma.gemma4`."""
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,13 @@ class Gemma4Layer(SandwichLayer):
         out: Tensor = super()._feed_forward(normed, residual, live)
         if self.experts is None or self.post_feedforward_layernorm_1 is None:
             return out
-        out = self.post_feedforward_layernorm_1(out)  # before the experts' sum takes the ranks' buffer
+        out = self.post_feedforward_layernorm_1(out)  # before the experts' all-reduce takes its buffer
         beside: Tensor = self.experts(residual, live)
         return out + beside
 
 
 class RouterNorm(FullPrecisionRMSNorm):
-    """The norm of a router's inputs: the checkpoint's `scale` over the root of their size."""
+    """The norm of a router's inputs. Its weight is the checkpoint's `scale` / sqrt(hidden_size)."""
 
     def weight_keys(self) -> tuple[WeightKey, ...]:
         return (WeightKey("scale"),)
@@ -59,7 +59,7 @@ class RouterNorm(FullPrecisionRMSNorm):
 
 
 class ExpertsBeside(nn.Module):
-    """norm(experts(norm(x))), chosen by a router with a norm of its own, of the stream x before the MLP's norm.
+    """norm(experts(norm(x))) for the residual stream x before the MLP's norm. The router has a norm of its own.
 
     width: intermediate size of an expert. whole: see `workers.layers.moe.MixtureOfExperts`.
     """
@@ -100,9 +100,9 @@ class ExpertsBeside(nn.Module):
 
 
 class Gemma4Tail(LayerTail, WeightedModule):
-    """(x + norm(W (activation(G x) * input))) * layer_scalar; without an input x * layer_scalar.
+    """(x + norm(W (activation(G x) * input))) * layer_scalar, or without a layer's input x * layer_scalar.
 
-    input_size: of the layer's input; 0 without.
+    input_size: size of the layer's input; 0: none.
     layer_scalar: [1].
     """
 
@@ -134,10 +134,10 @@ class Gemma4Tail(LayerTail, WeightedModule):
 
 
 class PerLayerEmbedding(LayerInputs):
-    """(E + norm(P x / root of hidden_size)) / root of 2, where E is each layer's own embedding of the token, times the
-    root of its size, and x the embedding of the model.
+    """(E * sqrt(size) + norm(P x / sqrt(hidden_size))) / sqrt(2), where E is each layer's own embedding of the token,
+    and x the model's embedding.
 
-    size: of a layer's input.
+    size: size of a layer's input.
     """
 
     def __init__(

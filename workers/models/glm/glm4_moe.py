@@ -18,9 +18,13 @@ from workers.models.name_map import NameMap
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeConfig(LlamaMoeConfig):
-    """intermediate_size: of layers without experts, which are those before first_moe_layer. expert_width: intermediate
-    size of an expert. shared_width: of all shared experts of a layer together. num_mtp_layers: modules for drafting
-    that the checkpoint has after its layers."""
+    """See `LlamaConfig`.
+
+    intermediate_size: of layers without experts, which are those before first_moe_layer.
+    expert_width: intermediate size of an expert.
+    shared_width: intermediate size of a layer's shared experts together.
+    num_mtp_layers: MTP modules in the checkpoint, after its layers.
+    """
 
     expert_width: int
     shared_width: int
@@ -47,7 +51,7 @@ class Glm4MoeConfig(LlamaMoeConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> Glm4MoeConfig:
-    """Raises ValueError where the model has something that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
     dense = llama.read_config({"rms_norm_eps": 1e-5, **config}, source)
     width = size_of(config, "moe_intermediate_size", source)
     own = vars(dense) | {
@@ -97,7 +101,7 @@ def layer_rules(ours: str, theirs: str) -> dict[str, str]:
 
 
 def weight_names(config: Glm4MoeConfig) -> NameMap:
-    """The names of Hugging Face's checkpoints. Modules for drafting are not loaded."""
+    """Return the names in Hugging Face's checkpoints. Ignored: MTP modules."""
     dense = llama.weight_names(config)
     drafting = tuple(f"model.layers.{config.num_layers + i}.*" for i in range(config.num_mtp_layers))
     return NameMap(

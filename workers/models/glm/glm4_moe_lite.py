@@ -14,7 +14,7 @@ _DEFAULTS = {"routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "n_group": 1, "
 
 
 def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
-    """Raises ValueError where the model has something that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
     whole = {
         **_DEFAULTS,
         **config,
@@ -25,7 +25,7 @@ def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
 
 
 def _num_dense(config: dict[str, Any], source: str) -> int:
-    """Return the number of layers without experts, which come first."""
+    """Return the number of layers without experts, which are the first ones."""
     layers = size_of(config, "num_hidden_layers", source, most=MAX_LAYERS)
     kinds = config.get("mlp_layer_types")
     if kinds is None:

@@ -23,8 +23,13 @@ _UNROTATED = RopeConfig(kind="proportional", proportion=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(LlamaConfig):
-    """intermediate_size: of an MLP, or of an expert. shared_width: intermediate size of the MLP beside the experts, or
-    in their place (Granite 4); 0 without. routing: None without experts. rotates: False: no positions at all."""
+    """See `LlamaConfig`.
+
+    intermediate_size: of an MLP, or of an expert.
+    shared_width: intermediate size of the MLP beside the experts, or instead of them (Granite 4); 0: none.
+    routing: None: no experts.
+    rotates: whether heads are rotated; otherwise the model has no positions.
+    """
 
     embedding_multiplier: float
     residual_multiplier: float
@@ -69,7 +74,7 @@ class GraniteConfig(LlamaConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> GraniteConfig:
-    """Raises ValueError where the model has something that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
     architecture = architecture_of(config)
     dense = llama.read_config(config, source)
     shared = size_of(config, _SHARED, source, 1024 if architecture == _HYBRID else 0, least=0)
@@ -96,7 +101,8 @@ def _routing(config: dict[str, Any], source: str) -> Routing | None:
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """Besides what a Llama leaves to the adapter, hybrids with recurrent layers, which refuses them."""
+    """False for what `llama.is_served` leaves to the adapter, and for hybrids with recurrent layers, which the adapter
+    refuses."""
     kinds = config.get("layer_types", config.get("layers_block_type"))
     is_attention = isinstance(kinds, list) and _ATTENTION.issuperset(kinds)
     return llama.is_served(config) and (architecture_of(config) != _HYBRID or is_attention)

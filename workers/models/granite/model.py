@@ -1,5 +1,5 @@
-"""Layers and tensors of Granite: a Llama with factors on embedding, branches and logits; perhaps with experts, and an
-MLP beside them."""
+"""Layers and tensor names of Granite: a Llama with factors on embedding, residual branches and logits; some have
+experts, and an MLP beside them."""
 
 from dataclasses import replace
 
@@ -65,7 +65,8 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
 
 def weight_names(config: GraniteConfig) -> NameMap:
-    """The names of Hugging Face's checkpoints: experts stacked, the shared MLP's gate and up projection in one."""
+    """Return the names in Hugging Face's checkpoints, which stack experts, and pack gate and up projection of the
+    shared MLP."""
     names = llama.weight_names(config)
     if config.architecture == DENSE:
         return names

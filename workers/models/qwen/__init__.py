@@ -1,7 +1,7 @@
 """Qwen's targets beyond the dense ones of `workers.models.llama`.
 
 qwen3_moe  Qwen3's mixtures of experts
-hybrid     hybrids of recurrent layers and attention: configuration and layers; `hybrid_names` what their checkpoints
-           have in common
+hybrid     hybrids of recurrent layers and attention: configuration and layers; `hybrid_names`: tensor names that
+           they share
 qwen3_next, qwen3_5  the families of hybrids
 """

@@ -1,5 +1,5 @@
-"""Hybrids of Qwen: layers of the gated delta rule, every fourth one of gated attention, and MLPs or experts. The
-families `qwen3_next` and `qwen3_5` differ in the names of their tensors."""
+"""Qwen's hybrids: three layers of the gated delta rule, then one of gated attention, each with an MLP or experts. The
+families `qwen3_next` and `qwen3_5` differ in their tensor names."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -29,8 +29,12 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """routing: among routed experts. width, shared_width: intermediate sizes of an expert and of the shared one.
-    layers: those that have them; the others have MLPs of intermediate_size."""
+    """Experts of a hybrid.
+
+    routing: of routed experts.
+    width, shared_width: intermediate sizes of an expert and of the shared expert.
+    layers: layers with experts; the others have MLPs of intermediate_size.
+    """
 
     routing: Routing
     width: int
@@ -40,7 +44,12 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(LlamaConfig):
-    """heads: of recurrent layers. recurrent: the layers that are. experts: None of a dense model."""
+    """See `LlamaConfig`.
+
+    heads: of recurrent layers.
+    recurrent: layers of the gated delta rule; the others have attention.
+    experts: None: a dense model.
+    """
 
     heads: DeltaHeads
     recurrent: frozenset[int]
@@ -97,7 +106,7 @@ def read_config(config: dict[str, Any], source: str) -> HybridConfig:
     """Read the configuration of a Qwen3-Next, or of the text part of a Qwen3.5. Raises ValueError for settings that are
     not supported."""
     has_experts = any(config.get(key) is not None for key in ("num_experts", "num_experts_per_tok"))
-    if has_experts:  # which a model whose MLPs all are experts need not have
+    if has_experts:  # a model without MLPs may have no intermediate_size
         config = {"intermediate_size": config.get("moe_intermediate_size"), **config}
     dense = llama.read_config(config, source)
     _refuse_unsupported(config, source)

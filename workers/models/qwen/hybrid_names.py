@@ -1,4 +1,4 @@
-"""Names of tensors in checkpoints of hybrids, including tensors that contain several of ours."""
+"""Tensor names in checkpoints of hybrids, including packed tensors."""
 
 from workers.models.moe import stacked_experts
 from workers.models.name_map import Packed
@@ -34,7 +34,8 @@ def layer_rules(ours: str, theirs: str) -> dict[str, str]:
 
 
 def packed_experts(config: HybridConfig, theirs: str) -> tuple[Packed, ...]:
-    """The stacked matrices of all experts of a layer, as bf16 checkpoints have them. theirs: see `layer_rules`."""
+    """Return the rules of a `NameMap` for a layer's experts, which bf16 checkpoints stack. theirs: see
+    `layer_rules`."""
     if config.experts is None:
         return ()
     return stacked_experts(f"{theirs}.mlp.experts", config.experts.routing.num_experts)

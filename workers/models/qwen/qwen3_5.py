@@ -1,5 +1,5 @@
-"""Qwen3.5, 3.6 and 3.8, dense and with experts: the layers of Qwen3-Next. Their text models; the vision tower is left
-out."""
+"""Text models of Qwen3.5, 3.6 and 3.8, dense and with experts: the layers of Qwen3-Next. The vision tower is not
+loaded."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def read_config(config: dict[str, Any], source: str) -> HybridConfig:
 
 
 def _prefix(config: HybridConfig) -> str:
-    """Return the prefix of the text model's tensor names in published checkpoints, also in lists of unquantised
+    """Return the prefix of the text model's tensor names in published checkpoints and in their lists of unquantised
     modules."""
     return "model.language_model" if config.architecture.endswith("ForConditionalGeneration") else "model"
 
@@ -52,7 +52,7 @@ _TEXT_MODULES = ("layers", "embed_tokens", "norm")
 
 
 def _spellings(prefix: str) -> tuple[str, ...]:
-    """Prefixes of text models saved by themselves, or within the whole."""
+    """Return the other prefix: text models are saved alone, or in the whole model."""
     return tuple(each for each in ("model", "model.language_model") if each != prefix)
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts of Qwen2 and Qwen3: a dense model whose MLPs are experts, in all layers or in some."""
+"""Mixtures of experts of Qwen2 and Qwen3: the dense model with experts instead of MLPs in all or some layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +21,12 @@ _SHARED = "shared_expert_intermediate_size"
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(LlamaMoeConfig):
-    """moe_layers: those with experts; the others have MLPs of intermediate_size. expert_width: intermediate size of an
-    expert. shared_width: of the shared one beside them (Qwen2); 0 without."""
+    """See `LlamaConfig`.
+
+    moe_layers: layers with experts; the others have MLPs of intermediate_size.
+    expert_width: intermediate size of an expert.
+    shared_width: intermediate size of the shared expert (Qwen2); 0: none.
+    """
 
     expert_width: int
     moe_layers: frozenset[int]
@@ -86,7 +90,7 @@ def weight_names(config: Qwen3MoeConfig) -> NameMap:
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """Windows are left to the adapter."""
+    """False, so that the adapter serves the model, for windows."""
     return not config.get("use_sliding_window")
 
 
