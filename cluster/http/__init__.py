@@ -1,4 +1,4 @@
-"""OpenAI's API over any engine, in the order of a request's way. No Ray.
+"""OpenAI's API over any engine, in the order of a request's path. Without Ray.
 
 app            the application: all routes
 config         configuration of one ingress

@@ -1,5 +1,5 @@
-"""Replies for clients that expect less than HTTP/1.1: HEAD expects no body, and HTTP/1.0 no chunks, which uvicorn
-(0.54) sends anyway. Used by `cluster.http.middleware`."""
+"""Adapts replies to HEAD, which has no body, and to HTTP/1.0, which has no chunks; uvicorn (0.54) sends chunks anyway.
+Used by `cluster.http.middleware`."""
 
 from starlette.types import Message, Scope, Send
 

@@ -1,7 +1,7 @@
-"""Carries out one generation request: drives its choices on the engine, sends the reply, stops when the client leaves.
+"""Runs one generation request: runs its choices on the engine, sends the reply, and stops when the client disconnects.
 
-The reply's status is decided by the first delta: until then an error has its own status, afterwards a stream ends with
-an error event. A stream never just breaks off.
+The first delta decides the reply's status: before it an error has its own status, after it a stream ends with an error
+event, never without one.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Emit = Callable[[int, Piece, ReplyDelta], Awaitable[None]]  # of choice, piece, and what the parser made of it
+Emit = Callable[[int, Piece, ReplyDelta], Awaitable[None]]  # arguments: choice, piece, and its parsed delta
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Edge:
 class GenerationResponse(Response):
     """The reply to `request`.
 
-    reply_form: the endpoint's.
-    reply_id: what the client reads, which may have chosen it.
-    request_id: the client's name for the request, for logs and error messages.
-    restate: gives errors the endpoint's own form.
+    reply_form: the endpoint's form of replies.
+    reply_id: id in the reply, which the client may have chosen.
+    request_id: the client's id of the request, for logs and error messages.
+    restate: converts errors to the endpoint's form.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class GenerationResponse(Response):
                 await (self._stream(send) if self._request.stream else self._whole(scope, receive, send))
         except Exception as raised:
             error = raised if isinstance(raised, ApiError) else internal(self._request_id)
-            if error is not raised:  # while a document or the usage was made, after the answer
+            if error is not raised:  # after the answer, during the creation of a document or the usage
                 logger.exception("request %s: unexpected", self._request_id)
             set_reason(scope, error.code)
             if self._started:
@@ -135,9 +135,9 @@ class GenerationResponse(Response):
                 await self._restate(error).response()(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """Events as they come. Raises ApiError."""
+        """Yield the events of a stream. Raises ApiError."""
         reply = self._reply
-        lock = asyncio.Lock()  # several choices send; the head goes first
+        lock = asyncio.Lock()  # several choices send; the headers must go first
         opened: set[int] = set()
 
         async def emit(index: int, piece: Piece, delta: ReplyDelta) -> None:
@@ -157,7 +157,7 @@ class GenerationResponse(Response):
         await send(_body(reply.end_events(), more=False))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One document. Raises ApiError."""
+        """Return the document. Raises ApiError."""
         pieces: list[list[Piece]] = [[] for _ in self._answers]
         deltas: list[list[ReplyDelta]] = [[] for _ in self._answers]
 
@@ -173,11 +173,11 @@ class GenerationResponse(Response):
 
     async def _beside(self, build: Callable[[T], bytes], given: T) -> bytes:
         """Return build(given). Runs in a thread if the reply has log-probabilities of a prompt, because that takes up
-        to a second, in which all other streams would stop."""
+        to a second, during which all other streams would stop."""
         return await asyncio.to_thread(build, given) if self._request.scores_prompt else build(given)
 
     async def _generate(self, emit: Emit) -> None:
-        """Run all choices to their ends; every failure becomes an ApiError, after all of them are aborted."""
+        """Run all choices to their ends. A failure becomes an ApiError after all choices are aborted."""
         limit_s = self._edge.config.request_timeout_s
         try:
             async with asyncio.timeout(limit_s) as deadline:
@@ -198,7 +198,7 @@ class GenerationResponse(Response):
             raise internal(self._request_id) from None
 
     async def _run_choice(self, index: int, emit: Emit) -> None:
-        """One choice to its end. A stop string ends it before the engine does: leaving the block aborts it there."""
+        """Run one choice to its end. If a stop string ends it before the engine does, leaving the block aborts it."""
         answer, choice = self._answers[index], self._request.choices[index]
         deltas = self._deltas(index)
         trace = self._trace

@@ -1,7 +1,7 @@
 """Ends an answer's thinking after a number of tokens: vLLM's `thinking_token_budget`.
 
-The engine does not know about thinking. When the budget is used up, its generation is aborted, the mark that ends
-thinking is appended to the tokens so far, and the engine continues from there, which its prefix cache makes cheap.
+The engine has no notion of thinking. When the budget is used up, its generation is aborted, the mark that ends thinking
+is appended to the tokens so far, and a new generation continues from there, which is cheap because of the prefix cache.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from workers.scheduling.plan import TokenLogprobs
 
 
 class Thinking(Protocol):
-    """An answer's parser, as far as thinking is concerned, after the deltas that it has read."""
+    """The state of thinking in an answer's parser."""
 
     @property
     def is_inside(self) -> bool:
@@ -29,7 +29,7 @@ class Thinking(Protocol):
 
 @dataclass(frozen=True)
 class ThinkingBudget:
-    """limit: tokens of thinking, marks not included.
+    """limit: maximum tokens of thinking, without marks.
     closing: tokens of the mark that ends it.
     """
 

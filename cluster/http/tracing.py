@@ -1,5 +1,5 @@
 """OpenTelemetry spans: one per generation request, with child spans for its phases. Off by default. Spans are created
-when a request ends, from times noted meanwhile, and sent by OpenTelemetry's thread. Used by `cluster.http.serving`."""
+when a request ends, from recorded times, and sent by OpenTelemetry's thread. Used by `cluster.http.serving`."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ class _Times:
 
 
 class RequestTrace:
-    """Notes about one request; `end` creates its spans."""
+    """Recorded times of one request; `end` creates its spans."""
 
     def __init__(self, tracer: Any, scope: Scope, request: EdgeRequest, request_id: str) -> None:
         self._tracer = tracer
@@ -44,11 +44,11 @@ class RequestTrace:
         self._choices: dict[int, _Times] = {}
 
     def begin(self, index: int) -> None:
-        """Choice `index` is sent to an engine."""
+        """Record that choice `index` is sent to an engine."""
         self._choices[index] = _Times()
 
     def push(self, index: int, delta: TokenDelta) -> None:
-        """Note a delta of a choice."""
+        """Record a delta of a choice."""
         times = self._choices[index]
         if delta.tokens and not times.first_token:
             times.first_token = time.time_ns()
@@ -127,7 +127,7 @@ class Tracing:
         self._tracer = None if provider is None else provider.get_tracer("aerie")
 
     def begin(self, scope: Scope, request: EdgeRequest, request_id: str) -> RequestTrace | None:
-        """Return notes for a new request; None if tracing is off."""
+        """Return the trace of a new request; None if tracing is off."""
         return None if self._tracer is None else RequestTrace(self._tracer, scope, request, request_id)
 
     def close(self) -> None:

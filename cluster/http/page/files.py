@@ -22,19 +22,19 @@ _FILES = {"/": "page.html"} | {
 }
 PAGE_ROUTES = frozenset(_FILES)
 _HEADERS = {
-    # Nothing from elsewhere, nothing inline, nothing sent elsewhere, no frame around it.
+    # Forbids external and inline content, requests to other hosts, and frames.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # a browser asks again after an upgrade; the files are small
+    "cache-control": "no-cache",  # so that a browser reloads after an upgrade; the files are small
 }
 
 
 def page_routes() -> list[Route]:
-    """One for each file, read here."""
+    """Read the files, and return a route for each."""
     return [_route(path, name) for path, name in _FILES.items()]
 
 

@@ -33,7 +33,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     async def response(
         http: Request, body: SamplingFields, request: EdgeRequest, form: Callable[[ReplyContext], Reply], prefix: str
     ) -> Response:
-        """The reply, once the request's grammars are known to compile."""
+        """Return the reply after a check of the request's grammars."""
         await edge.check_grammars(request)
         own_id = body.request_id or body.rid
         if own_id is not None:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: a chat in its form, over the same machinery."""
+"""Anthropic's Messages, as chats in its own form."""
 
 import uuid
 

@@ -21,8 +21,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     }
 
     async def models(http: Request) -> ModelList:
-        """The one model that is served, by each of its names; 503 until an engine has been ready, because clients wait
-        for this."""
+        """The served model, under each of its names; 503 until an engine has been ready, because clients poll it."""
         await require_engine(edge)
         return ModelList(data=list(cards.values()))
 

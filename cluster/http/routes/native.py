@@ -1,4 +1,4 @@
-"""SGLang's own routes, which its users' scripts call."""
+"""SGLang's own routes, for scripts written for it."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,7 +33,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return GenerationResponse(edge, request, form, name, name)
 
     async def model(http: Request) -> NativeModel:
-        """The served model, as SGLang's clients ask for it."""
+        """The served model, in the form of SGLang's clients."""
         await require_engine(edge)
         name = config.served_model_name
         return NativeModel(model_path=name, tokenizer_path=name, max_model_len=config.max_model_len)

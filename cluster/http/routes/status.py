@@ -19,7 +19,7 @@ from cluster.transport.messages import EngineStats
 logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
-NEWS_WAIT_S = 2.0  # longest wait for fresh states of engines, which are a second old at most
+NEWS_WAIT_S = 2.0  # maximum wait for new states of engines, which are at most a second old
 NEWS_POLL_S = 0.1
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -28,12 +28,12 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     """Return the endpoints for one ingress."""
 
     async def health(http: Request) -> HealthReply | Response:
-        """Whether answers will come: a probe that goes every request's way has lately got through to an engine's
-        ranks. Answered within half a second, by what is known then."""
+        """Whether requests succeed: a recent probe on the path of requests has reached an engine's ranks. Replies
+        within half a second with the last known state."""
         return _health(*await _known(edge.engine), edge.config)
 
     async def ready(http: Request) -> HealthReply | Response:
-        """Whether to send requests to this ingress: answers will come, and it takes requests."""
+        """Whether to send requests to this ingress: requests succeed, and it accepts them."""
         edge.admission.check(0)
         return _health(*await _known(edge.engine), edge.config)
 
@@ -50,9 +50,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     errors = (HealthReply, ErrorReply)
     return [
         get("/health", health, HealthReply, errors),
-        get(
-            "/health_generate", health, HealthReply, errors
-        ),  # SGLang's; that one generates, and so does the probe here
+        get("/health_generate", health, HealthReply, errors),  # SGLang's route generates, as does the probe here
         get("/ping", health, HealthReply, errors),  # of hosting services
         command("/ping", health, HealthReply),
         get("/health/live", live, LiveReply),
@@ -63,8 +61,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
 
 async def require_engine(edge: Edge) -> None:
-    """Raise ApiError until an engine has been ready once: for routes that clients poll for the server's start. Waits as
-    long as this ingress may take to learn of an engine that another ingress already knows."""
+    """Raise ApiError until an engine has been ready once, for routes that clients poll for the server's start. Waits as
+    long as this ingress may need to find an engine that another ingress already knows."""
     waited_s = 0.0
     while not edge.admission.engine_seen:
         reply = _health(*await _known(edge.engine), edge.config)
@@ -78,7 +76,7 @@ async def require_engine(edge: Edge) -> None:
 
 
 def _health(engines: Sequence[EngineStats], fault: str, config: EdgeConfig) -> HealthReply | Response:
-    """200 if an engine is ready and requests get through, else 503 and why not."""
+    """Return 200 if an engine is ready and requests reach it, else 503 with the reason."""
     states = [
         EngineHealth(
             engine_id=engine.engine_id,
@@ -104,7 +102,7 @@ def _health(engines: Sequence[EngineStats], fault: str, config: EdgeConfig) -> H
 
 
 async def _known(engine: EngineClient) -> tuple[list[EngineStats], str]:
-    """All engines' statistics and why requests do not get through; no engines if that cannot be had."""
+    """Return all engines' statistics, and why requests do not reach them; no engines if that is unavailable."""
     try:
         return await engine.health()
     except Exception:
@@ -113,7 +111,7 @@ async def _known(engine: EngineClient) -> tuple[list[EngineStats], str]:
 
 
 async def _stats(engine: EngineClient) -> list[EngineStats]:
-    """All engines' statistics; none if they cannot be had, which then is the answer to how the engines are."""
+    """Return all engines' statistics; none if they are unavailable, which then is the reported state."""
     try:
         async with asyncio.timeout(STATS_TIMEOUT_S):
             return await engine.stats()

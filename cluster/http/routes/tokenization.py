@@ -1,4 +1,4 @@
-"""Routes between text and tokens: vLLM's, and the same under SGLang's paths."""
+"""Routes that convert text to tokens and back, under vLLM's and SGLang's paths."""
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -35,7 +35,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
                 () if body.tool_choice == "none" else body.tools or (),
                 continued,
             )
-        # A chat's template writes the special tokens itself.
+        # A chat template adds the special tokens itself.
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
         param = "prompt" if body.messages is None else "messages"
         tokens = await encode_prompt(text, special, param, tokenizer, config)
@@ -49,7 +49,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     async def detokenize(http: Request, body: DetokenizeRequest) -> DetokenizeReply:
         """The text of tokens."""
         check_model(body.model, config)
-        limit = 2 * config.max_model_len  # as many as a text may have, for a moment, in /tokenize
+        limit = 2 * config.max_model_len  # the limit of texts in /tokenize
         if isinstance(body.tokens, list) and len(body.tokens) > limit:
             raise too_long(f"tokens has {len(body.tokens)} entries, more than {limit}; send them in parts", "tokens")
         tokens = check_token_ids("tokens", body.tokens, tokenizer)

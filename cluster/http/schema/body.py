@@ -1,4 +1,4 @@
-"""Bodies of requests: how they are read, and one rule for fields that no schema knows.
+"""Reads and validates bodies of requests, with one rule for unknown fields.
 
 A field that a schema knows is honoured, has no effect (documented), or is refused by name (`Schema.refused`). A field
 that no schema knows is ignored and named in a header of the reply (`unknown_fields`), or refused with `ingress.strict`.
@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 from cluster.http.errors import ApiError, invalid, unsupported
 from cluster.http.text.json_text import MAX_NESTING, nesting
 
-# name -> (why it is refused, values that ask for nothing and so are accepted). null always asks for nothing.
+# name -> (reason of the refusal, accepted values without effect). null is always accepted.
 Refusals = dict[str, tuple[str, tuple[Any, ...]]]
 
-# Checked before pydantic sees a body: it works through every element and holds the interpreter's lock meanwhile, 6-12 s
-# for the worst bodies of 8 MB, in which no stream of this process would go on.
-MAX_CONTAINERS = 2**16  # lists and objects; decoding two million took 3 s, and checking them as long again
+# Checked before pydantic, which holds the interpreter's lock while it validates every element: 6-12 s for the worst
+# bodies of 8 MB, during which all streams of this process would stop.
+MAX_CONTAINERS = 2**16  # lists and objects; decoding two million took 3 s, and validating them as long
 MAX_PARAMETERS = 128
 MAX_MESSAGES = 4096
 MAX_MESSAGE_FIELDS = 32
@@ -45,15 +45,15 @@ Body = TypeVar("Body", bound=BaseModel)
 
 @runtime_checkable
 class Choosing(Protocol):
-    """A body of one of several schemas, which its fields tell apart."""
+    """A body of one of several schemas, distinguished by its fields."""
 
     @classmethod
     def choose(cls, values: Mapping[str, Any]) -> type[Schema]: ...
 
 
 def by_type(default: str = "") -> Discriminator:
-    """Choose among schemas by the field `type`; their tags are its values in angle brackets, which `_path` leaves out.
-    default: of objects without the field."""
+    """Choose among schemas by the field `type`; their tags are the values in angle brackets, which `_path`
+    removes. default: value for objects without the field."""
 
     def tag(value: Any) -> str:
         if isinstance(value, dict):
@@ -74,10 +74,10 @@ def object_or_list() -> Discriminator:
 
 
 def parse_body(raw: bytes, kind: type[Body], strict: bool = False) -> tuple[Body, list[str]]:
-    """The checked request of a JSON body, and the paths of fields that are ignored. strict: refuse these.
+    """Return the checked request of a JSON body, and the paths of ignored fields. strict: refuse these.
 
-    msgspec's parser refuses what Python's would let through: NaN, Infinity, numbers and nesting without bounds, lone
-    surrogates. Raises ApiError (400).
+    Unlike Python's, msgspec's parser refuses NaN, Infinity, unbounded numbers and nesting, and lone surrogates. Raises
+    ApiError (400).
     """
     if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:
         num, depth = nesting(raw)
@@ -87,7 +87,7 @@ def parse_body(raw: bytes, kind: type[Body], strict: bool = False) -> tuple[Body
             message = f"The request body has {num} lists and objects; at most {MAX_CONTAINERS} are allowed"
             raise invalid(None, message)
     try:
-        values = msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8))  # some of Windows' clients send the mark
+        values = msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8))  # sent by some clients on Windows
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise invalid(None, f"The request body is not valid JSON: {reason}", "invalid_json") from None
@@ -116,7 +116,7 @@ def checked_body(values: Mapping[str, Any], kind: type[Body], strict: bool) -> t
 
 
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
-    """Paths of the fields in a body that no schema knows, as `messages[0].name`."""
+    """Yield paths of unknown fields in a body, such as `messages[0].name`."""
     if isinstance(value, Schema):
         dot = f"{path}." if path else ""
         yield from (dot + name for name in value.model_extra or ())
@@ -128,7 +128,7 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
 
 
 def _check_sizes(values: Mapping[str, Any]) -> None:
-    """Raises ApiError for what has more elements than any honest request."""
+    """Raise ApiError for bodies with more elements than any reasonable request."""
     if len(values) > MAX_PARAMETERS:
         raise invalid(None, f"The request body has {len(values)} parameters; at most {MAX_PARAMETERS} are allowed")
     for name, value in values.items():
@@ -146,7 +146,7 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
 
 
 def _check_conversation(name: str, messages: list[Any]) -> None:
-    """Raises ApiError for more messages, fields or parts than are allowed."""
+    """Raise ApiError for too many messages, fields or parts."""
     for i, conversation in enumerate(messages):
         if isinstance(conversation, list):  # of a batch
             _check_conversation(f"{name}[{i}]", conversation)
@@ -170,13 +170,13 @@ def _check_conversation(name: str, messages: list[Any]) -> None:
 
 
 def _num_inner_parts(part: Any) -> int:
-    """Parts of a part: of a tool's result in Anthropic's form."""
+    """Return the number of parts in a part, such as a tool's result in Anthropic's form."""
     inner = part.get("content") if isinstance(part, dict) else None
     return len(inner) if isinstance(inner, list) else 0
 
 
 def without_refused(values: Mapping[str, Any], refused: Refusals) -> dict[str, Any]:
-    """`values` without refused parameters that ask for nothing. Raises ApiError for those that do."""
+    """Return `values` without refused parameters whose values have no effect. Raises ApiError for other values."""
     kept = {}
     for name, value in values.items():
         if name not in refused:
@@ -189,7 +189,8 @@ def without_refused(values: Mapping[str, Any], refused: Refusals) -> dict[str, A
 
 
 def _check_spelling(values: Mapping[str, Any], kind: type[BaseModel]) -> None:
-    """Raises ApiError for a known parameter in another spelling (`maxTokens`): ignoring it would change the answer."""
+    """Raise ApiError for a known parameter in another spelling (`maxTokens`), because ignoring it would change the
+    answer."""
     unknown = values.keys() - kind.model_fields.keys()
     if not unknown:
         return
@@ -204,11 +205,11 @@ def _bare(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-_MEDIA = ("image", "video", "audio")  # within the types of parts, of any API
+_MEDIA = ("image", "video", "audio")  # substrings of part types in all APIs
 
 
 def validation_fault(error: ValidationError) -> ApiError:
-    """The first fault."""
+    """Return the first fault as an ApiError."""
     fault = error.errors(include_url=False, include_input=False)[0]
     param = _path(fault["loc"])
     match fault["type"]:
