@@ -2,14 +2,14 @@
 
 page_allocator   free list and reference counts of pages (pure Python)
 window_pages     pages of layers with a window, attached to pages (pure Python)
-slot_windows     which of them each running request holds (pure Python)
+slot_windows     the window pages that each running request holds (pure Python)
 nan_pages        pages that may hold NaN, zeroed before their next owner
-prefix_cache     finds pages and states of earlier prompts with the same beginning (pure Python)
-eviction         which of its pages go first
+prefix_cache     finds pages and states of earlier prompts with a common prefix (pure Python)
+eviction         the order in which it evicts pages
 radix_node       a node of its tree
 snapshots        rows with states of recurrent layers, and their eviction (pure Python)
 reuse_rates      how often snapshots are used, by kind and age (pure Python)
-prefix_digests   names of prompt beginnings, which engines advertise (pure Python)
+prefix_digests   digests of prompt prefixes, which engines advertise (pure Python)
 layout           the interface of KV layouts
 heads            the layout of keys and values per head
 latent           the layout of latent rows, one for all heads

@@ -6,10 +6,10 @@ from attention.kv_cache.radix_node import EvictionKey, Node
 
 
 class EvictionQueue:
-    """A heap of leaves. First those that end in pages after the path's last snapshot, then the least recently used.
+    """A heap of leaves: first those that end in pages after the path's last snapshot, then the least recently used.
 
-    Using a leaf does not move it: its key is corrected when its turn comes. So `match` and `insert` cost nothing here,
-    and the heap may have stale entries.
+    A use does not move a leaf: its key is corrected when it is popped. So `match` and `insert` cost nothing here, and
+    the heap may have stale entries.
     """
 
     def __init__(self, has_snapshots: bool) -> None:
@@ -24,7 +24,7 @@ class EvictionQueue:
         self._num_pushed = 0
 
     def push(self, leaf: Node) -> None:
-        """Add a leaf, or move it forward if it now goes earlier."""
+        """Add a leaf, or move it forward if it is now evicted earlier."""
         key = self._key(leaf)
         if leaf.queued is None or key < leaf.queued:
             leaf.queued = key

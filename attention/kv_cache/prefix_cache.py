@@ -22,7 +22,7 @@ class Match:
         snapshot among them.
     row: row of that snapshot; -1 for none.
     is_fork: whether another text continues after the pages.
-    num_recomputed: cached tokens that are computed again, for want of states or window pages.
+    num_recomputed: cached tokens that are computed again, because states or window pages are missing.
     """
 
     pages: list[int]
@@ -36,11 +36,11 @@ class PrefixCache:
     """Radix tree from tokens to pages, least recently used leaves evicted first.
 
     lookahead: tokens after a page that its content depends on. A target's KV at position i depends on tokens 0..i: 0.
-    An EAGLE draft's KV at i is made of the target's features at i and of token i + 1 (EAGLE, arXiv 2401.15077, section
-    4.1), so a page shared by target and draft at [s, s + page_size) is keyed by tokens s .. s + page_size: 1.
+    An EAGLE draft's KV at i is computed from the target's features at i and token i + 1 (EAGLE, arXiv 2401.15077,
+    section 4.1), so a page shared by target and draft at [s, s + page_size) is keyed by tokens s .. s + page_size: 1.
 
-    A request that holds a page of the tree also holds the pages before it. So no page without holders has a held one
-    below it, and evicting leaves first can free all of `PageAllocator.num_evictable`.
+    A request that holds a page of the tree also holds the pages before it. So no unheld page has a held descendant, and
+    evicting leaves first can free all of `PageAllocator.num_evictable`.
 
     snapshots: states of recurrent layers at ends of pages; None for a model without such layers. A request resumes at
     the deepest one among its pages, and computes the tokens after it again. So pages after a path's last snapshot save
@@ -88,7 +88,7 @@ class PrefixCache:
         return len(gone)
 
     def forget(self, tokens: Tokens, salt: bytes = b"") -> list[int]:
-        """Forget, and return, the pages of all texts that begin with the first page of `tokens` (int32 [n])."""
+        """Forget, and return, the pages of all texts that start with the first page of `tokens` (int32 [n])."""
         first = tokens[: self.page_size + self.lookahead].tobytes()
         node = self._root.children.pop(salt + first, None)
         forgotten: list[int] = []
@@ -97,7 +97,7 @@ class PrefixCache:
             self._allocator.uncache(each.pages)
             self._drop_snapshots(each, after=0)
             forgotten += each.pages
-            each.pages, each.digests = [], []  # so that it is no leaf to evict
+            each.pages, each.digests = [], []  # so that it is not evicted
         return forgotten
 
     def watch(self, stride: int) -> None:
@@ -118,7 +118,7 @@ class PrefixCache:
         return (digest for node in self._nodes() for digest in self._advertised(node.digests, node.depth))
 
     def match(self, tokens: Tokens, salt: bytes = b"") -> Match:
-        """Return the longest known beginning of `tokens` (int32 [n]). Its pages get one more holder, the caller. salt:
+        """Return the longest known prefix of `tokens` (int32 [n]). Its pages get one more holder, the caller. salt:
         only entries inserted with the same salt match.
 
         At most (n - 1) // page_size pages: at least one token is left to compute, and with lookahead 1 a page's last
@@ -163,12 +163,12 @@ class PrefixCache:
             return None
         row, bared = self.snapshots.lend(num_tokens // self.page_size, kind)
         if bared is not None and bared.pages and not bared.children:
-            self._leaves.push(bared)  # without its snapshot it may go earlier
+            self._leaves.push(bared)  # without its snapshot it may be evicted earlier
         return row
 
     def attach(self, tokens: Tokens, position: int, row: int, kind: SnapshotKind, salt: bytes = b"") -> None:
-        """Keep a lent row, which holds the state after the first `position` of `tokens`, the end of a page. If the tree
-        has no such page, or has its state already, the row becomes free."""
+        """Store a lent row with the state after the first `position` of `tokens`, the end of a page. If the tree has no
+        such page, or has its state already, the row becomes free."""
         snapshots, size = self.snapshots, self.page_size
         assert snapshots is not None and position % size == 0, f"a state after {position} tokens, not at a page's end"
         end = position // size
@@ -179,10 +179,10 @@ class PrefixCache:
         snapshots.add(row, end, node, kind)
 
     def insert(self, tokens: Tokens, pages: list[int], salt: bytes = b"") -> list[int]:
-        """Add `pages`, which the caller holds and which have the KV of the beginning of `tokens`.
+        """Add `pages`, which the caller holds and which have the KV of a prefix of `tokens`.
 
-        Return the tree's page for each of the first min(len(pages), (n - lookahead) // page_size) pages. Where it is
-        not the caller's page, the tree had one already, and the caller's page stays outside the tree.
+        Return the tree's page for each of the first min(len(pages), (n - lookahead) // page_size) pages. If the tree
+        had a page already, it is not the caller's page, which stays outside the tree.
         """
         size = self.page_size
         count = min(len(pages), (len(tokens) - self.lookahead) // size)
@@ -224,11 +224,11 @@ class PrefixCache:
         return freed
 
     def pages(self) -> Iterator[int]:
-        """Every page in the tree."""
+        """All pages in the tree."""
         return (page for node in self._nodes() for page in node.pages)
 
     def _nodes(self, top: Node | None = None) -> Iterator[Node]:
-        """All of the tree, or of it from `top` down, each after its parent."""
+        """Yield all nodes of the tree, or of the subtree at `top`, each after its parent."""
         stack = [top or self._root]
         while stack:
             node = stack.pop()
@@ -236,7 +236,7 @@ class PrefixCache:
             stack.extend(node.children.values())
 
     def _note(self, digests: list[bytes], depth: int, here: bool) -> None:
-        """Record that pages after the first `depth` of a path came or went."""
+        """Record that pages after the first `depth` of a path were added or removed."""
         if self._changes is not None:
             self._changes.update(dict.fromkeys(self._advertised(digests, depth), here))
 
@@ -269,7 +269,8 @@ class PrefixCache:
         return node, kept, pages
 
     def _cut(self, node: Node, count: int) -> None:
-        """Drop the last `count` pages of a leaf; an emptied leaf leaves the tree, and its parent may become one."""
+        """Drop the last `count` pages of a leaf. An emptied leaf is removed from the tree, and its parent may become a
+        leaf."""
         gone = node.pages[-count:]
         self._note(node.digests[-count:], node.depth + len(node.pages) - count, False)
         del node.pages[-count:]

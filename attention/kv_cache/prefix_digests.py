@@ -1,7 +1,7 @@
-"""Names of prompt beginnings: one digest per page, chained, so that a page's digest covers all tokens up to its end.
+"""Digests of prompt prefixes: one per page, chained, so that a page's digest covers all tokens up to its end.
 
-The prefix cache names its pages by them, and `cluster.ingress.routing` uses them to see which pages of a prompt an
-engine has. A collision (64 bits) costs a detour but no wrong token: reuse is decided by tokens
+The prefix cache advertises its pages by digests, by which `cluster.ingress.routing` finds an engine with the pages of a
+prompt. A collision (64 bits) may cause a worse choice but no wrong token, because reuse compares tokens
 (`attention.kv_cache.prefix_cache`).
 """
 
@@ -14,7 +14,7 @@ DIGEST_BYTES = 8
 
 
 def first_digest(salt: bytes) -> bytes:
-    """Return the digest that the first page's is chained to."""
+    """Return the digest to which the first page's is chained."""
     return blake2b(salt, digest_size=DIGEST_BYTES).digest()
 
 

@@ -1,4 +1,4 @@
-"""A node of the prefix cache's radix tree, and the snapshots that hang at its pages. Used by `prefix_cache` alone."""
+"""A node of the prefix cache's radix tree, and the snapshots at its pages. Used by `prefix_cache` alone."""
 
 from enum import Enum
 
@@ -12,14 +12,14 @@ EvictionKey = tuple[bool, int]
 class Node:
     """A run of pages.
 
-    tokens: int32, those of its pages and `lookahead` more.
+    tokens: int32, tokens of its pages and `lookahead` more.
     pages: page ids.
-    digests: one of each page.
-    depth: pages before it.
-    key: the first page's tokens, under which the parent knows it, after the salt for the tree's first pages.
-    stamp: when it was last matched or inserted.
+    digests: one per page.
+    depth: number of pages before it.
+    key: the first page's tokens, its key in the parent; after the salt for the tree's first pages.
+    stamp: time of the last match or insertion.
     snapshots: states saved at the ends of its pages, in the order of their positions.
-    queued: the key under which it waits for eviction; None while it does not.
+    queued: its key in the eviction queue; None outside of it.
     """
 
     __slots__ = ("tokens", "pages", "digests", "depth", "children", "parent", "key", "stamp", "snapshots", "queued")
@@ -47,16 +47,16 @@ class Node:
 
     @staticmethod
     def root() -> "Node":
-        """A tree without pages."""
+        """Return a tree without pages."""
         return Node(np.empty(0, np.int32), [], [], 0, None, b"", 0)
 
     @property
     def end(self) -> int:
-        """Pages up to its last one."""
+        """Number of pages up to its last one."""
         return self.depth + len(self.pages)
 
     def deepest(self, end: int) -> "Snapshot | None":
-        """The last snapshot within the path's first `end` pages, here or in a node before."""
+        """Return the last snapshot within the path's first `end` pages, here or in an earlier node."""
         node: Node | None = self
         while node is not None:
             for snapshot in reversed(node.snapshots):
@@ -66,14 +66,14 @@ class Node:
         return None
 
     def is_below(self, other: "Node") -> bool:
-        """Whether `other` is this node or one before it."""
+        """Whether `other` is this node or an ancestor."""
         node: Node | None = self
         while node is not None and node.depth > other.depth:
             node = node.parent
         return node is other
 
     def split(self, kept: int, page_size: int, lookahead: int) -> "Node":
-        """The node's first `kept` pages, with their snapshots, become its new parent, which is returned."""
+        """Move the node's first `kept` pages, with their snapshots, to a new parent, and return it."""
         assert self.parent is not None and 0 < kept < len(self.pages)
         tokens = self.tokens[: kept * page_size + lookahead].copy()
         upper = Node(tokens, self.pages[:kept], self.digests[:kept], self.depth, self.parent, self.key, self.stamp)
@@ -106,9 +106,9 @@ class Snapshot:
 
     node: where its last page is.
     kind: why it was saved.
-    before: the next one up its path; after: those that come next below it.
-    since: the tick of `attention.kv_cache.snapshots.Snapshots` at which it was added or last used.
-    recorded: the tick up to which its time is part of the estimates there.
+    before: the previous snapshot of its path. after: the next ones below it.
+    since: tick of `attention.kv_cache.snapshots.Snapshots` at which it was added or last used.
+    recorded: tick up to which the estimates there include its time.
     """
 
     __slots__ = ("row", "end", "node", "kind", "before", "after", "since", "recorded")
@@ -124,5 +124,5 @@ class Snapshot:
 
     @property
     def cost(self) -> int:
-        """Pages that would be computed again without it: those since the snapshot before it."""
+        """Number of pages to compute again without it: those since the previous snapshot."""
         return self.end - (self.before.end if self.before is not None else 0)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from attention.kv_cache.radix_node import SnapshotKind
 
 NUM_AGES = 12  # classes of age: 0, 1, 2-3, 4-7, ... ticks; the last has no end
-_PRIOR_USES, _PRIOR_TICKS = 0.5, 50.0  # as if seen in each group before anything was
+_PRIOR_USES, _PRIOR_TICKS = 0.5, 50.0  # prior counts of each group
 
 
 class Group(NamedTuple):
-    """Snapshots that are expected to be used alike. is_last: no other one comes after it in any text."""
+    """Snapshots with the same expected use. is_last: no later snapshot in any text."""
 
     kind: SnapshotKind
     is_last: bool
@@ -23,12 +23,12 @@ def age_class(age: int) -> int:
 
 
 class ReuseRates:
-    """Uses per tick that a snapshot of a group and an age is expected to have until its next use or its end.
+    """The expected uses per tick of a snapshot, by group and age, until its next use or its end.
 
     The hazard of each age is estimated from uses and from ticks at risk, so that snapshots that were evicted early
-    count as long as they were there. The rate over the rest of a life is the hit density of Beckmann and Sanchez, "LHD:
-    Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). An age that was hardly seen is given its group's
-    mean. A use starts a new life of age 0.
+    count for the time before. The rate over the rest of a life is the hit density of Beckmann and Sanchez, "LHD:
+    Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Rarely seen ages have their group's mean. A use
+    starts a new life at age 0.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ReuseRates:
         self._rates: dict[Group, list[float]] = {}  # as of the last `refresh`
 
     def was_there(self, group: Group, start: int, end: int) -> None:
-        """A snapshot was in the group from age `start` to age `end`."""
+        """Record that a snapshot was in the group from age `start` to age `end`."""
         ticks = self._ticks[group]
         while start < end:
             age = age_class(start)
@@ -46,7 +46,7 @@ class ReuseRates:
             start = until
 
     def was_used(self, group: Group, age: int) -> None:
-        """A snapshot of the group was used at this age."""
+        """Record that a snapshot of the group was used at this age."""
         self._uses[group][age_class(age)] += 1
 
     def refresh(self, keep: float) -> None:
@@ -57,7 +57,7 @@ class ReuseRates:
         self._rates.clear()
 
     def rate(self, group: Group, age: int) -> float:
-        """Expected uses per tick."""
+        """Return the expected uses per tick."""
         rates = self._rates.get(group)
         if rates is None:
             rates = self._rates[group] = self._estimate(group)

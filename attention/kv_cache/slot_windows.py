@@ -1,10 +1,10 @@
-"""The window of each slot: the pages whose window pages it holds. Used by `workers.scheduling.slot_pages` in models
-whose layers attend over a window. Of a slot it knows only its number and its pages.
+"""The window of each slot: the pages whose window pages it holds. Used by `workers.scheduling.slot_pages` for models
+with layers that attend over a window. Needs only a slot's number and pages.
 
-A slot holds the window page of each page of its table from the first one that its next row may see. The host's lengths
-are one step old, so that page is found from the known committed length, which no later row lies before. Plans run in
-order: a window page that the plan under construction takes from one page and attaches to another is not read by earlier
-steps of its new owner, and not by later steps of its former one.
+A slot holds the window pages of its table from the first page that its next row may see. The host's lengths are one
+step old, so that page is computed from the known committed length, which is at most the current one. Plans run in
+order, so a window page may move from one page to another: earlier steps do not read it for the new owner, and later
+steps not for the former one.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,8 @@ class SlotWindows:
         self.nan_pages.reset()
 
     def enter(self, slot: int, pages: Sequence[int], num_saved: int, num_tokens: int) -> None:
-        """A request with `num_tokens` known tokens enters a slot, and resumes after `num_saved` of them, on `pages`."""
+        """Start a request with `num_tokens` known tokens in a slot, which resumes after `num_saved` of them, on
+        `pages`."""
         self.first[slot] = max(num_saved - self.pages.window + 1, 0) >> self._shift
         self._entered[slot] = num_tokens
         self.pages.acquire(pages[self.first[slot] :])
@@ -47,8 +48,8 @@ class SlotWindows:
     def slide(self, tables: Sequence[Sequence[int]], committed: Int64s, num_tokens: Int64s) -> None:
         """Release the window pages that the slots' windows have passed. Called before a plan takes pages.
 
-        Before a prompt's first token is known, its KV may be NaN: its window pages are zeroed before their next owner.
-        The last window of a prompt is likely to be used again, by a prompt that begins with this one.
+        Before a prompt's first token is known, its KV may be NaN, so its window pages are zeroed before their next
+        owner. The last window of a prompt is likely to be used again by a prompt with this prefix.
         """
         first = np.maximum(committed - (self.pages.window - 1), 0) >> self._shift
         for slot in np.flatnonzero(first > self.first).tolist():
@@ -69,11 +70,11 @@ class SlotWindows:
         self.nan_pages.allocated(self.pages.allocate(pages))
 
     def shrink(self, pages: Sequence[int]) -> None:
-        """`pages` are taken from the end of a table, before they are released."""
+        """Remove `pages` from the end of a table, before they are released."""
         self.pages.release(pages)
 
     def replace(self, slot: int, index: int, own: int, cached: int) -> None:
-        """The slot uses page `cached` of the prefix cache in place of its own, with the same tokens."""
+        """Use page `cached` of the prefix cache instead of the slot's own one with the same tokens."""
         windows = self.pages
         if windows.of[own] and not windows.of[cached]:
             windows.move(own, cached)
@@ -82,34 +83,34 @@ class SlotWindows:
             windows.release((own,))
 
     def give(self, table: Sequence[int], cached: Sequence[int]) -> None:
-        """Attach window pages of a request that has left to the pages of the prefix cache with the same tokens, where
-        those have none. table: its pages, not released yet."""
+        """Attach window pages of an ended request to pages of the prefix cache with the same tokens and no window page.
+        table: its pages, not released yet."""
         for own, page in zip(table, cached, strict=False):
             if own != page and self.pages.of[own] and not self.pages.of[page]:
                 self.pages.move(own, page)
 
     def leave(self, slot: int, table: Sequence[int]) -> None:
-        """The slot's request leaves, before its pages are released."""
+        """End the slot's request, before its pages are released."""
         self.pages.release(table[self.first[slot] :])
         self.first[slot] = 0
 
     def spoil(self, pages: Sequence[int], num_free: int) -> None:
-        """`pages` may hold NaN, and so may their window pages, of which some have been freed. num_free: free window
-        pages before that."""
+        """Record that `pages`, and their window pages, may hold NaN. num_free: free window pages before some of these
+        were freed."""
         attached = [self.pages.of[page] for page in pages]
         self.nan_pages.add([page for page in attached if page] + self.pages.last_freed(num_free))
 
     def room(self, in_use: npt.NDArray[np.bool_], num_pages: Int64s, wanted: Int64s) -> int:
-        """Window pages for more requests, beside those that running ones hold and will need.
+        """Return the window pages for further requests, beyond those that running ones hold and will need.
 
         in_use: [slots].
-        num_pages, wanted: [slots], pages of the table now, and those that it needs soon.
+        num_pages, wanted: [slots], current pages of the table, and pages needed soon.
         """
         needed = np.minimum(wanted, self.max_per_slot) - (num_pages - self.first)
         return self.pages.num_available - int(np.maximum(needed, 0)[in_use].sum())
 
 
 def pages_per_request(window: int, page_size: int, round_tokens: int) -> int:
-    """Return the window pages of a request that decodes: its window, which may begin within a page, the positions that
-    rounds in flight may write (`round_tokens`), and one more."""
+    """Return the number of window pages of a decoding request: its window, which may start within a page, the positions
+    that rounds in flight may write (`round_tokens`), and one more."""
     return -(-(window - 1 + round_tokens) // page_size) + 2

@@ -1,5 +1,5 @@
-"""Pages of the layers with a window. Called by the scheduler, `page_allocator` and `prefix_cache`; knows no tensor and
-no request.
+"""Pages of the layers with a window. Called by the scheduler, `page_allocator` and `prefix_cache`; without tensors and
+requests.
 
 Layers with a window have a pool of their own. One of its pages, a *window page*, holds their KV of the tokens of one
 page of the other layers, to which it is attached. Only pages in the window of a request need one.
@@ -9,13 +9,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-DUMMY_WINDOW_PAGE = 0  # of pages without a window page; receives the writes of padding rows; never allocated
-PASSED_SHARE = 4  # window pages that a window has passed go first while they are more than 1 / 4 of the unheld ones
+DUMMY_WINDOW_PAGE = 0  # window page of pages without one; receives the writes of padding rows; never allocated
+PASSED_SHARE = 4  # pages that a window has passed are taken first while they are more than 1 / 4 of the unheld ones
 
 
 @dataclass(frozen=True)
 class WindowSizes:
-    """window: tokens that a row sees at most, itself included.
+    """window: maximum tokens that a row sees, including itself.
     num_pages: window pages, without page 0.
     """
 
@@ -30,9 +30,9 @@ class WindowPages:
     A page that is held or cached keeps its unheld window page until another page needs it, so a later prompt can resume
     there. A page that becomes free loses its window page at once.
 
-    Unheld window pages are taken from two queues, each in the order in which pages entered: pages that a window has
-    passed, and pages of a request's end or of a prefix that was used again. The first queue goes first while it is long
-    (`PASSED_SHARE`): else one long prompt would take the window pages of all other texts.
+    Unheld window pages are taken from two first-in-first-out queues: pages that a window has passed, and pages of a
+    request's end or of a prefix that was used again. The first queue is used while it is long (`PASSED_SHARE`), because
+    otherwise one long prompt would take the window pages of all other texts.
 
     of: window page of each page; 0, the dummy page, without one.
     """
@@ -113,7 +113,7 @@ class WindowPages:
                     self._useful[page] = None
 
     def freed(self, page: int) -> None:
-        """The page is free: so is its window page."""
+        """Free the window page of a freed page."""
         if self.of[page]:
             assert self._holders[page] == 0, f"page {page} is free, and its window page is held"
             if self._keeps:
@@ -122,8 +122,8 @@ class WindowPages:
             self._updates.pop(page, None)  # the page's next holder attaches another one
 
     def move(self, source: int, target: int) -> None:
-        """Attach the window page of `source`, with its holders, to `target`, whose tokens are the same and which has
-        none."""
+        """Attach the window page of `source`, with its holders, to `target`, which has the same tokens and no window
+        page."""
         assert self.of[source] and not self.of[target] and self._holders[target] == 0
         if self._holders[source] == 0:
             queue = self._queue_of(source)
@@ -146,7 +146,7 @@ class WindowPages:
         return end
 
     def last_freed(self, num_free: int) -> list[int]:
-        """Window pages that were freed since `num_free` of them were free, if none was attached since."""
+        """Return the window pages freed since `num_free` of them were free, if none was attached since."""
         return self._free[num_free:]
 
     def take_updates(self) -> list[int]:
@@ -159,7 +159,7 @@ class WindowPages:
         return self._passed if page in self._passed else self._useful
 
     def _take_one(self) -> None:
-        """Free the unheld window page that is expected to be used last."""
+        """Free the unheld window page with the latest expected use."""
         from_passed = len(self._passed) * PASSED_SHARE > len(self._passed) + len(self._useful)
         queue = self._passed if from_passed or not self._useful else self._useful
         page, _ = queue.popitem(last=False)
