@@ -5,7 +5,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -212,15 +212,17 @@ async def test_long_text_is_encoded_as_a_short_one() -> None:
 
 
 @pytest.mark.parametrize("skip", [False, True])
-async def test_many_tokens_are_decoded_as_few_are(skip: bool) -> None:
-    edge, rng = chat_tokenizer(), random.Random(4)
+@pytest.mark.parametrize("made", [small_tokenizer, _sentencepiece_like])
+async def test_many_tokens_are_decoded_as_few_are(made: Callable[[], Tokenizer], skip: bool) -> None:
+    edge, rng = ChatTokenizer(made(), None, ()), random.Random(4)
     tokens = [rng.randrange(edge.vocab_size + 3) for _ in range(LONG_TEXT + 1)]
-    assert await edge.decode_long(tokens, skip) == small_tokenizer().decode(tokens, skip_special_tokens=skip)
+    assert await edge.decode_long(tokens, skip) == made().decode(tokens, skip_special_tokens=skip)
 
 
-async def test_event_loop_goes_on_while_many_tokens_are_decoded() -> None:
-    text, turns = await _result_and_turns(chat_tokenizer().decode_long([66] * 3_000_000))
-    assert len(text) == 3_000_000
+@pytest.mark.parametrize(("made", "count"), [(small_tokenizer, 3_000_000), (_sentencepiece_like, 500_000)])
+async def test_event_loop_goes_on_while_many_tokens_are_decoded(made: Callable[[], Tokenizer], count: int) -> None:
+    text, turns = await _result_and_turns(ChatTokenizer(made(), None, ()).decode_long([66] * count))
+    assert len(text) == count
     assert turns > 10
 
 
