@@ -1,26 +1,33 @@
-"""Forced texts without an end, or of repetitions in repetitions: the compiler's search for them has no limit."""
+"""Forced texts without an end, or of repetitions in repetitions: the compiler's search for them has no limit. And
+grammars in which there is much to search: a guide stays within its limit."""
 
 import json
 import multiprocessing
+import random
 import resource
 import time
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from speculative.ops.guides import begin, forced_or
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
+from tests.support.structured_output.sampled import grammar_of
 from workers.scheduling.plan import Grammar
 from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from workers.structured_output.guide_table import GuideBlock
-from workers.structured_output.mask_process.draft_guide import MaskRows
+from workers.structured_output.mask_process import draft_guide
+from workers.structured_output.mask_process.draft_guide import MAX_SEARCHES, MaskRows
 from workers.structured_output.mask_process.grammar_cache import CachedGrammar
 from workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S
+from workers.structured_output.mask_process.matcher import Matcher
 from workers.structured_output.mask_process.request_grammar import RequestGrammar
 from workers.structured_output.mask_table import NUM_SPARE, MaskTable
+from workers.structured_output.slot_grammars import MIN_GUIDED_NODES
 
 VOCAB = 4096
 LIMIT_S, LIMIT_BYTES = 40, 4 << 30  # of a case's process
@@ -54,7 +61,7 @@ def fill(name: str) -> None:
     words = masks.host_words
     rows = MaskRows(words, words.numpy(), 0, 1, 1 + NUM_SPARE, torch.zeros_like(masks.words[:1]))
     began_s = time.thread_time()
-    assert request.fill(rows, 1, GuideBlock(masks.guides.blocks[0].numpy()), 1, texts)
+    assert request.fill(rows, 1, GuideBlock(masks.guides.blocks[0].numpy()), MIN_GUIDED_NODES, texts)
     assert time.thread_time() - began_s < MASK_LIMIT_S
     slots, first = torch.tensor([0]), torch.tensor([tokens[forced.encode()]])
     after = begin(masks.guides, slots, torch.tensor([0]), first)
@@ -68,3 +75,65 @@ def test_a_forced_text_behind_a_hidden_entrance_takes_no_longer_than_a_mask_may(
     process.start()
     process.join(200)
     assert process.exitcode == 0
+
+
+EXPRESSION = {
+    "type": "object",
+    "properties": {"op": {"enum": ["+", "-"]}, "left": {"$ref": "#/$defs/n"}, "right": {"$ref": "#/$defs/n"}},
+    "required": ["op", "left", "right"],
+    "additionalProperties": False,
+}
+RECURSIVE = {
+    "lists in lists": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1},
+    "expressions": {"anyOf": [{"type": "number"}, {"type": "string"}, EXPRESSION]},
+}
+
+
+@pytest.mark.parametrize("any_whitespace", [False, True])
+@pytest.mark.parametrize("name", RECURSIVE)
+def test_a_guide_fills_no_more_masks_of_its_own_than_it_may(
+    name: str, any_whitespace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Along an answer of random tokens, of those that nest where there are any, with drafts of the same kind."""
+    width, fills = 8, list[int]()
+    filled = Matcher.fill
+
+    def counted(*given: Any) -> None:
+        fills.append(1)
+        filled(*given)
+
+    monkeypatch.setattr(Matcher, "fill", counted)
+    monkeypatch.setattr(draft_guide, "_MAX_SEARCH_S", 60.0)  # the count alone, however busy the machine
+    grammar = grammar_of({"$ref": "#/$defs/n", "$defs": {"n": RECURSIVE[name]}}, any_whitespace)
+    compiler, drawn = GrammarCompiler(Vocabulary(MODELS / "target", VOCAB)), random.Random(3)
+    done: Future[Any] = Future()
+    done.set_result(compiler.compile(grammar))
+    texts, request = compiler.texts_of(done.result()), RequestGrammar(CachedGrammar(grammar, done), False, [])
+    masks = MaskTable(1, width, VOCAB, torch.device("cpu"))
+    assert masks.guides is not None
+    words, matcher = masks.host_words, Matcher(done.result())
+
+    def drafts() -> list[int]:
+        """Return tokens that the grammar allows, one after the other."""
+        found = list[int]()
+        while len(found) < width and not matcher.is_terminated():
+            matcher.fill(masks.words[:1])
+            bits = np.unpackbits(masks.words[0].numpy().view(np.uint8), bitorder="little")
+            allowed = [token for token in np.flatnonzero(bits).tolist() if texts[token]]
+            nesting = [token for token in allowed if set(texts[token]) & set(b"[{")]
+            found.append(drawn.choice(nesting or allowed or [grammar.end_token_ids[0]]))
+            assert matcher.accept_token(found[-1])
+        matcher.rewind()
+        return found
+
+    most = 0
+    for _ in range(30):
+        rows = MaskRows(words, words.numpy(), 0, width, width + NUM_SPARE, torch.zeros_like(masks.words[:1]))
+        fills.clear()
+        assert request.fill(rows, width, GuideBlock(masks.guides.blocks[0].numpy()), 256, texts)
+        most = max(most, len(fills))
+        chain = drafts()
+        if not matcher.take(chain[0]) or matcher.is_terminated():
+            break
+        request.advanced(chain[:1], chain, [node - 1 for node in range(len(chain))])
+    assert MAX_SEARCHES // 2 < most <= width + NUM_SPARE + MAX_SEARCHES

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 FEW_TOKENS = 6  # at most so many allowed tokens get an edge each
 MAX_ENDINGS = 6  # tokens remembered because a forced text followed them
 _MAX_STEPPED_BYTES = 48  # forced text that is found in steps; the rest follows once these are accepted
-_MAX_STEPPED_S = 0.005  # time of these steps
+# Masks for a guide alone, of about 50 us each. Without a limit, guides of recursive schemas took 15 ms, and masks of
+# their trees 1 ms: each token was late, and 100 tokens took 10 s.
+MAX_SEARCHES = 32
+_MAX_SEARCH_S = 0.005  # CPU time from the first mask of a tree to the last search for its guide
 _WHITESPACE = b" \t\n\r"
 _MAX_LEVEL = 2  # consecutive unforced places and forced texts that are followed
 
@@ -124,6 +127,7 @@ class TreeWalk:
     jumps: see `may_jump`. Else forced texts are found byte by byte.
     ended: the newest token, unless it was forced: it may have ended a string or number.
     num_guided: nodes that get a state in the guide: the first ones, which are the likeliest.
+    max_searches: masks that may be filled for the guide alone; then the rest of it is left out.
     is_forced: for each node that the grammar allows, whether a forced text follows.
     """
 
@@ -137,12 +141,15 @@ class TreeWalk:
     any_whitespace: bool = False
     jumps: bool = True
     ended: int | None = None
+    max_searches: int = MAX_SEARCHES
     is_forced: dict[int, bool] = field(default_factory=dict)
+    _until_s: float = 0.0
     _other: int = NOWHERE  # row of the mask compared last
     _other_mask: bytes = b""
 
     def run(self, tokens: Sequence[int], children: Sequence[Sequence[int]]) -> None:
         """tokens, children: of each node."""
+        self._until_s = time.thread_time() + _MAX_SEARCH_S
         self._visit(0, tokens, children, None)
 
     def _visit(
@@ -198,38 +205,33 @@ class TreeWalk:
         """Return the forced text, or its beginning; where whitespace is optional, with that of earlier answers."""
         if self.jumps and not self.any_whitespace:
             return self.matcher.jump()
-        text, taken, until_s = b"", 0, time.monotonic() + _MAX_STEPPED_S
+        text, taken = b"", 0
         while len(text) < _MAX_STEPPED_BYTES:
-            part = self.matcher.jump() if self.jumps else self._forced_byte()
-            if not part and self.any_whitespace:
-                part = self._after_whitespace(text)
+            part = self._part(text)
             if not part or not self.matcher.accept_string(part):
                 break
             text, taken = text + part, taken + 1
-            if not self.jumps and time.monotonic() > until_s:
-                break
         if taken:
             self.matcher.rollback(taken)
         return text
 
-    def _forced_byte(self) -> bytes:
-        """Return the only byte that may follow; b"" if there are several, or the text may end."""
-        self.rows.check()
-        if self.matcher.is_terminated() or self.matcher.is_completed():
+    def _part(self, text: bytes) -> bytes:
+        """Return what is forced after `text`, or its first byte; or what may follow optional whitespace. b"" if there
+        are several ways to go on, the text may end, or the guide has reached its limits."""
+        part = self.matcher.jump() if self.jumps else b""
+        if part or self.matcher.is_terminated() or self.max_searches <= 0 or time.thread_time() > self._until_s:
+            return part
+        may_end = self.matcher.is_completed()
+        if may_end and not self.any_whitespace:
             return b""
+        self.rows.check()
+        self.max_searches -= 1
         self.matcher.fill(self.rows.scratch)
         allowed = self.texts.bytes_allowed(self.rows.scratch[0].numpy())
-        return allowed if len(allowed) == 1 else b""
-
-    def _after_whitespace(self, text: bytes) -> bytes:
-        """Return the text after optional whitespace if a single other byte may follow; else b""."""
-        scratch = self.rows.scratch
-        if self.matcher.is_terminated():
-            return b""
-        self.matcher.fill(scratch)
-        allowed = self.texts.bytes_allowed(scratch[0].numpy())
+        if len(allowed) == 1 and not may_end:
+            return allowed
         others = [byte for byte in allowed if byte not in _WHITESPACE]
-        if len(others) == len(allowed):
+        if not self.any_whitespace or len(others) == len(allowed):
             return b""
         is_spaced = self.endings.is_spaced and text[-1:] in (b":", b",") and ord(" ") in allowed
         return (b" " if is_spaced else b"") + (bytes(others) if len(others) == 1 else b"")
@@ -261,7 +263,7 @@ class TreeWalk:
         """Return the state of a position with several allowed tokens. few: these tokens, if they are few."""
         mask = NOWHERE if row == NOWHERE else self.rows.first + row
         state = self.guide.add_state(row=mask, stays=few is None)
-        if state == NOWHERE or level >= _MAX_LEVEL:
+        if state == NOWHERE or level >= _MAX_LEVEL or self.max_searches <= 0:
             return state
         for token in self.endings if few is None else few:
             if token not in self.stop_token_ids and self.matcher.accept_token(token):

@@ -17,7 +17,7 @@ from workers.scheduling.plan import Failure, unpack_i32
 from workers.structured_output.faults import InvalidGrammarError
 from workers.structured_output.guide_table import GuideBlock
 from workers.structured_output.mask_messages import Advanced, Entered
-from workers.structured_output.mask_process.draft_guide import MaskRows, TreeWalk, may_jump
+from workers.structured_output.mask_process.draft_guide import MAX_SEARCHES, MaskRows, TreeWalk, may_jump
 from workers.structured_output.mask_process.grammar_cache import CachedGrammar, GrammarCache
 from workers.structured_output.mask_process.token_texts import TokenTexts
 
@@ -181,6 +181,7 @@ class RequestGrammar:
                 cached.grammar.any_whitespace,
                 may_jump(cached.grammar),
                 self.ended,
+                min(MAX_SEARCHES, num_guided),
             )
             walk.run(tree.tokens, tree.children)
             self.verified, self.is_forced = tree, walk.is_forced
