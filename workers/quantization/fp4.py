@@ -1,5 +1,5 @@
-"""Checkpoints of 4-bit floats: MXFP4 and NVFP4. Weights keep their bits; activations stay in the model's dtype, also
-where a checkpoint would quantise them."""
+"""Checkpoints of 4-bit floats: MXFP4 and NVFP4. Weights keep their bits; activations stay in the model's dtype, even if
+the checkpoint would quantise them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ MODELOPT_NVFP4 = Fp4Scheme("weight", "weight_scale", 16, "weight_scale_2", unuse
 
 @dataclass(frozen=True)
 class Fp4Quant(QuantMethod):
-    """ignored: modules that are left in the model's dtype, with all in them: names, patterns with `*`, or "re:" and a
-        regular expression.
+    """ignored: modules that keep the model's dtype, including their submodules: names, patterns with `*`, or "re:"
+        and a regular expression.
     only_experts: linear layers are not quantised.
-    rounds_inputs: the checkpoint means activations to have 4 bits, too.
+    rounds_inputs: whether the checkpoint intends 4-bit activations.
     """
 
     scheme: Fp4Scheme

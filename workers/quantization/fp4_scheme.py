@@ -23,11 +23,11 @@ _CODE_DEVIATION = 2.9  # standard deviation of uniformly distributed e2m1 codes
 class Fp4Scheme(PackedScheme):
     """The tensors of a matrix [rows, columns], as last components of names.
 
-    codes: uint8, two inputs a byte, the lower bits first: [rows, columns / 2], or blocks [rows, columns / 32, 16].
+    codes: uint8, two inputs per byte, lower bits first: [rows, columns / 2], or blocks [rows, columns / 32, 16].
     scales: [rows, columns / group]: uint8 for e8m0, or float8_e4m3fn.
     group: 32, or 16.
     matrix_scale: float32, one number; "" for none.
-    divides: weights are divided by `matrix_scale`, not multiplied.
+    divides: whether weights are divided by `matrix_scale` instead of multiplied.
     unused: tensors that only activations of 4 bits need.
     """
 

@@ -1,5 +1,5 @@
 """Stacked experts with FP8 weights. If the device multiplies FP8 and the kernels support the layout of scales, weights
-stay in FP8, and rows are quantised, too. Otherwise `finish` dequantises them to the model's dtype; there a shard may
+stay in FP8, and rows are also quantised. Otherwise `finish` dequantises them to the model's dtype; then a shard may
 split a scale block."""
 
 import logging

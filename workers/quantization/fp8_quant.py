@@ -1,6 +1,6 @@
 """FP8 checkpoints, with a scale per block of rows and columns (DeepSeek-V3, Qwen; arXiv 2412.19437, section 3.3), per
 output, or per matrix, which is stored and multiplied as one per output. Inputs are rounded with a scale per group or
-token, also where the checkpoint has a scale per tensor for them."""
+token, even if the checkpoint has a scale per tensor for them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class Fp8Quant(QuantMethod):
     """Every linear layer is FP8, except those that the checkpoint names.
 
     scheme: the layout of scales.
-    ignored: modules that are left in bf16, with all in them: components of names, or patterns with `*`.
+    ignored: modules that stay in bf16, including their submodules: components of names, or patterns with `*`.
     whole_names: entries of `ignored` are whole names, or "re:" and a regular expression (compressed-tensors).
-    per_tensor_inputs: the checkpoint means inputs to have a scale per tensor.
+    per_tensor_inputs: whether the checkpoint intends a scale per tensor for inputs.
     """
 
     scheme: Fp8Scheme
@@ -68,7 +68,7 @@ def block_scheme(block: Block) -> Fp8Scheme:
 
 
 def read_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """Read `quant_method: fp8`, with `weight_block_size` or without. See `workers.quantization.table.QuantReader`."""
+    """Read `quant_method: fp8`, with or without `weight_block_size`. See `workers.quantization.table.QuantReader`."""
     block = quantization.get("weight_block_size")
     left = list_of_names(quantization, "modules_to_not_convert", source)
     if not block:

@@ -21,7 +21,7 @@ class Fp8Scheme:
     """kind: the checkpoint's name of scales.
     block: rows and columns that share a scale; None for a scale per row.
     per_matrix: the checkpoint has one scale for all rows.
-    unused: tensors that a checkpoint may have, and which change nothing here.
+    unused: tensors that a checkpoint may have, without effect here.
     """
 
     kind: str
@@ -68,7 +68,7 @@ def dequantised(weight: Tensor, scales: Tensor, part: Part, block: Block, dtype:
 
 
 def kernel_scales(scales: list[Tensor], parts: tuple[Part, ...], scheme: Fp8Scheme) -> Tensor:
-    """Return the scales of this rank's stacked parts as kernels read them (`workers.ops.fp8.tiles.Fp8Matrix`).
+    """Return the scales of this rank's stacked parts in the kernels' layout (`workers.ops.fp8.tiles.Fp8Matrix`).
 
     scales: of each part's whole matrix; dimensions before the last two are kept.
     """
@@ -124,7 +124,7 @@ def checked(full: Tensor) -> Tensor:
 
 
 def dummy_scale(fan_in: int) -> float:
-    """Return the scale of dummy weights with which results are as large as inputs."""
+    """Return the scale of dummy weights that keeps results as large as inputs."""
     return float(fan_in**-0.5 / _DUMMY_DEVIATION)
 
 

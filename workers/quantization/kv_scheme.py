@@ -17,10 +17,10 @@ _MODELOPT_FILE = "hf_quant_config.json"
 
 
 def read_kv_scheme(folder: str | Path, config: Mapping[str, Any]) -> str | None:
-    """Return `cache.dtype` of a checkpoint: FP8_E4M3; None if it says nothing of KV; or what it says, if that is not
+    """Return `cache.dtype` of a checkpoint: FP8_E4M3; None if it does not mention KV; or its own text, if that is not
     supported.
 
-    folder: of the checkpoint. config: its config.json.
+    folder: the checkpoint's folder. config: its config.json.
     """
     quantization = config.get("quantization_config")
     found = [quantization, _modelopt_file(folder)]
@@ -53,7 +53,7 @@ def kv_dtype(setting: str, scheme: str | None, dtype: torch.dtype) -> torch.dtyp
 
 
 def _modelopt_file(folder: str | Path) -> object:
-    """ModelOpt's own file, which says of KV what older exports leave out of config.json."""
+    """Read ModelOpt's own file, which has the KV scheme that older exports omit in config.json."""
     try:
         return json.loads((Path(folder) / _MODELOPT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 def contains(entry: str, name: str) -> bool:
     """Whether an entry is the module, a module around it, or some consecutive components of its name. Dots at its ends
-    are of no matter, as in "layers.0."."""
+    are ignored, as in "layers.0."."""
     return f".{entry.strip('.')}." in f".{name}."
 
 
@@ -42,7 +42,7 @@ def refuse(source: str, key: str, value: object, rule: str, remedy: str = "use t
 def bits_of(
     quantization: Mapping[str, Any], source: str, *keys: str, supported: tuple[int, ...] = (4, 8), within: str = ""
 ) -> int:
-    """within: the section that `quantization` is, for errors."""
+    """within: name of the section `quantization`, for errors."""
     bits = setting(quantization, *keys)
     if type(bits) is not int or bits not in supported:
         known = " and ".join(map(str, supported))
@@ -59,7 +59,7 @@ def group_of(quantization: Mapping[str, Any], source: str, *keys: str) -> int | 
 
 
 def flag_in(quantization: Mapping[str, Any], source: str, key: str, default: bool | None = None) -> bool:
-    """default: of a key that is missing or null; None: it must be there."""
+    """default: value of a missing or null key; None: the key is required."""
     value = quantization.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -68,7 +68,7 @@ def flag_in(quantization: Mapping[str, Any], source: str, key: str, default: boo
 
 
 def only(quantization: Mapping[str, Any], source: str, key: str, *supported: object) -> None:
-    """Refuse other values of a key than these; missing and null are fine."""
+    """Refuse other values of a key than these, null and missing."""
     value = quantization.get(key)
     given = value.lower() if isinstance(value, str) else value
     if value is not None and given not in supported:

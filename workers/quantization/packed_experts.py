@@ -26,8 +26,8 @@ class PackedExperts(ExpertsMethod):
     """stored: of all experts, by part and kind; empty after `finish`.
     biases: [experts, rows] of each part on this rank, in the model's dtype; empty without.
 
-    A rank holds whole groups of the down projection, and a width that is a multiple of 64. Beside its own gate and up
-    rows there are zeros, so that inner activations there are zero.
+    A rank holds whole groups of the down projection, and a width that is a multiple of 64. Its gate and up rows are
+    padded with zeros, so that inner activations there are zero.
     """
 
     def __init__(self, shape: ExpertsShape, scheme: PackedScheme) -> None:
@@ -154,8 +154,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def _with_columns(matrix: MatrixCodes, group: int | None, num_columns: int) -> MatrixCodes:
-    """Return `matrix` with `num_columns`, the last of which are of codes and scales zero: they are multiplied by
-    zeros."""
+    """Return `matrix` with `num_columns`. Added columns have zero codes and scales; their inputs are zeros."""
     num_groups = 1 if group is None else num_columns // group
 
     def padded(tensor: Tensor, columns: int) -> Tensor:

@@ -1,6 +1,6 @@
 """A linear layer whose weight has few bits: held as the checkpoint stores it until `finish`, then packed for
-`workers.ops.packed`, or dequantised to the model's dtype where there is no product of few bits, or where a layer
-multiplies by a part of the weight."""
+`workers.ops.packed`, or dequantised to the model's dtype if there is no product of few bits, or if a layer multiplies
+by a part of the weight."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from workers.span import Span
 class PackedPart:
     """Consecutive rows of a layer.
 
-    gather: int32 [in_features of `weight`] input of each place, on the weight's device; None: all of them in their
-        order, after `margins[0]` and before `margins[1]` zeros.
+    gather: int32 [in_features of `weight`] input of each column, on the weight's device; None: all inputs in order,
+        after `margins[0]` and before `margins[1]` zeros.
     """
 
     weight: PackedWeight
@@ -33,7 +33,7 @@ class PackedPart:
     margins: tuple[int, int] = (0, 0)
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Return rows [rows, inputs] as the weight's columns are."""
+        """Return rows [rows, inputs] in the order of the weight's columns."""
         if self.gather is not None:
             return x.index_select(1, self.gather)
         return F.pad(x, self.margins) if any(self.margins) else x
@@ -48,7 +48,7 @@ class PackedPart:
 
 
 class StoredMatrix(nn.Module, ABC):
-    """A part's tensors on this rank, as the checkpoint has them."""
+    """A part's tensors on this rank, in the checkpoint's format."""
 
     @abstractmethod
     def load(self, kind: str, full: Tensor) -> None:
@@ -82,7 +82,7 @@ class LinearLayout(ABC):
 
     @abstractmethod
     def max_inputs(self, columns: Span) -> int:
-        """Return the most inputs that a packed weight has for a rank's `columns`."""
+        """Return the maximum number of inputs of a packed weight for a rank's `columns`."""
 
     @abstractmethod
     def layer_bytes(self, shape: LinearShape, scale_dtype: torch.dtype) -> int:
@@ -125,7 +125,7 @@ class PackedLinear(DenseLinearMethod):
         return self.shape.out_features * self.shape.in_features * self._dtype.itemsize
 
     def dense_weight(self) -> Tensor:
-        """Dequantised at each call if the weight stays packed."""
+        """The dense weight, dequantised at each call if it stays packed."""
         if self._dense is not None:
             return self._dense
         assert self._packed, "call finish first"

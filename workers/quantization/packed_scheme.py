@@ -1,5 +1,6 @@
-"""`PackedScheme`: how a checkpoint stores one matrix of few bits. A scheme cuts and reads the tensors of a matrix; the
-methods of layers (`packed_linear`, `packed_experts`) hold them until `finish`, then build a `PackedWeight`."""
+"""`PackedScheme`: the storage of one matrix of few bits in a checkpoint. A scheme cuts and reads the tensors of a
+matrix; the methods of layers (`packed_linear`, `packed_experts`) hold them until `finish`, then build a
+`PackedWeight`."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from workers.span import Span
 
 @dataclass(frozen=True)
 class MatrixCodes:
-    """A matrix as `workers.ops.packed.weight.pack` takes it.
+    """A matrix in the form of `workers.ops.packed.weight.pack`.
 
     codes: uint8 [rows, columns], one code each.
     scales: [rows, columns / group].
@@ -36,8 +37,8 @@ class PackedScheme(LinearLayout):
     code: see `PackedWeight`.
     group: inputs that share a scale; None for a scale per output.
     kinds: the tensors of a matrix, as last components of names.
-    unused: tensors that a checkpoint may have, and which change nothing here.
-    any_float: tensors that are kept in the type that the checkpoint has.
+    unused: tensors that a checkpoint may have, without effect here.
+    any_float: tensors that keep the checkpoint's dtype.
     has_zeros, has_row_scale: whether `MatrixCodes` has them.
     """
 
@@ -77,8 +78,8 @@ class PackedScheme(LinearLayout):
 
     @abstractmethod
     def read(self, stored: Mapping[str, Tensor]) -> MatrixCodes:
-        """Return the matrix, columns `widened`. stored: what `copy` filled, by kind. Raises ValueError for scales that
-        are no numbers."""
+        """Return the matrix, with `widened` columns. stored: the tensors that `copy` filled, by kind. Raises ValueError
+        for scales that are no numbers."""
 
     @abstractmethod
     def dummy(self, stored: Mapping[str, Tensor], fan_in: int, generator: torch.Generator) -> None:
@@ -110,7 +111,7 @@ class PackedScheme(LinearLayout):
         return self.packed_bytes(shape.out_features, self.max_inputs(shape.parts[0].columns))
 
     def widened(self, columns: Span) -> Span:
-        """Return `columns` with the rest of the groups that the borders of ranks cut. A rank's inputs there must be
+        """Return `columns` extended to whole groups, which the borders of ranks may cut. A rank's inputs there must be
         zero."""
         if self.group is None:
             return columns
@@ -140,7 +141,7 @@ class _StoredPacked(StoredMatrix):
 
 
 def with_rows(matrix: MatrixCodes, first: int, num_rows: int) -> MatrixCodes:
-    """Return `matrix` from row `first` of `num_rows`; the other rows are zero, because their scales are."""
+    """Return `matrix` at row `first` of `num_rows`; the other rows have scales of zero and so are zero."""
 
     def padded(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.shape[0] == num_rows:

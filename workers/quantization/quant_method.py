@@ -16,13 +16,12 @@ class QuantMethod(ABC):
     """A plain value, equal on every rank; part of a model's configuration."""
 
     def fallback(self, device: torch.device) -> str | None:
-        """Return what a start logs if weights are multiplied in another way than the checkpoint intends; None for
-        nothing."""
+        """Return the log message of a start if weights are not multiplied as the checkpoint intends, else None."""
         return None
 
     def fitted(self, with_weight: Callable[[], frozenset[str]]) -> "QuantMethod":
-        """Return the method of a checkpoint whose modules `with_weight()` have a tensor `weight`, which its
-        quantization_config may not say."""
+        """Return the method of a checkpoint whose modules `with_weight()` have a tensor `weight`, which
+        quantization_config may not mention."""
         return self
 
     @abstractmethod

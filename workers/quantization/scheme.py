@@ -1,4 +1,4 @@
-"""`Scheme`: how the weight of one module is stored, and `SchemeQuant`: a checkpoint whose modules may differ in it."""
+"""`Scheme`: the storage of one module's weight. `SchemeQuant`: a checkpoint with a scheme per module."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class SchemeQuant(QuantMethod):
     """Chooses a scheme by a module's name.
 
     source: names the checkpoint in errors.
-    stored_plain: modules whose files have a 16-bit weight, whatever quantization_config says; see `fitted`.
+    stored_plain: modules with a 16-bit weight in the files, regardless of quantization_config; see `fitted`.
     """
 
     source: str
@@ -59,8 +59,8 @@ class SchemeQuant(QuantMethod):
         return None if name in self.stored_plain else self.declared(name)
 
     def fitted(self, with_weight: Callable[[], frozenset[str]]) -> Self:
-        """Published lists of modules are not always whole: a module with a plain `weight` in the files is unquantised
-        where the declared scheme has no tensor of that name."""
+        """Published lists of modules are not always complete: a module with a plain `weight` in the files is
+        unquantised if the declared scheme has no tensor of that name."""
 
         def is_plain(name: str) -> bool:
             scheme = self.declared(name)

@@ -1,4 +1,4 @@
-"""A layer whose matrices are quantised differently, or only some of them: each is multiplied by a method of its own."""
+"""A layer whose matrices are quantised differently, or in part: each has its own method."""
 
 from collections.abc import Sequence
 

@@ -18,8 +18,8 @@ _PLAIN_BITS = 16
 
 @dataclass(frozen=True)
 class AutoRound(SchemeQuant):
-    """modules: schemes of single modules, or of those whose whole name a pattern fits; None: not quantised.
-    blocks: beginnings of the names of quantised modules; empty: all but the head.
+    """modules: schemes of single modules, or of those whose full name matches a pattern; None: not quantised.
+    blocks: prefixes of the names of quantised modules; empty: all but the head.
     """
 
     scheme: IntScheme

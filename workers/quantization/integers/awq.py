@@ -16,7 +16,7 @@ UNQUANTISED = ("lm_head", "shared_head.head", "eh_proj", "fc")
 
 @dataclass(frozen=True)
 class Awq(SchemeQuant):
-    """left: modules that are not quantised, as `contains` reads them."""
+    """left: modules that are not quantised; see `contains`."""
 
     scheme: IntScheme
     left: tuple[str, ...]

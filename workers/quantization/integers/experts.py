@@ -1,7 +1,7 @@
 """Stacked experts whose weights have 4 or 8 bits.
 
-They are packed by `workers.quantization.packed_experts`, unless inputs are in groups out of order: those of the first
-matrices differ from expert to expert, and a row would be gathered for each."""
+They are packed by `workers.quantization.packed_experts`, unless inputs are in groups out of order: the order of
+the first matrices' inputs differs between experts, so a row would be gathered for each."""
 
 import logging
 from collections.abc import Mapping

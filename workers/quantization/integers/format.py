@@ -1,5 +1,5 @@
-"""Checkpoints' formats of 4- and 8-bit integers: which tensors a module has, which part of them a rank needs, and what
-they mean. Pure functions of tensors; layers are in `workers.quantization.packed_linear` and `experts`."""
+"""Checkpoints' formats of 4- and 8-bit integers: a module's tensors, a rank's share of them, and their meaning. Pure
+functions of tensors; layers are in `workers.quantization.packed_linear` and `experts`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Axis:
         return -(-total // self.per)
 
     def span(self, share: Span) -> Span:
-        """Return the elements that hold a rank's share, of which the first and the last may hold more."""
+        """Return the elements with a rank's share; the first and the last may contain more."""
         size = self.size(share.total)
         if self.whole:
             return Span.whole(size)
@@ -89,12 +89,12 @@ class Codes:
 
 @dataclass(frozen=True)
 class IntFormat:
-    """layout: whose tensors.
+    """layout: layout of the tensors.
     bits: 4 or 8; int-quantized: 8.
-    group: inputs that share a scale; None: all of an output's.
+    group: number of inputs that share a scale; None: all of an output's.
     symmetric: zeros are 8 or 128; compressed-tensors then stores none.
-    ordered: a tensor of indexes says which inputs are in which group.
-    zeros_less_one: as the first version of GPTQ's layout stores them.
+    ordered: whether a tensor of indexes has the group of each input.
+    zeros_less_one: whether zeros are stored less one, as in the first version of GPTQ's layout.
     """
 
     layout: Layout
@@ -148,7 +148,7 @@ class IntFormat:
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Tensors that are checked and not kept, because the others say as much; some exporters leave them out."""
+        """Tensors that are checked but not kept, because they are redundant; some exporters omit them."""
         return (self.SHAPE, *(() if self.ordered else (self.KINDS[self.layout][3],)))
 
     @property
@@ -212,7 +212,7 @@ class IntFormat:
         return word - (1 << 32) if word >= 1 << 31 else word
 
     def read_whole(self, stored: Mapping[str, Tensor]) -> Codes:
-        """`read` for a share of whole words and groups, whatever the matrix around it is."""
+        """Do `read` for a share of whole words and groups, regardless of the whole matrix."""
         codes, scales = stored[self.KINDS[self.layout][0]], stored[self.scales_kind]
         if self.layout in ("pack-quantized", "int-quantized"):
             rows, columns = scales.shape[0], codes.shape[1] * self.word
@@ -221,7 +221,7 @@ class IntFormat:
         return self.read(stored, Part("", Span.whole(rows), Span.whole(columns), 0))
 
     def read(self, stored: Mapping[str, Tensor], part: Part) -> Codes:
-        """Return what this rank's tensors of a part mean. stored: by kind, of the shapes of `tensors`."""
+        """Return the meaning of this rank's tensors of a part. stored: tensors by kind, in the shapes of `tensors`."""
         tensors = self.tensors(part)
         codes_kind, scales_kind, zeros_kind, order = self.KINDS[self.layout]
         codes = self._values(stored[codes_kind], tensors[codes_kind], part)
@@ -260,7 +260,7 @@ def unpacked(words: Tensor, bits: int, awq: bool = False) -> Tensor:
     """Return the values of words, the lowest bits first: [n, m * 32 / bits] uint8.
 
     words: [n, m] int32.
-    awq: within each word in the order of AutoAWQ's GEMM layout.
+    awq: whether words have the order of AutoAWQ's GEMM layout.
     """
     words = words.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps strides of dimensions of size 1
     values = words.view(torch.uint8)  # of a little-endian machine, as all that PyTorch's CUDA runs on are
@@ -275,11 +275,11 @@ def unpacked(words: Tensor, bits: int, awq: bool = False) -> Tensor:
 def split_outputs(
     full: Tensor, kind: str, rows: Sequence[int], split: Callable[[Tensor], list[Tensor]]
 ) -> list[Tensor]:
-    """Return the tensors of the matrices that a checkpoint's matrix holds below each other.
+    """Return the tensors of the matrices that are stacked in a checkpoint's matrix.
 
     full: its tensor of `kind`, of any format.
     rows: outputs of each matrix.
-    split: the same for a tensor whose first dimension counts outputs, or groups of outputs.
+    split: does the same for a tensor whose first dimension counts outputs, or groups of outputs.
     """
     if full.numel() == 1:  # a scale of the whole matrix
         return [full] * len(rows)

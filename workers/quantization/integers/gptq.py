@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323) as AutoGPTQ, GPTQModel and AutoRound export it: `quant_method: gptq`."""
+"""GPTQ (arXiv 2210.17323) in the exports of AutoGPTQ, GPTQModel and AutoRound: `quant_method: gptq`."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _OVERRIDES = ("bits", "group_size", "desc_act", "sym")
 
 @dataclass(frozen=True)
 class Rule:
-    """An entry of GPTQModel's `dynamic`: another scheme, or none, for modules whose names begin with `pattern`."""
+    """An entry of GPTQModel's `dynamic`: another scheme, or none, for modules whose names start with `pattern`."""
 
     pattern: str
     scheme: IntScheme | None
@@ -25,8 +25,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Gptq(SchemeQuant):
-    """rules: the first that fits counts.
-    only: the modules that are quantised, as `contains` reads them; empty: all but the head.
+    """rules: the first match counts.
+    only: quantised modules, see `contains`; empty: all but the head.
     quantises_head: whether the vocabulary head is quantised.
     """
 
@@ -47,7 +47,7 @@ class Gptq(SchemeQuant):
 
 
 def gptq_scheme(bits: int, group: int | None, symmetric: bool, ordered: bool = False, v2: bool = False) -> IntScheme:
-    """ordered: `desc_act`; without groups the order of inputs is of no matter."""
+    """ordered: `desc_act`; without groups the order of inputs has no effect."""
     return IntScheme(
         IntFormat("gptq", bits, group, symmetric, ordered=ordered and group is not None, zeros_less_one=not v2)
     )

@@ -1,4 +1,4 @@
-"""Orders a rank's inputs so that each scale belongs to a whole block, as `workers.ops.packed` needs it.
+"""Orders a rank's inputs so that each scale belongs to a whole block, as `workers.ops.packed` requires.
 
 A group may have any inputs (GPTQ's desc_act, compressed-tensors' g_idx), and a rank's share may cut it. Inputs are then
 sorted by group, and each group is padded to whole blocks with inputs of weight zero.
@@ -17,8 +17,8 @@ _STEP = 32  # blocks are multiples of it: `workers.ops.packed.weight.pack`
 class InputOrder:
     """block: inputs that share a scale.
     group_of_block: [blocks] int64 group of each block.
-    gather: [blocks * block] int64 input of each place, 0 for padding; None: inputs stay as they are.
-    is_padding: [blocks * block] bool; None: there is none.
+    gather: [blocks * block] int64 input of each position, 0 for padding; None: inputs keep their order.
+    is_padding: [blocks * block] bool; None without padding.
     """
 
     block: int
@@ -42,7 +42,7 @@ class InputOrder:
 
 
 def input_order(groups: Tensor) -> InputOrder:
-    """Return the order of inputs whose groups these are, on the CPU. groups: [inputs] int64, on any device."""
+    """Return the order of inputs with these groups, on the CPU. groups: [inputs] int64, on any device."""
     groups = groups.cpu()
     runs, lengths = torch.unique_consecutive(groups, return_counts=True)
     if len(runs) == 1:

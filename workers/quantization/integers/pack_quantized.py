@@ -1,6 +1,6 @@
 """compressed-tensors' weights of integers, in groups of modules that may differ (`quant_method: compressed-tensors`):
-`pack-quantized`, 4 and 8 bits with 16-bit activations, and `int-quantized`, W8A8. Of the latter activations keep the
-model's dtype."""
+`pack-quantized`, 4 and 8 bits with 16-bit activations, and `int-quantized`, W8A8. In the latter,
+activations keep the model's dtype."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _PRESETS: dict[str, dict[str, Any]] = {  # of compressed-tensors 0.20, compresse
 
 @dataclass(frozen=True)
 class PackQuantized(SchemeQuant):
-    """groups: targets and their scheme. A name goes before a pattern, a pattern before the class.
+    """groups: targets and their scheme. Names override patterns, and patterns the class.
     ignored: modules that are not quantised.
     """
 

@@ -60,7 +60,7 @@ def _padded(codes: Codes, rows: int) -> Codes:
 
 
 def max_inputs(columns: Span, layout: IntFormat) -> int:
-    """Return the most inputs that a packed weight has, with the padding of its groups."""
+    """Return the maximum number of inputs of a packed weight, including the padding of its groups."""
     group = layout.group or columns.total
     if layout.ordered:
         return columns.size + 31 * -(-columns.total // group)

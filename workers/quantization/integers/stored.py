@@ -1,4 +1,4 @@
-"""The checkpoint's tensors of a matrix of 4- or 8-bit integers, as a rank keeps them until they are packed."""
+"""The tensors of a matrix of 4- or 8-bit integers that a rank keeps until they are packed."""
 
 import torch
 from torch import Tensor, nn
