@@ -15,7 +15,6 @@ from workers.runner.layout import EnginePlan
 def engine_layout(config: AerieConfig, device: Literal["cpu", "cuda"]) -> tuple[EngineLayout, build.WeightBytes | None]:
     """Return an engine's layout on a device and, for a GPU, the bytes of its weights. This machine need not have the
     device. A GPU is assumed to multiply FP8."""
-
     spec, here = engine_spec(config), Capability(device)
     engine = build.plan_engine(spec, here)
     return engine.layout, None if here.shares_host_memory else build.plan_weights(spec, engine, multiplies_fp8=True)
@@ -27,7 +26,6 @@ def check_checkpoints(config: AerieConfig, need_weights: bool = True) -> int:
 
     need_weights: refuse folders without weight files, see `lacking_weights`.
     Raises ConfigError."""
-
     try:
         engine = _engine(config)
         _check_tokenizer(config.model.path, engine.target.vocab_size)
@@ -46,7 +44,6 @@ def check_device(
 
     capability: of the GPUs; None if unknown.
     here: whether they are this machine's; then installed packages are checked, too."""
-
     try:
         build.check_device(engine_spec(config), _engine(config), Capability(device, capability), here)
     except ValueError as error:
@@ -55,14 +52,12 @@ def check_device(
 
 def lacking_weights(config: AerieConfig) -> list[str]:
     """Return the checkpoint folders whose weight files are missing."""
-
     paths = [config.model.path, *([config.speculative.path] if config.speculative is not None else [])]
     return [path for path in paths if config.model.load_format != "dummy" and not has_weights(path)]
 
 
 def _engine(config: AerieConfig) -> EnginePlan:
     """Build the engine's plan on the CPU, because the checking machine may have no GPU."""
-
     return build.plan_engine(engine_spec(config), Capability("cpu"))
 
 

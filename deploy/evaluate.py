@@ -42,7 +42,6 @@ class DraftReport:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError and TrainingError."""
-
     try:
         report = _evaluate_file(arguments)
     except (ConfigError, TrainingError):
@@ -54,7 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate_file(arguments: argparse.Namespace) -> DraftReport:
-
     path = find_config(arguments.config)
     conversations = read_prompts(arguments.prompts, arguments.limit)
     config = checked_file(path)
@@ -79,7 +77,6 @@ def with_shape(spec: EngineSpec, arguments: argparse.Namespace) -> EngineSpec:
 
 def read_prompts(source: str, limit: int) -> list[list[dict[str, str]]]:
     """Return chat messages of the first `limit` rows, up to each conversation's first answer."""
-
     prompts = []
     for conversation in read_conversations([source])[:limit]:
         messages = conversation.messages()
@@ -92,7 +89,6 @@ def evaluate(
     spec: EngineSpec, prompts: Sequence[Sequence[int]], sampling: SamplingParams, concurrency: int
 ) -> DraftReport:
     """Answer `prompts` (token ids) and count accepted drafts. Shows a progress bar on a terminal."""
-
     requests = [Request(f"eval-{i}", list(prompt), sampling) for i, prompt in enumerate(prompts)]
     with local_engine(spec) as engine, tqdm(total=len(requests), unit=" prompts", disable=None) as bar:
 

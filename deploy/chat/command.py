@@ -22,7 +22,6 @@ _SHOWN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code)
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError."""
-
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history and keys to edit with
 
@@ -42,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
 def chat(server: Server, conversation: Conversation, console: Console, read: Callable[[], str]) -> int:
     """Until `read` ends with EOFError, as at Ctrl-D, or a line says /quit. KeyboardInterrupt, as at Ctrl-C, stops an
     answer, or drops a line. Raises ConfigError if the server is gone."""
-
     console.print(f"[bold]{conversation.model}[/bold] at {server.url}. /help says what can be done; Ctrl-D leaves.")
     console.print(f"[{STYLES[True]}]drafted and accepted[/], [{STYLES[False]}]the target's own token[/]\n")
     while True:
@@ -68,7 +66,6 @@ def chat(server: Server, conversation: Conversation, console: Console, read: Cal
 def answer(server: Server, conversation: Conversation, console: Console, prompt: str) -> None:
     """Show the answer to `prompt` as it comes; what came of one that is stopped is kept, one that fails is forgotten.
     Raises ConfigError."""
-
     answer = StreamedAnswer(time.monotonic())
     end = ""
     try:
