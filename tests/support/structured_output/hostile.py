@@ -10,6 +10,20 @@ from workers.scheduling.plan import Grammar
 from workers.structured_output.json_schema import UnsupportedSchemaError, checked_schema
 
 STOPS = eos_token_ids()
+_EXPRESSION = {
+    "type": "object",
+    "properties": {"op": {"enum": ["+", "-"]}, "left": {"$ref": "#/$defs/n"}, "right": {"$ref": "#/$defs/n"}},
+    "required": ["op", "left", "right"],
+    "additionalProperties": False,
+}
+# schemas in which there is much to search for a guide
+RECURSIVE = {
+    name: {"$ref": "#/$defs/n", "$defs": {"n": node}}
+    for name, node in (
+        ("lists in lists", {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}),
+        ("expressions", {"anyOf": [{"type": "number"}, {"type": "string"}, _EXPRESSION]}),
+    )
+}
 KNOWN = (
     Grammar("regex", "(([a-z ]{0,50}){0,50}){0,50}", STOPS),
     Grammar("ebnf", 'root ::= s s s\ns ::= [a-z ] | s s | s s s | ""', STOPS),
@@ -20,6 +34,7 @@ KNOWN = (
     Grammar("ebnf", 'root ::= e\ne ::= e "+" e | e "*" e | "(" e ")" | [0-9] | ""', STOPS),
     Grammar("ebnf", 'root ::= [^a] | "a" s\ns ::= "a" s', STOPS),  # once in s, never out
     Grammar("ebnf", 'root ::= [^a] | "a" ((("a"){8,}){8,}){8,}', STOPS),
+    *(Grammar("json_schema", checked_schema(schema, 32), STOPS) for schema in RECURSIVE.values()),
 )
 
 letters = st.characters(exclude_categories=("Cs",))  # a JSON document holds no surrogates

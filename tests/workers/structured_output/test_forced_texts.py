@@ -16,6 +16,7 @@ import torch
 from speculative.ops.guides import begin, forced_or
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
+from tests.support.structured_output.hostile import RECURSIVE
 from tests.support.structured_output.sampled import grammar_of
 from workers.scheduling.plan import Grammar
 from workers.structured_output.compiler import GrammarCompiler, Vocabulary
@@ -77,18 +78,6 @@ def test_a_forced_text_behind_a_hidden_entrance_takes_no_longer_than_a_mask_may(
     assert process.exitcode == 0
 
 
-EXPRESSION = {
-    "type": "object",
-    "properties": {"op": {"enum": ["+", "-"]}, "left": {"$ref": "#/$defs/n"}, "right": {"$ref": "#/$defs/n"}},
-    "required": ["op", "left", "right"],
-    "additionalProperties": False,
-}
-RECURSIVE = {
-    "lists in lists": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1},
-    "expressions": {"anyOf": [{"type": "number"}, {"type": "string"}, EXPRESSION]},
-}
-
-
 @pytest.mark.parametrize("any_whitespace", [False, True])
 @pytest.mark.parametrize("name", RECURSIVE)
 def test_a_guide_fills_no_more_masks_of_its_own_than_it_may(
@@ -104,7 +93,7 @@ def test_a_guide_fills_no_more_masks_of_its_own_than_it_may(
 
     monkeypatch.setattr(Matcher, "fill", counted)
     monkeypatch.setattr(draft_guide, "_MAX_SEARCH_S", 60.0)  # the count alone, however busy the machine
-    grammar = grammar_of({"$ref": "#/$defs/n", "$defs": {"n": RECURSIVE[name]}}, any_whitespace)
+    grammar = grammar_of(RECURSIVE[name], any_whitespace)
     compiler, drawn = GrammarCompiler(Vocabulary(MODELS / "target", VOCAB)), random.Random(3)
     done: Future[Any] = Future()
     done.set_result(compiler.compile(grammar))
