@@ -97,6 +97,19 @@ class ShapeChoice:
         growth = max(1.0, num_requests / max(1, self._num_requests))  # since then
         return 0.0 if self._rates is None else growth * max(self._rates.ms)
 
+    def is_recorded(self, shape: int, has_nats: bool) -> bool:
+        """Whether a step that verified `shape` is to be reported to `record`; asked once a step. Only one step per
+        `LEARN_EVERY_MS` is, except the first ones and those of probes. has_nats: its min-entropies are known."""
+        if not self._shapes.learns_acceptance or (not shape and not has_nats):
+            return False
+        if self._rates is not None and shape == self._current:
+            self._unlearnt_ms += self._rates.ms[shape]
+            if self._unlearnt_ms < LEARN_EVERY_MS and self._num_learnt >= FIRST_RECORDS:
+                return False
+        self._unlearnt_ms = 0.0
+        self._num_learnt += 1
+        return True
+
     def record(
         self,
         slots: Ints,
@@ -106,16 +119,7 @@ class ShapeChoice:
         accepted: npt.NDArray[np.int32],
         nats: Floats | None = None,
     ) -> None:
-        """Report a step's rounds; see `Survival.record` and, for `nats`, `Survival.record_entropies`. Only one step per
-        `LEARN_EVERY_MS` is recorded, except the first ones and those of probes."""
-        if not self._shapes.learns_acceptance or (not shape and nats is None):
-            return
-        if self._rates is not None and shape == self._current:
-            self._unlearnt_ms += self._rates.ms[shape]
-            if self._unlearnt_ms < LEARN_EVERY_MS and self._num_learnt >= FIRST_RECORDS:
-                return
-        self._unlearnt_ms = 0.0
-        self._num_learnt += 1
+        """Report a step's rounds; see `Survival.record` and, for `nats`, `Survival.record_entropies`."""
         if nats is not None:
             self.survival.record_entropies(slots, numbers, shape, nats)
         if shape:

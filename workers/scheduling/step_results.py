@@ -178,10 +178,12 @@ class StepResults:
         count = step.num_rounds
         if step.shape == 0 and not min_entropies:
             return [0] * len(accepted)
-        slots, numbers, of_rounds = step.slots[:count], step.numbers[:count], accepted[:count]
-        live = self._slot_pages.number[slots] == numbers
-        nats = np.where(live, unpack_i32(min_entropies)[:count] * 1e-3, np.nan) if min_entropies else None
-        self._shape_choice.record(slots, numbers, step.drafted, step.shape, np.where(live, of_rounds, -1), nats)
+        of_rounds = accepted[:count]
+        if self._shape_choice.is_recorded(step.shape, bool(min_entropies)):
+            slots, numbers = step.slots[:count], step.numbers[:count]
+            live = self._slot_pages.number[slots] == numbers
+            nats = np.where(live, unpack_i32(min_entropies)[:count] * 1e-3, np.nan) if min_entropies else None
+            self._shape_choice.record(slots, numbers, step.drafted, step.shape, np.where(live, of_rounds, -1), nats)
         of_slots = self._num_drafts[step.shape if self._shapes.model_free else step.drafted]
         num_drafted: list[int] = np.where(of_rounds >= 0, of_slots, 0).tolist()
         return num_drafted + [0] * (len(accepted) - count)

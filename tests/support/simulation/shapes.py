@@ -141,7 +141,8 @@ class Engine:
         self.late.append((slots, numbers, self.drafted, chosen, np.where(speculative, accepted, -1)))
         if len(self.late) > 1:
             of_slots, of_users, drafted, ran, reported = self.late.popleft()
-            self.choice.record(of_slots, of_users, np.full(len(of_slots), drafted), ran, reported)
+            if self.choice.is_recorded(ran, False):
+                self.choice.record(of_slots, of_users, np.full(len(of_slots), drafted), ran, reported)
         took_ms = self.round_ms(chosen)
         noise = float(self.random.lognormal(0, self.noise)) * (5.0 if self.random.random() < self.spikes else 1.0)
         self.step_time.observe(Step(chosen, self.batch, kv_tokens), took_ms * noise)

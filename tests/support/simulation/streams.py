@@ -133,7 +133,9 @@ class Stream:
                 self._answer[slot] = None
         self._late.append((slots, users, drafted, shape, accepted, nats))
         if len(self._late) > 1:
-            self.choice.record(*self._late.popleft())
+            late = self._late.popleft()
+            if self.choice.is_recorded(late[3], late[5] is not None):
+                self.choice.record(*late)
         self._drafted[slots] = shape
         every_ms = [self.pace * of.round_ms(batch, KV_TOKENS * batch) for of in self._costs.rounds]
         noisy_ms = every_ms[shape] * self._random.lognormvariate(0.0, self.noise)

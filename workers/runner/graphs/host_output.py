@@ -80,18 +80,6 @@ class HostOutput:
         return self.rows[:, self.num_tokens + 1]
 
     @property
-    def matches(self) -> Tensor:
-        """[n, X] int64."""
-        first = self.num_tokens + 3
-        return self.rows[:, first : first + self.num_matches]
-
-    @property
-    def min_entropies(self) -> Tensor:
-        """[n, E] int64."""
-        first = self.num_tokens + 3 + self.num_matches
-        return self.rows[:, first : first + self.num_entropies]
-
-    @property
     def drafts(self) -> Tensor | None:
         """[n, 2, W] int64; None without grammars or a draft."""
         rest = self.rows[:, self.num_tokens + 3 + self.num_matches + self.num_entropies :]
