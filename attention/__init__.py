@@ -8,6 +8,7 @@ to_device        asynchronous copies from host memory
 lazy_import      objects that tables name, imported when they are chosen
 ops/             operations over KV; `ops.operation` says what an operation is
 views            one layer's KV, as backends get it
+head_norms       norms per head, before rotary position embedding
 rotation         rotary position embedding in torch
 expansion        prompt chunks over latent rows with expanded keys and values, and when that pays
 backend          the interface of attention backends

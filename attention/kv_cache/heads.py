@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attention.fp8 import FP8, KVScales
+from attention.head_norms import HeadNorms
 from attention.kv_cache.layout import KVLayout, PerToken
 from attention.ops.rope_store import rope, rope_store
 from attention.views import LayerKV
@@ -42,10 +43,11 @@ class HeadsLayout(KVLayout[LayerKV]):
         sin: Tensor,
         index: Tensor,
         slot_mapping: Tensor,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """rows: k and v [rows, kv_heads, head_dim], before RoPE."""
+        """rows: k and v [rows, kv_heads, head_dim], before norms and RoPE."""
         k, v = rows
-        return rope_store(q, k, v, cos, sin, index, view, slot_mapping)
+        return rope_store(q, k, v, cos, sin, index, view, slot_mapping, norms)
 
-    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
-        return rope(q, cos, sin, index)
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> Tensor:
+        return rope(q, cos, sin, index, norms)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.fp8 import FP8, KVScales, write_rows
+from attention.head_norms import HeadNorms
 from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
 from attention.rotation import rotate_pairs
 from attention.views import LatentKV
@@ -43,11 +44,13 @@ class LatentLayout(KVLayout[LatentKV]):
         sin: Tensor,
         index: Tensor,
         slot_mapping: Tensor,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """rows: [rows, latent + rotated], before RoPE.
         q: [rows, q_heads, latent + rotated]; not changed.
         On GPUs `workers.ops.latent.normed_latents_triton` does this, together with a layer's norms.
         """
+        assert norms is None, "latent rows have no heads"
         (row,), cos, sin = rows, cos[index], sin[index]
         turned = self._turned(row.unsqueeze(1), cos, sin).squeeze(1)
         write_rows(view.rows, slot_mapping, turned, view.scale)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attention.fp8 import KVScales
+from attention.head_norms import HeadNorms
 from attention.ops.move_path import move_path
 
 View = TypeVar("View")
@@ -66,8 +67,10 @@ class KVLayout(ABC, Generic[View]):
         sin: Tensor,
         index: Tensor,
         slot_mapping: Tensor,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Rotate q and the rows, and write the rows to the layer, in place. Return rotated q, on a GPU in place.
+        """Rotate q and the rows, and write the rows to the layer, in place. Return rotated q, on a GPU without norms in
+        place.
 
         q: [rows, q_heads, head_dim].
         rows: the layer's projections for the cache, [rows, ...] each; their number depends on the layout.
@@ -75,10 +78,11 @@ class KVLayout(ABC, Generic[View]):
         index: [rows] int64, each row's line in cos and sin.
         slot_mapping: [rows] int64 token indexes. Rows that share one (padding, on page 0) leave any one of their
             values.
+        norms: of q and the rows, applied before RoPE, for layouts of heads; None: none.
         """
 
-    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
-        """Return q rotated, on a GPU in place; arguments as in `store`. Of layouts whose layers may share KV."""
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> Tensor:
+        """Return q rotated, as `store` does, with the same arguments. Of layouts whose layers may share KV."""
         raise NotImplementedError(f"layers over {self.kind} do not share KV")
 
     def move_path(self, tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:

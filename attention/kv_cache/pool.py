@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention.capability import Capability
 from attention.fp8 import KVScales
+from attention.head_norms import HeadNorms
 from attention.kv_cache.layout import KVLayout, LayerGroup
 
 
@@ -98,15 +99,18 @@ class KVPool:
         sin: Tensor,
         index: Tensor,
         slot_mapping: Tensor,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate the rows of a pass by their positions, and store them as the layer's layout does: see
         `KVLayout.store`. Return rotated q."""
         layout, view = self._layers[layer]
-        return layout.store(view, q, rows, cos, sin, index, slot_mapping)
+        return layout.store(view, q, rows, cos, sin, index, slot_mapping, norms)
 
-    def rotate(self, layer: int, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
+    def rotate(
+        self, layer: int, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None
+    ) -> Tensor:
         """Return q rotated as `store` does, for a layer whose KV is stored before: see `KVLayout.rotate`."""
-        return self._layers[layer][0].rotate(q, cos, sin, index)
+        return self._layers[layer][0].rotate(q, cos, sin, index, norms)
 
     def clear(self, pages: Tensor, of_windows: bool = False) -> None:
         """Zero pages [n] int64 in all layers that have them. of_windows: they are window pages."""

@@ -5,7 +5,9 @@ operation                      what an operation is
 pdl                            early launch of kernels: the rule, and what each kernel reads before it waits
 cuda_source                    kernels in CUDA C++: compiled, loaded and launched
 interpreter_triton             whether Triton's interpreter runs the kernels
-rope_store                     rotary embedding of q and k, and the write of k and v to their pages
+rope_store                     norms per head, rotary embedding of q and k, and the write of k and v to their pages
+rope_store_normed_triton       its kernel for layers with norms per head; `rope_store_triton`: for others
+rms_norm_triton                the formula of RMSNorm, for kernels
 slot_mapping                   KV positions of a pass's rows, and the token indices that they write
 move_path                      moves the KV of an accepted path to the front of its tree
 flashinfer_plan_triton         plans FlashInfer's kernels for a round, on the device

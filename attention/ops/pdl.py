@@ -19,6 +19,7 @@ The rule:
 
     kernel                  first      reads before its wait          written by, and the fence after that
     rope_store              waits      nothing                        (is a fence)
+    normed_rope_store       waits      the norms' weights             constant (is a fence)
     attend_decode           waits      items of the plan              split_kv's planner, before the layer's store,
                                                                       which is the fence: see `Prepared.plan`. A forward
                                                                       that has to plan itself is launched normally

@@ -1,65 +1,91 @@
-"""Applies RoPE (arXiv 2104.09864, half-split layout) to q and k, and writes k and v to their pages; or to q alone."""
+"""Norms q and k per head, applies RoPE (arXiv 2104.09864, half-split layout) and writes k and v to their pages; or does
+so with q alone."""
 
 from torch import Tensor
 
 from attention.fp8 import write_rows
+from attention.head_norms import HeadNorms
 from attention.ops.operation import Implementation, on_gpu, operation
 from attention.rotation import rotate
 from attention.views import LayerKV
 
 
-def _has_tiles(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, *_: object) -> bool:
-    return all(size & (size - 1) == 0 for size in (q.shape[2], cos.shape[1]))
+def _is_power_of_two(size: int) -> bool:
+    return size & (size - 1) == 0
 
 
 @operation(
     Implementation(
+        "triton_norm",
+        "attention.ops.rope_store_normed_triton:rope_store",
+        on_gpu,
+        lambda q, k, v, cos, sin, index, kv, slot_mapping, norms=None: norms is not None,
+        "norms",
+    ),
+    Implementation(
         "triton",
         "attention.ops.rope_store_triton:rope_store",
         on_gpu,
-        _has_tiles,
-        "head_dim and rotated dimensions powers of two",
-    )
+        lambda q, k, v, cos, sin, index, kv, slot_mapping, norms=None: (
+            norms is None and _is_power_of_two(q.shape[2]) and _is_power_of_two(cos.shape[1])
+        ),
+        "no norms; head_dim and rotated dimensions powers of two",
+    ),
 )
 def rope_store(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, index: Tensor, kv: LayerKV, slot_mapping: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    kv: LayerKV,
+    slot_mapping: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Return q rotated; write k rotated, and v, into the layer's pages. The first `rotated` dimensions of each head are
-    rotated, the others stay as they are.
+    rotated, the others stay as they are. With norms, heads are normed before, and rounded to their dtype.
 
-    q             [rows, q_heads, head_dim], last stride 1; may be rotated in place: use the result
-    k, v          [rows, kv_heads, head_dim], last stride 1, unchanged
+    q             [rows, q_heads, head_dim], last stride 1; without norms it may be rotated in place: use the result
+    k, v          [rows, kv_heads, head_dim], last stride 1, unchanged; of k's dtype, which is q's; may be one tensor
     cos, sin      [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim
     index         [rows] int64, each row's line of cos and sin
     kv            the layer's pages, written as `attention.fp8.stored`, after rounding to k's dtype
     slot_mapping  [rows] int64, token indices; rows that share one (padding) leave any one of their values
-    ->            as q
+    norms         of q and k, perhaps of v; None: none
+    ->            as q; with norms contiguous
     """
+    if norms is not None:
+        q, k, v = norms.of_queries(q), norms.of_keys(k), norms.of_values(v)
     cos, sin = cos[index], sin[index]
     write_rows(kv.k, slot_mapping, rotate(k, cos, sin), kv.k_scale)
     write_rows(kv.v, slot_mapping, v, kv.v_scale)
     return rotate(q, cos, sin)
 
 
-def _has_rotary_tiles(q: Tensor, cos: Tensor, *_: object) -> bool:
-    return cos.shape[1] & (cos.shape[1] - 1) == 0
-
-
 @operation(
+    Implementation(
+        "triton_norm",
+        "attention.ops.rope_store_normed_triton:rope",
+        on_gpu,
+        lambda q, cos, sin, index, norms=None: norms is not None,
+        "norms",
+    ),
     Implementation(
         "triton",
         "attention.ops.rope_store_triton:rope",
         on_gpu,
-        _has_rotary_tiles,
-        "rotated dimensions a power of two",
-    )
+        lambda q, cos, sin, index, norms=None: norms is None and _is_power_of_two(cos.shape[1]),
+        "no norms; rotated dimensions a power of two",
+    ),
 )
-def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
+def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> Tensor:
     """Return q rotated, as `rope_store` does, for a layer that attends to the KV of an earlier one.
 
-    q         [rows, q_heads, head_dim], last stride 1; may be rotated in place: use the result
+    q         [rows, q_heads, head_dim], last stride 1; without norms it may be rotated in place: use the result
     cos, sin  [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim
     index     [rows] int64, each row's line of cos and sin
-    ->        as q
+    norms     of q; None: none
+    ->        as q; with norms contiguous
     """
-    return rotate(q, cos[index], sin[index])
+    return rotate(q if norms is None else norms.of_queries(q), cos[index], sin[index])

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `rope_store` and `rope`: one launch instead of about ten, between the qkv product and attention."""
+"""The kernel of `rope_store` and `rope` without norms: one launch instead of about ten, between the qkv product and
+attention."""
 
 import torch
 import triton
@@ -72,7 +73,15 @@ def _rope_store(
 
 
 def rope_store(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, index: Tensor, kv: LayerKV, slot_mapping: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    kv: LayerKV,
+    slot_mapping: Tensor,
+    norms: None = None,
 ) -> Tensor:
     """`attention.ops.rope_store.rope_store`; q in place."""
     rows, num_kv_heads, head_dim = k.shape
@@ -111,7 +120,7 @@ def rope_store(
     return q
 
 
-def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
+def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: None = None) -> Tensor:
     """`attention.ops.rope_store.rope`; in place."""
     rows, num_heads, head_dim = q.shape
     assert q.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous() and index.is_contiguous()

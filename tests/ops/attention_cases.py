@@ -2,13 +2,14 @@
 rows, more chunks than a kernel looks at together."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.fp8 import FP8
+from attention.head_norms import HeadNorms
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.ops.move_path import move_path
 from attention.ops.rope_store import rope, rope_store
@@ -19,6 +20,7 @@ from tests.ops.case import Case
 Arguments = Callable[[torch.device], tuple[Any, ...]]
 LAYERS, PAGES = 2, 24
 EIGHT_BITS = 32 / 448  # a number on the border of two of eight bits may become either
+NORMED_EIGHT_BITS = 2.0**-3  # the same, if the largest number does not saturate
 # A chain that stays, trees whose path moves over itself, a path that ends at once.
 PATHS = ((0, 1, 3, 4), (0, 2, 3, 0), (0, 0, 0, 0), (0, 3, 4, 0), (0, 4, 5, 7))
 CHUNKS = (
@@ -88,38 +90,76 @@ def _move(page_size: int, *tokens: Sequence[int], dtype: torch.dtype = torch.flo
     return arguments
 
 
+@dataclass(frozen=True)
+class _Norms:
+    """Norms of a case. weight: dtype of their weights. gated: a gate lies after each query head. values: values are
+    normed, and are the keys before their norm."""
+
+    weight: torch.dtype
+    gated: bool = False
+    values: bool = False
+
+    def of(self, head_dim: int, device: torch.device) -> HeadNorms:
+        q, k = (1.0 + 0.3 * _numbers(2, head_dim)).to(self.weight).to(device).unbind()
+        return HeadNorms(q, k, 1e-5, self.values)
+
+
 def _rope(
-    group: int, head_dim: int, rotated: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    group: int,
+    head_dim: int,
+    rotated: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    norms: _Norms | None = None,
+    rows: int = 7,
+    heads: int = 2,
 ) -> Arguments:
     """Parts of one product; slots in no order. In FP8, some keys and values saturate, and on a GPU one of each is NaN,
     which Triton's interpreter (3.6) does not have in FP8."""
 
     def arguments(device: torch.device) -> tuple[Any, ...]:
-        heads, slots = 2, torch.tensor([3, 60, 17, 0, 33, 21, 5])
-        packed = _numbers(len(slots), (group + 2) * heads, head_dim, dtype=dtype).to(device)
-        q, k, v = packed.split([group * heads, heads, heads], dim=1)
+        num_pages, generator = 5 + rows // 16, torch.Generator().manual_seed(rows)
+        slots = torch.randperm(num_pages * 16, generator=generator)[:rows].to(device)
+        index = torch.randint(0, 40, (rows,), generator=generator).to(device)
+        step, same = (1, False) if norms is None else (1 + norms.gated, norms.values)
+        num_q = step * group * heads
+        packed = _numbers(rows, num_q + (2 - same) * heads, head_dim, dtype=dtype).to(device)
         angles = _numbers(40, rotated // 2).to(device) * 6
-        index = torch.tensor([39, 4, 4, 0, 17, 8, 2], device=device)
         if kv_dtype is not None:
-            packed *= torch.logspace(-4, 4, len(slots), device=device, dtype=dtype).view(-1, 1, 1)
-            if device.type == "cuda":
-                k[1, 0, 0] = v[2, 1, 3] = float("nan")
-        pages = torch.zeros((2, 5, 16, heads, head_dim), dtype=kv_dtype or dtype, device=device)
+            packed *= torch.logspace(-4, 4, rows, device=device, dtype=dtype).view(-1, 1, 1)
+        q, k, v = packed[:, :num_q:step], packed[:, num_q : num_q + heads], packed[:, -heads:]
+        if kv_dtype is not None and device.type == "cuda":
+            k[1, 0, 0] = v[2, 1, 3] = float("nan")
+        pages = torch.zeros((2, num_pages, 16, heads, head_dim), dtype=kv_dtype or dtype, device=device)
         kv = LayerKV(*pages.unbind(), *((0.3, 1.7) if kv_dtype else (1.0, 1.0)))
-        return q, k, v, angles.cos(), angles.sin(), index, kv, slots.to(device)
+        of_heads = None if norms is None else norms.of(head_dim, device)
+        return q, k, v, angles.cos(), angles.sin(), index, kv, slots, of_heads
 
     return arguments
 
 
-def _queries(heads: int, head_dim: int, rotated: int, dtype: torch.dtype) -> Arguments:
+def _queries(heads: int, head_dim: int, rotated: int, dtype: torch.dtype, norms: _Norms | None = None) -> Arguments:
     """A part of a product."""
 
     def arguments(device: torch.device) -> tuple[Any, ...]:
         q = _numbers(5, heads + 2, head_dim, dtype=dtype).to(device)[:, :heads]
         angles = _numbers(40, rotated // 2).to(device) * 6
-        return q, angles.cos(), angles.sin(), torch.tensor([39, 4, 4, 0, 17], device=device)
+        of_heads = None if norms is None else replace(norms.of(head_dim, device), k=None)
+        return q, angles.cos(), angles.sin(), torch.tensor([39, 4, 4, 0, 17], device=device), of_heads
 
     return arguments
+
+
+NORMED = (
+    (4, 128, 128, torch.bfloat16, None, _Norms(torch.bfloat16), 7),
+    (8, 256, 64, torch.float16, None, _Norms(torch.float32, gated=True), 7),
+    (3, 96, 80, torch.float32, None, _Norms(torch.float32), 7),
+    (5, 16, 2, torch.float16, None, _Norms(torch.float16, gated=True), 1),
+    (1, 512, 512, torch.float16, None, _Norms(torch.float32, values=True), 7),
+    (2, 16, 16, torch.float32, None, _Norms(torch.float32, values=True), 0),
+    (4, 128, 128, torch.float16, FP8, _Norms(torch.float16), 7),
+    (6, 256, 64, torch.bfloat16, FP8, _Norms(torch.float32, gated=True, values=True), 7),
+)
 
 
 CASES = (
@@ -170,6 +210,35 @@ CASES = (
             (7, 64, 64, torch.bfloat16),
             (6, 256, 64, torch.bfloat16),
             (2, 16, 4, torch.float32),
+        )
+    ),
+    *(
+        Case(
+            rope_store,
+            f"normed-{group}-{head_dim}-{rotated}-{dtype}-{kv_dtype}-{norms.weight}-{norms.gated}-{norms.values}-{rows}",
+            _rope(group, head_dim, rotated, dtype, kv_dtype, norms, rows),
+            written=(6,),
+            tolerance=NORMED_EIGHT_BITS if kv_dtype else None,
+        )
+        for group, head_dim, rotated, dtype, kv_dtype, norms, rows in NORMED
+    ),
+    *(
+        Case(rope, f"normed-{heads}-{head_dim}-{rotated}", _queries(heads, head_dim, rotated, torch.float16, norms))
+        for heads, head_dim, rotated, norms in (
+            (8, 512, 512, _Norms(torch.float32)),
+            (5, 48, 12, _Norms(torch.float16)),
+        )
+    ),
+    *(
+        Case(
+            rope_store,
+            f"rows-{rows}-heads-{heads}-group-{group}-head_dim-{head_dim}-{norms is not None}",
+            _rope(group, head_dim, 8, torch.float32, None, norms, rows, heads),
+            written=(6,),
+        )
+        for rows, heads, group, head_dim, norms in (
+            (0, 2, 1, 16, None),
+            (5, 3, 3, 200, _Norms(torch.float32, gated=True)),
         )
     ),
     *(

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from attention.head_norms import HeadNorms
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.attention_sinks import AttentionSinks
@@ -9,7 +10,7 @@ from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.kv_scales import KVScaleWeights
 from workers.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, kv_head_span, rank_span
-from workers.layers.norm import ProjectionNorm, RMSNorm, UnweightedRMSNorm, norm_projections
+from workers.layers.norm import ProjectionNorm, RMSNorm, norm_projections
 from workers.ops.activation import sigmoid_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.rotary import Angles
@@ -64,7 +65,7 @@ class Attention(AttentionLayer):
         self.o_proj = RowParallelLinear(num_heads * head_dim, output_size, group, "num_attention_heads", o_bias)
         self.q_norm = None if norm_eps is None else norm(head_dim, norm_eps)
         self.k_norm = None if norm_eps is None or not self.has_kv else norm(head_dim, norm_eps)
-        self.v_norm = UnweightedRMSNorm(head_dim, norm_eps) if value_norm and norm_eps and self.has_kv else None
+        self.norms_values = value_norm and self.has_kv
         self._projection_norms: tuple[ProjectionNorm, ProjectionNorm] | None = None
         if norms_projections:
             assert norm_eps is not None and projections == QKV and not gated, "no family has both"
@@ -80,10 +81,18 @@ class Attention(AttentionLayer):
     def fp8_inputs(self) -> Fp8Inputs | None:
         return self.qkv.method.fp8_inputs
 
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        """The norms per head, which are applied where heads are rotated."""
+        if self.q_norm is None or self._projection_norms is not None:
+            return None
+        k = None if self.k_norm is None else self.k_norm.weight
+        return HeadNorms(self.q_norm.weight, k, self.q_norm.eps, self.norms_values)
+
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
         q, kv, gate = self._heads(x)
         sinks = None if self.sinks is None else self.sinks.sinks
-        out = context.attend(self.layer, q, kv, angles, self.rule, sinks)
+        out = context.attend(self.layer, q, kv, angles, self.rule, sinks, self.head_norms)
         if gate is not None:
             out = sigmoid_mul(out.contiguous(), context.attending_rows(gate))
         return self.o_proj.partial(out.flatten(1))
@@ -91,25 +100,19 @@ class Attention(AttentionLayer):
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
         if self.has_kv:
             q, kv, _ = self._heads(x)
-            context.of_layer(self.layer).keep(self.layer, q, kv, angles)
+            context.of_layer(self.layer).keep(self.layer, q, kv, angles, self.head_norms)
 
     def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """Return q [rows, heads, head_dim], before RoPE; k and v [rows, kv_heads, head_dim], before RoPE, or nothing;
-        and the gate, as q."""
+        """Return q [rows, heads, head_dim]; k and v [rows, kv_heads, head_dim], or nothing; and the gate, as q. All are
+        before RoPE and `head_norms`."""
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))
         num_q = self.num_heads * (1 + self.gated)
         q, gate = heads[:, :num_q], None
         if self.gated:
             q, gate = q[:, 0::2], q[:, 1::2]
-        if self.q_norm is not None and self._projection_norms is None:
-            q = self.q_norm(q)
         if not self.has_kv:
             return q, (), gate
         k, v = heads[:, num_q : num_q + self.num_kv_heads], heads[:, -self.num_kv_heads :]
         if self._projection_norms is not None:
             q, k = norm_projections(self._projection_norms, (q, k), self.o_proj.group)
-        elif self.k_norm is not None:
-            k = self.k_norm(k)
-        if self.v_norm is not None:
-            v = self.v_norm(v)
         return q, (k, v), gate

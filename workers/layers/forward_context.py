@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
 from attention.expansion import ExpandedChunks
+from attention.head_norms import HeadNorms
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights
@@ -104,24 +105,29 @@ class ForwardContext:
         angles: Angles,
         rule: ScoreRule,
         sinks: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate q and the layer's rows, write the rows to the KV pool, and attend: [n, q_heads, head_dim] for the rows
-        that attend. On a GPU, q is rotated in place.
+        that attend. On a GPU, q is rotated in place if there are no norms.
 
         q: [rows, q_heads, head_dim].
         rows: projections as the KV layout stores them (`KVLayout.store`): k and v [rows, kv_heads, head_dim] for K/V
             heads; none for a layer that attends to the KV of an earlier `layer`.
         rule, sinks: as in `attention.backend.Prepared.forward`.
+        norms: of q and the rows, applied before RoPE.
         """
         context = self.of_layer(layer)
         context.plan(layer, q, rule)
-        return context.attend_to_kept(layer, context.keep(layer, q, rows, angles), rule, sinks)
+        return context.attend_to_kept(layer, context.keep(layer, q, rows, angles, norms), rule, sinks)
 
-    def keep(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles) -> Tensor:
-        """Rotate and store as `attend` does. Return rotated q."""
+    def keep(
+        self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, norms: HeadNorms | None = None
+    ) -> Tensor:
+        """Norm, rotate and store as `attend` does. Return rotated q."""
+        at = angles.cos, angles.sin, angles.index
         if not rows:
-            return self.pool.rotate(layer, q, angles.cos, angles.sin, angles.index)
-        return self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
+            return self.pool.rotate(layer, q, *at, norms)
+        return self.pool.store(layer, q, rows, *at, self.slot_mapping, norms)
 
     def plan(self, layer: int, q: Tensor, rule: ScoreRule) -> bool:
         """Call `Prepared.plan` of each batch, before the layer's rows are stored. Reads no value of q."""

@@ -10,7 +10,6 @@ from workers.layers.linear_method import check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.ops.fp8.norm import fp8_rms_norm
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.gemm.workspace import GEMMOptions
 from workers.ops.norm import add_rms_norm, rms_norm
 from workers.span import Span
 
@@ -146,13 +145,3 @@ def norm_projections(norms: Sequence[ProjectionNorm], parts: Sequence[Tensor], g
     squares = torch.stack([part.float().square().sum((1, 2)) for part in parts], 1)
     sums = group.all_reduce(squares).unbind(1)
     return [norm.scaled(part, each, group.size) for norm, part, each in zip(norms, parts, sums, strict=True)]
-
-
-class UnweightedRMSNorm(FullPrecisionRMSNorm):
-    """x / rms(x): the checkpoint has no weight."""
-
-    def weight_keys(self) -> tuple[WeightKey, ...]:
-        return ()
-
-    def finish(self, options: GEMMOptions) -> None:
-        self.weight.data.fill_(1.0)

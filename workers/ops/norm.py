@@ -1,8 +1,8 @@
 """RMSNorm (arXiv 1910.07467), alone or with the residual addition."""
 
-import torch
 from torch import Tensor
 
+from attention import head_norms
 from attention.ops.operation import Implementation, on_gpu, operation
 
 
@@ -15,9 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight  [size] in the model's dtype or float32
     ->      as x
     """
-    full = x.float()
-    scaled = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)
-    return (scaled * weight).to(x.dtype) if weight.dtype == torch.float32 else scaled.to(x.dtype) * weight
+    return head_norms.rms_norm(x, weight, eps)
 
 
 @operation(Implementation("triton", "workers.ops.norm_triton:add_rms_norm", on_gpu))

@@ -11,16 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.ops.pdl import pdl_wait
+from attention.ops.rms_norm_triton import inverse_rms, scaled_by
 
 
 @triton.jit
 def normed(x, weight, size, eps, DTYPE: tl.constexpr):
     """Return x / rms(x) * weight of a row x: `size` float32 numbers, then zeros. Rounded to DTYPE before a
     weight of DTYPE."""
-    scaled = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    if weight.dtype != tl.float32:
-        scaled = scaled.to(DTYPE).to(tl.float32)
-    return scaled * weight.to(tl.float32)
+    return scaled_by(x, inverse_rms(tl.sum(x * x, 0), size, eps), weight, DTYPE)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch import Tensor
 from attention.backends.torch_backend import TorchBackend
 from attention.config import CacheConfig
 from attention.fp8 import FP8, KVScales
+from attention.head_norms import HeadNorms
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.latent import LatentLayout
 from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
@@ -67,6 +68,7 @@ class ScaledLayout(KVLayout[ScaledView]):
         sin: Tensor,
         index: Tensor,
         slot_mapping: Tensor,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         cos, sin = cos[index], sin[index]
         k, v = rows

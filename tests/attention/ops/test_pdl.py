@@ -17,7 +17,7 @@ import triton.language as tl  # noqa: E402
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
-from attention.ops import pdl, rope_store_triton  # noqa: E402
+from attention.ops import pdl, rope_store_normed_triton, rope_store_triton  # noqa: E402
 from attention.ops.attend import (  # noqa: E402
     decode_plan_triton,
     decode_triton,
@@ -31,7 +31,13 @@ from attention.views import LayerKV  # noqa: E402
 from speculative.ops import head_input_triton  # noqa: E402
 from tests.attention.ops.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP
 from tests.attention.ops.test_kernel_options import kernels  # noqa: E402
-from tests.attention.ops.test_triton_compile import compiled, decode_constants, latent_constants  # noqa: E402
+from tests.attention.ops.test_triton_compile import (  # noqa: E402
+    ROPE,
+    compiled,
+    decode_constants,
+    latent_constants,
+    rope_constants,
+)
 from tests.workers.kernels.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
 from tests.workers.kernels.test_packed_compile import PACKED_STREAM  # noqa: E402
 from tests.workers.kernels.test_packed_experts_compile import QWEN  # noqa: E402
@@ -54,12 +60,17 @@ SWIGLU = {"BLOCK": 1024, "PDL": True, "GELU": False}
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     "rope_store": (
         rope_store_triton._rope_store,
-        BF16
-        | {"k_pool_ptr": "bf16", "v_pool_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32"}
-        | {"slot_ptr": "i64", "position_ptr": "i64"},
+        ROPE,
         {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "ROTATED": 128, "STORES": True, "PDL": True},
         True,
         set(),
+    ),
+    "normed_rope_store": (
+        rope_store_normed_triton._normed_rope_store,
+        ROPE | {"q_weight_ptr": "bf16", "k_weight_ptr": "bf16"},
+        rope_constants(8, 256, 64),
+        True,
+        {"q_weight_ptr", "k_weight_ptr"},
     ),
     "attend_decode": (
         decode_triton._attend_decode,

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="the kernels need triton, which is
 
 from attention.backends.triton_kernels import FIXED_TILES  # noqa: E402
 from attention.fp8 import WEIGHT_UNIT  # noqa: E402
-from attention.ops import rope_store_triton, slot_mapping_triton  # noqa: E402
+from attention.ops import rope_store_normed_triton, rope_store_triton, slot_mapping_triton  # noqa: E402
 from attention.ops.attend import (  # noqa: E402
     decode_plan_triton,
     decode_triton,
@@ -25,13 +25,16 @@ from attention.ops.attend import (  # noqa: E402
     prefill_triton,
     split_kv_triton,
 )
-from tests.support.slow import slow  # noqa: E402
+from tests.support.slow import covering, slow  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 SHARED_PER_SM = 227 * 1024
 DTYPES = {"bf16": 2, "fp32": 4}
+
+ROPE = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "k_pool_ptr", "v_pool_ptr"), "bf16")
+ROPE |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64", "position_ptr": "i64"}
 
 
 def _source(
@@ -52,7 +55,7 @@ def _source(
         elif name.endswith("_ptr"):
             signature[name] = "*" + pointers.get(name, "i32")
         else:
-            signature[name] = "fp32" if "scale" in name else "i32"
+            signature[name] = "fp32" if "scale" in name or name == "eps" else "i32"
         if name.endswith(("_ptr", "_stride")) and name not in constants and name not in (descriptors or ()):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -71,7 +74,7 @@ def built(
 ) -> Any:
     """What the compiler makes. descriptors: blocks of tensor maps, over `mapped`. options: of the compiler, beside
     warps and stages. Pointers not named are to int32; other arguments are int32 that 16 divides, or float32 for a
-    scale."""
+    scale or an eps."""
     from triton.backends.compiler import GPUTarget
 
     source = _source(kernel, pointers, constants, descriptors, mapped)
@@ -121,6 +124,23 @@ def dumped(made: Any, tmp_path: Path, what: str) -> str:
     cubin.write_bytes(made.asm["cubin"])
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     return subprocess.run([cuobjdump, what, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def rope_constants(group: int, head_dim: int, rotated: int) -> dict[str, Any]:
+    """Of the store with norms, of values too, for 8 KV heads with `group` query heads each."""
+    return {
+        "GROUP": group,
+        "HEADS": rope_store_normed_triton.query_heads(group, head_dim),
+        "KV_HEADS": 8,
+        "D": head_dim,
+        "BLOCK": triton.next_power_of_2(head_dim),
+        "ROTATED": rotated,
+        "HALF": triton.next_power_of_2(rotated // 2),
+        "STORES": True,
+        "V_NORMED": True,
+        "PDL": True,
+        "INTERPRETED": False,
+    }
 
 
 def decode_constants(
@@ -460,9 +480,23 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     }
     pointers = {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}
     assert compiled(merge_states_triton.merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
-    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "bf16")
-    pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64", "position_ptr": "i64"}
     constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "ROTATED": 128, "STORES": True, "PDL": True}
     queries = {"GROUP": 1, "GROUP_PADDED": 1, "D": 512, "ROTATED": 512, "STORES": False}
     for partly in ({}, {"GROUP": 6, "GROUP_PADDED": 8, "D": 256, "ROTATED": 64}, queries):
-        assert compiled(rope_store_triton._rope_store, tmp_path, pointers, constants | partly, 1, 1)[0] == 0
+        assert compiled(rope_store_triton._rope_store, tmp_path, ROPE, constants | partly, 1, 1)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "sizes,weight,pool",
+    covering([(4, 128, 128), (6, 256, 64), (8, 512, 512), (3, 96, 96)], ["bf16", "fp32"], ["bf16", "fp8e4nv"]),
+)
+def test_norms_rope_and_the_store_fit_hopper(
+    sizes: tuple[int, int, int], weight: str, pool: str, tmp_path: Path
+) -> None:
+    """sizes: query heads per KV head, head_dim, rotated. weight: dtype of the norms' weights."""
+    kernel, constants = rope_store_normed_triton._normed_rope_store, rope_constants(*sizes)
+    pointers = ROPE | dict.fromkeys(("q_weight_ptr", "k_weight_ptr"), weight)
+    pointers |= dict.fromkeys(("k_pool_ptr", "v_pool_ptr"), pool)
+    assert compiled(kernel, tmp_path, pointers, constants, 1, 1)[0] == 0
+    alone = constants | {"STORES": False, "V_NORMED": False}
+    assert compiled(kernel, tmp_path, pointers, alone, 1, 1)[0] == 0

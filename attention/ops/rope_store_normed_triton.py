@@ -1,0 +1,219 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The kernel of `rope_store` and `rope` with norms: one launch between the qkv product and attention, which were three
+to five. Programs have one warp each: per row and KV head one for key and value, and one or more for the queries. Their
+tiles are the same for any number of rows, and so are a row's bits."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.head_norms import HeadNorms
+from attention.ops.fp8_triton import as_stored
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
+from attention.ops.rms_norm_triton import inverse_rms, scaled_by
+from attention.views import LayerKV
+
+_MAX_QUERY_ELEMENTS = 512  # of a program's queries, unless one head has more: 16 numbers per thread
+
+
+@triton.jit
+def _load_parts(x_ptr, inside, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Load heads, at x_ptr [n, 1] where inside [n, 1]: both halves of the rotated dimensions [n, HALF], and the others
+    [n, BLOCK], which are zeros before dimension ROTATED."""
+    half, d = tl.arange(0, HALF)[None, :], tl.arange(0, BLOCK)[None, :]
+    in_half = inside & (half < ROTATED // 2)
+    x = tl.load(x_ptr + half, mask=in_half, other=0.0)
+    y = tl.load(x_ptr + ROTATED // 2 + half, mask=in_half, other=0.0)
+    rest = x
+    if ROTATED < D:
+        rest = tl.load(x_ptr + d, mask=inside & (d >= ROTATED) & (d < D), other=0.0)
+    return x, y, rest
+
+
+@triton.jit
+def _rotated(parts, weights, cos_ptr, sin_ptr, eps, D: tl.constexpr, ROTATED: tl.constexpr):
+    """Return heads, as `_load_parts` returns them and a norm's weights: normed, rounded to their dtype, rotated, and
+    rounded again. Angles are at cos_ptr and sin_ptr [1, HALF]."""
+    x, y, rest = parts
+    in_half = tl.arange(0, x.shape[1])[None, :] < ROTATED // 2
+    cos, sin = tl.load(cos_ptr, mask=in_half, other=0.0), tl.load(sin_ptr, mask=in_half, other=0.0)
+    dtype = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    of_x, of_y, of_rest = weights
+    squares = tl.sum(x * x + y * y, 1)
+    if ROTATED < D:
+        full = rest.to(tl.float32)
+        squares += tl.sum(full * full, 1)
+    inverse = inverse_rms(squares, D, eps)[:, None]
+    x = scaled_by(x, inverse, of_x, dtype).to(dtype).to(tl.float32)
+    y = scaled_by(y, inverse, of_y, dtype).to(dtype).to(tl.float32)
+    if ROTATED < D:
+        rest = scaled_by(full, inverse, of_rest, dtype).to(dtype)
+    return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype), rest
+
+
+@triton.jit
+def _normed_rope_store(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    k_pool_ptr,
+    v_pool_ptr,
+    slot_ptr,
+    k_inverse_scale,
+    v_inverse_scale,
+    eps,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    out_row_stride,
+    out_head_stride,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROTATED: tl.constexpr,
+    HALF: tl.constexpr,
+    STORES: tl.constexpr,
+    V_NORMED: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Programs (row, KV head, part): each part HEADS of the GROUP query heads, after them one for key and value."""
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    half, d = tl.arange(0, HALF)[None, :], tl.arange(0, BLOCK)[None, :]
+    in_half, inside, in_rest = half < ROTATED // 2, d < D, (d >= ROTATED) & (d < D)
+    one = tl.arange(0, 1)[:, None]
+    stores = part * HEADS >= GROUP
+    weight_ptr = q_weight_ptr
+    if STORES:
+        weight_ptr = tl.where(stores, k_weight_ptr, q_weight_ptr)
+    weights = _load_parts(weight_ptr + one, one == 0, D, ROTATED, HALF, BLOCK)
+    if PDL:
+        # Waits before it triggers, which makes it a fence: see `attention.ops.pdl`.
+
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # Heads are loaded before the angles, whose addresses wait for the position.
+    angle = tl.load(position_ptr + row) * (ROTATED // 2) + half
+    if not stores:
+        g = part * HEADS + tl.arange(0, HEADS)[:, None]
+        q = q_ptr + row * q_row_stride + (head * GROUP + g) * q_head_stride
+        out = out_ptr + row * out_row_stride + (head * GROUP + g) * out_head_stride
+        parts = _load_parts(q, g < GROUP, D, ROTATED, HALF, BLOCK)
+        first, second, rest = _rotated(parts, weights, cos_ptr + angle, sin_ptr + angle, eps, D, ROTATED)
+        tl.store(out + half, first, mask=(g < GROUP) & in_half)
+        tl.store(out + ROTATED // 2 + half, second, mask=(g < GROUP) & in_half)
+        if ROTATED < D:
+            tl.store(out + d, rest, mask=(g < GROUP) & in_rest)
+    elif STORES:
+        target = (tl.load(slot_ptr + row) * KV_HEADS + head) * D
+        k = k_ptr + row * k_row_stride + head * k_head_stride + one
+        k_parts = _load_parts(k, one == 0, D, ROTATED, HALF, BLOCK)
+        v = tl.load(v_ptr + row * v_row_stride + head * v_head_stride + d, mask=inside, other=0.0)
+        if V_NORMED:
+            full = v.to(tl.float32)
+            v = (full * inverse_rms(tl.sum(full * full, 1), D, eps)[:, None]).to(v.dtype)
+        k_first, k_second, k_rest = _rotated(k_parts, weights, cos_ptr + angle, sin_ptr + angle, eps, D, ROTATED)
+        k_first = as_stored(k_first, k_pool_ptr, k_inverse_scale, INTERPRETED)
+        k_second = as_stored(k_second, k_pool_ptr, k_inverse_scale, INTERPRETED)
+        tl.store(k_pool_ptr + target + half, k_first, mask=in_half)
+        tl.store(k_pool_ptr + target + ROTATED // 2 + half, k_second, mask=in_half)
+        if ROTATED < D:
+            k_rest = as_stored(k_rest, k_pool_ptr, k_inverse_scale, INTERPRETED)
+            tl.store(k_pool_ptr + target + d, k_rest, mask=in_rest)
+        tl.store(v_pool_ptr + target + d, as_stored(v, v_pool_ptr, v_inverse_scale, INTERPRETED), mask=inside)
+
+
+def rope_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    kv: LayerKV,
+    slot_mapping: Tensor,
+    norms: HeadNorms,
+) -> Tensor:
+    """`attention.ops.rope_store.rope_store` with norms."""
+    assert k.stride(2) == v.stride(2) == 1 and q.dtype == k.dtype == v.dtype and k.shape == v.shape
+    assert kv.k.is_contiguous() and kv.v.is_contiguous() and slot_mapping.is_contiguous()
+    return _launch(q, k, v, cos, sin, index, kv, slot_mapping, norms)
+
+
+def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms) -> Tensor:
+    """`attention.ops.rope_store.rope` with norms."""
+    return _launch(q, None, None, cos, sin, index, None, None, norms)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    kv: LayerKV | None,
+    slot_mapping: Tensor | None,
+    norms: HeadNorms,
+) -> Tensor:
+    rows, num_heads, head_dim = q.shape
+    num_kv_heads, half = 1 if k is None else k.shape[1], cos.shape[-1]
+    assert q.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous() and index.is_contiguous()
+    assert cos.dtype == sin.dtype == torch.float32 and 2 * half <= head_dim
+    for weight in (norms.q, norms.k):
+        assert weight is None or (weight.shape == (head_dim,) and weight.is_contiguous())
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    group = num_heads // num_kv_heads
+    heads = query_heads(group, head_dim)
+    _normed_rope_store[(rows, num_kv_heads, triton.cdiv(group, heads) + (k is not None))](
+        q,
+        k,
+        v,
+        out,
+        norms.q,
+        norms.k,
+        cos,
+        sin,
+        index,
+        None if kv is None else kv.k,
+        None if kv is None else kv.v,
+        slot_mapping,
+        1.0 if kv is None else 1.0 / kv.k_scale,
+        1.0 if kv is None else 1.0 / kv.v_scale,
+        norms.eps,
+        *(0 if x is None else x.stride(i) for x in (q, k, v, out) for i in range(2)),
+        GROUP=group,
+        HEADS=heads,
+        KV_HEADS=num_kv_heads,
+        D=head_dim,
+        BLOCK=triton.next_power_of_2(head_dim),
+        ROTATED=2 * half,
+        HALF=triton.next_power_of_2(half),
+        STORES=k is not None,
+        V_NORMED=norms.norms_values,
+        INTERPRETED=INTERPRETED,
+        num_warps=1,
+        **pdl_wait(q.device),
+    )
+    return out
+
+
+def query_heads(group: int, head_dim: int) -> int:
+    """Return how many of the `group` query heads of a KV head a program rotates: a power of two."""
+    padded: int = triton.next_power_of_2(group)
+    fitting: int = _MAX_QUERY_ELEMENTS // triton.next_power_of_2(head_dim)
+    return max(1, min(padded, fitting))
