@@ -52,11 +52,11 @@ class LatentLayout(KVLayout[LatentKV]):
         """
         assert norms is None, "latent rows have no heads"
         (row,), cos, sin = rows, cos[index], sin[index]
-        turned = self._turned(row.unsqueeze(1), cos, sin).squeeze(1)
-        write_rows(view.rows, slot_mapping, turned, view.scale)
-        return self._turned(q, cos, sin)
+        rotated = self._rotated(row.unsqueeze(1), cos, sin).squeeze(1)
+        write_rows(view.rows, slot_mapping, rotated, view.scale)
+        return self._rotated(q, cos, sin)
 
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the last part of x [rows, heads, latent + rotated]."""
         return torch.cat((x[..., : self.latent], rotate_pairs(x[..., self.latent :], cos, sin)), dim=-1)
 

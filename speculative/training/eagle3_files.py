@@ -113,8 +113,8 @@ def choose_vocabulary(
 ) -> DraftVocabulary:
     """Return the `size` most frequent answer tokens, including all of `always` (the ends of a turn).
 
-    Of equally frequent tokens the smaller ids are taken; tokens that do not occur follow in the same order. Raises
-    `TrainingError` for a size outside len(always)..target_vocab_size.
+    Smaller ids come first among equally frequent tokens, and among those that never occur. Raises `TrainingError` for a
+    size outside len(always)..target_vocab_size.
     """
     if not len(always) <= size <= target_vocab_size:
         raise TrainingError(

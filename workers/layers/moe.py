@@ -56,7 +56,6 @@ class MixtureOfExperts(FeedForward, WeightedModule):
             biased_experts,
         )
         self.shared_experts = GatedMLP(hidden_size, shared_width, group) if shared_width else None
-        self._num_joined = 0
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -84,11 +83,12 @@ class MixtureOfExperts(FeedForward, WeightedModule):
     def partial_of_sum(
         self, x: Tensor, residual: Tensor, norm: Norm, live: TokenSlots, group: TPGroup
     ) -> tuple[Tensor, Tensor] | None:
-        method, workspace, weights = self.experts.method, self.router.workspace, self.router.weights(self._num_joined)
+        method, workspace = self.experts.method, self.router.workspace
         is_alone = x.shape[0] == 1 and group.size == self.group.size == 1 and self.shared_experts is None
-        is_small = weights.routing.num_logits <= MAX_LOGITS and method.fp8_inputs is None
+        is_small = self.router.routing.num_logits <= MAX_LOGITS and method.fp8_inputs is None
         if not (is_alone and is_small and method.is_fused) or workspace is None:
             return None
+        weights = self.router.weights(self.experts.shape.num_shared)
         done = norm_route(x, residual, norm, weights, live, workspace)
         unused = workspace.part[: weights.routing.num_logits].view(1, -1)  # the routing is done
         router = RouterLogits(unused, weights.correction, weights.routing, live, routed=done.routed)
@@ -106,4 +106,4 @@ class MixtureOfExperts(FeedForward, WeightedModule):
     def finish(self, options: GEMMOptions) -> None:
         shared = self.shared_experts
         if shared is not None and self.experts.method.join(shared.gate_up.method, shared.down_proj.method, options):
-            self.shared_experts, self._num_joined = None, self.experts.shape.num_shared
+            self.shared_experts = None

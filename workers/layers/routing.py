@@ -72,7 +72,8 @@ class Router(WeightedModule):
 
     @property
     def workspace(self) -> Workspace | None:
-        """Of products whose sums may depend on the number of rows; None without."""
+        """Scratch for the router's product; None on devices without kernels and in deterministic engines, where a row's
+        sums must not depend on the number of rows."""
         return None if self._deterministic else self._workspace
 
     def workspace_size(self) -> tuple[int, int]:

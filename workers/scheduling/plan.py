@@ -17,7 +17,7 @@ FINISH_NOT_FINITE = 3  # NaN or infinite logits; the rank turns it into a `Failu
 MAX_STOP_TOKEN_IDS = 64  # per request, end-of-sequence ids included: a row of a device tensor
 
 
-def pack_i32(values: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+def pack_i32(values: Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bytes:
     """Return `values` as little-endian int32 bytes."""
     return np.asarray(values, dtype="<i4").tobytes()
 

@@ -97,9 +97,9 @@ class ShapeChoice:
         growth = max(1.0, num_requests / max(1, self._num_requests))  # since then
         return 0.0 if self._rates is None else growth * max(self._rates.ms)
 
-    def is_recorded(self, shape: int, has_nats: bool) -> bool:
-        """Whether a step that verified `shape` is to be reported to `record`; asked once a step. Only one step per
-        `LEARN_EVERY_MS` is, except the first ones and those of probes. has_nats: its min-entropies are known."""
+    def count_step(self, shape: int, has_nats: bool) -> bool:
+        """Count a step that verified `shape`. Return whether it is to be reported to `record`: one step per
+        `LEARN_EVERY_MS`, all of the first ones and all of probes. has_nats: the step's min-entropies are known."""
         if not self._shapes.learns_acceptance or (not shape and not has_nats):
             return False
         if self._rates is not None and shape == self._current:

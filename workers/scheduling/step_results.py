@@ -179,7 +179,7 @@ class StepResults:
         if step.shape == 0 and not min_entropies:
             return [0] * len(accepted)
         of_rounds = accepted[:count]
-        if self._shape_choice.is_recorded(step.shape, bool(min_entropies)):
+        if self._shape_choice.count_step(step.shape, bool(min_entropies)):
             slots, numbers = step.slots[:count], step.numbers[:count]
             live = self._slot_pages.number[slots] == numbers
             nats = np.where(live, unpack_i32(min_entropies)[:count] * 1e-3, np.nan) if min_entropies else None

@@ -127,7 +127,8 @@ def dumped(made: Any, tmp_path: Path, what: str) -> str:
 
 
 def rope_constants(group: int, head_dim: int, rotated: int) -> dict[str, Any]:
-    """Of the store with norms, of values too, for 8 KV heads with `group` query heads each."""
+    """Return the constants of a kernel that norms q, k and v and stores k and v. It has 8 KV heads, each with `group`
+    query heads."""
     return {
         "GROUP": group,
         "HEADS": rope_store_normed_triton.query_heads(group, head_dim),

@@ -141,7 +141,7 @@ class Engine:
         self.late.append((slots, numbers, self.drafted, chosen, np.where(speculative, accepted, -1)))
         if len(self.late) > 1:
             of_slots, of_users, drafted, ran, reported = self.late.popleft()
-            if self.choice.is_recorded(ran, False):
+            if self.choice.count_step(ran, False):
                 self.choice.record(of_slots, of_users, np.full(len(of_slots), drafted), ran, reported)
         took_ms = self.round_ms(chosen)
         noise = float(self.random.lognormal(0, self.noise)) * (5.0 if self.random.random() < self.spikes else 1.0)

@@ -134,7 +134,7 @@ class Stream:
         self._late.append((slots, users, drafted, shape, accepted, nats))
         if len(self._late) > 1:
             late = self._late.popleft()
-            if self.choice.is_recorded(late[3], late[5] is not None):
+            if self.choice.count_step(late[3], late[5] is not None):
                 self.choice.record(*late)
         self._drafted[slots] = shape
         every_ms = [self.pace * of.round_ms(batch, KV_TOKENS * batch) for of in self._costs.rounds]

@@ -133,8 +133,8 @@ def test_experts_of_one_row_have_a_program_each(kind: str, ahead: bool, monkeypa
     for seed in range(2):
         experts.check(kind, experts.few(tiles), 1, seed, list_used=True)
     x, _ = experts.rows_for(weights, 1, torch.Generator().manual_seed(1))
-    nobody = experts.token_slots(torch.zeros(1) > 0)
-    logits = RouterLogits(torch.zeros(1, 12, device=DEVICE), torch.zeros(12, device=DEVICE), experts.SMALL, nobody)
+    padding = experts.token_slots(torch.zeros(1) > 0)
+    logits = RouterLogits(torch.zeros(1, 12, device=DEVICE), torch.zeros(12, device=DEVICE), experts.SMALL, padding)
     routed = route(logits, 1, experts.tickets())
     out = torch.full((1, weights.size), float("nan"), dtype=experts.OUT, device=DEVICE)
     assert not experts.few(tiles)(x, routed, weights, out).any()

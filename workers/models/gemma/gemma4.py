@@ -286,13 +286,13 @@ class Gemma4ForCausalLM(Decoder):
         device: torch.device,
         capture: tuple[int, ...] = (),
     ) -> None:
-        turned = [(heads.rope, heads.head_dim) for heads in config.heads]
-        tables = {each: RotaryTable(*each, max_position, device) for each in dict.fromkeys(turned)}
+        keys = [(heads.rope, heads.head_dim) for heads in config.heads]
+        tables = {each: RotaryTable(*each, max_position, device) for each in dict.fromkeys(keys)}
         inputs = (config.vocab_size, config.hidden_size, config.num_layers, config.input_size, config.rms_eps, group)
         super().__init__(
             config,
             group,
-            [tables[each] for each in turned],
+            [tables[each] for each in keys],
             [make_layer(config, layer, group) for layer in range(config.num_layers)],
             capture,
             FullPrecisionRMSNorm,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.ops.pdl import pdl_wait
+from attention.ops.rms_norm_triton import inverse_rms, scaled_by
 from workers.ops.experts.norm_route import Norm, NormedAndRouted, RouterWeights
 from workers.ops.experts.route import Routed, TokenSlots
 from workers.ops.experts.route_triton import route_row
@@ -82,10 +83,9 @@ def _norm_route(
     column = tl.arange(0, BLOCK)
     whole = _sums(x_ptr, residual_ptr, column, column < SIZE)
     own = _sums(x_ptr, residual_ptr, k, inside)
-    normed = own * tl.rsqrt(tl.sum(whole * whole, 0) / SIZE + eps)
-    if gain.dtype != tl.float32:
-        normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
-    normed = (normed * gain.to(tl.float32)).to(x_ptr.dtype.element_ty).to(tl.float32)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    inverse = inverse_rms(tl.sum(whole * whole, 0), SIZE, eps)
+    normed = scaled_by(own, inverse, gain, dtype).to(dtype).to(tl.float32)
     if tile == 0:
         tl.store(stream_ptr + k, own.to(stream_ptr.dtype.element_ty), mask=inside)
         tl.store(normed_ptr + k, normed.to(normed_ptr.dtype.element_ty), mask=inside)

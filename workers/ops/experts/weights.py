@@ -159,7 +159,8 @@ def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
 
     Gate and up projections are split until they fill the device with one program per multiprocessor; each program has
     about 140 KB in flight. For one row, down projections are many small programs, which fit beside those of the gates
-    and read their weights meanwhile. With all experts on this rank, each program has one expert.
+    and read their weights meanwhile. A program of theirs has one expert where it loads all of that expert's inner
+    columns at once, and in FP8 where this rank has all experts.
     """
     steps = sizes.size // sizes.step
     programs = sizes.used(rows) * sizes.width / 128

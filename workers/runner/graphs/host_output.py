@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -78,6 +80,15 @@ class HostOutput:
     def finish(self) -> Tensor:
         """[n] int64, FINISH_*."""
         return self.rows[:, self.num_tokens + 1]
+
+    @property
+    def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens, count, finish and accepted [n, M + 3]; matches [n, X]; min-entropies [n, E]. numpy takes a tenth of
+        torch's time for a slice."""
+        rows, matches_at = self.rows.numpy(), self.num_tokens + 3
+        entropies_at = matches_at + self.num_matches
+        end = entropies_at + self.num_entropies
+        return rows[:, :matches_at], rows[:, matches_at:entropies_at], rows[:, entropies_at:end]
 
     @property
     def drafts(self) -> Tensor | None:
