@@ -2,6 +2,7 @@
 `deploy.bench.load`."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -117,3 +118,18 @@ class Traffic:
     def _tokens(self, generator: np.random.Generator, count: int) -> list[int]:
         ids: list[int] = generator.integers(self.first_id, self.vocab, count).tolist()
         return ids
+
+
+def repeated_tokens(prompts: Sequence[Sequence[int]], block: int = 16) -> int:
+    """Return how many tokens of `prompts` a prefix cache without limits could have: of each, the longest beginning in
+    whole blocks that an earlier prompt has too."""
+    seen: set[int] = set()
+    repeated = 0
+    for prompt in prompts:
+        beginning, depth = 0, 0
+        for end in range(block, len(prompt) + 1, block):
+            beginning = hash((beginning, tuple(prompt[end - block : end])))
+            depth = end if beginning in seen else depth
+            seen.add(beginning)
+        repeated += depth
+    return repeated

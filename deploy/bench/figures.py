@@ -4,7 +4,8 @@ ttft  from when a request was due to its first event that carries a choice
 itl   between two such events of one answer, over all answers; an event may hold several tokens
 tpot  (last event - first event) / (tokens - 1) of each answer; tokens as counted by the server
 e2e   from when a request was due to the end of its answer
-cached  share of prompt tokens found in the prefix cache, as counted by the server
+cached  share of prompt tokens found in the prefix cache, as counted by the server; the table has after it what a cache
+  without limits would have found, in blocks of 16 tokens
 late  delay of the client itself; above some 10 ms the figures measure the client
 """
 
@@ -12,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploy.bench.arrivals import Arrival
+from deploy.bench.arrivals import Arrival, repeated_tokens
 from deploy.bench.plot import Point, line_plot
 from deploy.bench.stream_client import Answered
 from deploy.bench.table import table
@@ -40,6 +41,7 @@ def rate_figures(rate: float, arrivals: Sequence[Arrival], answers: Sequence[Ans
         "late_ms": _ms([answer.sent_s - due_s for due_s, _, answer in pairs if answer.sent_s]),
         "prompt_tokens": sum(answer.num_prompt for _, _, answer in whole),
         "cached_tokens": sum(answer.num_cached for _, _, answer in whole),
+        "repeated_tokens": repeated_tokens([arrival.prompt for _, arrival, _ in whole]),
         "output_tokens": sum(tokens),
         "tokens_per_s": round(sum(tokens) / elapsed_s, 1) if whole else 0.0,
         "wrong_length": sum(count != arrival.num_tokens for (_, arrival, _), count in zip(whole, tokens, strict=True)),
@@ -64,7 +66,7 @@ def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
     kinds = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
     head = ["server", "req/s", "done", "failed"]
     head += [f"{kind.removesuffix('_ms').upper()} p50 / p90 / p99 ms" for kind in kinds]
-    head += ["tokens/s", "cached", "late p99 ms"]
+    head += ["tokens/s", "cached / possible", "late p99 ms"]
     rows = [
         (
             name,
@@ -73,13 +75,17 @@ def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
             rate["errors"],
             *(_percentiles(rate[kind]) for kind in kinds),
             rate["tokens_per_s"],
-            f"{rate['cached_tokens'] / max(1, rate['prompt_tokens']):.0%}",
+            f"{_of_prompts(rate, 'cached_tokens')} / {_of_prompts(rate, 'repeated_tokens')}",
             rate["late_ms"]["p99"] or 0.0,
         )
         for name, rates in results.items()
         for rate in rates
     ]
     return table(head, rows)
+
+
+def _of_prompts(rate: Rate, name: str) -> str:
+    return f"{rate[name] / max(1, rate['prompt_tokens']):.0%}"
 
 
 def _percentiles(figures: Mapping[str, float | None]) -> str:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deploy.config.files import find_config, read_config_file
 from tests.bench.models import configured, deepseek_rank
-from tests.bench.round import MODELS, SHAPES, write_checkpoints
+from tests.bench.round import MODELS, QUANTIZATIONS, SHAPES, quantize_config, write_checkpoints
 
 ACCEPTANCE_LENGTH = 3.0  # synthetic, of dummy weights
 _TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
@@ -26,6 +26,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model", choices=sorted({*MODELS, *configured.CONFIGS}), default="llama-3.1-8b", help="with --gpu"
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="chain", help="with --gpu (plain: no speculation)")
+    parser.add_argument(
+        "--quantization", choices=("none", *QUANTIZATIONS), default="none", help="of the target, with --gpu"
+    )
     parser.add_argument("--max-running", type=int, default=128, help="with --gpu")
     parser.add_argument("--memory-gb", type=float, default=24.0, help="of the KV cache, with --gpu")
     parser.add_argument("--max-model-len", type=int, default=8192, help="with --gpu")
@@ -41,6 +44,8 @@ def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     content = read_config_file(find_config("eagle"))
     args = content["applications"][0]["args"]
     write_checkpoints(folder, arguments.model)
+    if arguments.quantization != "none":
+        quantize_config(folder / "target" / "config.json", arguments.quantization)
     write_tokenizer(folder / "target", _vocab(arguments.model))
     args["model"] = {
         "path": str(folder / "target"),
@@ -82,7 +87,10 @@ def _vocab(model: str) -> int:
 
 def label(arguments: argparse.Namespace) -> str:
     """Return what was served, for a table's head."""
-    return f"{arguments.model}, dummy weights, {arguments.shape}" if arguments.gpu else str(arguments.config)
+    if not arguments.gpu:
+        return str(arguments.config)
+    formats = "" if arguments.quantization == "none" else f" in {arguments.quantization}"
+    return f"{arguments.model}{formats}, dummy weights, {arguments.shape}"
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -3,11 +3,12 @@
     python -m tests.bench adaptive [--model llama-3.1-8b] [--shapes chain tree] [--batches 1 4 16 32 64 128 256]
                                    [--contexts 1024 8192 32768] [--acceptances 1.3 2 3 4.5] [--tiny]
 
-Engines with dummy weights and synthetic acceptance (where a shape is not deep enough for it, as much as it holds), the
-scheduler in this process, costs as the start measures them. A cell is a number of requests that all run, with distinct
-prompts of one length; each shape is forced for some steps, then the scheduler chooses, which first has as many steps to
-learn what is accepted, of requests that end then, so that all arms are measured at the same lengths; the better of two
-passes counts for each. Cells that `--pool-tokens` do not hold are left out.
+Engines with dummy weights (`--model qwen3.5-35b-a3b`, qwen3.5-27b: hybrids with their own module) and synthetic
+acceptance (where a shape is not deep enough for it, as much as it holds), the scheduler in this process, costs as the
+start measures them. A cell is a number of requests that all run, with distinct prompts of one length; each shape is
+forced for some steps, then the scheduler chooses, which first has as many steps to learn what is accepted, of requests
+that end then, so that all arms are measured at the same lengths; the better of two passes counts for each. Cells that
+`--pool-tokens` do not hold are left out.
 Tokens per millisecond, what the choice reaches of the best shape, of plain rounds and of no draft at all, and which
 shapes it ran. A Markdown table, then one JSON line. Needs a GPU for figures that mean anything; `--tiny` tries it on a
 CPU, in one thread.
@@ -29,6 +30,7 @@ from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
+from tests.bench.models import configured, hybrids
 from tests.bench.round import MODELS, add_engine_options, commit, hardware, model_of
 from tests.support.replica import write_config
 from workers.config import ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
@@ -74,9 +76,9 @@ def engine_spec(folder: Path, shapes: str | None, acceptance: float, arguments: 
     )
     if shapes is None:
         return EngineSpec(worker)
-    draft = SpeculativeConfig(
-        str(folder / "draft"), "eagle3", *TREES[shapes], synthetic_acceptance_length=acceptance, adaptive=True
-    )
+    head = folder / "draft"
+    drafts = (str(head), "eagle3") if head.exists() else ("", "mtp")
+    draft = SpeculativeConfig(*drafts, *TREES[shapes], synthetic_acceptance_length=acceptance, adaptive=True)
     return EngineSpec(worker, draft)
 
 
@@ -156,7 +158,10 @@ def run(arguments: argparse.Namespace) -> list[Cell]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         longest = max(arguments.contexts) + room(arguments.steps)
-        write_config(folder, MODELS[model_of(arguments)], max_position=2 * longest)
+        if arguments.model in hybrids.CONFIGS:
+            configured.write_config(folder, arguments.model)
+        else:
+            write_config(folder, MODELS[model_of(arguments)], max_position=2 * longest)
         none = [rates["plain"] for rates, _ in of_engine(engine_spec(folder, None, 1.0, arguments), grid, arguments)]
         for shapes in arguments.shapes:
             for wanted in arguments.acceptances:
@@ -196,7 +201,7 @@ def row(cell: Cell) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_engine_options(parser, list(TREES), [1, 4, 16, 32, 64, 128, 256])
+    add_engine_options(parser, list(TREES), [1, 4, 16, 32, 64, 128, 256], hybrids.CONFIGS)
     parser.set_defaults(shapes=list(TREES))
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768])
     parser.add_argument("--acceptances", nargs="+", type=float, default=[1.3, 2.0, 3.0, 4.5])
