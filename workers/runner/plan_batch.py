@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention.kv_cache.pool import KVPool
 from attention.recurrent.pool import StatePool
+from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.batch import StepBatch
 from workers.runner.chunk_tensors import chunk_columns, prompt_chunks, prompt_targets
 from workers.sampling.sampler import SamplingNeeds
@@ -35,6 +36,7 @@ class PlanBatches:
     grammars: of the engine's slots; None if its requests have none.
     pools: the KV of target and draft.
     states: of the target's recurrent layers, if it has any.
+    group: the engine's ranks.
     """
 
     def __init__(
@@ -43,17 +45,19 @@ class PlanBatches:
         grammars: SlotGrammars | None,
         pools: Sequence[KVPool],
         states: StatePool | None = None,
+        group: TPGroup = SOLO,
     ) -> None:
         self._slots = slots
         self._grammars = grammars
         self._pools = pools
         self._states = states
+        self._group = group
         self._round_slots = _SlotIds("round slots", slots.device)
         self._draft_slots = _SlotIds("draft slots", slots.device)
 
     def of(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> StepBatch:
         """Enter the plan's requests into their slots, and return the batch. At most one copy to the device, without a
-        wait.
+        wait. Collective over the group if the plan has new requests.
 
         entries: `entries_of(plan)`.
         failed: gets the requests that cannot start as they were sent, by number.
@@ -62,9 +66,8 @@ class PlanBatches:
         drafting = plan.drafting or bytes(len(entries))
         rounds = tuple(unpack_i32(plan.slots).tolist())
         drafts = tuple(slot if drafts else padding for slot, drafts in zip(entries, drafting, strict=True))
-        plan, entering = self._entering(plan, failed)
         columns = {
-            **entering,
+            **self._entering(plan, failed),
             **self._round_slots.columns(rounds),
             **self._draft_slots.columns(drafts),
             **(chunk_columns(plan, self._states is not None) if plan.chunks else {}),
@@ -75,6 +78,11 @@ class PlanBatches:
         for pool in self._pools:
             _enter_pages(pool, sent)
         table.enter(plan, sent)
+        if plan.inits and self._group.size > 1:
+            # A request that cannot enter on one rank emits nothing on any, or the ranks would emit different tokens.
+            # NCCL takes some 20 us for it, beside a prompt of milliseconds.
+            everyone = self._group.all_gather(sent["failed inits"])
+            table.finished[sent["init slots"]] = everyone.any(0)
         if self._states is not None:
             _enter_states(self._states, sent)
         if self._grammars is not None:
@@ -90,11 +98,17 @@ class PlanBatches:
             prompt_targets=prompt_targets(plan, sent),
         )
 
-    def _entering(self, plan: StepPlan, failed: dict[int, Failure]) -> tuple[StepPlan, dict[str, npt.NDArray[Any]]]:
-        """Return the plan, and its requests and pages as columns for the device. A request whose parameters raise is
-        added to `failed`, by number, and enters without them."""
+    def _entering(self, plan: StepPlan, failed: dict[int, Failure]) -> dict[str, npt.NDArray[Any]]:
+        """Return the plan's requests and pages as columns for the device. A request whose parameters raise is added to
+        `failed`, by number, and has the columns of one without parameters."""
+        columns = self._columns(plan, failed)
+        if plan.inits and self._group.size > 1:
+            columns["failed inits"] = np.array([init.number in failed for init in plan.inits], np.int32)
+        return columns
+
+    def _columns(self, plan: StepPlan, failed: dict[int, Failure]) -> dict[str, npt.NDArray[Any]]:
         try:
-            return plan, self._slots.columns(plan)
+            return self._slots.columns(plan)
         except Exception:
             logger.exception("the requests of a plan could not enter together")
         inits = []
@@ -105,8 +119,7 @@ class PlanBatches:
                 failed[init.number] = Failure(f"its parameters failed: {type(error).__name__}: {error}")
                 init = msgspec.structs.replace(init, sampling=SamplingParams(init.sampling.max_tokens))
             inits.append(init)
-        plan = msgspec.structs.replace(plan, inits=tuple(inits))
-        return plan, self._slots.columns(plan)
+        return self._slots.columns(msgspec.structs.replace(plan, inits=tuple(inits)))
 
 
 def _page_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:

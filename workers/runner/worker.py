@@ -70,7 +70,7 @@ class Worker:
         self._grammars = grammars
         self._captures = captures
         self._pending: deque[PendingStep] = deque()
-        self._batches = PlanBatches(slots, grammars, pools, states)
+        self._batches = PlanBatches(slots, grammars, pools, states, group)
 
     @property
     def num_pending(self) -> int:

@@ -264,8 +264,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     by `PendingStep`. "->" names the readers of a field besides `StepResults`.
 
     epoch, step: of the plan. -> the coordinator, which drops results of another epoch
-    counts: int32 [n], tokens emitted per entry. 0 for a slot that had already finished, and for a request with a late
-        mask, on all ranks.
+    counts: int32 [n], tokens emitted per entry. On all ranks, 0 for a slot that had already finished, for a request
+        with a late mask, and for a request whose parameters failed on one rank.
     tokens: int32, ragged by counts.
     finish: uint8 [n], FINISH_*.
     accepted: int32 [n], draft tokens accepted before truncation by a stop; -1 where the entry did not verify drafts

@@ -25,6 +25,7 @@ from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_time import StepTime
 
 TOO_LATE = Failure("its grammar's next mask was not there in time")
+NOT_ENTERED = Failure("its parameters failed on another rank")
 _FINISH = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
 
 
@@ -58,7 +59,7 @@ class StepResults:
         assert len(counts) == len(finish) == len(step.sequences), "a result has other entries than its plan"
         now = self._clock()
         outputs = self._end_failed(step, result, now)
-        late = self._preempt_late(step, result, counts, newest, now)
+        late = self._preempt_late(step, result, counts, newest, now, outputs)
         committed_before = self._advance(step, counts, now)
         if result.matches:
             self._observe(step, np.where(late, 0, counts), unpack_i32(result.matches).reshape(-1, 3))
@@ -118,20 +119,33 @@ class StepResults:
         outputs = []
         for sequence, why in failed:
             if not sequence.is_finished:
-                reason = FinishReason.INVALID if why.is_invalid else FinishReason.ERROR
-                queues.finish(sequence, reason, 0, now)
-                outputs.append(RequestOutput(sequence.request, [], finish_reason=reason, error=why.message))
+                outputs.append(self._fail(sequence, why, now))
         return outputs
 
+    def _fail(self, sequence: Sequence, why: Failure, now: float) -> RequestOutput:
+        reason = FinishReason.INVALID if why.is_invalid else FinishReason.ERROR
+        self._queues.finish(sequence, reason, 0, now)
+        return RequestOutput(sequence.request, [], finish_reason=reason, error=why.message)
+
     def _preempt_late(
-        self, step: InFlightStep, result: StepResult, counts: npt.NDArray[np.int32], newest: int, now: float
+        self,
+        step: InFlightStep,
+        result: StepResult,
+        counts: npt.NDArray[np.int32],
+        newest: int,
+        now: float,
+        outputs: list[RequestOutput],
     ) -> npt.NDArray[np.bool_]:
-        """Preempt requests whose masks are late; they resume once the ranks report the masks. Return [n]: True for
-        their entries."""
+        """Preempt requests whose masks are late; they resume once the ranks report the masks. A request without a
+        grammar could not enter on another rank: end it, and add to `outputs`. Return [n]: True for the entries of
+        both."""
         queues = self._queues
         late: npt.NDArray[np.bool_] = (counts == 0) & (self._slot_pages.number[step.slots] == step.numbers)
         for entry in np.flatnonzero(late).tolist():
             sequence = step.sequences[entry]
+            if sequence.request.sampling.grammar is None:
+                outputs.append(self._fail(sequence, NOT_ENTERED, now))
+                continue
             queues.grammars.is_late(sequence, now)
             queues.preempt(sequence, newest)
             self._stats.num_late_masks += 1

@@ -140,7 +140,8 @@ class SlotTable:
         return columns
 
     def enter(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
-        """Apply a plan's new requests and page-table changes. columns: the result of `columns`, on the device."""
+        """Apply a plan's new requests and page-table changes. columns: the result of `columns`, on the device; a
+        request that cannot enter lacks its parameters."""
         if plan.inits:
             slots = columns["init slots"]
             # A new request's page table starts with dummy pages, so that it never refers to pages of another request.
@@ -152,7 +153,7 @@ class SlotTable:
             self.stop_ids[slots] = columns["init stops"]
         for init in plan.inits:
             self.facts[init.slot] = facts = SlotFacts(init.sampling, init.number)
-            if facts.shapes_logits:
+            if facts.shapes_logits and f"{_SHAPING[0]} of {init.slot}" in columns:
                 self._init_shaping(init.slot, columns)
             if (tokens := columns.get(f"tokens of {init.slot}")) is not None:
                 self.tokens[init.slot, : tokens.shape[0]] = tokens

@@ -1,15 +1,23 @@
 """A rank's host work for one request of a step fails: that request ends with the reason, and other requests with the
 same parameters do not change."""
 
+import functools
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import torch
 
 import workers.runner.step_result as step_result
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.simulation.integrity import check_queues
-from workers.scheduling.plan import SamplingParams, unpack_i32
+from tests.support.slow import slow
+from workers.config import WorkerConfig
+from workers.runner import rank_processes
+from workers.runner.layout import EnginePlan
+from workers.runner.worker import Worker
+from workers.scheduling.plan import SamplingParams, StepResult, unpack_i32
 from workers.scheduling.request import FinishReason, Request, RequestOutput
 from workers.slots import slot_table
 
@@ -66,6 +74,83 @@ def test_a_fault_for_one_request_ends_that_one_alone(pair: Pair, monkeypatch: py
         assert outputs[-1].request.output == before[-1].request.output and outputs[-1].error is None
         for kind in ("logprobs", "prompt_logprobs"):
             assert _joined(outputs, kind) == _joined(before, kind) != []
+
+
+# by what fails on one of two ranks: who wants it
+GUESTS = {
+    "log-probabilities": SamplingParams(12, 0.0, logprobs=5),
+    "scores of a prompt": SamplingParams(12, 0.0, prompt_logprobs=6),
+    "penalties": SamplingParams(12, 0.0, min_tokens=7, frequency_penalty=0.7),
+}
+_IS_GUEST = {
+    "log-probabilities": lambda *given: given[3] == 5,
+    "scores of a prompt": lambda chunk, *_: chunk.logprobs == 6,
+    "penalties": lambda init: init.sampling.min_tokens == 7,
+}
+_run_rank = rank_processes._run_rank
+
+
+def _faulty_rank(
+    faulty: int, worker: WorkerConfig, plan: EnginePlan, rank: int, address: str, pipe: Connection
+) -> None:
+    """A rank that compares its slots and pages with the other's after every step. On rank `faulty`, host work for each
+    of `GUESTS` raises."""
+    take = Worker.take
+
+    def checked(self: Worker) -> StepResult:
+        table, result = self._slots, take(self)
+        columns = (table.page_table, table.seq_len.unsqueeze(1), table.finished.unsqueeze(1), table.bonus.unsqueeze(1))
+        everyone = self._group.all_gather(torch.cat([column.int() for column in columns], 1))
+        assert torch.equal(everyone[0], everyone[1]), "slots or pages of the ranks differ"
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "take", checked)
+        for part, (module, function, _, _) in PARTS.items():
+            original = getattr(module, function)
+
+            def raising(*given: Any, original: Any = original, part: str = part) -> Any:
+                if _IS_GUEST[part](*given):
+                    raise ZeroDivisionError("a bug")
+                return original(*given)
+
+            if rank == faulty:
+                patch.setattr(module, function, raising)
+        _run_rank(worker, plan, rank, address, pipe)
+
+
+@pytest.mark.parametrize("faulty", [1, *slow(0)])
+def test_a_fault_on_one_of_two_ranks_ends_that_request_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, faulty: int
+) -> None:
+    """Only rank 0's log-probabilities are used; what a rank does with parameters decides what it computes."""
+    monkeypatch.setattr(rank_processes, "_run_rank", functools.partial(_faulty_rank, faulty))
+    with local_engine(pair.spec(pair.chain(adaptive=False), tensor_parallel=2)) as engine:
+
+        def run(guests: dict[int, SamplingParams]) -> dict[int, RequestOutput]:
+            prompts = pair.prompts[: 4 + len(guests)]
+            requests = [Request(str(i), prompt, guests.get(i, OTHERS)) for i, prompt in enumerate(prompts)]
+            last: dict[int, RequestOutput] = {}
+            engine.run(requests, 6, lambda o: last.__setitem__(int(o.request.request_id), o))
+            assert engine.scheduler.kv_usage == 0
+            check_queues(engine.scheduler.queues)
+            return last
+
+        undisturbed = run({})
+        guests = dict(zip((4, 5, 6), GUESTS.values(), strict=True))
+        disturbed = run(guests)
+        again = run({})
+    for number, (part, (_, _, _, reason)) in enumerate(PARTS.items(), 4):
+        end = disturbed[number]
+        if faulty == 0:
+            assert end.error == f"{reason}: ZeroDivisionError: a bug", part
+        elif part == "penalties":
+            assert end.error == "its parameters failed on another rank", part
+        else:
+            assert end.finish_reason is not FinishReason.ERROR and len(end.request.output) == 12, part
+    for runs in (disturbed, again):
+        for number, end in undisturbed.items():
+            assert runs[number].request.output == end.request.output and runs[number].error is None
 
 
 def _joined(outputs: list[RequestOutput], kind: str) -> list[int]:
