@@ -69,6 +69,28 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         HI | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "mood": 1}]}]},
         "messages[0].content[0].mood",
     ),
+    *(
+        (f"{prefix}{route}", body | {"surprise": 1}, "surprise")
+        for prefix in ("", "/v1")
+        for route, body in (("/tokenize", PROMPT), ("/detokenize", {"tokens": [5, 6]}))
+    ),
+    ("/tokenize", HELLO | {"messages": [HELLO["messages"][0] | {"mood": 1}]}, "messages[0].mood"),  # type: ignore[index]
+    ("/generate", {"text": "hi", "surprise": 1}, "surprise"),
+    ("/generate", {"text": "hi", "sampling_params": {"mood": 1}}, "sampling_params.mood"),
+    ("/generate", {"text": ["hi", "you"], "sampling_params": [{}, {"mood": 1}]}, "sampling_params[1].mood"),
+    (f"{CHAT}/batch", HELLO | {"messages": [HELLO["messages"]] * 2, "surprise": 1}, "surprise"),
+    (
+        f"{CHAT}/batch",
+        HELLO | {"messages": [HELLO["messages"], [{"role": "user", "content": "hi", "mood": 1}]]},
+        "messages[1][0].mood",
+    ),
+    ("/invocations", PROMPT | {"surprise": 1}, "surprise"),
+    (f"{MESSAGES}/count_tokens", HELLO | {"surprise": 1}, "surprise"),
+    (
+        f"{MESSAGES}/count_tokens",
+        HELLO | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "mood": 1}]}]},
+        "messages[0].content[0].mood",
+    ),
 ]
 
 
