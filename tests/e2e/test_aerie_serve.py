@@ -4,6 +4,7 @@ from a folder that is no checkout, HAProxy where its wheel is installed, Ctrl-C 
 import itertools
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,10 @@ pytestmark = pytest.mark.ray
 # As the installed script does it.
 AERIE = [sys.executable, "-P", "-c", "import sys; from aerie.command import main; sys.exit(main())"]
 READY_LIMIT_S = 120.0  # twice what a laptop may take
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+FEW_OPEN_FILES = ("sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh")  # the soft limit that shells and systemd have
+# What a client's connection or a stream's socket costs a file in: the ingress, HAProxy, the engine's coordinator.
+SERVING = "^ray::ServeReplica:aerie:Ingress|^ray::EagleCoordinator|haproxy.cfg"
 # Notes each time that a process reads the user's file, or calls one of these functions.
 COUNTING = """
 import importlib.machinery, os, sys
@@ -82,7 +87,7 @@ def running(tmp_path: Path, installed: Path) -> Iterator[tuple[subprocess.Popen[
     (work / "my.yaml").write_text(yaml.safe_dump(content))
     log = tmp_path / "log"
     with log.open("wb") as console:
-        command = [*AERIE, "serve", "my.yaml", "--port", str(port)]
+        command = [*FEW_OPEN_FILES, *AERIE, "serve", "my.yaml", "--port", str(port)]
         process = subprocess.Popen(command, cwd=work, env=variables, stdout=console, stderr=subprocess.STDOUT)
     yield process, f"http://127.0.0.1:{port}", log
     if process.poll() is None:
@@ -121,6 +126,8 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = [child for child in children if child.name().startswith(NAME)]
     assert len(ranks) == 2 and all(rank.nice() >= 10 for rank in ranks)
+    serving = [child for child in children if re.search(SERVING, " ".join(child.cmdline()))]
+    assert len(serving) >= 3 and {_open_files(child) for child in (*ranks, *serving)} == {OPEN_FILES}
     others = [child for child in children if child not in ranks and child.cmdline()[:1] != []]
     answering = [child for child in others if "structured_output" not in " ".join(child.cmdline())]  # trials compute
     behind = [child for child in answering if child.nice() > os.nice(0)]
@@ -152,6 +159,11 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert "Started a local Ray instance" in Path(start[0].split()[5]).read_text()
     alarming = [line for line in console.splitlines() if re.search(r"WARN|ERROR|Traceback|\(raylet\)", line)]
     assert not alarming, "lines that are not ours to explain"
+
+
+def _open_files(process: psutil.Process) -> int:
+    """The soft limit."""
+    return resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0]
 
 
 def _when_draining(url: str) -> httpx.Response:
