@@ -138,11 +138,11 @@ def check_run(served: Served, setting: Setting, rng: Random, seen: Seen, count: 
 
 
 def settings(seed: int, count: int, tensor_parallel: int = 1) -> Iterator[tuple[Setting, Random]]:
-    """All kinds of drafts and sizes of pages in turn, from pages of one token to whole prompts in one."""
-    rng, pages = Random(seed), (4, 1, 16, 64, 2, 8, 32)
-    for i in range(count):
-        draft = DRAFTS[(seed + i) % len(DRAFTS)]
-        setting = Setting(draft, pages[(seed + i) % 7], rng.choice((3, 7, 16, 64)), i % 2 == 0, tensor_parallel)
+    """All kinds of drafts, sizes of pages and chunks of prompts in turn: from one token to whole prompts."""
+    rng, pages, chunks = Random(seed), (4, 1, 16, 64, 2, 8, 32), (3, 16, 1, 64, 7)
+    for i in range(seed, seed + count):
+        draft, chunk = DRAFTS[i % len(DRAFTS)], chunks[i % len(chunks)]
+        setting = Setting(draft, pages[i % len(pages)], chunk, (i - seed) % 2 == 0, tensor_parallel)
         yield setting, Random(rng.random())
 
 
@@ -151,7 +151,7 @@ def test_answers_and_states_are_those_of_plain_decoding(served: Served) -> None:
     """Whatever the drafts, pages, chunks, neighbours and aborts, and with states that the prefix cache has saved."""
     seen = Seen()
     for setting, rng in settings(ARCHITECTURES.index(served.architecture), 4):
-        check_run(served, setting, rng, seen, count=7)
+        check_run(served, setting, rng, seen, count=8)
     assert min(vars(seen).values()) > 0, f"not all was met: {seen}"
 
 
