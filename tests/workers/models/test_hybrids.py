@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention.capability import Capability
+from speculative.config import SpeculativeConfig
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 from tests.support.slow import slow
-from tests.support.tiny_models import make_target
+from tests.support.tiny_models import add_qwen_mtp, make_target
 from tests.workers.layers.test_block_fp8 import quantised
-from tests.workers.models.test_targets import by_transformers, by_us
+from tests.workers.models.test_targets import by_transformers, by_us, requests_of
 from workers.config import ModelSource, WorkerConfig
 from workers.models.registry import family_of
 from workers.runner.deterministic import refusal
@@ -31,6 +32,30 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, architecture: s
     assert by_us(target) == expected
     if seed == 0 and architecture == "Qwen3_5Moe":
         assert by_us(target, tensor_parallel=2) == expected
+
+
+# Ranks get a key head each, or two, and K/V heads that two or four of them repeat.
+EIGHT_HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 8}
+EIGHT_HEADS |= {"linear_num_value_heads": 16}
+
+
+@pytest.mark.parametrize(
+    "architecture,ranks,method",
+    [("Qwen3_5Moe", 4, None), *slow(("Qwen3_5", 4, "mtp"), ("Qwen3Next", 8, "mtp"), ("Qwen3_5Moe", 8, None))],
+)
+def test_more_ranks_than_kv_heads_are_the_model(
+    tmp_path: Path, architecture: str, ranks: int, method: str | None
+) -> None:
+    """With MTP, trees of 12 are verified over the states of each rank's own heads, and some drafts are right."""
+    target = make_target(tmp_path / "target", calm=0.003, architecture=architecture, **EIGHT_HEADS)
+    expected, speculative = by_transformers(target), None
+    if method is not None:
+        add_qwen_mtp(target, copying=True)
+        speculative = SpeculativeConfig("", "mtp", 3, 4, 12)
+    found = requests_of(target, ranks, speculative)
+    assert [request.output for request in found] == expected
+    accepted = sum(count * rounds for each in found for count, rounds in enumerate(each.acceptance_histogram))
+    assert method is None or accepted > 10
 
 
 @pytest.mark.parametrize("settings", [{"head_dim": 32, "linear_num_key_heads": 4, "tie_word_embeddings": True}])
