@@ -10,6 +10,7 @@ from tests.support.int_checkpoints import awq, gptq, int_quantized, pack_quantiz
 from tests.support.target_answers import CHAIN, TREE, drafted
 from tests.support.tiny_models import make_target
 from tests.workers.layers import test_fp4
+from tests.workers.models.test_gpt_oss import mxfp4
 from tests.workers.models.test_targets import by_transformers, by_us
 from tests.workers.quantization import test_tensor_fp8
 
@@ -25,7 +26,9 @@ MAKERS: dict[str, Callable[[Path, Path, str], Path]] = {
     **dict.fromkeys(INTEGERS, lambda source, folder, name: quantise(source, folder, INTEGERS[name])),
     **dict.fromkeys(test_tensor_fp8.CONFIGS, test_tensor_fp8.quantised),
     **dict.fromkeys(test_fp4.CONFIGS, test_fp4.quantised),
+    "gpt-oss": lambda source, folder, name: mxfp4(source, folder),  # experts alone, stacked and transposed
 }
+ON_FOUR_RANKS = ("gptq, desc_act", "gpt-oss")  # beside each draft: an order of inputs, and experts of three blocks
 
 
 @pytest.mark.slow
@@ -35,10 +38,12 @@ MAKERS: dict[str, Callable[[Path, Path, str], Path]] = {
         (name, ranks, draft)
         for i, name in enumerate(MAKERS)
         for ranks, draft in ((1, "tree"), (2, ("chain", "tree")[i % 2]), (4, "suffix"))
-    ],
+    ]
+    + [(name, 4, draft) for name in ON_FOUR_RANKS for draft in ("chain", "tree")],
 )
 def test_ranks_and_drafts_change_no_token(tmp_path: Path, name: str, ranks: int, draft: str) -> None:
-    source = make_target(tmp_path / "t", num_hidden_layers=3, num_key_value_heads=4, intermediate_size=128)
+    family = {"architecture": "GptOss"} if name == "gpt-oss" else {"intermediate_size": 128}
+    source = make_target(tmp_path / "t", num_hidden_layers=3, num_key_value_heads=4, **family)
     folder = MAKERS[name](source, tmp_path / "q", name)
     speculative = SpeculativeConfig(method="suffix", num_steps=7, num_draft_tokens=8)
     if draft != "suffix":
