@@ -1,6 +1,7 @@
 """Offline generation with the embedded pair: the names of vLLM's `LLM`, what comes back, and that whatever ends a call
 early leaves the engine usable."""
 
+import io
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch
 
 from cluster.config import ConfigError
 from cluster.http.text.chat_template import ChatTemplateError
+from deploy import offline
 from deploy.offline import LLM, SamplingParams
 from tests.support import MODELS
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
@@ -67,6 +69,25 @@ def test_a_text_is_one_prompt(llm: LLM) -> None:
         assert (same.prompt_token_ids, same.outputs[0].text) == (ids, answer.text)
     with pytest.raises(TypeError, match="prompt 7: must be a text"):
         llm.generate([text, 7])
+
+
+@pytest.mark.parametrize("use_tqdm", [True, False])
+def test_progress_counts_answers_and_is_shown_on_request(
+    llm: LLM, use_tqdm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal; tqdm shows nothing elsewhere where `disable` is None."""
+    bars, made = [], offline.tqdm
+
+    def bar(**settings: Any) -> Any:
+        bars.append(made(**settings | {"disable": False, "file": io.StringIO()}))
+        assert settings["disable"] is (None if use_tqdm else True)
+        return bars[-1]
+
+    monkeypatch.setattr(offline, "tqdm", bar)
+    sampling = SamplingParams(max_tokens=4, n=2)
+    llm.generate(["One", "Two"], sampling, use_tqdm)
+    llm.chat([GREETING], sampling, use_tqdm=use_tqdm)
+    assert [(each.n, each.total) for each in bars] == [(4, 4), (2, 2)]
 
 
 def test_log_probabilities_come_with_every_token(llm: LLM) -> None:

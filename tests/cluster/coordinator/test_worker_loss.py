@@ -208,7 +208,7 @@ def fails_with(ranks: Ranks, seed: int) -> None:
     ranks.executors[1].submit = fail  # type: ignore[method-assign]
 
 
-def test_a_request_whose_steps_crash_is_resumed_once_and_takes_no_other_with_it(make_bed):
+def test_a_request_whose_steps_crash_is_resumed_once_and_takes_no_other_with_it(make_bed, caplog):
     """It comes back alone among those that ran with it, so that the second crash says which one it was."""
     bed = make_bed(delay_s=0.005, max_running=8)
     names = ["a", "b", "c"]
@@ -222,6 +222,9 @@ def test_a_request_whose_steps_crash_is_resumed_once_and_takes_no_other_with_it(
         until(lambda: len(bed.lost) == epoch)  # noqa: B023
     end = bed.ingress.read_end("poison")
     assert end.finish == "error" and str(end.error).endswith("(its steps hung or crashed twice)")
+    assert caplog.messages.count("request poison is not resumed again: its steps hung or crashed twice") == 1
+    suspects = [line.split()[-1] for line in caplog.messages if line.startswith("the step that hung or crashed ran")]
+    assert suspects[-1] == "poison", caplog.messages
     bed.attach(epoch=3)
     for name in names:
         assert bed.ingress.read_end(name).finish == "length"

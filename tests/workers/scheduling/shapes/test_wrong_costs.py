@@ -49,7 +49,9 @@ def test_plain_decoding_runs_where_it_is_best_whatever_the_start_measured(factor
 def test_after_a_loaded_start_every_load_gets_its_shape(
     shapes: RoundShapes, costs: dict[RoundShapes, CostTable], seed: int
 ) -> None:
-    """Every point of the table is off by a factor of its own, two on average. Means are 0.983 to 0.99."""
+    """Every point of the table is off by a factor of its own, two on average. Means are 0.987 to 0.995. On a CPU, two
+    probes of the widest tree, of 300 ms beside rounds of 36, and five of the chain may fall into 300 steps of batch 32:
+    0.948. They pay over thousands of steps."""
     found = []
     for mean in (1.0001, 2.5, 4.5):
         wrong = np.exp(np.random.default_rng(seed).normal(0.0, 0.7, (len(shapes), 6)))
@@ -60,7 +62,8 @@ def test_after_a_loaded_start_every_load_gets_its_shape(
             engine.batch = batch
             found.append((reached(engine, 300), mean, batch))
     low = sorted(found)
-    assert low[0][0] > 0.94 and np.mean([share for share, *_ in found]) > 0.98, low[:5]
+    least = 0.94 if costs is CPU and shapes is TREE else 0.97
+    assert low[0][0] > least and np.mean([share for share, *_ in found]) > 0.98, low[:5]
 
 
 @pytest.mark.parametrize("costs", [CPU, pytest.param(GPU, marks=SLOW)], ids=["cpu", "gpu"])
@@ -71,7 +74,7 @@ def test_a_machine_that_slows_down_and_recovers_changes_no_shape_for_long(costs:
         for pace in (1.0, 3.0, 1.0, 0.5, 2.0):
             engine.pace = pace
             share = reached(engine, 300)
-            assert share > 0.95, (batch, pace, share, engine.seen)
+            assert share > 0.97, (batch, pace, share, engine.seen)
 
 
 def test_a_shape_that_was_timed_while_the_machine_was_busy_comes_back() -> None:
