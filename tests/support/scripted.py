@@ -295,6 +295,7 @@ class ScriptedExecutor:
             logprobs=logprobs,
             prompt_logprobs=tuple(_prompt_logprobs(chunk) for chunk in plan.chunks if chunk.logprobs >= 0),
             elapsed_s=self.delay_s,
+            took_s=self.delay_s,
             graphs=self.graphs,
         )
         self._pending.append((time.monotonic() + self.delay_s, result))

@@ -1,7 +1,6 @@
 """Converts a step's output to a `StepResult`. Used by `workers.runner.worker`."""
 
 import logging
-import time
 from dataclasses import dataclass
 
 from workers.runner.chunk_tensors import in_order
@@ -32,6 +31,7 @@ class PendingStep:
     emitted: None if a graph was captured instead of a step.
     num_logprobs: by entry of the result, as its request asked; its slot may have a new owner by now.
     started_s: of `time.perf_counter`.
+    ended_s: of `time.perf_counter`; None while a device may still compute the step.
     failed: by entry.
     failed_requests: by number of the request.
     scored_requests: numbers of the requests whose prompt chunks ask for log-probabilities, in the order of their rows.
@@ -44,13 +44,21 @@ class PendingStep:
     failed: dict[int, Failure]
     failed_requests: dict[int, Failure]
     scored_requests: tuple[int, ...] = ()
+    ended_s: float | None = None
 
-    def result(self, events: MaskEvents, graphs: GraphCount) -> StepResult:
-        """Return the result, once it is on the host. events: of grammars. graphs: after this step."""
+    def result(self, events: MaskEvents, graphs: GraphCount, ended_s: float, before_s: float) -> StepResult:
+        """Return the result, once it is on the host.
+
+        events: of grammars.
+        graphs: after this step.
+        ended_s, before_s: when this step and the one before it ended, of `time.perf_counter`.
+        """
         plan, emitted = self.plan, self.emitted
+        elapsed_s, took_s = ended_s - self.started_s, ended_s - max(self.started_s, before_s)
         if emitted is None:
-            elapsed_s = time.perf_counter() - self.started_s
-            return StepResult(plan.epoch, plan.step, b"", b"", b"", b"", elapsed_s=elapsed_s, graphs=graphs)
+            return StepResult(
+                plan.epoch, plan.step, b"", b"", b"", b"", elapsed_s=elapsed_s, took_s=took_s, graphs=graphs
+            )
         tokens, matches, min_entropies = emitted.columns
         rows: list[list[int]] = tokens.tolist()
         counts = [row[-3] for row in rows]
@@ -71,7 +79,8 @@ class PendingStep:
             masks_ready=pack_i32(events.ready),
             failed_requests=events.failed | self.failed_requests,
             grammars_ready=pack_i32(events.compiled),
-            elapsed_s=time.perf_counter() - self.started_s,
+            elapsed_s=elapsed_s,
+            took_s=took_s,
             graphs=graphs,
             prompt_logprobs=prompt_logprobs,
             matches=pack_i32(matches) if emitted.num_matches else b"",

@@ -2,6 +2,7 @@
 cluster's worker loop and the local engine; knows no transport."""
 
 import functools
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ class Worker:
         self._grammars = grammars
         self._captures = captures
         self._pending: deque[PendingStep] = deque()
+        self._last_end_s = -math.inf  # end of the last step whose result was taken, of `time.perf_counter`
         self._batches = PlanBatches(slots, grammars, pools, states, group)
 
     @property
@@ -115,7 +117,10 @@ class Worker:
         if self._grammars is not None and batch.needs.masked:
             self._grammars.ran(entries, emitted)
         scored = tuple(self._slots.facts[chunk.slot].number for chunk in in_order(plan) if chunk.logprobs >= 0)
-        self._pending.append(PendingStep(plan, emitted, num_logprobs, started_s, failed, failed_requests, scored))
+        ended_s = time.perf_counter() if emitted.copied is None else None  # a CPU has computed it
+        self._pending.append(
+            PendingStep(plan, emitted, num_logprobs, started_s, failed, failed_requests, scored, ended_s)
+        )
 
     def _fill_masks(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> None:
         """Copy the masks of a step's rows to the device; adds to `failed`. Rows without a mask emit nothing."""
@@ -132,7 +137,9 @@ class Worker:
             pending.emitted.wait()
             if self._grammars is not None:
                 events = self._grammars.events(pending.emitted)
-        return pending.result(events, self.graphs)
+        before_s = self._last_end_s
+        self._last_end_s = time.perf_counter() if pending.ended_s is None else pending.ended_s
+        return pending.result(events, self.graphs, self._last_end_s, before_s)
 
     def _assert_ranks_agree(self, tensors: StepTensors) -> None:
         """Compare this step's output with the other ranks'. Costs a gather and a host read, so debug only."""

@@ -272,7 +272,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         (prompt chunk, plain round, speculation off). -> `Survival`, statistics
     logprobs: by entry, one per emitted token; only for requests with log-probabilities.
     prompt_logprobs: one for each chunk of the plan with log-probabilities, in their order.
-    elapsed_s: seconds that the step took on this rank. -> `StepTime`, the coordinator, the worker loop
+    elapsed_s: seconds from the plan's arrival on this rank to the end of the step. -> the coordinator, the worker loop
+    took_s: those of them after the end of the step before it: what the step itself took. -> `StepTime`
     failed: by entry, why that request ends; its output of this step must not be shown. From `SlotGrammars`, and for
         logits that are not finite.
     failed_requests: by request number, why a request ends that may have no entry here. From `SlotGrammars`,
@@ -293,6 +294,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     accepted: bytes
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     elapsed_s: float = 0.0
+    took_s: float = 0.0
     failed: dict[int, Failure] = {}
     masks_ready: bytes = b""
     failed_requests: dict[int, Failure] = {}

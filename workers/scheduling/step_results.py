@@ -50,7 +50,6 @@ class StepResults:
         self._num_drafts = np.array([shape.width - 1 for shape in shapes.shapes])
         self._clock = clock
         self.step_time: StepTime | None = None
-        self._last_s = clock()  # when the last result came
 
     def apply(self, step: InFlightStep, result: StepResult, newest: int) -> list[RequestOutput]:
         """Apply the result of `step`. Return an output for each request with news. newest: number of the last plan."""
@@ -64,11 +63,9 @@ class StepResults:
         if result.matches:
             self._observe(step, np.where(late, 0, counts), unpack_i32(result.matches).reshape(-1, 3))
         num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)), result.min_entropies)
-        # from the step's start, or from the last result if that is later
-        took_s, self._last_s = min(result.elapsed_s, now - self._last_s), now
         if self.step_time is not None:
             expected_ms = step.expected.ms if step.expected is not None and step.num_rounds else 0.0
-            self.step_time.observe(step.load, took_s * 1e3, expected_ms)
+            self.step_time.observe(step.load, result.took_s * 1e3, expected_ms)
         outputs += _prompt_outputs(step, result) if step.with_prompt_logprobs else []
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()

@@ -144,7 +144,8 @@ class PairRank:
         self.clock.now += pair.host_ms / 1e3 * (pair.slow_first if is_slow else 1.0)
         before_s = self._free_s
         self._free_s = max(self._free_s, self.clock.now) + took_ms / 1e3 * self._random.lognormvariate(0.0, pair.noise)
-        self._pending.append((self._free_s, msgspec.structs.replace(result, elapsed_s=self._free_s - started_s)))
+        elapsed_s, took_s = self._free_s - started_s, self._free_s - max(before_s, started_s)
+        self._pending.append((self._free_s, msgspec.structs.replace(result, elapsed_s=elapsed_s, took_s=took_s)))
         leg = self.reason(), pair.shapes[plan.shape].name
         self.leg_ms[leg] = self.leg_ms.get(leg, 0.0) + (self._free_s - before_s) * 1e3
         self.leg_tokens[leg] += len(result.tokens) // 4

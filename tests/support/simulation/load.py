@@ -236,6 +236,7 @@ class SimulatedRank:
             finish=bytes(FINISH_LENGTH if end else FINISH_NONE for end in ended),
             accepted=pack_i32([max(0, n - 1) for n in counts[: len(rounds)]] + [-1] * len(last)),
             elapsed_s=self._free_s - arrived_s,
+            took_s=took_s,
             graphs=GraphCount() if self._graphs is None else self._graphs.count,
         )
         self.results.append((self._free_s + self._receive_s, result))

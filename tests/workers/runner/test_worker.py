@@ -1,5 +1,7 @@
 """A rank's plan as tensors: what the strategy is given, and how it got to the device."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -135,3 +137,29 @@ def test_nothing_to_send_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     with strict_device.strict_device(monkeypatch, upload) as copied:
         apply_plan(slots, StepPlan(0, 0, b"", 0, 0))
     assert copied == [] and rank.num_pending == 0
+
+
+class Sleeping(Listening):
+    """A strategy whose steps take as long as it is told."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        super().__init__(CPU)
+        self._seconds = iter(seconds)
+
+    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
+        time.sleep(next(self._seconds))
+        return super().step(batch, fill_masks)
+
+
+def test_a_step_took_its_own_time_whenever_its_result_is_taken() -> None:
+    """An engine in this process submits the next step before it takes a result, and a CPU computes it meanwhile."""
+    seconds = [0.05, 0.2, 0.05]
+    slots = SlotTable(6, 4, 32, CPU)
+    rank = Worker(Sleeping(seconds), slots, TPGroup(0, 1), debug=False)  # type: ignore[arg-type]
+    rank.submit(first_plan())
+    rank.submit(later_plan(1))
+    results = [rank.take()]
+    rank.submit(later_plan(2))
+    results += [rank.take(), rank.take()]
+    assert [result.took_s for result in results] == pytest.approx(seconds, abs=0.04)
+    assert [result.elapsed_s for result in results] == pytest.approx(seconds, abs=0.04)
