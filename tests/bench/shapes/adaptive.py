@@ -130,9 +130,8 @@ def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tu
         found[name] = max(rate, found.get(name, 0.0))
 
     engine.generate(prompts, SamplingParams(1, 0.0), batch)
-    # who chooses, and who tells it what was accepted
-    scheduler.shape_choice = ShapeChoice(shapes, scheduler._config.num_slots)
-    scheduler._results._shape_choice = scheduler.shape_choice
+    # as new: the same object, since it is asked in one place and told what was accepted in another
+    vars(scheduler.shape_choice).update(vars(ShapeChoice(shapes, scheduler._config.num_slots)))
     for _ in range(PASSES):
         for index, shape in enumerate(shapes.shapes):
             forced(engine, index)
@@ -143,6 +142,7 @@ def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tu
             before = Counter(scheduler.stats.steps_by_shape)
             better("adaptive", tokens_per_ms(engine, prompts, SETTLING, num_steps))
             chosen += Counter(scheduler.stats.steps_by_shape) - before
+            assert scheduler.shape_choice.expected, "the steps had another choice"
     scheduler.flush_prefix_cache()
     return found, dict(chosen)
 
