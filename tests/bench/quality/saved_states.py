@@ -58,15 +58,16 @@ def answers(prompts: list[list[int]], dtype: str | None) -> list[list[int]]:
         return [request.output for request in requests]
 
 
-def _round(cache: Any, dtype: torch.dtype) -> None:
+def _round(cache: Any, dtype: torch.dtype | None) -> None:
     for layer in cache.layers:
         for states in getattr(layer, "recurrent_states", {}).values():
-            states.copy_(states.to(dtype))
+            states.copy_(torch.zeros_like(states) if dtype is None else states.to(dtype))
 
 
 @torch.no_grad()
-def losses(model: Any, tokens: list[int], borders: list[int], dtype: torch.dtype) -> Tensor:
-    """Cross-entropy of tokens borders[0] + 1 onwards, where the state is rounded to `dtype` at each border."""
+def losses(model: Any, tokens: list[int], borders: list[int], dtype: torch.dtype | None) -> Tensor:
+    """Cross-entropy of tokens borders[0] + 1 onwards, where the state is rounded to `dtype` at each border; None: is
+    set to zero there."""
     text, cache, found = torch.tensor([tokens]), None, []
     for start, end in pairwise([0, *borders, len(tokens) - 1]):
         out = model(text[:, start:end], past_key_values=cache, use_cache=True)
@@ -97,13 +98,14 @@ def main() -> int:
     }
     print(*table(["saved states", "texts", "differ"], [(t, len(rows), n) for t, n in different.items()]), sep="\n")
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    found: dict[str, list[Tensor]] = {"never": [], "once": [], f"every {TURN} tokens": []}
+    found: dict[str, list[Tensor]] = {"never": [], "once": [], f"every {TURN} tokens": [], "to zero": []}
     for _, tokens in rows:
         half = len(tokens) // 2
         turns = list(range(half, len(tokens) - 1, TURN))
         found["never"].append(losses(model, tokens, [half], torch.float32))
         found["once"].append(losses(model, tokens, [half], torch.bfloat16))
         found[f"every {TURN} tokens"].append(losses(model, tokens, turns, torch.bfloat16))
+        found["to zero"].append(losses(model, tokens, [half], None))
     means = {when: float(torch.cat(each).mean()) for when, each in found.items()}
     print(*table(["rounded", "nats a token"], [(when, f"{mean:.5f}") for when, mean in means.items()]), sep="\n")
     print(json.dumps({"texts": len(rows), "different": different, "loss": means}))
