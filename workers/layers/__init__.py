@@ -1,5 +1,5 @@
-"""Tensor-parallel layers for models. Each layer cuts its share from a whole tensor of the checkpoint. Layers know ranks
-and attention backends, but no model configuration and no step.
+"""Tensor-parallel layers for models. Each layer cuts its shard from a whole tensor of the checkpoint. Layers know ranks
+and attention backends, but neither model configurations nor steps.
 
 linear           column- and row-parallel linear layers; `finish_weights`
 linear_method    `LinearMethod`: stores, loads and multiplies a linear layer's weight
@@ -8,9 +8,9 @@ moe              mixture of experts: `routing` chooses experts, `experts` holds 
 weighted         `WeightedModule`: the interface between a layer and the weight loader
 decoder_layer    the pre-norm block, and the interfaces of its attention and MLP
 attention, mlp   grouped-query attention; the gated MLP
-latent_attention multi-head latent attention, absorbed
+latent_attention multi-head latent attention (MLA), absorbed
 forward_context  the inputs that all layers of a pass share: positions, KV slots, attention batches
-gated_delta_net  a recurrent layer, in the place of attention
+gated_delta_net  a recurrent layer in place of attention
 rotary, norm     rotary angles; RMSNorm with the residual addition
 vocab            embedding, logits and reductions over vocabulary shards
 """

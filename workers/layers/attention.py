@@ -28,9 +28,9 @@ class Attention(AttentionLayer):
     norms_projections: q and k norms are over all heads together, by `ProjectionNorm` (OLMo 2).
     gated: multiply each head's output by the sigmoid of a gate of its size (Qwen3-Next).
     value_norm: norm values per head, without a weight; needs norm_eps (Gemma 4).
-    keys_as_values: there is no v_proj: values are keys before their norm and rotation (Gemma 4).
-    kv_layer: the layer whose KV is attended to; the layer then has queries alone (Gemma 4). None: its own.
-    rule: the layer's of `ModelConfig.score_rule`; None: a plain softmax of scores over the root of head_dim.
+    keys_as_values: no v_proj; values are the keys before norm and RoPE (Gemma 4).
+    kv_layer: attend to this layer's KV; the layer then projects queries only (Gemma 4). None: its own KV.
+    rule: from `ModelConfig.score_rule`; None: softmax(q . k / sqrt(head_dim)).
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Attention(AttentionLayer):
 
     @property
     def head_norms(self) -> HeadNorms | None:
-        """The norms per head, which are applied where heads are rotated."""
+        """The norms per head; the kernel that applies RoPE applies them."""
         if self.q_norm is None or self._projection_norms is not None:
             return None
         k = None if self.k_norm is None else self.k_norm.weight
@@ -103,8 +103,11 @@ class Attention(AttentionLayer):
             context.of_layer(self.layer).keep(self.layer, q, kv, angles, self.head_norms)
 
     def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """Return q [rows, heads, head_dim]; k and v [rows, kv_heads, head_dim], or nothing; and the gate, as q. All are
-        before RoPE and `head_norms`."""
+        """Return (q, kv, gate) before RoPE and `head_norms`.
+
+        q, gate: [rows, heads, head_dim]; gate is None without.
+        kv: k and v [rows, kv_heads, head_dim], or ().
+        """
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))
         num_q = self.num_heads * (1 + self.gated)
         q, gate = heads[:, :num_q], None

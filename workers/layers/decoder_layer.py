@@ -32,11 +32,11 @@ class AttentionLayer(nn.Module, ABC):
 
     @abstractmethod
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
-        """Write the KV of all rows, without an output."""
+        """Write the KV of all rows; compute no output."""
 
 
 class FeedForward(nn.Module, ABC):
-    """The part of a block that computes each row alone: an MLP or experts."""
+    """The part of a block that computes each row independently: an MLP or experts."""
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -54,9 +54,10 @@ class FeedForward(nn.Module, ABC):
     def partial_of_sum(
         self, x: Tensor, residual: Tensor, norm: Norm, live: TokenSlots, group: TPGroup
     ) -> tuple[Tensor, Tensor] | None:
-        """Return `partial` of the norm of x + residual, and that sum; None where it has no kernel for both.
+        """Return `partial` of norm(x + residual), and x + residual; None without a fused kernel.
 
-        x, residual: [rows, hidden_size], unchanged. group: ranks whose parts of x are to be summed.
+        x, residual: [rows, hidden_size], unchanged.
+        group: ranks whose parts of x are to be summed.
         """
         return None
 
@@ -68,7 +69,7 @@ class DecoderLayer(nn.Module):
     before: class of the input norm; None: as `norm`.
     group: the ranks whose parts are summed.
     unsummed: the ranks whose parts of the layer's output the caller sums.
-    tail: what is done to the stream after the layer's output is added; None: nothing.
+    tail: applied to the residual stream after the layer's output is added; None: nothing.
     """
 
     def __init__(
@@ -94,10 +95,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, normed: Tensor | Fp8Rows, residual: Tensor, angles: Angles, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of the MLP's output, and the residual stream before it, both for the rows that
-        attend.
-
-        The caller sums the parts and adds them together with the next norm.
+        """Return this rank's part of the MLP's output and the residual stream before it: [n, hidden] each, for the n
+        rows that attend. The caller sums the parts and adds them to the stream in the next norm.
 
         normed: [rows, hidden] the input norm's output, in the model's dtype or the attention's `fp8_inputs`.
         residual: [rows, hidden].
@@ -125,12 +124,12 @@ class LayerTail(nn.Module, ABC):
         """Return the stream that enters the next layer; may write to `stream`.
 
         stream: [n, hidden_size], of the rows that attend.
-        layer_input: [n, size], what the model's `LayerInputs` gives this layer; None without.
+        layer_input: [n, size] this layer's output of the model's `LayerInputs`; None without.
         """
 
 
 class LayerInputs(nn.Module, ABC):
-    """A token's additional inputs to the end of each layer (Gemma 4)."""
+    """Per-layer embeddings of tokens, which enter at the end of each layer (Gemma 4)."""
 
     @abstractmethod
     def forward(self, ids: Tensor, embedded: Tensor) -> Tensor:
@@ -138,10 +137,11 @@ class LayerInputs(nn.Module, ABC):
 
 
 class SandwichLayer(DecoderLayer):
-    """h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h))), as Gemma 2 and later have it.
+    """h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h))), as in Gemma 2 and later.
+
+    A norm after attention or MLP needs the sum over all ranks, so the layer returns its whole output.
 
     before: class of the norms before attention and MLP; None: as `norm`. `NoNorm` for OLMo 2.
-    A norm after attention or MLP needs the sum over all ranks, so that the layer returns its whole output.
     """
 
     def __init__(
@@ -170,5 +170,6 @@ class SandwichLayer(DecoderLayer):
         return self.post_feedforward_layernorm(out), residual
 
     def _feed_forward(self, normed: Tensor | Fp8Rows, residual: Tensor, live: TokenSlots) -> Tensor:
-        """Return the whole output before the last norm. residual: what `normed` is the norm of."""
+        """Return the output, summed over the ranks, before the last norm. residual: the input of the norm that gave
+        `normed`."""
         return self.group.all_reduce(self.mlp.partial(normed, live))

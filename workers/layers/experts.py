@@ -1,5 +1,5 @@
-"""The experts of a layer as stacked tensors: a slice of every expert's width, or some whole experts. An `ExpertsMethod`
-stores and multiplies them."""
+"""The experts of a layer on this rank: a slice of every expert (tensor parallelism) or some whole experts (expert
+parallelism). An `ExpertsMethod` stores and multiplies them."""
 
 from collections.abc import Iterator
 
@@ -37,8 +37,7 @@ class Experts(WeightedModule):
         biased: bool = False,
     ) -> None:
         """width: intermediate size of an expert in the model.
-        num_shared: experts that may be joined.
-        biased: every matrix has a bias.
+        num_shared, biased: see `ExpertsShape`.
         whole: this rank holds some whole experts; else a slice of each expert.
         """
         super().__init__()
@@ -62,7 +61,7 @@ class Experts(WeightedModule):
         return self.method.workspace_size()
 
     def weight_keys(self) -> Iterator[WeightKey]:
-        for expert in range(self.shape.held.total):  # of all ranks, so that all fail alike if the checkpoint lacks one
+        for expert in range(self.shape.held.total):  # of all ranks, so that all fail if the checkpoint lacks one
             for part in self.shape.parts:
                 for kind in self.method.kinds:
                     yield WeightKey(kind, part.name, expert)

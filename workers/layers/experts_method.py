@@ -1,5 +1,4 @@
-"""`ExpertsMethod` stores and multiplies the experts of a layer, as `LinearMethod` does a linear layer; and the
-unquantised one."""
+"""`ExpertsMethod`: stores and multiplies the experts of a layer. `UnquantizedExperts` is the unquantised one."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
-_ALIGNMENT = 16  # bytes; torch's grouped products need rows aligned to it
+_ALIGNMENT = 16  # bytes; row alignment that torch's grouped GEMM needs
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class ExpertsShape:
     held: the routed experts of this rank.
     gate_up: gate_proj above up_proj, of one expert.
     down: down_proj of one expert.
-    num_shared: shared experts that may be joined; every row uses them.
+    num_shared: shared experts that `ExpertsMethod.join` may append to the routed ones; every row uses them.
     experts_per_token: routed experts per row, over all ranks.
     biased: every matrix has a bias.
     """
@@ -48,7 +47,7 @@ class ExpertsShape:
         return self.held.size
 
     def stacked(self, one: LinearShape, dtype: torch.dtype) -> Tensor:
-        """Allocate [num_experts, rows, columns], followed by unused room for shared experts
+        """Allocate [num_experts, rows, columns] with spare memory after it for the shared experts
         (`workers.ops.experts.shared.with_shared`)."""
         return torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)[
             : self.num_experts
@@ -73,7 +72,7 @@ class ExpertsShape:
 
 
 class ExpertsMethod(nn.Module, ABC):
-    """Stores and multiplies the weights of a layer's experts. Same life cycle as `LinearMethod`.
+    """The weights of a layer's experts. Same life cycle as `LinearMethod`.
 
     kinds: the checkpoint's tensors per matrix and expert.
     """
@@ -115,9 +114,9 @@ class ExpertsMethod(nn.Module, ABC):
         """Prepare the final weights for multiplication. Called once."""
 
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
-        """Take over the MLP of the shared experts, before `finish`, so that `multiply` adds its output.
+        """Append the shared experts to the routed ones, before `finish`; `multiply` then adds their output.
 
-        Return False if its weights are stored or multiplied in another way.
+        Return False if their weights are stored or multiplied differently.
         """
         return False
 
@@ -127,7 +126,7 @@ class ExpertsMethod(nn.Module, ABC):
 
     @property
     def is_fused(self) -> bool:
-        """Whether `multiply` uses a routing that was done before (`RouterLogits.routed`)."""
+        """Whether `multiply` accepts experts that are already chosen (`RouterLogits.routed`)."""
         return False
 
     @property
@@ -137,7 +136,7 @@ class ExpertsMethod(nn.Module, ABC):
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
-        """Return this rank's part of the weighted sum of each row's experts, joined ones included: [rows, hidden_size].
+        """Return this rank's part of each row's weighted sum of experts, joined ones included: [rows, hidden_size].
 
         x: [rows, hidden_size] in the model's dtype, or in the format `fp8_inputs`.
         out: memory for the result; None allocates it.
@@ -207,10 +206,10 @@ class DenseExperts(ExpertsMethod):
 
 
 class UnquantizedExperts(DenseExperts):
-    """Weights in bfloat16, float16 or float32, with room for joined experts.
+    """Weights in bfloat16, float16 or float32, with spare memory for joined experts.
 
-    gate_up_bias, down_bias: [experts, rows]; None without. Ranks that share an expert sum its outputs, so that all but
-        one have zeros for down_bias.
+    gate_up_bias, down_bias: [experts, rows]; None without. Ranks that share an expert sum its outputs, so only one of
+        them holds down_bias; the others hold zeros.
     """
 
     def __init__(self, shape: ExpertsShape) -> None:
@@ -257,7 +256,7 @@ class UnquantizedExperts(DenseExperts):
         mine.data[expert, part.offset : part.offset + part.rows.size].copy_(part.cut(full))
 
     def _load_bias(self, expert: int, part: Part, full: Tensor, is_down: bool) -> None:
-        assert self.gate_up_bias is not None and self.down_bias is not None, "kinds has it"
+        assert self.gate_up_bias is not None and self.down_bias is not None, "kinds includes it"
         if not is_down:
             rows = slice(part.offset, part.offset + part.rows.size)
             self.gate_up_bias.data[expert, rows].copy_(full[part.rows.first : part.rows.end])

@@ -25,8 +25,8 @@ BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 
 @dataclass(frozen=True)
 class Attending:
-    """The rows that attend in the last layer, if the other rows only write KV. Only these rows continue after
-    attention.
+    """The rows that attend in a draft's last layer. Only these rows continue after attention; the others only write
+    KV.
 
     rows: [n] int64.
     decode, chunks: the same rows as batches, decode rows first; both None if no row attends.
@@ -38,25 +38,25 @@ class Attending:
 
     @staticmethod
     def none(device: torch.device) -> "Attending":
-        """Return that of a pass that only writes KV."""
+        """Return the empty selection: a pass that only writes KV."""
         return Attending(torch.empty(0, dtype=torch.int64, device=device), None, None)
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Positions, KV slots and attention batches of a pass. Rows are those of the decode batch, then those of the chunk
-    batch (see `attention.metadata`).
+    """Positions, KV slots and attention batches of a pass. The decode batch's rows come first, then the chunk batch's
+    (see `attention.metadata`).
 
     positions: [rows] int64 for rotary embedding.
-    slot_mapping: [rows] int64 KV slots that the rows are written to.
+    slot_mapping: [rows] int64 KV slots to write.
     num_decode_rows, decode, chunks: of the rows that attend.
     attending: [n] int64 rows that attend; None for all.
     last: the context of the last layer, if fewer rows attend there.
-    expanded: `chunks` for layers with latent rows, if expansion costs less.
-    states: of recurrent layers, whose rows all go through them; None for models without.
-    live_mapping: [rows] int64, `slot_mapping` of rows that are not padding though they write to page 0
-        (`PrefillBatch.kept_from`); None where there are none.
-    windowed: the context of layers whose KV is in window pages, which have another page table; None without such
+    expanded: `chunks` with expanded keys and values, for latent layers (MLA), where that costs less than absorption.
+    states: of recurrent layers, which compute all rows; None without such layers.
+    live_mapping: [rows] int64, page 0 for padding only. None if `slot_mapping` is so too: `PrefillBatch.kept_from` and
+        window pages send live rows to page 0.
+    windowed: the context of layers whose KV is in window pages, which have their own page table; None without such
         layers.
     """
 
@@ -107,12 +107,12 @@ class ForwardContext:
         sinks: Tensor | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Rotate q and the layer's rows, write the rows to the KV pool, and attend: [n, q_heads, head_dim] for the rows
-        that attend. On a GPU, q is rotated in place if there are no norms.
+        """Apply RoPE to q and the layer's rows, write the rows to the KV pool, and attend. Return [n, q_heads,
+        head_dim] for the n rows that attend. On a GPU without norms, q is rotated in place.
 
         q: [rows, q_heads, head_dim].
-        rows: projections as the KV layout stores them (`KVLayout.store`): k and v [rows, kv_heads, head_dim] for K/V
-            heads; none for a layer that attends to the KV of an earlier `layer`.
+        rows: the projections that `KVLayout.store` takes: k and v [rows, kv_heads, head_dim] for K/V heads; () if
+            `layer` is an earlier one, whose KV is stored already.
         rule, sinks: as in `attention.backend.Prepared.forward`.
         norms: of q and the rows, applied before RoPE.
         """
@@ -123,14 +123,15 @@ class ForwardContext:
     def keep(
         self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, norms: HeadNorms | None = None
     ) -> Tensor:
-        """Norm, rotate and store as `attend` does. Return rotated q."""
+        """Apply norms and RoPE and store as `attend` does. Return rotated q."""
         at = angles.cos, angles.sin, angles.index
         if not rows:
             return self.pool.rotate(layer, q, *at, norms)
         return self.pool.store(layer, q, rows, *at, self.slot_mapping, norms)
 
     def plan(self, layer: int, q: Tensor, rule: ScoreRule) -> bool:
-        """Call `Prepared.plan` of each batch, before the layer's rows are stored. Reads no value of q."""
+        """Call `Prepared.plan` of each batch, before the layer's rows are stored. Does not read q's values. Return
+        whether a batch needs the store to be a fence."""
         fence = False
         for prepared in (self.decode, self.chunks):
             if prepared is not None:
@@ -161,8 +162,8 @@ def make_context(
 ) -> ForwardContext:
     """Return the context of a pass over `decode` and `chunks`.
 
-    decode_positions: [B * R] int64 rotary positions of decode rows (a tree's rows have positions unlike their columns);
-        None if equal to the columns.
+    decode_positions: [B * R] int64 rotary positions of decode rows; None if equal to their KV positions (not so in a
+        tree).
     attending: None: all rows attend.
     """
     context = _context(pool, backends, decode, decode_positions, chunks, attending)
@@ -176,7 +177,7 @@ def make_context(
 
 
 def through_windows(batch: BatchT, pool: KVPool) -> BatchT:
-    """Return the batch with a page table of the window pages attached to its pages."""
+    """Return the batch with the page table of its window pages."""
     return replace(batch, page_table=pool.window_table(batch.page_table))
 
 

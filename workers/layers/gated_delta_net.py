@@ -1,5 +1,5 @@
-"""A layer of the gated delta rule (Gated DeltaNet, arXiv 2412.06464) over a `ForwardContext`: instead of KV it keeps a
-state of fixed size for each request."""
+"""A recurrent layer by the gated delta rule (Gated DeltaNet, arXiv 2412.06464) over a `ForwardContext`. Instead of KV,
+each request has a state of fixed size."""
 
 from collections.abc import Iterator
 
@@ -31,10 +31,10 @@ def heads_of_rank(heads: DeltaHeads, tensor_parallel: int) -> DeltaHeads:
 
 
 class GatedDeltaNet(AttentionLayer):
-    """layer: its number in the state pool.
-    heads: of the model; as an attribute of this rank.
-    eps: of the output's norm.
-    merged: multiply by all input projections at once; not where the checkpoint quantises some of them.
+    """layer: index in the state pool.
+    heads: of the model; the attribute is of this rank.
+    eps: epsilon of the output norm.
+    merged: one GEMM for all input projections; False if the checkpoint quantises only some of them.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GatedDeltaNet(AttentionLayer):
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
         wanted = self.in_proj.method.fp8_inputs
-        return None if wanted is None else Fp8Inputs(wanted.by_group, wanted.many, plain=True)  # the gates' are plain
+        return None if wanted is None else Fp8Inputs(wanted.by_group, wanted.many, plain=True)  # for `gates`
 
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
         heads, projected = self.heads, self.in_proj(x)
@@ -67,7 +67,7 @@ class GatedDeltaNet(AttentionLayer):
             qkv, z, b, a = torch.split(projected, sizes, dim=1)
         else:
             plain = x if isinstance(x, Tensor) else x.plain
-            assert plain is not None, "asked for with the rows in FP8"
+            assert plain is not None, "`fp8_inputs` asks for it"
             (qkv, z), (b, a) = torch.split(projected, sizes[:2], dim=1), self.gates(plain).chunk(2, dim=1)
         return self.out_proj.partial(context.recur(self.layer, DeltaRows(qkv, z, b, a), self.core.weights))
 
@@ -76,8 +76,12 @@ class GatedDeltaNet(AttentionLayer):
 
 
 class DeltaCore(WeightedModule):
-    """The recurrence's own weights, as `DeltaWeights` has them: conv [4, C], a_log and dt_bias [Hv] float32, and norm
-    [dv]."""
+    """The recurrence's own weights; see `DeltaWeights`.
+
+    conv: [4, C].
+    a_log, dt_bias: [Hv] float32.
+    norm: [dv].
+    """
 
     def __init__(self, keys: Span, values: Span, heads: Span, value_dim: int, eps: float) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class DeltaCore(WeightedModule):
             parameter.data.copy_(full[self._heads.first : self._heads.end])
 
     def fill_dummy(self, generator: torch.Generator) -> None:
-        """Decays from 0.5 to 0.999 a token, as trained models have them."""
+        """Fill with decays from 0.5 to 0.999 per token, as in trained models."""
         self.conv.data.normal_(0.0, 0.5, generator=generator)
         self.norm.data.fill_(1.0)
         self.a_log.data.uniform_(-4.0, 1.0, generator=generator)

@@ -1,4 +1,4 @@
-"""Scales of a layer's KV in FP8, as checkpoints store them: one number for keys, one for values."""
+"""Scales of FP8 KV from the checkpoint: per layer, one for keys and one for values."""
 
 import logging
 import math
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 class KVScaleWeights(WeightedModule):
-    """The tensors `k_scale` and `v_scale` of a layer's attention, kept as numbers on the host, where kernels' arguments
-    are. 1 where the checkpoint has none. Unused unless KV is FP8.
+    """The tensors `k_scale` and `v_scale` of a layer's attention, held as floats on the host because kernels take them
+    as arguments. 1 if the checkpoint has none. Unused unless KV is FP8.
 
     layer: index in the KV pool.
     missing: whether the checkpoint has none.
@@ -53,7 +53,7 @@ def kv_scales(model: nn.Module) -> dict[int, KVScales]:
 
 
 def warn_of_missing(model: nn.Module, name: str) -> None:
-    """Log if layers of the model have no scales. name: of the model."""
+    """Log a warning if layers of the model have no scales. name: of the model."""
     missing = [each.layer for each in _of(model) if each.missing]
     if missing:
         logger.warning(

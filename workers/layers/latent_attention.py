@@ -1,5 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), absorbed: heads attend to latent rows. The
-up-projection of keys is multiplied into q, that of values into the output."""
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1), absorbed: heads attend to latent rows.
+q is multiplied by the keys' up-projection, the attention output by the values'."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ LATENT_EPS = 1e-6  # of latent norms; config.json's rms_norm_eps is for the othe
 
 
 class LatentUpProjection(ColumnParallelLinear):
-    """Computes keys and values from latent rows, cut by heads, multiplied head by head.
+    """The up-projection from latent rows to keys and values (kv_b_proj), cut by heads.
 
     num_heads: of this rank. A head has `key_dim` rows for keys, then `value_dim` for values.
 
@@ -37,7 +37,7 @@ class LatentUpProjection(ColumnParallelLinear):
     keys_and_values: [heads * (key_dim + value_dim), latent].
     keys: [heads, key_dim, latent], a view.
     values: [heads, latent, value_dim], a view.
-    deterministic: a row's products must not depend on other rows.
+    deterministic: a row's result must not depend on other rows.
     """
 
     keys_and_values: Tensor
@@ -60,14 +60,14 @@ class LatentUpProjection(ColumnParallelLinear):
 
 
 class LatentAttention(AttentionLayer):
-    """Latent attention, cut by heads; latent rows are whole on every rank.
+    """MLA, cut by heads; every rank holds whole latent rows.
 
     layer: index in the KV pool.
     num_heads: of the model.
-    q_rank: rank of q's low-rank projection; None if q is projected directly.
-    latent: size of a latent row without its rotated part.
-    key_dim: size of a head's keys without the rotated part.
-    rotated_dim: size of the rotated part, which all heads share.
+    q_rank: rank of q's low-rank projection (`q_lora_rank`); None if q is projected directly.
+    latent: size of a latent row without its RoPE part (`kv_lora_rank`).
+    key_dim: size of a head's keys without the RoPE part (`qk_nope_head_dim`).
+    rotated_dim: size of the RoPE part, which all heads share (`qk_rope_head_dim`).
     scale: factor on q . k.
     """
 
@@ -107,7 +107,7 @@ class LatentAttention(AttentionLayer):
         return self.qkv_a.method.fp8_inputs
 
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
-        # the latent norms can sum partial products; without a q norm, q must be whole
+        # `normed_latents` can add split-K partial sums, but only of parts that it normalises
         parts = None if self.q_a_layernorm is None else self.qkv_a.method.multiply_apart(x)
         return self._partial(self.qkv_a(x) if parts is None else parts, angles, context)
 
@@ -116,7 +116,7 @@ class LatentAttention(AttentionLayer):
         normed_latents(self.qkv_a(x), None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots)
 
     def _partial(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """both: the first projections side by side, or their partial sums (`LinearMethod.multiply_apart`)."""
+        """both: the outputs of qkv_a side by side, or their partial sums (`LinearMethod.multiply_apart`)."""
         rows, heads, dtype = both.shape[-2], self.num_heads, self.qkv_a.method.dtype
         expanded = context.expanded if self._can_expand else None
         absorbed = context if expanded is None else context.rounds
@@ -152,8 +152,7 @@ class LatentAttention(AttentionLayer):
         return self.o_proj.partial(values.flatten(1))
 
     def _values(self, out: Tensor) -> Tensor | Fp8Rows:
-        """Project the attention output to values, in the output projection's FP8 format if a head's values are one
-        scale group.
+        """Project the attention output to values, in FP8 if o_proj takes it and a head's values are one scale group.
 
         out: [rows, heads, latent].
         returns: [rows, heads * value_dim].

@@ -19,7 +19,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 class LinearBase(WeightedModule):
     """y = x W^T + b.
 
-    method: unquantised at construction; may be replaced before weights are loaded.
+    method: unquantised by default; may be replaced before weights are loaded.
     bias: [out_features] of this rank.
     """
 
@@ -76,10 +76,9 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    """One or several matrices of the checkpoint side by side, each cut along its outputs.
+    """One or several matrices of the checkpoint, each cut along its outputs; their outputs are side by side.
 
     parts: this rank's rows of each matrix, by name; {"": rows} for a single one.
-    Output: the parts side by side.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, Span], bias: bool = False) -> None:
@@ -92,11 +91,10 @@ class ColumnParallelLinear(LinearBase):
 class QKVParallelLinear(ColumnParallelLinear):
     """q_proj, k_proj and v_proj, cut by heads.
 
-    num_heads, num_kv_heads: of the model; the attributes are of this rank. With more ranks than KV heads, several ranks
-        hold the same head.
+    num_heads, num_kv_heads: of the model; the attributes are of this rank.
     gated: q_proj returns q and its gate for each head.
-    projections: those that the layer has; without v_proj, k_proj's output is also v; q_proj alone reads another
-        layer's KV.
+    projections: that the layer has. Without v_proj, k_proj's output is also v; with q_proj alone, the layer attends to
+        another layer's KV.
     """
 
     def __init__(
@@ -152,8 +150,7 @@ class RowParallelLinear(LinearBase):
     def partial(self, x: Tensor | Fp8Rows) -> Tensor:
         """Return this rank's part of y; the bias is in rank 0's part.
 
-        The caller sums the parts at once (`RMSNorm.add`): the result may be in a buffer that the next row-parallel
-        layer overwrites.
+        The caller sums the parts immediately (`RMSNorm.add`): the next row-parallel layer may overwrite the buffer.
         """
         bias = self.bias if self.group.rank == 0 else None
         rows = (x if isinstance(x, Tensor) else x.values).shape[0]
@@ -162,8 +159,8 @@ class RowParallelLinear(LinearBase):
 
 
 def rank_span(total: int, group: TPGroup, what: str) -> Span:
-    """Return this rank's share of `total` outputs or inputs. Raises ValueError that names `what` if they do not
-    divide."""
+    """Return this rank's share of `total` outputs or inputs. Raises ValueError that names `what` if `total` is not a
+    multiple of the group's size."""
     size = shard_size(total, group.size, what)
     return Span(group.rank * size, (group.rank + 1) * size, total)
 
@@ -185,8 +182,8 @@ def kv_head_span(num_kv_heads: int, group: TPGroup) -> tuple[int, int]:
 def finish_weights(model: nn.Module, deterministic: bool = False) -> None:
     """Call `finish` on every module of `model` that is not finished yet.
 
-    deterministic: on a GPU, a row's result must not depend on other rows (needs 16-bit weights and inputs that are a
-        multiple of 128).
+    deterministic: on a GPU, a row's result must not depend on other rows (needs 16-bit weights and in_features that are
+        multiples of 128).
     """
     modules = [module for module in model.modules() if isinstance(module, WeightedModule)]
     layers = [module for module in modules if isinstance(module, LinearBase)]

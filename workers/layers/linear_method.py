@@ -1,8 +1,7 @@
 """`LinearMethod`: stores, cuts, loads and multiplies one linear layer's weight.
 
 A layer (`workers.layers.linear`) knows this rank's rows and columns of the checkpoint's matrices. Its method knows the
-tensors that store them, for example a weight and scales. The checkpoint's `QuantMethod` chooses the method
-(`workers.quantization.table`).
+tensors that store them, for example a weight and scales. `workers.quantization.table` chooses the method.
 """
 
 from abc import ABC, abstractmethod
@@ -43,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A layer's weight on this rank: `parts` below each other with the same columns, then `padding` rows."""
+    """A layer's weight on this rank: the rows of `parts`, all with the same columns, then `padding` rows."""
 
     parts: tuple[Part, ...]
     padding: int = 0
@@ -70,16 +69,16 @@ class LinearShape:
 
 
 def check_plain(full: Tensor) -> None:
-    """Raise WrongTensorError unless a checkpoint's tensor has a dtype of unquantised weights."""
+    """Raise WrongTensorError unless a checkpoint's tensor is float32, bfloat16 or float16."""
     if full.dtype not in _PLAIN_DTYPES:
         raise WrongTensorError(f"is {full.dtype}, which config.json's quantization_config does not declare")
 
 
 class LinearMethod(nn.Module, ABC):
-    """The weights of one layer. Created while torch's default dtype is the model's. Raises ValueError if it cannot
+    """The weights of one layer. Constructed while torch's default dtype is the model's. Raises ValueError if it cannot
     store `shape` (for instance, parts that share a scale block).
 
-    kinds: the checkpoint's tensors of each part, as the last components of names.
+    kinds: the checkpoint's tensors of each part, by the last component of their names.
     """
 
     kinds: tuple[str, ...] = ("weight",)
@@ -95,7 +94,8 @@ class LinearMethod(nn.Module, ABC):
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
-        """The FP8 format that `multiply` accepts; None if it accepts none. Known after `finish`."""
+        """The FP8 format that `multiply` accepts beside the model's dtype; None if it accepts none. Known after
+        `finish`."""
         return None
 
     @abstractmethod
@@ -109,11 +109,11 @@ class LinearMethod(nn.Module, ABC):
         return "unquantised"
 
     def num_bytes(self, options: GEMMOptions) -> int:
-        """Return the bytes of the weight after `finish(options)`. Known before weights are loaded."""
+        """Return the bytes of the weight after `finish(options)`. May be called before weights are loaded."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def kinds_of(self, part: Part) -> tuple[str, ...]:
-        """Return the checkpoint's tensors of one part; all of `kinds` unless parts are stored differently."""
+        """Return the checkpoint's tensors of one part; all of `kinds` unless parts differ."""
         return self.kinds
 
     def fill_missing(self, kind: str, part: Part) -> bool:
@@ -142,9 +142,11 @@ class LinearMethod(nn.Module, ABC):
         """
 
     def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
-        """Return partial sums, float32 [parts, rows, out_features], or None if `multiply` must be called instead.
+        """Return split-K partial sums of x W^T, or None if `multiply` must be called instead.
 
-        x W^T is their sum in order. The reader adds them, so that the product's programs need not wait for each other.
+        The consumer adds them in order, so that the programs of the GEMM need not wait for each other.
+
+        returns: [parts, rows, out_features] float32.
         """
         return None
 

@@ -11,7 +11,7 @@ from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 
 
 class GatedMLP(FeedForward):
-    """activation(x W_gate) * (x W_up), then W_down. activation: one of `workers.ops.activation.ACTIVATIONS`."""
+    """(activation(x W_gate^T) * (x W_up^T)) W_down^T. activation: one of `workers.ops.activation.ACTIVATIONS`."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, group: TPGroup, activation: str = "silu") -> None:
         super().__init__()

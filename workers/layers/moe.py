@@ -1,4 +1,4 @@
-"""Mixture of experts: a router chooses experts per row; shared experts compute every row."""
+"""Mixture of experts: a router chooses each row's experts; shared experts compute every row."""
 
 import torch
 from torch import Tensor
@@ -19,12 +19,11 @@ from workers.ops.gemm.workspace import GEMMOptions
 
 class MixtureOfExperts(FeedForward, WeightedModule):
     """width: intermediate size of an expert.
-    shared_width: intermediate size of all shared experts together; 0 without. They are one MLP, until `finish` joins
-        them to the routed experts where these can take them.
-    whole_experts: each rank holds some whole experts instead of a slice of each. Every rank has all rows, multiplies
-        those that chose its experts, and the parts are summed. The shared experts' MLP is cut along its width in any
-        case.
-        Their weight is 1, or the sigmoid of the router's last logit (`Routing.shared_gate`).
+    shared_width: intermediate size of all shared experts together; 0 without. They are one MLP, cut along its width.
+        `finish` joins it to the routed experts if possible. Its weight is 1, or the sigmoid of the router's last logit
+        (`Routing.shared_gate`).
+    whole_experts: expert parallelism: each rank holds some whole experts instead of a slice of each. Every rank has all
+        rows and computes those that chose its experts; the parts are summed.
     activation, biased_experts: of the routed experts.
     """
 
@@ -90,12 +89,12 @@ class MixtureOfExperts(FeedForward, WeightedModule):
             return None
         weights = self.router.weights(self.experts.shape.num_shared)
         done = norm_route(x, residual, norm, weights, live, workspace)
-        unused = workspace.part[: weights.routing.num_logits].view(1, -1)  # the routing is done
+        unused = workspace.part[: weights.routing.num_logits].view(1, -1)  # logits; the experts are chosen already
         router = RouterLogits(unused, weights.correction, weights.routing, live, routed=done.routed)
         return method.multiply(done.normed, router), done.stream
 
     def weight_keys(self) -> tuple[WeightKey, ...]:
-        return ()  # its submodules have them
+        return ()  # its submodules have their own
 
     def load(self, key: WeightKey, full: Tensor) -> None:
         raise AssertionError("has no weights of its own")

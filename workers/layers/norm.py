@@ -15,7 +15,7 @@ from workers.span import Span
 
 
 class RMSNorm(WeightedModule):
-    """x / rms(x) * weight over the last dimension, computed in float32 for half types."""
+    """x / rms(x) * weight over the last dimension, computed in float32 for 16-bit dtypes."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class RMSNorm(WeightedModule):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, group: TPGroup = SOLO) -> tuple[Tensor, Tensor]:
-        """Return the norm of residual + x, and that sum, which is written to `residual`.
+        """Return the norm of residual + x, and `residual`, to which the sum is written.
 
         group: ranks whose parts of x are summed first.
         """
@@ -36,7 +36,7 @@ class RMSNorm(WeightedModule):
         return add_rms_norm(group.all_reduce(x), residual, self.weight, self.eps), residual
 
     def for_product(self, x: Tensor, wanted: Fp8Inputs | None) -> Tensor | Fp8Rows:
-        """Return the norm of x [rows, size] in the FP8 format `wanted`; None: as `forward`."""
+        """Return the norm of x [rows, size] in the FP8 format `wanted`, or in x's dtype if it is None."""
         if wanted is None:
             return self(x)  # type: ignore[no-any-return]
         x = x.contiguous()
@@ -45,8 +45,8 @@ class RMSNorm(WeightedModule):
     def add_for_product(
         self, x: Tensor, residual: Tensor, wanted: Fp8Inputs | None, group: TPGroup = SOLO
     ) -> tuple[Tensor | Fp8Rows, Tensor]:
-        """`add`, with the norm in the FP8 format `wanted`. The fused all-reduce and norm returns the model's dtype
-        instead, which every product accepts."""
+        """`add`, with the norm in the FP8 format `wanted`. The fused all-reduce and norm returns the model's dtype,
+        which every product accepts too."""
         if wanted is None:
             return self.add(x, residual, group)
         normed = group.all_reduce_add_norm(x, residual, self.weight, self.eps)
@@ -68,7 +68,7 @@ class RMSNorm(WeightedModule):
 
 
 class FullPrecisionRMSNorm(RMSNorm):
-    """An RMSNorm whose weight is kept in float32 and multiplies before the result is rounded (Gemma 4)."""
+    """An RMSNorm with a float32 weight, which is multiplied before the result is rounded (Gemma 4)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
@@ -76,8 +76,8 @@ class FullPrecisionRMSNorm(RMSNorm):
 
 
 class ZeroCentredRMSNorm(FullPrecisionRMSNorm):
-    """An RMSNorm whose checkpoint has the weight less one (Gemma 2 and 3, Qwen3-Next, Qwen3.5). It is kept as the whole
-    weight: 1 + w in bfloat16 would lose w."""
+    """An RMSNorm whose checkpoint stores w = weight - 1 (Gemma 2 and 3, Qwen3-Next, Qwen3.5). 1 + w is stored in
+    float32: bfloat16 would lose w."""
 
     def load(self, key: WeightKey, full: Tensor) -> None:
         super().load(key, full)
@@ -85,8 +85,8 @@ class ZeroCentredRMSNorm(FullPrecisionRMSNorm):
 
 
 class NoNorm(RMSNorm):
-    """Stands where a layer has no norm (OLMo 2): returns its input, and of `add` the stream itself, which the caller
-    must not write to."""
+    """The identity, for layers without a norm (OLMo 2). `add` returns the residual stream twice; the caller must not
+    write to it."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(0, eps)
@@ -111,9 +111,9 @@ class NoNorm(RMSNorm):
 
 
 class ProjectionNorm(FullPrecisionRMSNorm):
-    """An RMSNorm over all heads of a projection, those of other ranks too (OLMo 2).
+    """An RMSNorm over all heads of a projection, including those of other ranks (OLMo 2).
 
-    heads: this rank's; more ranks than heads hold each several times.
+    heads: this rank's; with more ranks than heads, several ranks hold the same head.
     weight: [this rank's heads * head_dim] float32.
     """
 
@@ -127,7 +127,11 @@ class ProjectionNorm(FullPrecisionRMSNorm):
         self.weight.data.copy_(full[self.span.first : self.span.end])
 
     def scaled(self, x: Tensor, squares: Tensor, ranks: int) -> Tensor:
-        """x: [rows, heads, head_dim]. squares: [rows] float32, sums of x's squares over all ranks."""
+        """Return the norm of x, given the sums of squares over all ranks.
+
+        x: [rows, heads, head_dim].
+        squares: [rows] float32.
+        """
         copies = ranks * self.span.size // self.span.total
         root = torch.rsqrt(squares / (copies * self.span.total) + self.eps)
         wide = x.flatten(1).float() * root.unsqueeze(1) * self.weight
@@ -135,7 +139,7 @@ class ProjectionNorm(FullPrecisionRMSNorm):
 
 
 def norm_projections(norms: Sequence[ProjectionNorm], parts: Sequence[Tensor], group: TPGroup) -> list[Tensor]:
-    """Norm this rank's heads of several projections, with one sum over the ranks.
+    """Normalise this rank's heads of several projections, with one all-reduce.
 
     parts: [rows, heads, head_dim] each.
     returns: as `parts`.

@@ -1,4 +1,4 @@
-"""Angles of rotary position embedding (RoPE, arXiv 2104.09864). The KV layout decides which dimensions are rotated."""
+"""cos and sin tables of rotary position embedding (RoPE, arXiv 2104.09864). The KV layout chooses the dimensions."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +14,13 @@ from workers.ops.rotary import Angles
 class RopeConfig:
     """Rotary position embedding.
 
-    kind: "llama3" rescales long wavelengths (Llama 3.1 model card); "linear" divides all frequencies by `factor`;
-        "yarn" (arXiv 2309.00071) divides frequencies below beta_slow turns in the original length, keeps those above
-        beta_fast turns, and blends between; "proportional" (Gemma 4) rotates the fastest dimensions of a head alone,
-        by the frequencies that they have among all, which `factor` divides.
-    truncate: YaRN blends between whole dimensions.
+    kind:
+        "linear" divides all frequencies by `factor`.
+        "llama3" divides those of long wavelengths (Llama 3.1 model card).
+        "yarn" (arXiv 2309.00071) divides frequencies with fewer than beta_slow turns in the original length, leaves
+        those with more than beta_fast turns, and blends between.
+        "proportional" (Gemma 4) rotates only the fastest dimensions, at the whole head's frequencies / `factor`.
+    truncate: round the bounds of YaRN's blend to whole dimensions.
     proportion: share of a head's dimensions that "proportional" rotates.
     magnitude: factor on cos and sin, so q . k is scaled by its square.
     """
@@ -37,7 +39,7 @@ class RopeConfig:
 
 
 class RotaryTable:
-    """cos and sin for all positions: [max_position, head_dim / 2] float32 on `device`, also when models are built on
+    """cos and sin for all positions: [max_position, head_dim / 2] float32 on `device`, even while models are built on
     the meta device."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> None:
@@ -47,14 +49,14 @@ class RotaryTable:
         self._sin = (angles.sin() * rope.magnitude).to(device)
 
     def at(self, positions: Tensor) -> Angles:
-        """The angles at positions [rows] int64, which are looked up where rows are rotated (`KVLayout.store`)."""
+        """Return the angles at positions [rows] int64. The kernel that rotates looks them up (`KVLayout.store`)."""
         return Angles(self._cos, self._sin, positions)
 
 
 def rotary_tables(
     ropes: Sequence[RopeConfig], head_dim: int, max_position: int, device: torch.device
 ) -> list[RotaryTable]:
-    """Return a table per layer; layers whose RoPE is alike share one."""
+    """Return a table per layer; layers with equal RoPE share one."""
     tables = {rope: RotaryTable(rope, head_dim, max_position, device) for rope in dict.fromkeys(ropes)}
     return [tables[rope] for rope in ropes]
 
@@ -75,7 +77,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Divide frequencies of long wavelengths by `factor`, keep short ones, blend between (Llama 3.1 reference code)."""
+    """Divide frequencies of long wavelengths by `factor`; blend towards short ones (Llama 3.1 reference code)."""
     wavelength = 2 * math.pi / frequencies
     blend = rope.original_max_position / wavelength - rope.low_freq_factor
     blend = (blend / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
@@ -86,7 +88,7 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Blend between dimensions (reference code of arXiv 2309.00071, also used by DeepSeek; not rounded in gpt-oss)."""
 
     def dimension(turns: float) -> float:
-        """The dimension with this number of turns in the original length."""
+        """Return the dimension with this number of turns in the original length."""
         return half * math.log(rope.original_max_position / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     half = frequencies.shape[0]

@@ -12,7 +12,7 @@ from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
 from workers.ops.experts.router_gemm import router_gemm
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
 
-# Checkpoint names; the router holds both.
+# Checkpoint names of the parts of the router's weight.
 GATE, SHARED_GATE = "gate", "shared_expert_gate"
 
 
@@ -39,10 +39,11 @@ class ExpertScales(WeightedModule):
 
 
 class Router(WeightedModule):
-    """The router, whole on every rank, so that all ranks choose alike. Never quantised; computes in float32.
+    """The router, replicated on every rank, so that all ranks choose the same experts. Never quantised; computes in
+    float32.
 
-    weight: [num_logits, hidden_size]; after the experts' rows that of a shared gate, then zeros.
-    bias: [num_logits], of the logits; None without.
+    weight: [num_logits, hidden_size]: the experts' rows, then the shared gate's row if there is one, then zeros.
+    bias: [num_logits] added to the logits; None without.
     e_score_correction_bias: [num_experts] float32; None without.
     """
 
@@ -66,14 +67,14 @@ class Router(WeightedModule):
         return RouterLogits(logits, self.e_score_correction_bias, self.routing, live, scales)
 
     def weights(self, num_shared: int) -> RouterWeights:
-        """num_shared: shared experts that were joined to the routed ones."""
+        """num_shared: shared experts joined to the routed ones."""
         scales = None if self.scales is None else self.scales.values
         return RouterWeights(self.weight, self.bias, self.e_score_correction_bias, scales, self.routing, num_shared)
 
     @property
     def workspace(self) -> Workspace | None:
-        """Scratch for the router's product; None on devices without kernels and in deterministic engines, where a row's
-        sums must not depend on the number of rows."""
+        """Scratch for the router's GEMM. None without kernels for the device, and in deterministic engines, where a
+        row's sums must not depend on the number of rows."""
         return None if self._deterministic else self._workspace
 
     def workspace_size(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Embedding and logits over vocabulary shards, and reductions that exchange a few numbers instead of logits.
 
-Shards have equal sizes. If the vocabulary does not divide, the last shards are padded, and the logits of padding are
-minus infinity. A shard may be all padding; its reductions are then minus infinity, never NaN.
+Shards have equal sizes. The last ones are padded if necessary, and the logits of padding are minus infinity. A shard
+may be all padding; its reductions are then minus infinity, never NaN.
 """
 
 import torch
@@ -29,7 +29,7 @@ class VocabShard:
 
     def argmax(self, logits: Tensor, checked: bool = False) -> Tensor:
         """Return the [rows] int64 token ids of the largest logits, the same on every rank; ties go to the smallest id.
-        One gather of two numbers per row and rank.
+        Gathers two numbers per row and rank, once.
 
         logits: [rows, size].
         checked: see `largest`.
@@ -41,7 +41,7 @@ class VocabShard:
         lowest rank. NOT_FINITE on a rank gives a negative id.
 
         value: [rows] this rank's largest values.
-        index: [rows] int64 their columns in the shard.
+        index: [rows] int64 columns of these values in the shard.
         """
         if self.group.size == 1:
             return index
@@ -53,7 +53,7 @@ class VocabShard:
 
     def topk_log_softmax(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest log-probabilities [rows, k] float32, best first, and their token ids [rows, k] int64;
-        the same on every rank. One gather of 2 k + 1 numbers per row and rank.
+        the same on every rank. Gathers 2 k + 1 numbers per row and rank, once.
 
         logits: [rows, size].
         """
@@ -139,8 +139,8 @@ class TiedLinearMethod(DenseLinearMethod):
 class LMHead(LinearBase):
     """Logits of this rank's vocabulary shard. May share the embedding's weight.
 
-    soft_cap: logits are soft_cap * tanh(logit / soft_cap); None: as they are.
-    divisor: of logits, before a soft cap (Granite).
+    divisor: divides the logits (Granite).
+    soft_cap: then replaces a logit by soft_cap * tanh(logit / soft_cap); None: does not.
     """
 
     def __init__(

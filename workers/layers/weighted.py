@@ -39,14 +39,14 @@ class WeightedModule(nn.Module, ABC):
 
     @abstractmethod
     def weight_keys(self) -> Iterable[WeightKey]:
-        """Return all tensors that the checkpoint must have for this module, those of other ranks included."""
+        """Return all tensors that the checkpoint must have for this module, including those of other ranks."""
 
     @abstractmethod
     def load(self, key: WeightKey, full: Tensor) -> None:
         """Copy this rank's share of `full`, the checkpoint's whole tensor, on the CPU. Raises WrongTensorError."""
 
     def fill_missing(self, key: WeightKey) -> bool:
-        """Fill in the default for a `key` that the checkpoint lacks; return False if the key is required."""
+        """Fill in the default if the checkpoint lacks `key`; return False if the key is required."""
         return False
 
     @abstractmethod
@@ -57,7 +57,7 @@ class WeightedModule(nn.Module, ABC):
         """
 
     def workspace_size(self) -> tuple[int, int]:
-        """Return the workspace that this module needs beside its 16-bit or FP8 products: (float32 cells, tickets)."""
+        """Return (float32 cells, tickets) of the workspace that this module needs beside its 16-bit or FP8 GEMMs."""
         return 0, 0
 
     def finish(self, options: GEMMOptions) -> None:
