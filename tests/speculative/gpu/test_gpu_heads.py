@@ -8,7 +8,7 @@ import torch
 
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
-from tests.speculative.conftest import Pair
+from tests.speculative.conftest import DEEP, Pair
 from tests.speculative.drafts.test_eagle3_heads import HEADS, check, config_of, flat
 from tests.support.drafts.eagle3_reference import Head, save_head
 from tests.support.drafts.oracle import SHAPES, Case, Oracle, run_case, tiny_spec
@@ -17,16 +17,16 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_states_and_logits_are_those_of_the_published_module(pair: Pair, tmp_path: Path, name: str) -> None:
+def test_states_and_logits_are_those_of_the_published_module(deep_pair: Pair, tmp_path: Path, name: str) -> None:
     head, tensors = HEADS[name][0], HEADS[name][0].tensors()
     folder = save_head(tmp_path / "d", config_of(name), tensors)
     # attention may multiply float32 with the 10 bits of TF32; a flag that is missed differs by about 1
-    check(pair, head, folder, tensors, torch.device("cuda"), tolerance=2e-2)
+    check(deep_pair, head, folder, tensors, torch.device("cuda"), tolerance=2e-2)
 
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
-    return tiny_spec(tmp_path_factory.mktemp("oracle"), "cuda")
+    return tiny_spec(tmp_path_factory.mktemp("oracle"), "cuda", num_hidden_layers=DEEP)
 
 
 @pytest.mark.parametrize("shapes", list(SHAPES))

@@ -301,9 +301,9 @@ SHAPES = {
 }
 
 
-def tiny_spec(folder: Path, device: Device = "cpu") -> EngineSpec:
-    """A tiny pair in float32 whose draft is right about half the time."""
-    target = make_target(folder / "target", calm=0.01)
+def tiny_spec(folder: Path, device: Device = "cpu", **settings: int) -> EngineSpec:
+    """A tiny pair in float32 whose draft is right about half the time. settings: of the target's configuration."""
+    target = make_target(folder / "target", calm=0.01, **settings)
     eagle = str(make_eagle(folder / "eagle", target, copying=True))
     worker = WorkerConfig(ModelSource(path=str(target), dtype="float32", device=device), measure_costs=False)
     return EngineSpec(worker, SpeculativeConfig(eagle, "eagle", 3, 1, 4))
