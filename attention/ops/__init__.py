@@ -2,16 +2,17 @@
 on every machine.
 
 operation                      what an operation is
-pdl                            early launch of kernels: the rule, and what each kernel reads before it waits
-cuda_source                    kernels in CUDA C++: compiled, loaded and launched
+pdl                            programmatic dependent launch: the rule, and what each kernel reads before it waits
+cuda_source                    compiles, loads and launches kernels in CUDA C++
 interpreter_triton             whether Triton's interpreter runs the kernels
-rope_store                     norms per head, rotary embedding of q and k, and the write of k and v to their pages
-rope_store_normed_triton       its kernel for layers with norms per head; `rope_store_triton`: for others
+rope_store                     norms per head, RoPE of q and k, and the write of k and v to their pages
+rope_store_normed_triton       its kernel for layers with norms per head
+rope_store_triton              its kernel for other layers
 rms_norm_triton                the formula of RMSNorm, for kernels
 slot_mapping                   KV positions of a pass's rows, and the token indices that they write
 move_path                      moves the KV of an accepted path to the front of its tree
 flashinfer_plan_triton         plans FlashInfer's kernels for a round, on the device
-flashinfer_latent_plan_triton  the same for rounds over latent rows
+flashinfer_latent_plan_triton  plans FlashInfer's MLA kernel for a round, on the device
 attend/                        attention over paged KV
 delta_rule/                    recurrent layers of the gated delta rule
 """

@@ -1,7 +1,8 @@
 """Compiles CUDA C++ kernels with NVRTC at their first use, and launches them through the driver.
 
-For kernels that Triton cannot express. NVRTC comes with torch's CUDA wheels; without it (`Capability.compiles_cuda`)
-operations use their Triton kernels. Sources include no headers. Compiled kernels are stored in Triton's disk cache.
+CUDA C++ is for kernels that Triton cannot express. NVRTC comes with torch's CUDA wheels; without it
+(`Capability.compiles_cuda`) operations use their Triton kernels. Sources include no headers. Compiled kernels are
+stored in Triton's disk cache.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ _CLUSTER, _EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: a value is a union of 64 bytes."""
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
 
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
 
@@ -47,7 +48,8 @@ class _Config(ctypes.Structure):
 class Kernel:
     """A compiled kernel, loaded in one device's context.
 
-    threads: per program. shared_bytes: dynamic shared memory per program.
+    threads: per thread block.
+    shared_bytes: dynamic shared memory per thread block.
     """
 
     function: ctypes.c_void_p
@@ -57,10 +59,10 @@ class Kernel:
     def launch(self, grid: Sequence[int], cluster: tuple[int, int], early: bool, *arguments: object) -> None:
         """Launch on the current stream.
 
-        cluster: programs of a cluster; (1, 1): none.
+        cluster: thread blocks per cluster; (1, 1): no clusters.
         early: before the predecessor has ended (`attention.ops.pdl`).
-        arguments: tensors (None: a null pointer), ints and floats, which the kernel takes as pointers, 32-bit ints
-            and floats; arrays of bytes, which it takes as structures.
+        arguments: tensors become pointers, None a null pointer, ints 32-bit ints, floats 32-bit floats, and arrays of
+            bytes structures.
         """
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -89,9 +91,9 @@ class Kernel:
 def load(
     device: int, source: str, name: str, defines: tuple[tuple[str, int], ...], threads: int, shared_bytes: int
 ) -> Kernel:
-    """Return a kernel loaded in the context of a device, compiled unless it is in the disk cache.
+    """Return a kernel loaded in a device's context. Compile it unless it is in the disk cache.
 
-    name: name of an `extern "C"` function.
+    name: of an `extern "C"` function.
     defines: macros.
 
     Raises RuntimeError with the compiler's log.
@@ -99,7 +101,7 @@ def load(
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     cubin, mode = compiled(source, defines, torch.cuda.get_device_capability(device)), ctypes.c_int(_RELAXED)
     with torch.cuda.device(device):
-        # loading allocates memory, which other capture modes forbid
+        # loading allocates memory, which capture modes other than relaxed forbid
         _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
         _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
@@ -136,12 +138,14 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
 
 
 def tensor_map(x: Tensor, columns: int, rows: int) -> ctypes.Array[ctypes.c_char]:
-    """Return a CUtensorMap, 128 bytes: boxes of `rows` by `columns` in the swizzle of 128 bytes; zeros outside x.
+    """Return a CUtensorMap (128 bytes): boxes of `rows` by `columns` with 128-byte swizzle; zeros outside x.
 
-    x: [any, any] bfloat16 or float16, last stride 1. columns: 64 at most. rows: 256 at most.
+    x: [any, any] bfloat16 or float16, last stride 1.
+    columns: at most 64.
+    rows: at most 256.
     """
     memory = ctypes.create_string_buffer(128 + 63)
-    place = -(-ctypes.addressof(memory) // 64) * 64  # the driver wants a multiple of 64
+    place = -(-ctypes.addressof(memory) // 64) * 64  # the driver needs an address aligned to 64 bytes
     swizzle = promotion = 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
     failed = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(place),

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Plans FlashInfer's fa3 kernel for latent rows on the device: assigns pieces of requests to clusters of programs, and
-merges to programs.
+"""Plans FlashInfer's fa3 MLA kernel on the device: assigns pieces of requests to clusters of programs, and merges to
+programs.
 
-The kernel is persistent: a cluster works through a list of pieces, each a tile of query rows x heads and a span of
-tokens. After a barrier over the grid, programs merge rows whose pieces went to several clusters.
+The kernel is persistent. A cluster processes a list of pieces, each a tile of query rows x heads and a span of tokens.
+After a grid barrier, programs merge the rows whose pieces went to several clusters.
 
-FlashInfer 0.6.17 plans on the host, from lengths there. Here the tokens of all tiles, in order, are cut into as many
-equal spans as there are clusters (fewer if spans would be short). So no cluster has more than its share, and a boundary
-cuts at most one tile, as the format requires.
+FlashInfer 0.6.17 plans on the host, from lengths on the host. This plan cuts the tokens of all tiles, in order, into as
+many equal spans as there are clusters (fewer if spans would be short). So clusters have equal work, and a boundary cuts
+at most one tile, as the format requires.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ TILE_ROWS = 64  # query rows x heads per program
 TILE_TOKENS = 64  # tokens per step; pieces begin at multiples
 ALIGNMENT = 4  # int32 values: FlashInfer aligns its arrays at 16 bytes
 ELEMENTS = 4096  # tiles x pieces compared at a time
-# In the order of a plan (`MLAPlanInfo`), per piece: start of its rows and of its pages, index of its partial results
-# (-1: none), ..., and the first piece of each cluster.
+# Arrays in the order of `MLAPlanInfo`. PIECE_ARRAYS, per piece: first row, first page-table entry, first partial row
+# (-1: none). MERGE_ARRAYS are per program, EXTENT_ARRAYS per piece.
 PIECE_ARRAYS = ("q_indptr", "kv_indptr", "partial_indptr")
 MERGE_ARRAYS = ("merge_begin", "merge_end", "merge_partial_begin", "merge_partial_end", "merge_stride")
 EXTENT_ARRAYS = ("q_len", "kv_len", "q_start", "kv_start", "kv_end")
@@ -34,7 +34,7 @@ class LatentGrid:
 
     heads: query heads.
     multiprocessors: of the device; each runs one program.
-    causal: row r of the last `rows` tokens sees the tokens up to its own; else all rows see all tokens.
+    causal: the rows are the last `rows` tokens, and each sees the tokens up to its own; else all rows see all tokens.
     """
 
     num_requests: int
@@ -50,7 +50,7 @@ class LatentGrid:
 
     @property
     def cluster(self) -> int:
-        """Programs per cluster, as FlashInfer chooses it. They have adjacent tiles of rows over the same tokens."""
+        """Programs per cluster, as FlashInfer chooses it. They compute adjacent tiles of rows over the same tokens."""
         return 2 if self.packed_rows > TILE_ROWS else 1
 
     @property
@@ -68,7 +68,7 @@ class LatentGrid:
 
     @property
     def max_partial_rows(self) -> int:
-        """Each boundary between clusters cuts one tile, which then has at least two pieces."""
+        """Upper bound: each boundary between clusters cuts one tile, which then has at least two pieces."""
         return 2 * self.clusters * TILE_ROWS * self.cluster
 
 
@@ -95,8 +95,7 @@ class LatentPlanArrays:
         return self.ints[self.begin[name] :][: self.sizes[name]]
 
     def plan_info(self, partial_lse: int) -> list[int]:
-        """Return the plan as the kernel's launcher takes it: the grid and byte offsets of the arrays and of partial
-        results.
+        """Return the plan in the launcher's format: the grid, and byte offsets of the arrays and of partial results.
 
         partial_lse: byte offset of log-sum-exps in the partial results.
         """
@@ -205,9 +204,9 @@ def _plan_latent(
 
 
 def write_latent_plan(arrays: LatentPlanArrays, prefix_len: Tensor, suffix_len: int, table_width: int) -> None:
-    """Plan requests of prefix_len [B] int32 tokens, plus suffix_len if the grid is causal. One launch; the host does
-    not wait.
+    """Plan requests of prefix_len tokens, plus suffix_len if the grid is causal. One launch; the host does not wait.
 
+    prefix_len: [B] int32.
     table_width: pages per row of the page table; all belong to the request.
     """
     grid = arrays.grid

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Plans FlashInfer's fa2 kernels on the device: splits the work, and packs masks.
 
-FlashInfer plans on the host and copies the plan to a workspace, where its kernels read lengths and splits. A plan that
-is written there on the device needs no lengths on the host. Format and splitting are those of FlashInfer 0.6.17
-(`attention/scheduler.cuh`, with CUDA graphs): pieces have the fewest pages, at least 128 tokens, with which all pieces
-of all requests fit in the grid. A tile is a piece of KV for a tile of query rows.
+FlashInfer plans on the host and copies the plan to a workspace, where its kernels read lengths and splits. A kernel
+that writes the plan there needs no lengths on the host. Format and splitting are those of FlashInfer 0.6.17
+(`attention/scheduler.cuh`, with CUDA graphs). KV is split into pieces (its KV chunks) of the fewest pages with which
+all pieces of all requests fit in the grid, and of at least 128 tokens. A tile is one piece for one tile of query rows.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Grid:
 
     @property
     def splits(self) -> bool:
-        """Whether KV is split. If the grid is full without that, every request is one piece."""
+        """Whether KV is split. If the grid is full without splitting, every request is one piece."""
         return self.num_requests * self.tiles < self.room
 
     @property
@@ -131,8 +131,8 @@ def _plan(
     live = request < num_requests
     length = tl.load(prefix_len_ptr + request, mask=live, other=0) + suffix_len
     pages = tl.where(live, (length + page_size - 1) // page_size, 0)
-    # A request owns a whole row of the page table, so its last page may begin after its end. Then this is negative, and
-    # the kernels' sum still gives the right length.
+    # All pages of a table row belong to the request, so the last page may begin after the request's end. Then
+    # last_page_len is negative, and the length that the kernels compute from it is still right.
     tl.store(last_page_len_ptr + request, length - (table_width - 1) * page_size, mask=live)
 
     low = min_pages
@@ -178,7 +178,7 @@ def write_plan(
     """Plan requests of prefix_len [B] int32 plus suffix_len tokens into `arrays`. Reads nothing on the host.
 
     table_width: pages per row of the page table; all belong to the request.
-    last_page_len: [B] int32, written: tokens on the last of them.
+    last_page_len: [B] int32, written: tokens on the last of these pages.
     """
     grid = arrays.grid
     requests = triton.next_power_of_2(grid.num_requests)

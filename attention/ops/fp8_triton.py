@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""FP8 (e4m3) in kernels: rounds to FP8, and converts FP8 pages to the dtype in which they are multiplied."""
+"""FP8 (e4m3) in kernels: rounding to FP8, and conversion of FP8 pages to the dtype of the products."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,8 @@ import triton.language as tl
 def to_fp8(x, INTERPRETED: tl.constexpr):
     """Round float32 x to the nearest FP8 numbers. Beyond 448 they saturate; NaN stays NaN.
 
-    Triton's interpreter (3.6) loses a rounding's carry and all subnormals. There, float32 sums round first: to four
-    bits of mantissa, and to multiples of 2^-9.
+    Triton's interpreter (3.6) loses the carry of a rounding and all subnormals. So x is rounded by float32 additions
+    first: to four significant bits, or to multiples of 2^-9.
     """
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
@@ -42,8 +42,8 @@ def widened(x, dtype: tl.constexpr):
 def even(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return the first of each pair of FP8 numbers in `dtype`. pairs: int16, two FP8 numbers each.
 
-    Instructions that load operands of products transpose units of 16 bits. So pairs of one token become operands of two
-    products, one of even and one of odd dimensions, without moving bytes between threads.
+    Instructions that load operands transpose units of 16 bits. So pairs of one token are used as operands of two
+    products, one of even and one of odd dimensions, and no bytes move between threads.
     """
     if INTERPRETED:
         number = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
@@ -80,9 +80,9 @@ def odd(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def as_multiplied(q, FP8: tl.constexpr, UPCAST: tl.constexpr):
-    """Return q in the dtype in which attention multiplies it with the pages. Over FP8 pages that is float16 instead of
-    bfloat16: one instruction converts two FP8 numbers to float16 exactly; for bfloat16 it takes four. Queries beyond
-    float16's range saturate; those below 2^-14 round to multiples of 2^-24."""
+    """Return q in the dtype of its product with the pages. Over FP8 pages, bfloat16 becomes float16: one instruction
+    converts two FP8 numbers to float16 exactly, and four to bfloat16. Queries beyond float16's range saturate; those
+    below 2^-14 round to multiples of 2^-24."""
     if FP8 and q.dtype == tl.bfloat16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     if UPCAST:

@@ -28,7 +28,7 @@ def move_path(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, p
     tensors     each [layers, pages, page_size, ...] of any dtype, contiguous, written
     page_table  [B, max_pages] int32, last stride 1
     length      [B] int32
-    path        [B, D] int64, contiguous; zeros after a path's end move nothing
+    path        [B, D] int64, contiguous; zeros after a path's end, which move nothing
     """
     row = torch.arange(path.shape[1], device=path.device)
     start, page_size = length.long().unsqueeze(1), tensors[0].shape[2]

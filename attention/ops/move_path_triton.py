@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `move_path`: one launch instead of sixteen."""
+"""The kernel of `move_path`: one launch; the reference has sixteen."""
 
 import torch
 import triton
@@ -28,7 +28,7 @@ def _move_path(
     b, layer, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     row, column = tl.arange(0, ROWS_PADDED), block * BLOCK + tl.arange(0, BLOCK)
     step = tl.load(path_ptr + b * ROWS + row, mask=row < ROWS, other=0)
-    # trailing zeros and nodes in place do not move
+    # trailing zeros, and nodes already at their index, do not move
     moves = (row < ROWS) & (step > row)
     start = tl.load(length_ptr + b).to(tl.int64)
     table = table_ptr + b * table_stride
@@ -41,7 +41,6 @@ def _move_path(
     if TWO:
         v = tl.load(v_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0)
     # sources and targets overlap: read all before writing any
-
     tl.debug_barrier()
     tl.store(k_ptr + offset + target[:, None] * TOKEN, k, mask=mask)
     if TWO:

@@ -8,9 +8,9 @@
         ...  # the reference, in torch
 
 A call of `rms_norm` runs the first implementation that supports the device and the arguments, else the reference. The
-device is that of the first tensor among the arguments, or in a dataclass among them. With CUDA graphs the choice is
-made at the capture. `tests/ops` tests every implementation against the reference; `python -m workers.ops` prints the
-tables.
+device is that of the first tensor argument, or of the first tensor in a dataclass argument. A CUDA graph keeps the
+choice made at its capture. `tests/ops` tests every implementation against the reference; `python -m workers.ops` prints
+the tables.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,8 +43,8 @@ class Implementation:
     """One row of an operation's table.
 
     name: library or kernel.
-    target: "module:function" with the operation's signature. Imported when first chosen, so that unused libraries are
-        not needed.
+    target: "module:function" with the operation's signature. Imported at its first use, so unused libraries need not be
+        installed.
     needs: whether a device can run it.
     serves: whether it accepts given arguments; None: it accepts all that the contract allows.
     limits: `serves` in words, for the printed table.

@@ -1,21 +1,21 @@
-"""Early launch (programmatic dependent launch, PDL; compute capability 9 or later): how to request it, the rule that
-makes it safe, and what each kernel reads before it waits.
+"""Programmatic dependent launch (PDL, here early launch; compute capability 9 or later): how to request it, the rule
+that makes it safe, and what each kernel reads before it waits.
 
 A kernel launched early may start when every program of its predecessor, the kernel just before it on the stream, has
 triggered its dependents (`gdc_launch_dependents`) or ended. Its `gdc_wait` returns when the predecessor has ended and
-its writes are visible. Before the wait, no write of the predecessor is guaranteed to be visible, even if it never
-triggers and its programs have ended (PTX ISA, griddepcontrol; CUDA C++ Programming Guide, Programmatic Dependent Launch
-and Synchronization).
+its writes are visible. Before the wait, no write of the predecessor is guaranteed to be visible, even if the
+predecessor never triggers and its programs have ended (PTX ISA, griddepcontrol; CUDA C++ Programming Guide,
+Programmatic Dependent Launch and Synchronization).
 
 The rule:
-1. A kernel launched early waits in every program that does work. So when a kernel has ended, all before it have ended,
-   and after its wait a kernel may access all that they accessed.
-2. Before its wait it writes nothing. It reads constants (weights, addresses: written before the first step), or data
-   written before a *fence*: a kernel between the writer and itself that is launched normally, or that waits before it
-   triggers. A fence starts, or triggers, only after all kernels before it have ended, so all later kernels start after
-   that, too.
-3. The writer is not its own fence, even if it is launched normally: the writer itself must have ended. So the
-   predecessor's results are never read before the wait.
+1. A kernel launched early waits in every program that does work. So when a kernel has ended, all earlier kernels have
+   ended, and after its wait a kernel may access all that they accessed.
+2. Before its wait a kernel writes nothing. It reads only constants (weights, addresses: written before the first step)
+   and data written before a *fence*: a kernel between the writer and the reader that is launched normally, or that
+   waits before it triggers. A fence starts, or triggers, only after all earlier kernels have ended, so all later
+   kernels start after that, too.
+3. A writer is not its own fence, even if it is launched normally: it must have ended itself. So the predecessor's
+   results are never read before the wait.
 
     kernel                  first      reads before its wait          written by, and the fence after that
     rope_store              waits      nothing                        (is a fence)
@@ -28,8 +28,8 @@ The rule:
     add_suffix              triggers   masks, prefix lengths, pages   kernels before the pass; FlashInfer's kernel,
                                                                       launched normally, is the fence
     normed_latents          waits      the norms' weights             constant (is a fence)
-    normed_latents (later)  triggers   the norms' weights             constant; of layers for whose attend_latent that
-                                                                      of an earlier one is the fence: `Prepared.plan`
+    normed_latents (later)  triggers   the norms' weights             constant; used where an earlier layer's
+                                                                      normed_latents is the fence: `Prepared.plan`
     head_products           triggers   W                              constant
     delta_round             triggers   tables and counts of slots,    kernels before the pass; the embedding, launched
                                        masks, prefix lengths          normally, is the fence
@@ -92,6 +92,6 @@ from attention.capability import Capability
 def pdl_wait(device: torch.device, early: bool = True) -> dict[str, bool]:
     """Return the launch options of a kernel with a constant PDL.
 
-    early: launch early if the device can. The option `launch_pdl` exists on GPUs only.
+    early: launch early if the device supports it. Triton has the option `launch_pdl` only on GPUs.
     """
     return {"PDL": True, "launch_pdl": True} if early and Capability.of(device).supports_pdl else {"PDL": False}

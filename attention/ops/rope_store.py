@@ -1,5 +1,5 @@
-"""Norms q and k per head, applies RoPE (arXiv 2104.09864, half-split layout) and writes k and v to their pages; or does
-so with q alone."""
+"""Norms per head, RoPE (arXiv 2104.09864, half-split layout), and the write of k and v to their pages: `rope_store`.
+`rope` is for q alone."""
 
 from torch import Tensor
 
@@ -43,15 +43,15 @@ def rope_store(
     slot_mapping: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Return q rotated; write k rotated, and v, into the layer's pages. The first `rotated` dimensions of each head are
-    rotated, the others stay as they are. With norms, heads are normed before, and rounded to their dtype.
+    """Return rotated q; write rotated k, and v, to the layer's pages. RoPE rotates the first `rotated` dimensions of
+    each head. Norms come first, and their results are rounded to the heads' dtype.
 
     q             [rows, q_heads, head_dim], last stride 1; without norms it may be rotated in place: use the result
-    k, v          [rows, kv_heads, head_dim], last stride 1, unchanged; of k's dtype, which is q's; may be one tensor
+    k, v          [rows, kv_heads, head_dim] of q's dtype, last stride 1, unchanged; may be the same tensor
     cos, sin      [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim
     index         [rows] int64, each row's line of cos and sin
     kv            the layer's pages, written as `attention.fp8.stored`, after rounding to k's dtype
-    slot_mapping  [rows] int64, token indices; rows that share one (padding) leave any one of their values
+    slot_mapping  [rows] int64, token indices; of rows with the same index (padding), any one is stored
     norms         of q and k, perhaps of v; None: none
     ->            as q; with norms contiguous
     """
@@ -80,7 +80,7 @@ def rope_store(
     ),
 )
 def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> Tensor:
-    """Return q rotated, as `rope_store` does, for a layer that attends to the KV of an earlier one.
+    """Return rotated q, as `rope_store` does, for a layer that attends to the KV of an earlier layer.
 
     q         [rows, q_heads, head_dim], last stride 1; without norms it may be rotated in place: use the result
     cos, sin  [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim

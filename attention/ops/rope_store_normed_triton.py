@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `rope_store` and `rope` with norms: one launch between the qkv product and attention, which were three
-to five. Programs have one warp each: per row and KV head one for key and value, and one or more for the queries. Their
-tiles are the same for any number of rows, and so are a row's bits."""
+"""The kernel of `rope_store` and `rope` with norms: one launch between the QKV GEMM and attention. Per row and KV head,
+one program of one warp computes key and value, and one or more compute the queries. Tiles do not depend on the number
+of rows, so a row's bits do not either."""
 
 import torch
 import triton
@@ -15,13 +15,13 @@ from attention.ops.pdl import pdl_wait
 from attention.ops.rms_norm_triton import inverse_rms, scaled_by
 from attention.views import LayerKV
 
-_MAX_QUERY_ELEMENTS = 512  # of a program's queries, unless one head has more: 16 numbers per thread
+_MAX_QUERY_ELEMENTS = 512  # query numbers per program, 16 per thread; more only if one head has more
 
 
 @triton.jit
 def _load_parts(x_ptr, inside, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load heads, at x_ptr [n, 1] where inside [n, 1]: both halves of the rotated dimensions [n, HALF], and the others
-    [n, BLOCK], which are zeros before dimension ROTATED."""
+    """Load the heads at x_ptr [n, 1] where inside [n, 1]. Return both halves of the rotated dimensions [n, HALF], and
+    the other dimensions [n, BLOCK], zeros before dimension ROTATED."""
     half, d = tl.arange(0, HALF)[None, :], tl.arange(0, BLOCK)[None, :]
     in_half = inside & (half < ROTATED // 2)
     x = tl.load(x_ptr + half, mask=in_half, other=0.0)
@@ -34,8 +34,8 @@ def _load_parts(x_ptr, inside, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.
 
 @triton.jit
 def _rotated(parts, weights, cos_ptr, sin_ptr, eps, D: tl.constexpr, ROTATED: tl.constexpr):
-    """Return heads, as `_load_parts` returns them and a norm's weights: normed, rounded to their dtype, rotated, and
-    rounded again. Angles are at cos_ptr and sin_ptr [1, HALF]."""
+    """Normalise heads, round them to their dtype, rotate them, and round again. parts, weights: heads and a norm's
+    weights, from `_load_parts`. cos_ptr, sin_ptr: [1, HALF]."""
     x, y, rest = parts
     in_half = tl.arange(0, x.shape[1])[None, :] < ROTATED // 2
     cos, sin = tl.load(cos_ptr, mask=in_half, other=0.0), tl.load(sin_ptr, mask=in_half, other=0.0)
@@ -91,7 +91,7 @@ def _normed_rope_store(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Programs (row, KV head, part): each part HEADS of the GROUP query heads, after them one for key and value."""
+    """Grid: rows x KV heads x parts. A part computes HEADS of the GROUP query heads; the last one key and value."""
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     half, d = tl.arange(0, HALF)[None, :], tl.arange(0, BLOCK)[None, :]
     in_half, inside, in_rest = half < ROTATED // 2, d < D, (d >= ROTATED) & (d < D)
@@ -106,7 +106,7 @@ def _normed_rope_store(
 
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Heads are loaded before the angles, whose addresses wait for the position.
+    # Heads are loaded before the angles, whose addresses depend on a load of the position.
     angle = tl.load(position_ptr + row) * (ROTATED // 2) + half
     if not stores:
         g = part * HEADS + tl.arange(0, HEADS)[:, None]
@@ -213,7 +213,7 @@ def _launch(
 
 
 def query_heads(group: int, head_dim: int) -> int:
-    """Return how many of the `group` query heads of a KV head a program rotates: a power of two."""
+    """Return the query heads per program, a power of two. group: query heads per KV head."""
     padded: int = triton.next_power_of_2(group)
     fitting: int = _MAX_QUERY_ELEMENTS // triton.next_power_of_2(head_dim)
     return max(1, min(padded, fitting))

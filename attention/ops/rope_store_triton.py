@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `rope_store` and `rope` without norms: one launch instead of about ten, between the qkv product and
-attention."""
+"""The kernel of `rope_store` and `rope` without norms: one launch between the QKV GEMM and attention."""
 
 import torch
 import triton

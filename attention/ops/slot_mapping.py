@@ -1,4 +1,4 @@
-"""KV positions of a pass's rows, and the token indices of the pool that they write."""
+"""KV positions of a pass's rows, and the token indices in the pool that the rows write."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 
 def map_rows(batch: DecodeBatch | PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """Return `map_decode_rows` or `map_prefill_rows` of the batch. Reads nothing on the host."""
+    """Call `map_decode_rows` or `map_prefill_rows`. Reads nothing on the host."""
     return map_decode_rows(batch, page_size) if isinstance(batch, DecodeBatch) else map_prefill_rows(batch, page_size)
 
 

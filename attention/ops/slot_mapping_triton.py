@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels of `slot_mapping`: one launch instead of about ten."""
+"""Kernels of `slot_mapping`: one launch per batch; the references have about ten."""
 
 import torch
 import triton
@@ -113,6 +113,6 @@ def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tenso
 
 
 def _places(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate both outputs, each fully aligned, because Triton compiles a kernel for each alignment."""
+    """Allocate both outputs separately, so that both are aligned: Triton compiles a kernel for each alignment."""
     positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
     return positions, slots

@@ -1,4 +1,4 @@
-"""Attention kernels over paged KV. Planned and called by the triton backend; reference:
+"""Attention kernels over paged KV, which the triton backend plans and calls. Reference:
 `attention.backends.torch_backend`.
 
 decode_triton            rounds (a few rows per request), K/V heads

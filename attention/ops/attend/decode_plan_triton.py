@@ -11,7 +11,7 @@ from attention.ops.attend.split_kv_triton import Items
 FAN = 8  # partial results per merge
 MAX_SPLITS = FAN * FAN
 MAX_BLOCK_M = 64
-TOKENS_FIRST_ROWS = 32  # tiles of up to so many rows have transposed products over latent rows: `latent_tile_triton`
+TOKENS_FIRST_ROWS = 32  # maximum block_m with transposed products over latent rows: `latent_tile_triton`
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DecodeTiles:
     min_span: int
 
     def merge_slice(self, head_dim: int) -> int:
-        """Columns of head_dim that are merged at a time: FAN partial results in 64 registers per thread."""
+        """Return the columns of head_dim merged at a time: FAN partial results in 64 registers per thread."""
         return min(head_dim, max(16, 64 * 32 * self.warps // (FAN * self.block_m)))
 
 
@@ -46,7 +46,7 @@ def decode_tiles(
     """Return the tiles measured to be fastest on an H200 (tests/bench/RESULTS.md).
 
     packed_rows: rows x group of a request.
-    itemsize: bytes of a number of q; kv_itemsize: of the cache, None: the same.
+    itemsize, kv_itemsize: bytes per number of q and of the cache; None: equal.
     density: requests x KV heads / multiprocessors: programs per multiprocessor without splitting.
     """
     if itemsize == 4:
@@ -64,17 +64,17 @@ def decode_tiles(
         return DecodeTiles(16, 64, 4, 3, 2, 64) if few else DecodeTiles(64, 32, 4, 4, 2, 64)
     if few and density > 2:
         return DecodeTiles(16, 32, 1 if narrow else 2, 4, 2, 128)
-    # Tiles of 64 rows use wgmma, which reads K and V from shared memory and needs fewer barriers than mma on 16 rows.
-    # Measured alone, that outweighs the empty rows; in rounds, at the GPU's power limit, multiplying empty rows costs
-    # more. Tiles of 128 tokens need fewer barriers, if shared memory holds three of them.
+    # Tiles of 64 rows use wgmma, which reads K and V from shared memory and needs fewer barriers than mma on 16 rows. A
+    # kernel measured alone is faster so, despite empty rows. In rounds, at the GPU's power limit, multiplying empty
+    # rows costs more. Tiles of 128 tokens need fewer barriers, if shared memory holds three of them.
     if few and narrow:
         return DecodeTiles(16, 128, 4, 3, 1, 128)
     return DecodeTiles(64, 64, 4, 3, 2, 128)
 
 
 def _fp8_tiles(packed_rows: int, head_dim: int, density: float) -> DecodeTiles:
-    """Return long tiles, because each is converted to float16 in registers: more warps do so while others wait for
-    memory. At most 32 rows, so that products take their operands from registers."""
+    """Return tiles with many tokens and at most 32 rows. Each tile is converted to float16 in registers: with long
+    tiles more warps convert while others wait for memory, and with few rows products read operands from registers."""
     block_n = min(128, max(32, 128 * 128 // head_dim))
     if head_dim > 256:  # not measured; chosen so that sums fit in registers
         return DecodeTiles(16, block_n, 8, 3, 1, 64 if density <= 1 else 128)
@@ -84,18 +84,20 @@ def _fp8_tiles(packed_rows: int, head_dim: int, density: float) -> DecodeTiles:
 
 
 def latent_tiles(packed_rows: int, itemsize: int, density: float, kv_itemsize: int | None = None) -> DecodeTiles:
-    """Return the tiles for packed_rows = rows x heads of a request. density: requests / multiprocessors.
+    """Return the tiles over latent rows.
+
+    packed_rows: rows x heads of a request.
+    density: requests / multiprocessors.
 
     A multiprocessor's shared memory holds one program: a tile of 64 tokens of 576 numbers is 74 kB. Sums of 64 rows
     take 128 registers per thread with eight warps. Tiles of 64 tokens are up to 10 % faster than tiles of 32 (H200, 4
-    and 8 rows of 16 heads, 4,096 and 32,768 tokens). A single request cannot be split into enough items to fill the
-    device with tiles of 64 rows; tiles of 32 give twice as many programs (640 tokens: 13.3 -> 11.0 us; 32,768: the
-    same).
+    and 8 rows of 16 heads, 4,096 and 32,768 tokens). With tiles of 64 rows, a single request has too few items to fill
+    the device; tiles of 32 give twice as many programs (11.0 instead of 13.3 us for 640 tokens; equal for 32,768).
     """
     if itemsize == 4:
         return DecodeTiles(16, 16, 4, 1, 1, 128)
     least = 64 if density <= 0.25 else 128
-    if kv_itemsize == 1:  # a tile for many rows is converted by way of shared memory, which all of them should share
+    if kv_itemsize == 1:  # with many rows a tile is converted through shared memory: once for all rows
         return DecodeTiles(16 if packed_rows <= 16 else 64, 64, 8, 3, 1, least)
     if packed_rows <= 16:
         return DecodeTiles(16, 64, 4, 2, 1, least)
@@ -105,7 +107,7 @@ def latent_tiles(packed_rows: int, itemsize: int, density: float, kv_itemsize: i
 
 
 def token_axis(tiles: DecodeTiles) -> int:
-    """Return the axis of a tile's scores that tokens are on (`attention.ops.attend.latent_tile_triton`)."""
+    """Return the token axis of a tile's scores (`attention.ops.attend.latent_tile_triton`)."""
     return 0 if tiles.block_m <= TOKENS_FIRST_ROWS and tiles.block_n >= 64 else 1
 
 
@@ -134,7 +136,7 @@ class DecodeWorkspace:
 
     @staticmethod
     def merged_apart(num_rows: int, head_dim: int, device: torch.device) -> "DecodeWorkspace":
-        """Allocate `num_rows` rows of partials, which the second kernel merges."""
+        """Allocate `num_rows` rows of partials for a plan that merges in a second kernel."""
         return DecodeWorkspace(
             torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.float32, device=device),
@@ -146,7 +148,7 @@ class DecodeWorkspace:
 class DecodePlan:
     """The plan of a pass, shared by all layers.
 
-    items: from `plan_items`, with a budget of at most the workspace's programs / columns.
+    items: from `plan_items`, with a budget of at most num_programs of the workspace / columns.
     apart: merge in a second kernel, up to `splits` partials at a time.
     fixed: a row's bits depend on its own path only. Needs `apart` and items from `plan_spans`.
     """
@@ -160,6 +162,5 @@ class DecodePlan:
 
 
 def partial_rows(tiles: DecodeTiles, packed_rows: int) -> int:
-    """Return the rows that a program stores per partial if it skips unused ones. packed_rows: rows x group of a
-    request."""
+    """Return the rows per partial if unused ones are not stored. packed_rows: rows x group of a request."""
     return min(tiles.block_m, 1 << (packed_rows - 1).bit_length())

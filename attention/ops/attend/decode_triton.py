@@ -4,17 +4,18 @@
 All query heads of a KV head and all rows of a request share a tile, so KV is read once. Grid: KV heads (x blocks of
 rows) x items of `split_kv_triton`.
 
-Partial results are merged in one of two ways. If the batch is so small that all requests are split, a second kernel
-merges. If only unusually long requests are split, the programs that finish last merge, without another launch: the last
-of every FAN items merges these, and the last of those merges all.
+Partial results are merged in one of two ways:
+- If the batch is so small that all requests are split, a second kernel merges.
+- If only unusually long requests are split, the programs that finish last merge, without another launch: the last of
+  every FAN items merges these items, and the last group to finish merges all groups.
 
-In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on the places of its
+In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on the positions of its
 ancestors in a tree. Tiles have one shape and items are fixed spans (`plan_spans`). After a tree's prefix (PATHS) a tile
 is computed once per row, with that row's path in chain order. Columns that a row does not see leave its sums bitwise
-unchanged: their weight is 2^-inf = 0, their factor 2^0 = 1. So does merging with an empty partial: 1 * part / 1.
+unchanged: their weight is 2^-inf = 0, their factor 2^0 = 1. An empty partial leaves a merge unchanged: 1 * part / 1.
 
-This kernel and `latent_decode_triton` share plan, merging and softmax, but not the loop: over latent rows K and V are
-one tile, which is read once and multiplied in either orientation.
+`latent_decode_triton` shares plan, merging and softmax. Its loop differs: K and V are one tile, which is read once and
+multiplied in either orientation.
 """
 
 import torch
@@ -44,7 +45,7 @@ from attention.ops.pdl import pdl_wait
 from attention.scores import ScoreRule
 from attention.views import LayerKV
 
-TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in other modes a row's path is a chain
+TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in other modes a row's path is always a chain
 
 
 @triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
@@ -98,7 +99,7 @@ def _attend_decode(
         return
     low, high = tl.load(item + 1), tl.load(item + 2)
     partial, first, count = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-    # Over FP8 pages, rows are pairs of numbers: `score_pairs`. Then acc has the even columns, acc_odd the odd ones.
+    # FP8 pages are read as pairs of numbers (`score_pairs`); acc has the even columns, acc_odd the odd ones.
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
     packed = (tl.program_id(0) // KV_HEADS) * BLOCK_M + m
@@ -110,7 +111,7 @@ def _attend_decode(
     if WINDOW:
         oldest = oldest_seen(bits, prefix, WINDOW)
     # Triton keeps several tiles of K and V in flight only if page numbers are loaded one tile ahead. Positions after
-    # the last one read another row of its page and are masked.
+    # the last one read other rows of the last page, and are masked.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -121,11 +122,11 @@ def _attend_decode(
     if PAIRS:
         acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     if PDL:
-        # All data read so far, the plan included, was written before the layer's store: see `attention.ops.pdl`.
+        # All data read so far, including the plan, was written before the layer's store: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if sinks_ptr is not None:
-        # The item with a row's own position counts its sink: in a fixed plan that item's tiles are the same in a tree.
+        # The sink counts in the item of the row's own position, whose tiles in a fixed plan are those of a chain.
         own = prefix + num_seen(bits) - 1
         has_own = (own >= low) & (own < high)
         top = tl.where(has_own, sink_scores(sinks_ptr, query_head, live), top)
@@ -232,7 +233,7 @@ def attend_decode(
 
     q: [B * R, q_heads, head_dim], any row and head strides.
     plan: for this batch and these numbers of heads.
-    rule: its window is the batch's.
+    rule: with the batch's window.
     sinks: [q_heads] float32, contiguous, if the rule has them.
     early: launch before the previous kernel ends. A fence (`attention.ops.pdl`) must stand between this kernel and the
         writers of the plan, prefix lengths, masks and pages.
@@ -245,8 +246,7 @@ def attend_decode(
     assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.suffix_len <= 63
     out, unit = torch.empty(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
-    # Fused multiply-adds round differently, and in each variant of a kernel the compiler fuses different ones. So a
-    # fixed plan turns fusing off.
+    # A fixed plan disables FMA fusion: FMAs round differently, and each variant of a kernel fuses different operations.
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
     _attend_decode[(columns, plan.items.items.shape[0])](
@@ -296,5 +296,5 @@ def attend_decode(
 
 
 def pages_of(kv: LayerKV) -> tuple[Tensor, Tensor]:
-    """Return keys and values as kernels read them: FP8 as int16, pairs of numbers."""
+    """Return keys and values as kernels read them: FP8 as pairs of numbers, int16."""
     return (kv.k.view(torch.int16), kv.v.view(torch.int16)) if kv.k.dtype == FP8 else (kv.k, kv.v)

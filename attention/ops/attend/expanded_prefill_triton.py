@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over keys and values that this pass has computed from latent rows
-(`attention.expansion`). A key consists of a part per head, and a rotated part that all heads share.
+"""Causal attention of ragged prompt chunks over keys and values that this pass has expanded from latent rows
+(`attention.expansion`). A key consists of a part per head and a RoPE part that all heads share.
 
-A program takes one head and a tile of adjacent rows from `prefill_plan_triton`.
+A program computes one head of a tile of adjacent rows from `prefill_plan_triton`.
 """
 
 import torch
@@ -122,8 +122,8 @@ def _attend_expanded(
 
 
 def expanded_tiles(itemsize: int) -> PrefillTiles:
-    """Return the fastest of nine tiles on an H200 (`df3f33c`): 113 us for 16 prompts of 512 tokens, 2,022 us for one of
-    8,192 after 8,192 others. block_m: rows of one head."""
+    """Return the fastest of nine tiles on an H200 (`df3f33c`): 113 us for 16 prompts of 512 tokens; 2,022 us for 8,192
+    tokens after 8,192 cached ones. block_m: rows of one head."""
     if INTERPRETED:
         return PrefillTiles(16, 16, 1, 1)
     if itemsize == 4:
@@ -142,9 +142,9 @@ def attend_expanded(
     scale: float,
     out: Tensor,
 ) -> Tensor:
-    """Write attention of q to out. Each row sees the tokens up to its own; rows without a chunk are not written.
+    """Write attention of q to out. Each row sees the tokens up to its own; padding rows are not written.
 
-    q: [rows, heads, key_dim + rotated], rotated part before RoPE.
+    q: [rows, heads, key_dim + rotated], before RoPE.
     cos, sin: [any, rotated / 2] float32.
     index: [rows] int64, each row's line of cos and sin.
     tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with tiles.block_m rows each.

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Attention of a few rows per request over paged latent rows (multi-head latent attention, arXiv 2405.04434). All
-lengths are read on the device. Items, partial results, merging and fixed plans are those of `decode_triton`.
+"""Attention of a few rows per request over paged latent rows (MLA, arXiv 2405.04434). All lengths are read on the
+device. Items, partial results, merging and fixed plans are those of `decode_triton`.
 
 All heads read the same latent rows. Rows x heads of a request are packed into tiles of BLOCK_M. A program computes one
-tile over one item; programs of one item are adjacent, so all but the first read its rows from L2.
+tile over one item. Programs of one item are adjacent, so all but the first read its latent rows from L2.
 """
 
 import torch
@@ -98,16 +98,16 @@ def _attend_latent(
     last = prefix + suffix_len - 1
     if WINDOW:
         oldest = tl.expand_dims(oldest_seen(bits, prefix, WINDOW), TOKENS)
-    # Page numbers are loaded one tile ahead, else Triton keeps no tiles in flight: see `decode_triton`.
+    # Page numbers are loaded one tile ahead: see `decode_triton`.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
-    # Over FP8 rows, a tile has pairs of numbers: `score_latent_pairs`.
+    # FP8 rows are read as pairs of numbers: `score_latent_pairs`.
     STEP: tl.constexpr = 2 if PAIRS else 1
     top, total, acc = no_state(BLOCK_M, BLOCK_N, D // STEP, TOKENS)
     if PAIRS:
         _, _, acc_odd = no_state(BLOCK_M, BLOCK_N, D // STEP, TOKENS)
     if PDL:
-        # All data read so far, the plan included, was written before the layer's store: see `attention.ops.pdl`.
+        # All data read so far, including the plan, was written before the layer's store: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
@@ -224,7 +224,7 @@ def attend_latent(
     columns = -(-packed_rows // tiles.block_m)
     part_m = partial_rows(tiles, packed_rows) if plan.fixed else tiles.block_m
     part, unit = _partials(plan, out.dtype), weight_unit(kv.rows.dtype)
-    pairs = kv.rows.dtype == FP8 and tiles.block_m == 16  # more rows are multiplied faster from shared memory
+    pairs = kv.rows.dtype == FP8 and tiles.block_m == 16  # for more rows, products from shared memory are faster
     _attend_latent[(columns, plan.items.items.shape[0])](
         q,
         pages_of_rows(kv, pairs),
@@ -277,7 +277,7 @@ def attend_latent(
 
 
 def _partials(plan: DecodePlan, dtype: torch.dtype) -> Tensor:
-    """Return memory for partials that a second kernel merges to `dtype`. For bfloat16 results (8 bits) partials are
-    float16 (11 bits), in half the bytes."""
+    """Return the memory for partials: float32, but float16 if a second kernel merges them to bfloat16 (8 significant
+    bits; float16 has 11). That halves the bytes. dtype: of results."""
     part = plan.workspace.part
     return part.view(torch.float16) if dtype == torch.bfloat16 and plan.apart and not plan.fixed else part

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over paged latent rows. A program takes a tile of adjacent rows from
-`prefill_plan_triton`, with all heads, or with a block of them if there are many."""
+"""Causal attention of ragged prompt chunks over paged latent rows. A program computes all heads, or a block of them if
+there are many, of a tile of adjacent rows from `prefill_plan_triton`."""
 
 import torch
 import triton
@@ -85,21 +85,21 @@ def _attend_latent_prefill(
 
 
 def latent_prefill_tiles(itemsize: int) -> PrefillTiles:
-    """Return the largest tiles whose sums fit in registers, as in `latent_decode_triton.latent_tiles`."""
+    """Return the largest tiles whose sums fit in registers, as in `decode_plan_triton.latent_tiles`."""
     if INTERPRETED or itemsize == 4:
         return PrefillTiles(16, 16, 4, 1)
     return PrefillTiles(64, 32, 8, 4)
 
 
 def heads_of_tile(num_heads: int, tiles: PrefillTiles) -> int:
-    """Heads that share a tile."""
+    """Return the number of heads that share a tile."""
     return min(num_heads, tiles.block_m)
 
 
 def attend_latent_prefill(
     q: Tensor, kv: LatentKV, batch: PrefillBatch, tile_list: Tensor, tiles: PrefillTiles, scale: float
 ) -> Tensor:
-    """Return attention of q, [rows, heads, latent] in q's dtype; zeros for rows without a chunk.
+    """Return attention of q, [rows, heads, latent] in q's dtype; zeros for padding rows.
 
     q: [rows, heads, latent + rotated], any row and head strides.
     tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with block_m // `heads_of_tile` rows each.
@@ -108,7 +108,7 @@ def attend_latent_prefill(
     page_table, heads, latent = batch.page_table, q.shape[1], kv.latent
     assert q.stride(2) == 1 and kv.rows.dtype in (q.dtype, FP8) and kv.rows.is_contiguous() and scale > 0
     assert page_table.stride(1) == 1 and tile_list.is_contiguous() and q.shape[2] == kv.rows.shape[2]
-    # Padding rows go through the model and write KV to page 0, whose masked values must be finite.
+    # Padding rows pass through the model and write KV to page 0. Masked reads of page 0 must give finite values.
     make = torch.zeros if batch.is_padded else torch.empty
     out = make((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
     together, unit = heads_of_tile(heads, tiles), weight_unit(kv.rows.dtype)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Adds the masked columns of a round over latent rows to attention over its prefix, in place. A faster kernel without
-masks computes the prefix, which all rows see; this one adds the few columns that differ by row."""
+"""Adds a tree's suffix to attention over the prefix, for latent rows, in place. All rows see the prefix, so a faster
+kernel without masks computes it; this kernel adds the few masked columns."""
 
 import torch
 import triton
@@ -78,10 +78,11 @@ def _add_suffix(
 
 
 def add_suffix(out: Tensor, lse: Tensor, q: Tensor, kv: LatentKV, batch: DecodeBatch, scale: float) -> None:
-    """Make `out` the attention of q [B * R, heads, latent + rotated] over prefix and masked columns.
+    """Turn attention over the prefix, `out`, into attention over prefix and suffix, in place.
 
-    out: [B * R, heads, latent], contiguous: attention over the prefix; not read where lse is minus infinity.
-    lse: [B * R, heads] float32: its log-sum-exp of scaled scores, base 2.
+    out: [B * R, heads, latent], contiguous; not read where lse is minus infinity.
+    lse: [B * R, heads] float32, log-sum-exp of the prefix's scaled scores, base 2.
+    q: [B * R, heads, latent + rotated].
 
     Reference: `attention.ops.attend.references.latent_decode`.
     """

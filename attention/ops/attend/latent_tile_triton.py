@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """One tile of attention over latent rows, for rounds and prompt chunks.
 
-A latent row is key and value at once: its first D numbers are both, and the ROTATED numbers after them belong to the
-key. A tile is loaded once and multiplied twice. wgmma's first operand has 64 rows. With TOKENS = 1 these are 64 rows of
-q. With TOKENS = 0 they are tokens, and in the second product dimensions of the sums, so that tiles of 16 or 32 rows of
-q waste nothing. TOKENS is the axis of the scores that tokens are on.
+A latent row is key and value: its first D numbers are both, and the ROTATED numbers after them belong to the key. A
+tile is loaded once and multiplied twice.
+
+TOKENS is the token axis of the scores. wgmma's first operand has 64 rows. With TOKENS = 1 these are 64 rows of q. With
+TOKENS = 0 they are tokens in the first product and dimensions of the sums in the second, so tiles of 16 or 32 rows of q
+leave none of them empty.
 """
 
 import torch
@@ -32,8 +34,8 @@ def load_queries(
     UNIT: tl.constexpr = 1.0,
     STEP: tl.constexpr = 1,
 ):
-    """Load [M, D] and [M, ROTATED] of q for rows `row` and heads `head` [M], zeros where not `live`; in the dtype in
-    which they are multiplied with the pool's rows. STEP: load every second of 2 D and 2 ROTATED numbers."""
+    """Load [M, D] and [M, ROTATED] of q for rows `row` and heads `head` [M], in the dtype of the products with the
+    pool's rows; zeros where not `live`. STEP = 2: load every second of 2 D and 2 ROTATED numbers."""
     q = q_ptr + (row * q_row_stride + head * q_head_stride)[:, None]
     latent = tl.load(q + STEP * tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
     rotated = tl.load(q + STEP * (D + tl.arange(0, ROTATED))[None, :], mask=live[:, None], other=0.0)
@@ -67,7 +69,7 @@ def load_latent_tile(
     ROTATED: tl.constexpr,
 ):
     """Load a tile of BLOCK_N KV positions from `start`, on pages `page` [BLOCK_N]. If a tile is on one page, `page` is
-    a number, and the tensor maps of `latent_maps` load it without address computation."""
+    a scalar; then the tensor maps of `latent_maps` load the tile, without address computation."""
     if latent_desc is None:
         token = page.to(tl.int64) * PAGE + (start + tl.arange(0, BLOCK_N)) % PAGE
         latent, rotated = load_latent_rows(rows_ptr, token, D, ROTATED)
@@ -78,15 +80,15 @@ def load_latent_tile(
 
 
 def pages_of_rows(kv: LatentKV, pairs: bool) -> Tensor:
-    """Return rows as kernels read them: as int16 where they are pairs of FP8 numbers."""
+    """Return rows as kernels read them. pairs: as pairs of FP8 numbers, int16."""
     return kv.rows.view(torch.int16) if pairs else kv.rows
 
 
 def latent_maps(
     kv: LatentKV, block_n: int, pairs: bool = False
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Return tensor maps for tiles of block_n tokens; None if a tile spans pages or tensor maps do not support the
-    rows."""
+    """Return tensor maps of the latent and the RoPE part for tiles of block_n tokens; None if a tile spans pages or
+    tensor maps do not support the rows."""
     page_size, width = kv.rows.shape[1:]
     if page_size % block_n or width * kv.rows.itemsize % 16:
         return None, None
@@ -105,8 +107,8 @@ def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.cons
         scores = tl.dot(rotated, tl.trans(q_rotated), input_precision="ieee")
         scores = tl.dot(latent, tl.trans(q), scores, input_precision="ieee") * scale_log2
     else:
-        # If one product accumulated onto the other, Triton would distribute it over other warps, and move the sums
-        # through shared memory.
+        # If the second product accumulated onto the first, Triton would distribute it over other warps, and move the
+        # sums through shared memory.
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee") * scale_log2
         scores += tl.dot(q_rotated, tl.trans(rotated), input_precision="ieee") * scale_log2
     return scores, latent
@@ -116,8 +118,8 @@ def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.cons
 def score_latent_pairs(
     q, q_odd, q_rotated, q_rotated_odd, pairs, rotated, scale_log2, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """`score_latent_tile` over FP8 rows, whose numbers are read as pairs (`attention.ops.fp8_triton.even`): q and the
-    values have even and odd dimensions apart."""
+    """`score_latent_tile` over FP8 rows read as pairs of numbers (`attention.ops.fp8_triton.even`). Even and odd
+    dimensions of q are separate tensors."""
     dtype: tl.constexpr = q.dtype
     first, second = even(pairs, dtype, INTERPRETED), odd(pairs, dtype, INTERPRETED)
     k_pe, k_pe_odd = even(rotated, dtype, INTERPRETED), odd(rotated, dtype, INTERPRETED)
@@ -148,7 +150,7 @@ def accumulate_latent_pairs(
     UNIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """`accumulate_latent`, with the values' even and odd dimensions apart."""
+    """`accumulate_latent`, with even and odd dimensions of the values as separate sums."""
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - tl.expand_dims(origin, TOKENS))
@@ -189,8 +191,7 @@ def accumulate_latent(
     UNIT: tl.constexpr = 1.0,
 ):
     """`online_softmax_triton.accumulate` for both orientations: acc [M, D], or [D, M] with TOKENS = 0. With TOKENS = 0,
-    `total` is [N, M], a sum for each index in a tile, which `finish_latent` adds up, because sums over tokens cross
-    warps."""
+    a sum over tokens crosses warps. So `total` is [N, M], one sum per index in a tile; `finish_latent` adds them."""
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - tl.expand_dims(origin, TOKENS))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Merges partial results of attention (partials), each weighted by 2 ** its log-sum. A second kernel does this, or the
+"""Merges partial results of attention (partials), each weighted by 2 ** lse. Either a second kernel merges, or the
 programs of `decode_triton` that finish last."""
 
 import triton
@@ -31,8 +31,8 @@ def merge_rows(
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:
-        # The counts may be read before the wait: the kernel that wrote them ended before the predecessor began its work
-        # (see `attention.ops.pdl`).
+        # The counts may be read before the wait: their writer ended before the predecessor passed its own wait
+        # (`attention.ops.pdl`).
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if count > 1:
@@ -79,7 +79,7 @@ def _merge(
     FAN: tl.constexpr,
 ):
     """Store the weighted mean of `count` <= FAN partials, `step` apart, to rows target [BLOCK_M] of D values. Return
-    its log-sum [BLOCK_M].
+    its lse [BLOCK_M].
 
     Works in slices of D to save registers. in_place: target is one of the partials.
     """
@@ -134,8 +134,7 @@ def merge_by_the_last(
     FAN: tl.constexpr,
 ):
     """Merge if this program is the last of its FAN items, or of all, to store its partial result."""
-    # The barrier orders all threads' stores before the one thread's release.
-
+    # The barrier orders the stores of all threads before the release by one thread.
     tl.debug_barrier()
     leader = first + (partial - first) // FAN * FAN
     members = tl.minimum(FAN, first + count - leader)

@@ -12,8 +12,8 @@ LOG2_E = 1.4426950408889634
 @triton.jit
 def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr):
     """Return scores [M, N] float32 of q [M, D] and the keys of the pool's tokens `token` [N] int64, and their values
-    [N, D] in q's dtype; both without the pool's scales. K is loaded like V and
-    transposed in the product, so that both share addresses."""
+    [N, D] in q's dtype; both without the pool's scales. K is loaded like V, with the same offsets, and transposed in
+    the product."""
     offset = ((token * KV_HEADS + head) * D)[:, None] + d[None, :]
     k = tl.load(k_ptr + offset).to(q.dtype)
     v = tl.load(v_ptr + offset).to(q.dtype)
@@ -24,8 +24,8 @@ def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.co
 def score_pairs(
     q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """`score_tile` over FP8 pages, whose numbers are read as pairs (`attention.ops.fp8_triton.even`). Return the
-    scores, and the values' even and odd dimensions [N, D / 2].
+    """`score_tile` over FP8 pages read as pairs of numbers (`attention.ops.fp8_triton.even`). Return the scores, and
+    even and odd dimensions of the values [N, D / 2].
 
     q, q_odd: [M, D / 2], even and odd dimensions.
     """
@@ -39,8 +39,8 @@ def score_pairs(
 
 @triton.jit
 def sum_weights(weights, axis: tl.constexpr, FIXED: tl.constexpr):
-    """Sum weights of at most 1 along an axis. FIXED: add them as integers, which gives the same sum in every kernel;
-    the order of float additions depends on the layout that the compiler chooses for a loop."""
+    """Sum weights of at most 1 along an axis. FIXED: add them as integers, which gives the same sum in every kernel; a
+    sum of floats depends on their order, and so on the layout that the compiler chooses for a loop."""
     if FIXED:
         unit: tl.constexpr = (1 << 30) // weights.shape[axis]
         return tl.sum((weights * unit + 0.5).to(tl.int32), axis).to(tl.float32) / unit
@@ -69,7 +69,7 @@ def accumulate(scores, v, scale_log2, top, total, acc, FIXED: tl.constexpr = Fal
 
 @triton.jit
 def accumulate_pairs(scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED: tl.constexpr, UNIT: tl.constexpr):
-    """`accumulate`, with the values' even and odd dimensions apart."""
+    """`accumulate`, with even and odd dimensions of the values as separate sums."""
     top, total, weights, shrink = softmax_step(scores, scale_log2, top, total, FIXED)
     weights = (weights * UNIT).to(v.dtype)
     acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
@@ -79,7 +79,7 @@ def accumulate_pairs(scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIX
 
 @triton.jit
 def softmax_step(scores, scale_log2, top, total, FIXED: tl.constexpr):
-    """Return the softmax state after a tile, its weights, and the factor on what was accumulated before."""
+    """Return top and total after a tile, the tile's weights, and the factor on the earlier acc."""
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * scale_log2 - origin[:, None])
@@ -89,5 +89,5 @@ def softmax_step(scores, scale_log2, top, total, FIXED: tl.constexpr):
 
 @triton.jit
 def both(acc, acc_odd, M: tl.constexpr, D: tl.constexpr):
-    """Return [M, D] of its even and odd columns."""
+    """Interleave even and odd columns [M, D / 2] to [M, D]."""
     return tl.reshape(tl.join(acc, acc_odd), (M, D))

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Cuts prompt chunks into tiles of adjacent rows, on the device. Tiles with the longest contexts come first, so that
-the programs that start last are short. A captured grid is fixed; unused tiles are marked idle."""
+the last programs to start are short. The grid is fixed at capture; unused tiles are marked idle."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention.metadata import ChunkLists, PrefillBatch
 
-# Columns of a tile: its chunk or IDLE; its first row; the end of the chunk's rows; the position of its first row.
+# Fields of a tile: chunk or IDLE; first row; end of the chunk's rows; position of the first row.
 TILE_FIELDS = tl.constexpr(4)
 IDLE = tl.constexpr(-1)
 BLOCK = 64  # tiles per program
@@ -51,7 +51,7 @@ def _plan_tiles(
         end += tl.sum(tl.where(mine, end_row, 0), 1)[:, None]
         position += tl.sum(tl.where(mine, start + before, 0), 1)[:, None]
         total += tl.sum(count)
-    # A tile's index is the number of tiles with a longer context, or with the same and of an earlier chunk.
+    # A tile's index is the number of tiles with a longer context, plus those of earlier chunks with an equal one.
     place = tile * 0
     for low in range(0, num_chunks, CHUNKS):
         c, _, _, start, count = _chunks_at(indptr_ptr, starts_ptr, low, num_chunks, rows, CHUNKS)
@@ -68,8 +68,7 @@ def _plan_tiles(
 
 
 def max_tiles(batch: PrefillBatch, rows: int) -> int:
-    """Return the number of tiles of `rows` rows for the chunks of `batch`; an upper bound if only the device knows the
-    chunks."""
+    """Return the number of tiles of `rows` rows for the batch; an upper bound if only the device knows the chunks."""
     if batch.lists is not None:
         return sum(triton.cdiv(count, rows) for count in batch.lists.counts)
     return min(batch.num_rows, batch.num_rows // rows + batch.num_chunks)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over paged KV (see `PrefillBatch`). A program takes a tile of adjacent rows
-from `prefill_plan_triton`, with all query heads of one KV head."""
+"""Causal attention of ragged prompt chunks over paged KV (see `PrefillBatch`). A program computes all query heads of
+one KV head for a tile of adjacent rows from `prefill_plan_triton`."""
 
 from dataclasses import dataclass
 
@@ -120,7 +120,7 @@ def _attend_prefill(
     common = (start + 1) // BLOCK_N * BLOCK_N
     low = 0
     if WINDOW:
-        # Each row sees another part of the tiles before those that all rows see.
+        # Each row sees a different part of the first tiles; all rows see all of the next ones.
         first_tile = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         low = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, common)
         top, total, acc = _attend_span(
@@ -201,7 +201,7 @@ def _attend_prefill(
         SOFT_CAP,
         UNIT,
     )
-    if WINDOW:  # rows after the chunk's end may have seen nothing
+    if WINDOW:  # rows after the chunk's end may see nothing
         total = tl.where(total == 0.0, 1.0, total)
     out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
     tl.store(out, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
@@ -223,8 +223,8 @@ class PrefillTiles:
 
 
 def prefill_tiles(group: int, head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> PrefillTiles:
-    """Return the tiles measured on an H200 (`bf86f5a`): 64 x 512 tokens take 555 us with tiles of 32, 709 with tiles of
-    64."""
+    """Return the tiles that were fastest on an H200 (`bf86f5a`): 64 chunks of 512 tokens take 555 us with block_n 32,
+    709 with 64."""
     if INTERPRETED:
         return PrefillTiles(max(16, triton.next_power_of_2(group)), 16, 1, 1)
     if itemsize == 4:
@@ -245,11 +245,11 @@ def attend_prefill(
     rule: ScoreRule,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of q, [rows, q_heads, head_dim] in q's dtype; zeros for rows without a chunk.
+    """Return attention of q, [rows, q_heads, head_dim] in q's dtype; zeros for padding rows.
 
     q: [rows, q_heads, head_dim], any row and head strides.
     tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with block_m // group rows each.
-    rule: its window is the batch's.
+    rule: with the batch's window.
     sinks: [q_heads] float32, contiguous, if the rule has them.
     """
     page_table = batch.page_table
@@ -257,7 +257,7 @@ def attend_prefill(
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
     assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     assert page_table.stride(1) == 1 and tile_list.is_contiguous()
-    # Padding rows go through the model and write KV to page 0, whose masked values must be finite.
+    # Padding rows pass through the model and write KV to page 0. Masked reads of page 0 must give finite values.
     make = torch.zeros if batch.is_padded else torch.empty
     out, unit = make(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
     _attend_prefill[(num_kv_heads, tile_list.shape[0])](

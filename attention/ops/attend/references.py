@@ -88,7 +88,7 @@ def latent_prefill(q: Tensor, kv: LatentKV, batch: PrefillBatch, rule: ScoreRule
 
 
 def within_window(seen: Tensor, window: int | None) -> Tensor:
-    """Keep the last `window` seen positions of each row of seen [rows, positions] bool."""
+    """Limit seen [rows, positions] bool to the last `window` positions that each row sees."""
     return seen if window is None else seen & (seen.flip(1).cumsum(1).flip(1) <= window)
 
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Cuts the contexts of a batch into items of similar length, on the device, for a grid that is fixed at capture.
 
-An item is a span of one request's KV that one program per KV head reads. The grid has `num_requests + budget` items;
-unused ones are marked idle. A pass plans once for all its layers.
+An item is a span of one request's KV (a split, in flash-decoding); one program per KV head reads it. The grid has
+`num_requests + budget` items; unused ones are marked idle. A pass plans once for all layers.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from attention.ops.attend.window_triton import first_seen
 
-# Columns of an item: its request or IDLE; its first KV position and its end; the index of its partial result (counted
-# over all split requests); that of the request's first item; the request's number of items.
+# Fields of an item: request or IDLE; first KV position; end position; index of its partial result, counted over all
+# split requests; that index of the request's first item; the request's number of items.
 ITEM_FIELDS = tl.constexpr(8)  # six are used; with eight an item does not cross a 32-byte sector
 IDLE = tl.constexpr(-1)
 CHUNK = tl.constexpr(16)
-SPANS = tl.constexpr(8)  # spans that are compared: 1 to 2.75 times the minimum, the short ones closer together
+SPANS = tl.constexpr(8)  # candidate spans: 1 to 2.75 times the minimum, with smaller steps between short ones
 
 
 @triton.jit
@@ -29,8 +29,8 @@ def _span(least, number):
 
 @triton.jit
 def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Return the span with which all items end soonest, if `budget` of them run at a time: one of `SPANS`, and the
-    longest of equally good ones."""
+    """Return the candidate span with which all items end soonest if `budget` of them run at a time; the longest of
+    equally good ones."""
     total = tl.sum(length, 0)
     least = tl.maximum(tl.cdiv(total, budget), min_span)
     number = tl.arange(0, SPANS)
@@ -141,11 +141,12 @@ def plan_items(
     max_splits: int,
     window: int | None = None,
 ) -> Items:
-    """Cut requests of prefix_len [B] int32 plus suffix_len positions into items, from the first tile of their window.
+    """Cut requests of prefix_len + suffix_len positions into items, from the first tile of their window.
 
+    prefix_len: [B] int32.
     budget: items that run at a time; 0 splits nothing. Requests of similar length are cut into as many items as fill
-        the device once; of unequal requests, long ones get more items. At most 2 * budget partials are used.
-    min_span: minimum length of an item, but for a request's last.
+        the device once; longer requests get more items. At most 2 * budget partials are used.
+    min_span: minimum length of an item, except a request's last.
     tile: item boundaries are multiples of it.
     max_splits: maximum number of items per request.
     """
@@ -153,7 +154,7 @@ def plan_items(
     num_items = num_requests + budget
     items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
-    # both constants are computed from this power of two, because each pair of values compiles a kernel
+    # REQUESTS and ITEMS are both computed from this power of two: each pair of values compiles a kernel
     most_requests = triton.next_power_of_2(num_requests)
     _plan_items[(1,)](
         prefix_len,
@@ -162,7 +163,7 @@ def plan_items(
         suffix_len,
         num_requests,
         max(budget, 1),
-        min_span if budget else 1 << 24,  # spans up to three times as long are tried
+        min_span if budget else 1 << 24,  # longer than any request; 2.75 times as much fits in int32
         num_items,
         TILE=tile,
         MAX_SPLITS=max_splits,
@@ -175,15 +176,17 @@ def plan_items(
 
 
 def plan_warps(num_requests: int) -> int:
-    """Return the warps of the planner, which compares `SPANS` numbers per request."""
+    """Return the warps of the planner, which holds `SPANS` numbers per request."""
     return 4 if num_requests <= 128 else 16
 
 
 def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int, window: int | None = None) -> Items:
-    """Cut each request at multiples of `span`, whatever the other requests are.
+    """Cut each request at multiples of `span`, independently of the other requests.
 
-    Requests have prefix_len [B] int32 plus suffix_len positions, at most max_kv_len. Each has ceil(max_kv_len / span)
-    partials, or as many as a window can touch.
+    Requests have prefix_len + suffix_len positions, at most max_kv_len. Each has ceil(max_kv_len / span) partials, or
+    as many as a window can touch.
+
+    prefix_len: [B] int32.
     """
     num_requests, each = prefix_len.shape[0], triton.cdiv(max_kv_len, span)
     if window is not None:

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The tree mask of a row in kernels: bit j (int64, not negative) is set if the row sees suffix column j (see
-`DecodeBatch.mask`). Grown by `speculative.ops.tree_growth`."""
+"""The tree mask of a row in kernels (int64, not negative): bit j is set if the row sees suffix column j (see
+`DecodeBatch.mask`). `speculative.ops.tree_growth` computes it."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def num_seen(bits):
-    """Return the number of columns, int32, in masks `bits` (int64, not negative)."""
+    """Return the number of set bits, int32, of masks `bits`."""
     pairs = bits - ((bits >> 1) & 0x5555555555555555)
     fours = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -20,9 +20,10 @@ def num_seen(bits):
 
 @triton.jit
 def path_columns(path, over):
-    """Map the indexes `over` [N] of a row's path to suffix columns, and return whether they are seen.
+    """Return the suffix columns of indices `over` [N] in a row's path, and whether the row sees them.
 
-    The path is the set bits of the row's mask, in order. Indexes before the path are seen, those after it are not.
+    The path is the set bits of the row's mask, in order. Negative indices (the prefix) are seen, indices after the path
+    are not.
     """
     place, length = over * 0, 0
     for part in tl.static_range(4):  # 16 bits at a time, for few registers

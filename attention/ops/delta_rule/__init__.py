@@ -1,12 +1,12 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464): a layer's core between its projections and output product.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464): a layer's core between its input and output projections.
 
 tables    the tensors: a layer's state, weights and rows, and the inputs that all layers of a pass share
 rounds    verification and decoding: replays the committed rows, then computes the new rows, for trees of any shape
 chunks    prompt chunks
-commit    moves the accepted rows of all layers to where the next round replays them
+commit    moves the accepted rows of all layers to the committed rows
 formulas  convolution, gates, recurrence and gated norm in torch, for the references
 
-A round reads and writes the state once, whatever the number of its rows. Verified rows leave the state unchanged; the
-layer stores their projections (*pending* rows). Acceptance moves the rows of the accepted path to the *committed* rows,
+A round reads and writes the state once, for any number of rows. Verified rows leave the state unchanged; the layer
+stores their projections (*pending* rows). After acceptance, the rows of the accepted path become *committed* rows,
 which the next round replays before it computes its own rows.
 """

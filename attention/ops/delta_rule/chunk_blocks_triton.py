@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Computes the rows of each block of `chunks_triton`, from the chunks, on the device. A block has up to BLOCK rows, and
-ends early at a snapshot or at the end of its chunk."""
+"""Divides prompt chunks into the blocks of `chunks_triton`, on the device. A block has up to BLOCK rows; it ends early
+at a snapshot or at the end of its chunk."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def borders(chunk, inside, qo_ptr, starts_ptr, at_ptr):
-    """Return the first row of each chunk, its number of rows, and its number of rows before the snapshot. The last is 0
-    if the snapshot lies at an end of the chunk or outside."""
+    """Return each chunk's first row, its number of rows, and its number of rows before the snapshot: 0 if the snapshot
+    is at an end of the chunk or outside."""
     first = tl.load(qo_ptr + chunk, mask=inside, other=0)
     rows = tl.load(qo_ptr + chunk + 1, mask=inside, other=0) - first
     border = tl.load(at_ptr + chunk, mask=inside, other=-1) - tl.load(starts_ptr + chunk, mask=inside, other=0)
@@ -32,7 +32,7 @@ def block_rows(j, rows, border, BLOCK: tl.constexpr):
 
 @triton.jit
 def first_blocks(qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return [CHUNKS_PADDED] twice: the number of blocks of all chunks before each chunk, and of its own."""
+    """Return [CHUNKS_PADDED] each: the number of blocks before each chunk, and each chunk's number of blocks."""
     chunks = tl.arange(0, CHUNKS_PADDED)
     _, rows, border = borders(chunks, chunks < num_chunks, qo_ptr, starts_ptr, at_ptr)
     own = num_blocks(border, BLOCK) + num_blocks(rows - border, BLOCK)
@@ -43,8 +43,7 @@ def first_blocks(qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED: tl.const
 def locate(
     index, qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the chunk of block `index`, its first row, the block's first row within it, and the block's number of
-    rows; 0 rows if there are fewer blocks."""
+    """Return block `index`: its chunk, the row where the chunk starts, its first row in the chunk, its rows (or 0)."""
     before, own = first_blocks(qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK)
     mine = (before <= index) & (index < before + own)
     chunk = tl.sum(tl.where(mine, tl.arange(0, CHUNKS_PADDED), 0), 0)

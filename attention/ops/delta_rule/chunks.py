@@ -19,27 +19,27 @@ from attention.ops.delta_rule.tables import (
 )
 from attention.ops.operation import Implementation, on_gpu, operation
 
-BLOCK = 64  # maximum tokens of a block; a snapshot's position ends a block early
+BLOCK = 64  # maximum rows of a block
 
 
 def max_blocks(num_rows: int, num_chunks: int) -> int:
-    """Return the largest number of blocks of `num_chunks` chunks: each has at most two that are not full."""
+    """Return the maximum number of blocks of `num_chunks` chunks: at most two per chunk are not full."""
     return num_rows // BLOCK + 2 * num_chunks
 
 
 def scratch_dtype(heads: DeltaHeads, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scratch between the kernels, and of their products' operands, for rows of `dtype`.
+    """Return the dtype of scratch between the kernels, and of operands of their products, for rows of `dtype`.
 
-    bfloat16 only for keys and values of 128 numbers. With fewer, as in no published model, kernels compiled by Triton
-    3.6 differ from interpreted ones on an H200 by more than the largest output (`python -m tests.bench delta_chunks`);
-    with float32 operands both are right.
+    The rows' dtype is used only for keys and values of 128 numbers. With fewer, which no published model has, kernels
+    compiled by Triton 3.6 differ from interpreted ones on an H200 by more than the largest output (`python -m
+    tests.bench delta_chunks`); with float32 operands they agree.
     """
     return dtype if heads.key_dim == heads.value_dim == 128 else torch.float32
 
 
 def scratch_bytes(heads: DeltaHeads, dtype: torch.dtype, num_rows: int, num_chunks: int) -> int:
-    """Return the bytes of scratch between the kernels, for rows of `dtype`: q, k and v, two rows and the decay of each
-    value head, and the initial state of each block."""
+    """Return the bytes of scratch between the kernels, for rows of `dtype`: q, k and v; w, u and the decay of each
+    value head; and the initial state of each block."""
     values = heads.value_heads * (heads.key_dim + heads.value_dim)
     states = max_blocks(num_rows, num_chunks) * heads.value_heads * heads.key_dim * heads.value_dim
     numbers = num_rows * (heads.channels + values) + states
@@ -56,10 +56,10 @@ def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) 
 def delta_rule_chunks(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
 ) -> None:
-    """Compute the outputs of prompt chunks, and advance their slots' states by all rows.
+    """Compute the outputs of prompt chunks, and advance the states of their slots by all rows.
 
-    A chunk at position 0 starts from a state and history of zeros. Other chunks start from their slot's, which must not
-    have committed rows (count is 0, and is not read). A chunk without rows changes nothing.
+    A chunk at position 0 starts from a state and history of zeros, other chunks from those of their slot. The slot must
+    not have committed rows (count is 0, and is not read). A chunk without rows changes nothing.
 
     rows     [N] rows, N >= qo_indptr[-1]
     kept     state and conv of the chunks' slots, and snapshots, are written
@@ -93,8 +93,8 @@ def delta_rule_chunks(
 
 
 def stops(count: int, border: int) -> list[int]:
-    """Return the ends of the blocks of `count` rows: every BLOCK rows, counted anew from `border` if that is among the
-    rows. border: 0 or less for none."""
+    """Return the ends of the blocks of `count` rows: every BLOCK rows, at `border`, and every BLOCK rows after it.
+    border: ignored unless 0 < border < count."""
     if not 0 < border < count:
         return [*range(BLOCK, count, BLOCK), count]
     return [*range(BLOCK, border, BLOCK), border, *range(border + BLOCK, count, BLOCK), count]

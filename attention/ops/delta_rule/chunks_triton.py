@@ -3,11 +3,11 @@
 
 convolve   q, k and v
 solve      gates, and each block's triangular system: its rows w and u
-advance    the states, block by block: the state before each block, and what the block's rows add to it
+advance    block by block: the state before the block, and what the block's rows add to it
 finish     outputs and their gated norm
 
-Operands of products are of `scratch_dtype`, sums and states are float32. The rows of a block are computed from the
-chunks on the device, so grids are large enough for any division of that many rows into chunks.
+Operands of products are of `scratch_dtype`; sums and states are float32. Blocks are computed from the chunks on the
+device, so grids are large enough for any division of the rows into that many chunks.
 """
 
 from dataclasses import dataclass
@@ -42,8 +42,7 @@ def _convolve(
     C: tl.constexpr, CHANNELS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes some channels of a block. Before a chunk that does not start its prompt comes the slot's
-    history."""
+    """A program computes some channels of a block. The slot's history precedes a chunk, unless it starts its prompt."""
     chunk, chunk_row, first, count = locate(
         tl.program_id(1), qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK
     )
@@ -73,7 +72,7 @@ def _solve(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has a block and a value head."""
+    """A program computes one value head of a block."""
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     SOLVE: tl.constexpr = PRECISION if x_ptr.dtype.element_ty == tl.float32 else "tf32"
@@ -107,7 +106,7 @@ def _solve(
 
 @triton.jit
 def _history(qkv_ptr, history_ptr, chunk_row, token, column, stride, has_history, C: tl.constexpr):
-    """Return channels of one token of a chunk; a negative token is one before the chunk."""
+    """Return channels of one token, counted in the chunk; negative tokens precede the chunk."""
     inside = (token >= 0) | has_history
     source = tl.where(token >= 0, qkv_ptr + (chunk_row + token).to(tl.int64) * stride, history_ptr + (token + 3) * C)
     return tl.load(source + column, mask=inside & (column >= 0), other=0.0)
@@ -117,8 +116,7 @@ def _history(qkv_ptr, history_ptr, chunk_row, token, column, stride, has_history
 def _move_history(
     qkv_ptr, conv_ptr, saved_ptr, slot, entry, chunk_row, rows, snapshot, column, stride, has_history, C: tl.constexpr,
 ):  # fmt: skip
-    """Store the last three tokens of a chunk as the slot's history, and the three before a snapshot as the
-    snapshot's."""
+    """Store the last three tokens of a chunk as the slot's history, and the three before a snapshot as its history."""
     history_ptr = conv_ptr + slot * (3 * C)
     first = _history(qkv_ptr, history_ptr, chunk_row, rows - 3, column, stride, has_history, C)
     second = _history(qkv_ptr, history_ptr, chunk_row, rows - 2, column, stride, has_history, C)
@@ -128,7 +126,7 @@ def _move_history(
         for i in tl.static_range(3):
             channels = _history(qkv_ptr, history_ptr, chunk_row, snapshot - 3 + i, column, stride, has_history, C)
             tl.store(target_ptr + i * C, channels)
-    # read all before the first write: the new history of a short chunk includes old tokens
+    # read all before the first write: the new history of a short chunk contains tokens of the old one
     tl.debug_barrier()
     tl.store(history_ptr + column, first)
     tl.store(history_ptr + C + column, second)
@@ -191,7 +189,7 @@ def _advance(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_rows"])  # of a step, in no fixed steps
+@triton.jit(do_not_specialize=["num_chunks", "num_rows"])
 def _finish(
     z_ptr, out_ptr, norm_ptr, x_ptr, u_ptr, decay_ptr, begin_ptr,
     qo_ptr, starts_ptr, at_ptr,
@@ -199,7 +197,7 @@ def _finish(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIGMOID: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has a block and a value head, and zeros for padding rows."""
+    """A program computes one value head of a block, and writes zeros to padding rows."""
     h, index = tl.program_id(0), tl.program_id(1)
     key_head = h // (HV // HK)
     i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), tl.arange(0, DV)
@@ -234,7 +232,7 @@ class ChunkTiles:
 
     part: columns of the state per program of `_advance`.
     solve, advance, finish: warps.
-    stages: blocks that a program of `_advance` has in shared memory or is loading.
+    stages: Triton's, of `_advance`: blocks in shared memory or being loaded.
     """
 
     part: int
@@ -245,14 +243,14 @@ class ChunkTiles:
 
 
 def chunk_tiles(value_dim: int) -> ChunkTiles:
-    """Return the tiles. `python -m tests.bench delta_chunks` measures others: 8,192 tokens of a layer of Qwen3.6-27B
-    took 1,096 us on an H200 with four warps in `_solve` and `_finish`, and 1,551 with eight."""
+    """Return the tiles. For 8,192 tokens of a layer of Qwen3.6-27B on an H200, four warps in `_solve` and `_finish`
+    took 1,096 us, eight 1,551 (`python -m tests.bench delta_chunks`)."""
     return ChunkTiles(min(value_dim, 32), 4, 4, 4)
 
 
 def padded_chunks(num_chunks: int) -> int:
-    """Return the number of chunks that the kernels search, a power of two. It has few values, because each compiles the
-    kernels. A start runs the smallest, and the one for as many chunks as there are slots."""
+    """Return `num_chunks` padded to a power of two. There are few values, because each compiles the kernels: an engine
+    start runs the smallest, and that for as many chunks as there are slots."""
     return 8 if num_chunks <= 8 else max(64, int(triton.next_power_of_2(num_chunks)))
 
 
@@ -264,8 +262,7 @@ def delta_rule_chunks(
     out: Tensor,
     tiles: ChunkTiles | None = None,
 ) -> None:
-    """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Allocates `scratch_bytes` between its launches. tiles: None:
-    those of `chunk_tiles`."""
+    """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Allocates `scratch_bytes`. tiles: default `chunk_tiles`."""
     heads, num_rows, num_chunks = kept.heads, out.shape[0], tables.slots.shape[0]
     assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
     assert weights.conv.is_contiguous() and kept.state.is_contiguous() and kept.conv.is_contiguous()

@@ -1,4 +1,4 @@
-"""Moves the accepted rows of all layers to the place that the next round replays."""
+"""Moves the accepted rows of all layers to the committed rows, which the next round replays."""
 
 import torch
 from torch import Tensor
@@ -9,16 +9,15 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 @operation(Implementation("triton", "attention.ops.delta_rule.commit_triton:commit_rows", on_gpu))
 def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-    """Make the accepted path of a round the committed rows of its slots, in all layers. Called once after a round's
-    pass.
+    """Make the accepted path of a round the committed rows of its slots, in all layers. Called once, after the pass.
 
     The pass has replayed the previous committed rows into `state`. So `conv` advances over them, committed[j] becomes
     pending[path[j]] for j < counts, and `count` becomes counts. The padding slot does not change.
 
     kept    conv, committed and count are written
-    slots   [B] int64; padding rows have the padding slot, all others differ
+    slots   [B] int64; the padding slot for padding rows; all others differ
     path    [B, D] int64, nodes by depth, D <= P; without speculation zeros [B, 1]
-    counts  [B] int32 or int64, nodes of the path that are committed, at most D; 0: none
+    counts  [B] int32 or int64, number of committed nodes of the path, at most D
     """
     heads, depth = kept.heads, path.shape[1]
     slots, path, counts = (each[slots != kept.padding_slot] for each in (slots, path, counts))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of `commit_rows`: one launch for the rows of all layers, and one for the counts that it reads."""
+"""The kernels of `commit_rows`: one launch for the rows of all layers, then one for the counts, which it reads."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attention.ops.delta_rule.tables import DeltaState
 
-BLOCK = 512  # numbers of a row
+BLOCK = 512  # numbers of a row per program
 
 
 @triton.jit

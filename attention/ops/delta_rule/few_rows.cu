@@ -1,14 +1,13 @@
-// The kernel of `delta_rule_rounds` for a few rows a request, in CUDA C++: `few_rows_cuda` compiles and launches it.
+// The kernel of `delta_rule_rounds` for a few rows per request, in CUDA C++. `few_rows_cuda` compiles and launches it.
 //
-// A program has one value head of one request. Its threads hold the head's state [128 keys, 128 values] in registers:
-// a warp has 128 / WARPS columns, a lane four of them and 128 / WARPS of the keys. So products of the state with keys
-// and queries are plain float32 sums whose parts lie in one warp, and columns need nothing from each other: every
-// thread solves the triangular system of one column by substitution. Tensor cores multiply the rows with each other.
+// A thread block computes one value head of one request. Its threads hold the head's state [128 keys, 128 values] in
+// registers: a warp has 128 / WARPS columns, a lane four of them and 128 / WARPS of the keys. So products of the state
+// with keys and queries are float32 sums within one warp. Columns are independent: each thread solves the triangular
+// system of one column by substitution. Tensor cores multiply the rows with each other.
 //
 // Rows of the tile: PATH committed keys, WIDTH new keys, WIDTH queries. Names as in `few_rows_triton`.
-// Constants from the compiler's options: WIDTH, PATH, PENDING, HK, HV, ROW_SIZE, SIGMOID, WARPS, PROGRAMS, PDL,
-// ALIGNED (the new rows' addresses are multiples of so many numbers, at most 8), SAVED_BF16 (snapshots' type), NORM_F32
-// (type of the norm's weight).
+// Macros: WIDTH, PATH, PENDING, HK, HV, ROW_SIZE, SIGMOID, WARPS, PROGRAMS, PDL, ALIGNED (alignment of the new rows'
+// addresses, in numbers, at most 8), SAVED_BF16 (dtype of snapshots), NORM_F32 (dtype of the norm's weight).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -26,7 +25,7 @@ constexpr int GROUPS = 32 / WARPS;          // lanes of a warp side by side, eac
 constexpr int STEPS = D / WARPS / 4;        // fours of keys in a lane
 constexpr int CHUNKS = D / 8;               // 16-byte pieces of a head's channels
 constexpr int ROW_TILES = (ROWS + 15) / 16, COLUMN_TILES = (ROWS + 7) / 8;
-constexpr int STRIDE = D + 8;               // bfloat16 of a row for tensor cores, free of bank conflicts
+constexpr int STRIDE = D + 8;               // of rows for tensor cores; avoids bank conflicts
 constexpr int COEFS = (NUM_KEYS + 3) / 4 * 4;
 constexpr float NORM_EPS = 1e-6f;
 constexpr float QUERY_SCALE = 0.08838834764831845f;  // 128 ** -0.5
@@ -48,13 +47,13 @@ __device__ __forceinline__ float log_decay(float a, float a_log, float dt_bias) 
 }
 
 __device__ __forceinline__ float4 load_state(const float* at) {
-    float4 x;  // volatile: stays before the wait
+    float4 x;  // volatile keeps the load before the PDL wait
     asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(at) : "memory");
     return x;
 }
 
-// Loads of what the kernel before has written: never moved before the wait, and past L1, which may have older lines.
+// Load what the previous kernel wrote: after the PDL wait, and from L2, because L1 may have stale lines.
 __device__ __forceinline__ u32 load_new(const u16* at) {
     u16 x;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(at) : "memory");
@@ -85,7 +84,7 @@ __device__ __forceinline__ int channel_of(int part, int key_head, int h) {
     return part == 2 ? 2 * KEYS + h * D : part * KEYS + key_head * D;
 }
 
-// sums[c] over the lanes that share four columns: the total of the column that is this lane's own.
+// Sum sums[c] over the lanes that share four columns; return the total of the lane's own column.
 __device__ __forceinline__ float own_column(float4 sums, int lane) {
     bool upper = lane & 16, odd = lane & 8;
     float first = (upper ? sums.z : sums.x) + __shfl_xor_sync(~0u, upper ? sums.x : sums.z, 16);
@@ -100,7 +99,7 @@ struct Shared {
     uint4 raw[TOKENS][3][CHUNKS];           // rows before the convolution: queries, keys, values
     uint4 z[WIDTH][CHUNKS];
     float4 rows[ROWS][D / 4];               // keys, then queries, after the convolution
-    u16 packed[ROW_TILES * 16][STRIDE];     // the same, for tensor cores
+    u16 packed[ROW_TILES * 16][STRIDE];     // the same in bfloat16, for tensor cores
     u16 values[NUM_KEYS][D];
     float products[ROW_TILES * 16][COLUMN_TILES * 8 + 1];
     float coefs[ROWS][COEFS];
@@ -109,7 +108,7 @@ struct Shared {
     int before[WIDTH][3];                   // raw rows of each new row's three nearest ancestors, newest first
 };
 
-// res[i]: rows FIRST + i times the state, for the lane's own column.
+// res[i]: row i times the state, in the lane's own column.
 template <int COUNT>
 __device__ __forceinline__ void multiply(const float4 (*state)[4], const float4 (*rows)[D / 4], int of_lane, int lane,
                                          float* res) {
@@ -136,7 +135,7 @@ __device__ __forceinline__ void multiply(const float4 (*state)[4], const float4 
     for (int i = 0; i < COUNT; i++) res[i] = own_column(sums[i], lane);
 }
 
-// All of `COUNT` rows, four at a time.
+// `multiply` for COUNT rows, four at a time.
 template <int COUNT>
 __device__ __forceinline__ void multiply_all(const float4 (*state)[4], const float4 (*rows)[D / 4], int of_lane,
                                              int lane, float* res) {
@@ -156,7 +155,7 @@ __device__ __forceinline__ void store(u16* at, float4 x) {
     *(ushort4*)at = make_ushort4(to_bf16(x.x), to_bf16(x.y), to_bf16(x.z), to_bf16(x.w));
 }
 
-// Write kept * state + the sum over the first PATH rows of (factor[j] * added[j]) in their columns.
+// Write kept * state + the sum over j < PATH of key j times factors[j] * added[j].
 template <typename T>
 __device__ __forceinline__ void write_state(T* target, const float4 (*state)[4], const Shared& shared,
                                             const float* added, float kept, const float* factors, int of_lane,
@@ -219,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) delta_few_rows(
     __shared__ __align__(16) Shared shared;
     const int h = blockIdx.x, request = blockIdx.y, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int key_head = h / (HV / HK);
-    const bool leads = h % (HV / HK) == 0;  // one value head of a key head writes its channels
-    const int of_lane = lane / GROUPS;      // which keys of each 4 * WARPS
+    const bool leads = h % (HV / HK) == 0;  // one value head per key head writes the key head's channels
+    const int of_lane = lane / GROUPS;      // index of the lane's keys in each 4 * WARPS
     const int first_column = warp * (D / WARPS) + lane % GROUPS * 4;
     const int column = first_column + (lane & 16 ? 2 : 0) + (lane & 8 ? 1 : 0);  // the lane's own
 #if PDL
@@ -237,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) delta_few_rows(
         for (int c = 0; c < 4; c++) state[step][c] = load_state(own_state + (step * WARPS * 4 + c) * D);
     }
 
-    // 1. What was there before the pass: history, committed rows, weights, who sees whom.
+    // 1. Data from before the pass: history, committed rows, weights, tree masks.
     for (int i = thread; i < (3 + PATH) * 3 * CHUNKS; i += THREADS) {
         int token = i / (3 * CHUNKS), part = i / CHUNKS % 3, chunk = i % CHUNKS;
         int channel = channel_of(part, key_head, h) + chunk * 8;
@@ -351,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) delta_few_rows(
     }
     __syncthreads();
 
-    // 4. Products of the rows with each other, exact: bfloat16 times bfloat16, summed in float32.
+    // 4. Products of the rows with each other: exact products of bfloat16, summed in float32.
     for (int tile = warp; tile < ROW_TILES * COLUMN_TILES; tile += WARPS) {
         int row = tile / COLUMN_TILES * 16, other = tile % COLUMN_TILES * 8, group = lane / 4, pair = lane % 4 * 2;
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -395,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) delta_few_rows(
         shared.adds[thread] = thread < count ? expf(all_decay - shared.decay[thread]) * scale : 0.0f;
     }
 
-    // 5. The rows times the state.
+    // 5. Products of the rows with the state.
     float found[ROWS];
 #pragma unroll
     for (int first = 0; first < PATH; first += 4) {
@@ -411,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) delta_few_rows(
     multiply_all<2 * WIDTH>(state, shared.rows + PATH, of_lane, lane, found + PATH);
     __syncthreads();
 
-    // 6. What the rows add, and the outputs, of one column.
+    // 6. What the rows add to the state, and the outputs, in one column.
     float added[NUM_KEYS], outs[WIDTH];
 #pragma unroll
     for (int row = 0; row < ROWS; row++) {
@@ -430,12 +429,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) delta_few_rows(
         float square = outs[i] * outs[i];
 #pragma unroll
         for (int bit = 16; bit > 0; bit /= 2) {
-            if (bit < GROUPS || bit >= 8) square += __shfl_xor_sync(~0u, square, bit);  // the others have it too
+            if (bit < GROUPS || bit >= 8) square += __shfl_xor_sync(~0u, square, bit);  // other bits: same column
         }
         if (lane == 0) shared.squares[i][warp] = square;
     }
 
-    // 7. The state after the committed rows, and after some of them for a snapshot.
+    // 7. The state after the committed rows, and at the snapshot.
     if (passed >= 0 && passed <= count) {
         i64 entry = snapshot_entry[slot];
         float until = 0.0f, factors[PATH];

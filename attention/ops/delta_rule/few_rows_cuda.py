@@ -1,7 +1,7 @@
 """Launches the CUDA C++ kernel of `delta_rule_rounds` for a few rows per request, few_rows.cu.
 
-It computes products of the state with rows as sums in registers. Triton (3.6) would move the state through shared
-memory for each product, or spill it. Rows are bfloat16; keys and values have 128 numbers.
+The kernel keeps the state in registers. Triton (3.6) would move it through shared memory for each product, or spill it.
+Rows are bfloat16; keys and values have 128 numbers.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Tiles:
     """Tiles of the kernel.
 
     warps: per program.
-    programs: minimum number of programs that fit on a multiprocessor, which limits registers.
+    programs: programs that must fit on a multiprocessor; limits registers.
     """
 
     warps: int
@@ -33,9 +33,9 @@ class Tiles:
 
 
 def tiles_of(programs: int) -> Tiles:
-    """Return the tiles for a number of programs: few have eight warps and a multiprocessor each; of many, three with
-    four warps share one. H200, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1, 8 and 32: the former take 6.9, 32
-    and 132 microseconds, the latter 8.5, 22 and 88."""
+    """Return the tiles for a number of programs: up to one per multiprocessor have eight warps; of more, three with
+    four warps share one. H200, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1, 8 and 32: eight warps take 6.9,
+    32 and 132 us, four take 8.5, 22 and 88."""
     return Tiles(8, 1) if programs <= _MULTIPROCESSORS else Tiles(4, 3)
 
 
@@ -46,7 +46,7 @@ def source() -> str:
 
 
 def alignment(rows: DeltaRows) -> int:
-    """Return the largest power of two, at most 8, that all addresses of rows are multiples of, in numbers."""
+    """Return the alignment of the rows' addresses, in numbers: a power of two, at most 8."""
     places = (place for each in (rows.qkv, rows.z) for place in (each.data_ptr() // 2, each.stride(0)))
     return gcd(_LOAD, *places)
 
@@ -76,7 +76,7 @@ def constants_of(
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`attention.ops.delta_rule.rounds.delta_rule_rounds` of a few rows a request."""
+    """`attention.ops.delta_rule.rounds.delta_rule_rounds` for a few rows per request."""
     batch, width = tables.mask.shape
     assert tables.mask.stride(1) == 1 and tables.slots.is_contiguous() and tables.prefix_len.is_contiguous()
     assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))

@@ -1,15 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """The kernel of `delta_rule_rounds` for a few rows per request: one launch per layer. A program computes one value head
-of one request, whose state it reads and writes once. No program reads what another one writes.
+of one request, and reads and writes its state once. Programs do not read what others write.
 
-A program's tile has the keys of the slot's committed rows, then the keys of its new rows, then the new rows' queries. A
-key sees the keys of committed rows and ancestors before it; a query sees these and its own row's key. So the additions
-to the state and the outputs are the solution of one unit lower triangular system (the UT transform). Products have
-float32 precision, so the state is that of the recurrence.
+A program's tile has the keys of the slot's committed rows, then the keys of the new rows, then their queries. A key
+sees the keys of earlier committed rows and of its ancestors; a query sees these and its own row's key. So additions to
+the state and outputs are the solution of one unit lower triangular system (the UT transform). Products have float32
+precision, so the state is that of the recurrence.
 
-Only for keys and values of 128 numbers. At 16 and 32 the kernel compiled by Triton 3.6 is wrong where the interpreted
-one is right, for an unknown reason. There a tile of channels can have the shape of a tile of rows by rows; at 128 it
-cannot.
+The kernel needs keys and values of 128 numbers. At 16 and 32, Triton 3.6 compiles it wrongly for an unknown reason; the
+interpreted kernel is right. At these sizes a tile of channels can have the shape of a tile of rows by rows.
 """
 
 from dataclasses import dataclass
@@ -40,10 +39,10 @@ from attention.ops.pdl import pdl_wait
 
 @triton.jit
 def _convolved(column, own, newest, older, oldest, live, writes, weight_ptr, pending_ptr, C: tl.constexpr):
-    """Return the convolved channels [n, d] of rows, in the rows' type.
+    """Return the convolved channels [n, d] of rows, in the rows' dtype.
 
     column: [1, d] or [n, d].
-    own to oldest: [n], addresses of each row's own channels and those of its three nearest ancestors.
+    own to oldest: [n] addresses of the channels of each row and of its three nearest ancestors.
     writes: rows whose own channels go to pending_ptr.
     """
     live = live[:, None]
@@ -122,7 +121,7 @@ def _delta_few_rows(
     b = tl.load(tl.where(is_new, b_ptr + row * b_stride + h, gates), mask=live_key, other=0.0)
     a = tl.load(tl.where(is_new, a_ptr + row * a_stride + h, gates + HV), mask=live_key, other=0.0)
     key_head = h // (HV // HK)
-    leads = h == key_head * (HV // HK)  # one of a key head's value heads stores the key head's channels
+    leads = h == key_head * (HV // HK)  # one value head per key head stores the key head's channels
     column = tl.where(is_key, KEYS, 0)[:, None] + (key_head * DK + d)[None, :]
     kq = _convolved(column, own, newest, older, oldest, live, is_new & leads, weight_ptr, pending, C)
     values = ()
@@ -186,15 +185,15 @@ def _delta_few_rows(
         tl.store(at, o.to(out_ptr.dtype.element_ty), mask=writes)
 
 
-FEW_PROGRAMS = 132  # one for each multiprocessor
+FEW_PROGRAMS = 132  # one per multiprocessor
 
 
 @dataclass(frozen=True)
 class FewRowTiles:
     """Tiles of the kernel.
 
-    part: columns of the state that a program works on at a time.
-    early: a program loads all columns before anything else.
+    part: columns of the state computed at a time.
+    early: load all columns first.
     registers: limit per thread; None: the compiler's choice.
     """
 
@@ -205,9 +204,9 @@ class FewRowTiles:
 
 
 def few_row_tiles(value_dim: int, programs: int) -> FewRowTiles:
-    """Return the tiles. A program alone on its multiprocessor is fastest with eight warps that hold the whole state;
-    with many programs, three of four warps share one. H100, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1 and
-    8: 13 and 49 microseconds with eight warps, 22 and 42 with four."""
+    """Return the tiles. One program per multiprocessor has eight warps that hold the whole state; of more programs,
+    three with four warps share one. H100, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1 and 8: 13 and 49 us
+    with eight warps, 22 and 42 with four."""
     if programs <= FEW_PROGRAMS:
         return FewRowTiles(value_dim, 8, True, None)
     return FewRowTiles(min(value_dim, 32), 4, False, 168)
@@ -216,7 +215,7 @@ def few_row_tiles(value_dim: int, programs: int) -> FewRowTiles:
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`attention.ops.delta_rule.rounds.delta_rule_rounds` of a few rows a request."""
+    """`attention.ops.delta_rule.rounds.delta_rule_rounds` for a few rows per request."""
     heads, (batch, width) = kept.heads, tables.mask.shape
     assert tables.mask.stride(1) == 1 and tables.slots.is_contiguous() and tables.prefix_len.is_contiguous()
     assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))

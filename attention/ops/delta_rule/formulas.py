@@ -1,7 +1,7 @@
 """The gated delta rule in torch, for the references of this folder. All computation is in the state's dtype.
 
-Source: Gated Delta Networks, arXiv 2412.06464; its UT transform, arXiv 2406.06484 section 3.2; names and order of
-    rounding as in transformers' Qwen3-Next.
+Sources: Gated Delta Networks, arXiv 2412.06464; UT transform, arXiv 2406.06484, section 3.2; names and order of
+rounding: transformers' Qwen3-Next.
 """
 
 import torch
@@ -29,7 +29,7 @@ def gates(b: Tensor, a: Tensor, weights: DeltaWeights, full: torch.dtype) -> tup
 
 
 def heads_of(channels: Tensor, heads: DeltaHeads, full: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q and k [..., Hv, dk], normed, with q scaled, and v [..., Hv, dv], of convolved channels [..., C]."""
+    """Split convolved channels [..., C] into q and k [..., Hv, dk], normalised, q also scaled, and v [..., Hv, dv]."""
     keys = heads.key_heads * heads.key_dim
     q, k, v = torch.split(channels.to(full), [keys, keys, heads.value_heads * heads.value_dim], -1)
     q, k = (_normed(torch.unflatten(each, -1, (heads.key_heads, heads.key_dim))) for each in (q, k))
@@ -42,7 +42,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def advanced(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Return the state [..., dk, dv] after one token k [..., dk], v [..., dv], g and beta [...], by the recurrence."""
+    """Return the state [..., dk, dv] after one token, by the recurrence. k: [..., dk]. v: [..., dv]. g, beta: [...]."""
     state = state * g.exp()[..., None, None]
     delta = beta.unsqueeze(-1) * (v - (state * k.unsqueeze(-1)).sum(-2))
     return state + k.unsqueeze(-1) * delta.unsqueeze(-2)
@@ -51,14 +51,17 @@ def advanced(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Te
 def block(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, seen: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs [..., n, dv] of n rows after `state` [..., dk, dv], each of which sees itself and its
-    ancestors; what each row adds to the state, [..., n, dv]; and the decay since `state` at each row, [..., n].
+    """Compute n rows after `state`. Each row sees itself and its ancestors.
 
-    q, k     [..., n, dk]; v: [..., n, dv]; g, beta: [..., n]
-    seen     [..., n, n] bool, row i sees row j <= i; a tree's ancestors, or a triangle for a run of tokens
+    state    [..., dk, dv]
+    q, k     [..., n, dk]
+    v        [..., n, dv]
+    g, beta  [..., n]
+    seen     [..., n, n] bool, row i sees row j <= i: a tree's ancestors, or a triangle for a sequence
+    ->       outputs [..., n, dv]; what each row adds to the state [..., n, dv]; log decay since `state` [..., n]
     """
     decay = (seen.to(g.dtype) @ g.unsqueeze(-1)).squeeze(-1)
-    # Not positive where a row sees the ancestors of its ancestors. Padding rows may not see them, and must stay finite.
+    # At most 0 if rows see all ancestors of their ancestors. Padding rows may not; the clamp keeps them finite.
     since = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).clamp(max=0.0)
     between = since.masked_fill(~seen, -torch.inf).exp()
     system = (beta.unsqueeze(-1) * (k @ k.mT) * between).tril(-1)
@@ -68,7 +71,7 @@ def block(
 
 
 def gated_norm(o: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
-    """Return norm(o) * weight * gate(z), rounded once, to z's dtype. o: [..., Hv, dv]. z and result: [..., Hv * dv]."""
+    """Return norm(o) * weight * gate(z) in z's dtype, rounded once. o: [..., Hv, dv]. z and result: [..., Hv * dv]."""
     z_of_heads = z.to(o.dtype).reshape(o.shape)
     gate = z_of_heads.sigmoid() if weights.sigmoid else F.silu(z_of_heads)
     normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + weights.eps)

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Functions that the kernels share: `attention.ops.delta_rule.formulas` in Triton, in float32."""
+"""`attention.ops.delta_rule.formulas` in Triton, in float32, and other functions that the kernels share."""
 
 import triton
 import triton.language as tl
 
 from attention.ops import interpreter_triton
 
-PRECISION = tl.constexpr("tf32x3")  # products of float32 with about the precision of float32
+PRECISION = tl.constexpr("tf32x3")  # about the precision of float32
 INTERPRETED = tl.constexpr(interpreter_triton.INTERPRETED)
 NORM_EPS = tl.constexpr(1e-6)  # epsilon of the l2 norms of q and k
 
@@ -28,8 +28,8 @@ def gate(z, SIGMOID: tl.constexpr):
 
 @triton.jit
 def log_decay(a, a_log, dt_bias):
-    """Return g = -exp(a_log) * softplus(a + dt_bias). For small y, log(1 + y) is computed as a series, because 1 + y
-    would lose y, and slow decays add up over thousands of tokens."""
+    """Return g = -exp(a_log) * softplus(a + dt_bias). For small y, log(1 + y) is a series: 1 + y would lose y, and the
+    errors of slow decays add up over thousands of tokens."""
     x = a + dt_bias
     y = tl.exp(tl.minimum(x, 20.0))
     s = y / (2.0 + y)
@@ -41,17 +41,17 @@ def log_decay(a, a_log, dt_bias):
 
 @triton.jit
 def before(i, conv_ptr, committed_ptr, C: tl.constexpr, R: tl.constexpr):
-    """Return the address of token i's channels. Tokens 0 to 2 are the convolution's history, the others rows that have
-    been committed since."""
+    """Return the address of token i's channels. Tokens 0 to 2 are the convolution's history, others committed rows."""
     return tl.where(i < 3, conv_ptr + i * C, committed_ptr + (i - 3) * R)
 
 
 @triton.jit
 def three_before(above, column):
-    """The convolution's inputs of each row: its three nearest ancestors, newest first, as `place` counts tokens. Where
-    a row has fewer than three in the tile, the tokens before the tile follow.
+    """Return each row's three nearest ancestors, newest first, by token number (`place`): the convolution's inputs. If
+    fewer than three are in the tile, tokens before the tile follow.
 
-    above: [rows, rows], whether a column is an ancestor of a row. column: [1, rows], the columns' numbers.
+    above: [rows, rows], whether a column is an ancestor of a row.
+    column: [1, rows], column numbers.
     """
     newest = tl.max(tl.where(above, column, -1), 1)
     older = tl.max(tl.where(above & (column < newest[:, None]), column, -1), 1)
@@ -67,8 +67,8 @@ def three_before(above, column):
 def place(
     token, conv_ptr, committed_ptr, rows_ptr, stride, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr, skipped=0
 ):
-    """Return the addresses of the tokens' channels: three before the tile, PATH committed ones, and the new rows.
-    skipped: committed tokens before the tile."""
+    """Return the addresses of the channels of tokens by number: three before the tile, PATH committed ones, then the
+    new rows. skipped: committed tokens before the tile."""
     new = rows_ptr + (token - 3 - PATH) * stride
     return tl.where(token < 3 + PATH, before(token + skipped, conv_ptr, committed_ptr, C, R), new)
 
@@ -83,15 +83,15 @@ def keep_history(target_ptr, first, column, conv_ptr, committed_ptr, C: tl.const
 
 @triton.jit
 def norm_factors(x):
-    """[n] float32, one over the l2 norms of rows [n, d]."""
+    """Return 1 / l2 norm of rows [n, d]: [n] float32."""
     x = x.to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, 1) + NORM_EPS)
 
 
 @triton.jit
 def settled(x):
-    """Return x, and make the compiler compute it once, here. Otherwise Triton 3.6 computes operands again in the layout
-    of each product, in which every warp has all of their rows, and registers spill."""
+    """Return x, and force the compiler to compute it once, here. Otherwise Triton 3.6 computes an operand again in the
+    layout of each product, where every warp holds all of its rows, and registers spill."""
     if not INTERPRETED:
         if x.dtype == tl.bfloat16:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
@@ -111,8 +111,7 @@ def prefetch(pointers):
 
 @triton.jit
 def dot(x, y):
-    """Return x @ y in float32. The interpreter (3.6) multiplies bfloat16 as raw bits, so there x and y are
-    converted."""
+    """Return x @ y in float32. Converts x and y for the interpreter (3.6), which multiplies bfloat16 as raw bits."""
     if INTERPRETED:
         x, y = x.to(tl.float32), y.to(tl.float32)
     return tl.dot(x, y, input_precision=PRECISION)
@@ -120,8 +119,8 @@ def dot(x, y):
 
 @triton.jit
 def product_with_rows(k, q, y):
-    """Return k @ y and q @ y of float32 y. If k and q are bfloat16, y is split into a sum of three bfloat16 numbers, so
-    that all products are exact in float32."""
+    """Return k @ y and q @ y of float32 y. If k and q are bfloat16, y is split into a sum of three bfloat16 numbers,
+    whose products are exact in float32; q @ y omits the smallest."""
     if k.dtype == tl.bfloat16:
         high = y.to(tl.bfloat16)
         y -= high.to(tl.float32)
@@ -138,7 +137,7 @@ def product_with_rows(k, q, y):
 
 @triton.jit
 def exact_product(x, y):
-    """Return x @ y of float32 y, as exact as `product_with_rows`."""
+    """Return x @ y of float32 y, with all three terms of `product_with_rows`."""
     if x.dtype == tl.bfloat16:
         part = y.to(tl.bfloat16)
         y -= part.to(tl.float32)
@@ -154,9 +153,8 @@ def exact_product(x, y):
 
 @triton.jit
 def inverse_of_unit_triangle(system, ROWS: tl.constexpr, USED: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + system)^-1 of a strictly lower triangle [ROWS, ROWS] whose rows from USED on are zeros. It inverts
-    blocks of two rows, then joins pairs of blocks: as stable as substitution, in fewer steps. PRECISION: of its
-    products."""
+    """Return (I + system)^-1 of a strictly lower triangle [ROWS, ROWS] whose rows from USED on are zeros. Inverts
+    blocks of two rows, then joins pairs of blocks: as stable as substitution, in fewer steps."""
     r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
     inverse = tl.where(r == c, 1.0, tl.where(r // 2 == c // 2, -system, 0.0))
     for level in tl.static_range(1, 7):

@@ -38,7 +38,7 @@ def _are_few_in_bfloat16(
 
 
 def _fit_a_tile(kept: LayerState, tables: RoundTables, most: int) -> bool:
-    """Whether requests have several rows, which fit into a tile of `most` rows with the committed ones."""
+    """Whether requests have several rows, and these and the committed ones fit in a tile of `most` rows."""
     width, heads = tables.mask.shape[1], kept.heads
     fits = width > 1 and kept.committed.shape[1] + 2 * width <= most
     return fits and heads.key_dim == heads.value_dim == 128 and kept.state.dtype is torch.float32
@@ -75,13 +75,12 @@ def delta_rule_rounds(
 
     1. Replay: run the recurrence over a slot's `count` committed rows in float32, and write the new state. If it passes
        `snapshot_at`, also write the state there to snapshot `snapshot_entry`, with the convolution's history.
-    2. The new rows: each sees the replayed state, its ancestors and itself, as if the recurrence had run along its own
-       path. They change no state, and become the slot's pending rows.
+    2. New rows: each sees the replayed state, its ancestors and itself, as if the recurrence had run along its path.
+       They do not change the state, and become the slot's pending rows.
 
-    rows     [B * R] rows, those of a request side by side, by node
-    kept     state, pending and snapshots are written; committed, conv and count are not: `commit_rows` writes them
-             after the pass
-    out      [B * R, Hv * dv] of the model's type, last stride 1, written: the gated norm of the outputs
+    rows     [B * R] rows, by request, then by node
+    kept     state, pending and snapshots are written; `commit_rows` writes committed, conv and count after the pass
+    out      [B * R, Hv * dv] of the model's dtype, last stride 1, written: the gated norm of the outputs
     """
     batch, width = tables.mask.shape
     full, heads = kept.state.dtype, kept.heads
@@ -100,16 +99,16 @@ def delta_rule_rounds(
     g, beta = (each.transpose(1, 2) for each in gates(b, a, weights, full))
     o, _, _ = block(state, q, k, v, g, beta, ancestry.unsqueeze(1))
     out.copy_(gated_norm(o.transpose(1, 2).flatten(0, 1), rows.z, weights))
-    # without padding: later rows and numbers of `pending` do not change
+    # padding of rows, and later rows of `pending`, do not change
     kept.pending[tables.slots, :width, : qkv.shape[-1] + 2 * heads.value_heads] = torch.cat((qkv, b, a), -1)
 
 
 def _replay(
     weights: DeltaWeights, kept: LayerState, tables: RoundTables, seen: Tensor, committed: Tensor, count: Tensor
 ) -> Tensor:
-    """Write and return the states after the committed rows, [B, Hv, dk, dv]. Writes snapshots, too.
+    """Write the states after the committed rows, and snapshots. Return the states, [B, Hv, dk, dv].
 
-    seen: [B, 3 + P, C], the channels of the three tokens before the committed rows, and of the committed rows.
+    seen: [B, 3 + P, C], channels of the three tokens before the committed rows, then of the committed rows.
     """
     full, heads, path = kept.state.dtype, kept.heads, committed.shape[1]
     taps = torch.stack([seen[:, i : i + TAPS] for i in range(path)], 1)
@@ -119,7 +118,7 @@ def _replay(
     state = kept.state[tables.slots]
     passed = tables.snapshot_at[tables.slots] - (tables.prefix_len - count)
     for i in range(path + 1):
-        # a selection, not a product with 0, because rows after the committed ones may hold NaN
+        # selected, not multiplied by 0: rows after the committed ones may hold NaN
         for j in ((passed == i) & (i <= count)).nonzero().flatten().tolist():
             entry = tables.snapshot_entry[tables.slots[j]]
             kept.saved_state[entry], kept.saved_conv[entry] = state[j], seen[j, i : i + HISTORY]
@@ -136,8 +135,8 @@ def _ancestry(mask: Tensor) -> Tensor:
 
 
 def nearest(ancestry: Tensor) -> Tensor:
-    """Return [B, R, 4] int64: each row's three nearest ancestors, the farthest first, then itself, as indices into the
-    three tokens before the root and the rows after them."""
+    """Return [B, R, 4] int64: each row's three nearest ancestors, farthest first, then the row itself. Indices 0 to 2
+    are the tokens before the root."""
     width = ancestry.shape[-1]
     column = torch.arange(width, device=ancestry.device)
     rows = torch.where(ancestry, HISTORY + column, -1)

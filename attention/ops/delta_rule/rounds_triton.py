@@ -1,14 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of `delta_rule_rounds`: one launch per layer, or two for wide rounds. A program computes one value head of
-one request, whose state it reads and writes once. No program reads what another one of its launch writes.
+one request, and reads and writes its state once. Programs of a launch do not read what others write.
 
-A program's tile has the slot's committed rows, then its new rows. A committed row sees the committed rows before it; a
-new row sees all committed rows, its ancestors and itself. One UT transform over the tile gives the outputs of the new
-rows, and what the committed rows add to the state. Products have float32 precision, so the state is that of the
-recurrence.
+A program's tile has the slot's committed rows, then its new rows. A committed row sees earlier committed rows; a new
+row sees all committed rows, its ancestors and itself. One UT transform over the tile gives the outputs of the new rows,
+and what the committed rows add to the state. Products have float32 precision, so the state is that of the recurrence.
 
-If committed and new rows together exceed MAX_TILE_ROWS, one launch replays the committed rows and a second one computes
-the new rows from the written state, because one tile would not fit into shared memory.
+A tile of more than MAX_TILE_ROWS rows would not fit in shared memory. Then one launch replays the committed rows, and a
+second one computes the new rows from the written state.
 """
 
 import triton
@@ -40,9 +39,9 @@ from attention.ops.pdl import pdl_wait
 def _convolved(
     column, own, oldest, older, newest, live, writes, weight_ptr, pending_ptr, C: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Return the convolved channels [n, d] of the tile, in the rows' type.
+    """Return the convolved channels [n, d] of the tile, in the rows' dtype.
 
-    own to newest: addresses of each row's own channels and those of its three nearest ancestors.
+    own to newest: addresses of the channels of each row and of its three nearest ancestors.
     writes: rows whose own channels go to pending_ptr.
     """
     raw = tl.load(own[:, None] + column[None, :], mask=live[:, None], other=0.0)
@@ -117,10 +116,10 @@ def _delta_round(
     tl.store(pending + C + HV + h, a, mask=is_new)
     g, beta = log_decay(a.to(tl.float32), a_log, dt_bias), sigmoid(b.to(tl.float32))
     key_head = h // (HV // HK)
-    leads = is_new & (h == key_head * (HV // HK))  # one of a key head's value heads stores the key head's channels
+    leads = is_new & (h == key_head * (HV // HK))  # one value head per key head stores the key head's channels
     q = _convolved(key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
     k = _convolved(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
-    if not REPLAYS:  # a wide tile; the compiler's products of 64 rows of bfloat16 were wrong on an H200
+    if not REPLAYS:  # wide tiles: Triton's products of 64 bfloat16 rows were wrong on an H200
         q, k = q.to(tl.float32), k.to(tl.float32)
     k_scale = norm_factors(k)
     decay = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
@@ -171,9 +170,9 @@ def _delta_round(
         tl.store(at, o.to(out_ptr.dtype.element_ty), mask=is_new[:, None])
 
 
-FEW_PROGRAMS = 512  # about four for each multiprocessor
-# Rows of a tile with committed and new rows, at most. At keys and values of 128, in float32, a tile of 64 takes 256 KB
-# of shared memory, of 227 KB that there are; with new rows alone 192 KB (`tests.attention.ops.test_delta_compile`).
+FEW_PROGRAMS = 512  # about four per multiprocessor
+# Limit for a tile with committed and new rows. With keys and values of 128 in float32, a tile of 64 rows needs 256 KB
+# of shared memory (227 exist), and 192 KB without committed rows (`tests.attention.ops.test_delta_compile`).
 MAX_TILE_ROWS = 32
 
 
@@ -183,16 +182,16 @@ def round_rows(width: int, path: int) -> int:
 
 
 def round_launches(width: int, path: int) -> tuple[tuple[int, bool, bool], ...]:
-    """Return, for each launch of a round, its tile's rows, and whether the tile has committed rows and new rows."""
+    """Return the launches of a round: rows of the tile, whether it has committed rows, and whether it has new rows."""
     if (rows := round_rows(width, path)) <= MAX_TILE_ROWS:
         return ((rows, True, True),)
     return (round_rows(0, path), True, False), (round_rows(width, 0), False, True)
 
 
 def round_tiles(rows: int, value_dim: int, programs: int) -> tuple[int, int]:
-    """Return the columns of the state that a program works on at a time, and its warps: eight if each program has a
+    """Return the columns of the state computed at a time, and the warps per program: eight if each program has a
     multiprocessor, four if two share one. H200, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1, 8 and 32: eight
-    warps take 16, 53 and 203 microseconds, four take 24, 54 and 164."""
+    warps take 16, 53 and 203 us, four take 24, 54 and 164."""
     if rows > 32 or value_dim < 64:
         return min(value_dim, 32), 8 if value_dim >= 64 else 4
     return (64, 8) if programs <= FEW_PROGRAMS else (32, 4)

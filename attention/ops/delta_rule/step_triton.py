@@ -3,7 +3,7 @@
 takes little longer than reading and writing the states.
 
 A program computes one value head of one request. It holds the state in registers, replays the committed rows by the
-recurrence before it waits for the projections, and writes the state once. No program reads what another one writes.
+recurrence before it waits for the projections, and writes the state once. Programs do not read what others write.
 """
 
 import triton
@@ -24,10 +24,10 @@ from attention.ops.pdl import pdl_wait
 
 @triton.jit
 def _convolved(oldest, older, newest, own, live, weight_ptr, C: tl.constexpr):
-    """Return convolved channels, in the rows' dtype.
+    """Return a token's raw and convolved channels, in the rows' dtype.
 
-    oldest to own: addresses of the channels of the three tokens before each token, and of its own.
-    weight_ptr: these channels' first taps.
+    oldest to own: addresses of the channels of the three tokens before the token, and of its own.
+    weight_ptr: first taps of these channels.
     """
     raw = tl.load(own, mask=live, other=0.0)
     x = raw.to(tl.float32) * tl.load(weight_ptr + 3 * C).to(tl.float32)
@@ -73,8 +73,8 @@ def _advanced(
     KEYS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Return the state [DK, DV] of a slot's head after its committed rows. Writes it, and a snapshot if one is due,
-    after the PDL wait."""
+    """Return the state [DK, DV] of a slot's head after its committed rows. After the PDL wait, write it, and a snapshot
+    if one is due."""
     d, f = tl.arange(0, DK), tl.arange(0, DV)
     place = (h * DK + d)[:, None] * DV + f[None, :]
     own_state_ptr = state_ptr + slot * (HV * DK * DV)
@@ -162,18 +162,18 @@ def _delta_step(
     tl.store(pending + v_column, v_raw)
     tl.store(pending + C + h, b)
     tl.store(pending + C + HV + h, a)
-    if h == key_head * (HV // HK):  # one of a key head's value heads stores what they share
+    if h == key_head * (HV // HK):  # one value head per key head stores the key head's channels
         tl.store(pending + q_column, q_raw)
         tl.store(pending + k_column, k_raw)
 
 
-WARPS = 4  # warps per program
+WARPS = 4  # per program
 
 
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`attention.ops.delta_rule.rounds.delta_rule_rounds` of one row a request."""
+    """`attention.ops.delta_rule.rounds.delta_rule_rounds` for one row per request."""
     heads, batch = kept.heads, tables.mask.shape[0]
     assert tables.slots.is_contiguous() and tables.prefix_len.is_contiguous()
     assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))

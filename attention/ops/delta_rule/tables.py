@@ -1,8 +1,8 @@
 """Tensors of gated-delta-rule layers: their state on the device, and the inputs that all layers of a pass share.
 
 A token has C = 2 * Hk * dk + Hv * dv channels: q, k and v of all heads before the convolution, in this order. A *row*
-is the input of a layer's recurrence for one token: its C channels, then b [Hv] and a [Hv] before the gates, then zeros
-up to `row_size`.
+is a token's input of a layer's recurrence: its C channels, then b [Hv] and a [Hv] before the gates, then zeros up to
+`row_size`.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 TAPS = 4  # taps of the convolution
-HISTORY = TAPS - 1  # tokens before its own that a token's convolution reads
-MAX_ROWS = 63  # maximum rows of a request in a round, each a bit of its mask
-_ROW_ALIGNMENT = 16  # numbers, so that rows begin at addresses that are aligned for vector loads
+HISTORY = TAPS - 1  # earlier tokens that a token's convolution reads
+MAX_ROWS = 63  # maximum rows of a request in a round; masks are int64, not negative
+_ROW_ALIGNMENT = 16  # numbers; aligns rows for vector loads
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class LayerState:
 class DeltaState:
     """State of L layers for S slots, the padding slot S, and N snapshots.
 
-    state:     [L, S + 1, Hv, dk, dv] float32, after all tokens but the committed rows.
-    conv:      [L, S + 1, 3, C] of the model's type: the channels of the last three tokens that `state` has seen,
-               the newest last; zeros before the first token.
-    pending:   [L, S + 1, W, row_size] of the model's type: the rows of the last round, as many as the widest has.
-    committed: [L, S + 1, P, row_size], the accepted rows after `state`; P = nodes of the longest path.
+    state:     [L, S + 1, Hv, dk, dv] float32, before the committed rows.
+    conv:      [L, S + 1, 3, C] of the model's dtype: channels of the last three tokens that `state` includes, the
+               newest last; zeros before the first token.
+    pending:   [L, S + 1, W, row_size] of the model's dtype: rows of the last round; W = rows of the widest round.
+    committed: [L, S + 1, P, row_size], accepted rows after `state`; P = nodes of the longest path.
     saved_state: [L, N, Hv, dk, dv] float32 or bfloat16, snapshots of `state`.
     saved_conv:  [L, N, 3, C], of `conv`.
-    count:     [S + 1] int32, committed rows of each slot, the same for all layers; always 0 for the padding slot.
+    count:     [S + 1] int32, committed rows of each slot, for all layers; always 0 for the padding slot.
 
     Invariant between steps: `state` of slot s is that after seq_len[s] - count[s] tokens; the tokens after it are
-    committed[:, s, :count[s]]. A slot that a request enters has count 0.
+    committed[:, s, :count[s]]. When a request enters a slot, the slot's count is 0.
     """
 
     heads: DeltaHeads
@@ -96,8 +96,8 @@ class DeltaState:
         device: torch.device,
         saved_dtype: torch.dtype = torch.float32,
     ) -> "DeltaState":
-        """State of `slots` empty slots. rows: W. path: P. dtype: of rows; the state's is float32 (float64 with
-        float64, for tests). saved_dtype: of the states of snapshots."""
+        """Allocate the state of empty slots. rows: W. path: P. dtype: of rows; states are float32 (float64 if `dtype`
+        is, for tests). saved_dtype: of saved_state."""
         assert path <= rows <= MAX_ROWS
         full = torch.float64 if dtype is torch.float64 else torch.float32
         dtypes = {"state": full, "saved_state": full if full is torch.float64 else saved_dtype}
@@ -147,10 +147,10 @@ def state_shapes(heads: DeltaHeads, rows: int, path: int) -> dict[str, tuple[int
 class DeltaWeights:
     """A layer's weights on one rank.
 
-    conv:    [4, C] of the model's type, contiguous; the last tap is the token's own.
+    conv:    [4, C] of the model's dtype, contiguous; the last tap is the token's own.
     a_log:   [Hv] float32.
     dt_bias: [Hv] float32.
-    norm:    [dv] of the model's type or float32.
+    norm:    [dv] of the model's dtype or float32.
     eps:     of the gated norm.
     sigmoid: the output gate is sigmoid(z) instead of silu(z).
     """
@@ -165,10 +165,10 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class DeltaRows:
-    """Projections of N rows, of the model's type and with last stride 1; views of one product or separate tensors.
+    """Projections of N rows in the model's dtype, last stride 1; views of one GEMM's output, or separate tensors.
 
     qkv: [N, C].
-    z:   [N, Hv * dv], the output's gate.
+    z:   [N, Hv * dv], the output gate.
     b:   [N, Hv], beta = sigmoid(b).
     a:   [N, Hv], g = -exp(a_log) * softplus(a + dt_bias).
     """
@@ -187,13 +187,13 @@ class DeltaRows:
 class RoundTables:
     """B requests of R rows each in a pass; the same for all layers.
 
-    slots:        [B] int64; padding rows have the padding slot, all others differ.
+    slots:        [B] int64; the padding slot for padding rows; all others differ.
     prefix_len:   [B] int32, committed tokens before the first row.
     mask:         [B, R] int64, bit j of row i: node j is i or an ancestor of i. Bit 0 and bit i are set, bits above i
-                  are not; R <= 63 and at most W. A row without a node of the request's tree may have any mask of this
-                  form, not of a tree; no node has it as an ancestor, and its output is finite.
-    snapshot_at:  [S + 1] int32, by slot: the state after exactly so many tokens is kept; -1 for none.
-    snapshot_entry: [S + 1] int64, by slot: the snapshot that it becomes.
+                  are not; R <= min(63, W). A row that is no node of the request's tree may have any mask of this form,
+                  even one that is not a tree's; it is no node's ancestor, and its output is finite.
+    snapshot_at:  [S + 1] int32, by slot: number of tokens after which the state is saved; -1 for none.
+    snapshot_entry: [S + 1] int64, by slot: index of that snapshot.
     """
 
     slots: Tensor
@@ -208,12 +208,12 @@ class ChunkTables:
     """N_c prompt chunks of a pass; the same for all layers. Chunk c has rows qo_indptr[c] .. qo_indptr[c + 1] - 1,
     counted from the first chunk row; rows from qo_indptr[N_c] on are padding.
 
-    slots:        [N_c] int64; chunks without rows may have any.
+    slots:        [N_c] int64; any slot for chunks without rows.
     qo_indptr:    [N_c + 1] int32.
-    starts:       [N_c] int32, the position of each chunk's first row.
-    snapshot_at:  [N_c] int32, a position with starts < snapshot_at <= starts + rows: the state after exactly so many
-                  tokens is kept; -1 for none.
-    snapshot_entry: [N_c] int64, the snapshot that it becomes.
+    starts:       [N_c] int32, position of each chunk's first row.
+    snapshot_at:  [N_c] int32, number of tokens after which the state is saved, starts < snapshot_at <= starts + rows;
+                  -1 for none.
+    snapshot_entry: [N_c] int64, index of that snapshot.
     """
 
     slots: Tensor
