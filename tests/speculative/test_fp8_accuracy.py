@@ -2,7 +2,8 @@
 acceptance, beside those with 16 bits.
 
 The model was trained on texts of a few hundred tokens. It finds a number again over up to about a hundred tokens and,
-at its longest context of 2,048, in neither dtype: there the loss is compared."""
+at its longest context of 2,048, in neither dtype: there the loss is compared, and `test_fp8_needles` has a model that
+finds needles."""
 
 import random
 from dataclasses import replace
