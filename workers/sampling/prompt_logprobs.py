@@ -1,7 +1,5 @@
-"""Log-probabilities of prompt tokens, in blocks of rows, so that memory does not grow with the prompt.
-
-Called by decoding strategies.
-"""
+"""Log-probabilities of prompt tokens, in blocks of rows, so that memory does not grow with the prompt. Used by decoding
+strategies."""
 
 from dataclasses import dataclass
 
@@ -20,7 +18,8 @@ class PromptRanking:
 
     logprobs: [n] float32, nats.
     ranks: [n] int32, 1 for the likeliest token.
-    top_ids, top: [n, k] int32 and float32, the k most likely tokens and their log-probabilities, best first.
+    top_ids: [n, k] int32, the k most likely tokens, best first.
+    top: [n, k] float32, their log-probabilities.
     """
 
     logprobs: Tensor
@@ -30,7 +29,7 @@ class PromptRanking:
 
 
 def rank_prompt(head: LMHead, hidden: Tensor, tokens: Tensor, num_top: int) -> PromptRanking:
-    """Rank tokens [n] int64, n >= 1, that follow rows of hidden [n, H]. The result is equal on all ranks."""
+    """Rank tokens [n] int64, n >= 1, by the logits of hidden [n, H], the rows that they follow. Equal on all ranks."""
     rows = max(1, BLOCK_BYTES // (4 * head.shard.vocab_size))
     pairs = zip(torch.split(hidden, rows), torch.split(tokens, rows), strict=True)
     blocks = [_rank(head, *pair, num_top) for pair in pairs]

@@ -1,9 +1,9 @@
-"""Chooses the next token of every row of a pass, equally on all ranks.
+"""Chooses the next token of each row of a pass, the same on all ranks.
 
 A sampled token is argmax(logits / temperature + Gumbel noise), an exact draw from the softmax. The noise is a hash of
-(seed, position, token id), so a token depends only on the text before it. Speculation verifies drafts by equality. A
-request gives the same tokens with and without speculation, alone and in a batch, and after preemption. Logarithms on
-GPUs and CPUs differ in the last bits, so near ties may be drawn differently.
+(seed, position, token id), so a token depends only on the text before it. A draft token is accepted if it equals the
+sampled one. A request therefore gets the same tokens with and without speculation, alone and in a batch, and after
+preemption. GPUs and CPUs may draw near ties differently, because their logarithms differ in the last bits.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ from workers.ops.vocabulary.largest import largest
 from workers.slots.slot_table import SlotFacts, SlotTable
 from workers.structured_output.mask_table import MaskTable
 
-MAX_LOGPROBS = 20  # most likely tokens that a request may ask for, as OpenAI's API has it
+MAX_LOGPROBS = 20  # limit of most likely tokens per position, as in OpenAI's API
 
 
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """The sampling features that a step's requests use. Known on the host, so that greedy batches skip the rest."""
+    """Sampling features that a step's requests use. The host knows them, so that a step skips unused features."""
 
     random: bool
-    filtered: bool = False
-    shaping: bool = False
-    num_logprobs: int = -1  # -1: none
-    masked: bool = False
+    filtered: bool = False  # top-k, top-p or min-p
+    shaping: bool = False  # penalties, biases or min_tokens
+    num_logprobs: int = -1  # most likely tokens per position; -1: no log-probabilities
+    masked: bool = False  # grammar masks
 
     @staticmethod
     def of(facts: Sequence[SlotFacts]) -> "SamplingNeeds":
@@ -49,16 +49,16 @@ class SamplingNeeds:
 
     @property
     def full_logits(self) -> bool:
-        """Whether one rank needs the logits of the whole vocabulary, instead of a reduction over shards."""
+        """Whether each rank needs the logits of the whole vocabulary. Otherwise a reduction over shards suffices."""
         return self.filtered or self.shaping or self.num_logprobs >= 0
 
     @property
     def captured(self) -> "SamplingNeeds":
-        """The first of `CAPTURED_NEEDS` that covers these: the captured round that is used."""
+        """The first of `CAPTURED_NEEDS` that covers these: the needs of the graph to use."""
         return next(kind for kind in CAPTURED_NEEDS if kind.covers(self))
 
     def covers(self, other: "SamplingNeeds") -> bool:
-        """Return whether a step captured for these needs serves a step with `other`."""
+        """Whether a graph captured for these needs can run a step with the needs `other`."""
         return (
             self.random >= other.random
             and self.filtered >= other.filtered
@@ -68,9 +68,9 @@ class SamplingNeeds:
         )
 
 
-# Needs that rounds are captured for. A step uses the first that covers it, so only steps with a grammar use one with
-# masks, which takes two graphs. Penalties and log-probabilities take one pass over the logits each; the last kinds do
-# both for requests that need one of them.
+# Needs that rounds are captured for. A step uses the first that covers its own, so only steps with a grammar use one
+# with masks, which takes two graphs. Penalties and log-probabilities cost one pass over the logits each. The last two
+# compute both, also for requests that need only one.
 CAPTURED_NEEDS = (
     SamplingNeeds(False),
     SamplingNeeds(True),
@@ -89,8 +89,8 @@ class Rows:
 
     slots: [B] int64.
     positions: [B, R] int64 of the token to be chosen.
-    path, path_tokens: [B, R, W] bool and [B, W] int64, each row's ancestors and itself, which are not counted as output
-        yet; None without a tree.
+    path: [B, R, W] bool, the tree nodes that are a row's ancestors or the row itself; None without a tree.
+    path_tokens: [B, W] int64, the nodes' tokens, which the slot's `output_counts` does not include yet.
     """
 
     slots: Tensor
@@ -104,7 +104,7 @@ class Sampled:
     """The chosen tokens.
 
     tokens: [B, R] int64; negative if the row has NaN or plus infinity (NOT_FINITE of `workers.ops.vocabulary`).
-    logits: [B, R, vocab] as the model gave them, if log-probabilities are wanted.
+    logits: [B, R, vocab] before penalties, masks and temperature; None if no log-probabilities are requested.
     """
 
     tokens: Tensor
@@ -113,10 +113,10 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of N entries of M tokens.
+    """Log-probabilities in nats at N x M positions.
 
-    chosen: [N, M] float32, of the tokens.
-    top_ids, top: [N, M, k] int64 and float32, of the k most likely.
+    chosen: [N, M] float32, of the chosen tokens.
+    top_ids, top: [N, M, k] int64 and float32, the k most likely tokens and their log-probabilities, best first.
     """
 
     chosen: Tensor
@@ -125,7 +125,7 @@ class Logprobs:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
-    """Return log-probabilities of tokens [N, M] under logits [N, M, vocab], and the k largest."""
+    """Return the log-probabilities of tokens [N, M] int64 and of the k most likely, from logits [N, M, vocab]."""
     k = min(k, logits.shape[-1])
     norms, top, top_ids = (t.view(*tokens.shape, *t.shape[1:]) for t in norms_and_top(logits.flatten(0, 1), k))
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()
@@ -133,16 +133,15 @@ def logprobs_of(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
 
 
 class Sampler:
-    """Samples from logits that are split by vocabulary over the ranks."""
+    """Samples from logits whose vocabulary is sharded over the ranks. masks: None in engines without grammars."""
 
     def __init__(self, slots: SlotTable, shard: VocabShard, masks: MaskTable | None = None) -> None:
-        """masks: grammar masks; None in engines without grammars."""
         self._slots = slots
         self._shard = shard
         self._masks = masks
 
     def sample(self, logits: Tensor, rows: Rows, needs: SamplingNeeds) -> Sampled:
-        """Choose tokens from this rank's logits [B * R, shard size]. Grammar masks are applied in place."""
+        """Choose tokens from this rank's logits [B * R, shard size]. May apply grammar masks to them in place."""
         shape = rows.positions.shape
         if not needs.full_logits:
             if needs.masked:
@@ -165,14 +164,19 @@ class Sampler:
         return Sampled(tokens.view(shape), raw.view(*shape, -1) if needs.num_logprobs >= 0 else None)
 
     def min_entropies(self, logits: Tensor) -> Tensor:
-        """Return [rows] int64: thousandths of a nat of the min-entropy, the negative logarithm of the largest
-        probability, at this rank's logits [rows, shard size]; the same on every rank. Any number for a NaN."""
+        """Return min-entropies, the negative logarithm of a row's largest probability: [rows] int64, thousandths of a
+        nat, the same on every rank, undefined for rows with NaN. logits: [rows, shard size], this rank's."""
         return (self._shard.topk_log_softmax(logits, 1)[0][:, 0] * -1000.0).long()
 
     def perturb(self, logits: Tensor, rows: Rows, ids: Tensor, filtered: bool, group: TPGroup) -> Tensor:
-        """Return draft logits [B * R, n] of tokens `ids` [n] with the noise that `sample` adds, so that the draft
-        proposes the token that the target would draw. Filtered tokens are below all others.
-        group: the ranks that hold the other tokens of the draft's vocabulary."""
+        """Return draft logits with the noise that `sample` adds, so that the draft proposes the token that the target
+        would draw.
+
+        logits: [B * R, n].
+        ids: [n], their token ids.
+        filtered: put tokens that the request's filters exclude below all others.
+        group: the ranks that hold the other tokens of the draft's vocabulary.
+        """
         filters, summary = self._slots.filters, None
         if filtered:
             # [ranks, rows, parts, n] -> [rows, ranks * parts, n]
@@ -180,11 +184,11 @@ class Sampler:
         return perturb(logits, self._draws(rows), ids, filters, summary)
 
     def _mask(self, logits: Tensor, rows: Rows, first: int) -> None:
-        assert self._masks is not None, "a grammar in an engine without masks"
+        assert self._masks is not None, "a step has a grammar, but the engine has no masks"
         apply_masks(logits, rows.slots, self._masks.index, self._masks.words, first)
 
     def _draw_sharded(self, logits: Tensor, rows: Rows) -> Tensor:
-        """[B * R] int64 token ids drawn from this and the other ranks' logits [B * R, shard size]."""
+        """Return [B * R] int64 token ids, drawn over all ranks."""
         return self._shard.best_of_ranks(*choose(logits, self._draws(rows), self._shard.first))
 
     def _draws(self, rows: Rows) -> Draws:

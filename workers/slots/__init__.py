@@ -1,5 +1,5 @@
-"""The running requests on the device.
+"""State of the running requests on the device.
 
 slot_table   one row per slot: lengths, page tables, sampling parameters; commits
-upload       one copy of a step's arrays to the device
+upload       copies a step's arrays to the device
 """

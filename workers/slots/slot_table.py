@@ -1,7 +1,7 @@
 """State of the running requests on the device: one row per slot.
 
-The last row is the padding slot: always finished, with a page table of zeros (the dummy page). The host never reads
-these tables; `facts` has what it knows about each slot from `SlotInit`.
+The last row is the padding slot. It is always finished, and its page table is zeros (the dummy page). The host never
+reads the tables. `SlotTable.facts` keeps what the host needs from each slot's `SlotInit`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,35 +29,38 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class SlotFacts:
-    """Facts about the request in a slot, known on the host: which sampling features it uses."""
+    """What the host knows about the request in a slot. number: see `SlotInit`."""
 
     sampling: SamplingParams
-    number: int = -1  # of the request
+    number: int = -1
 
     @property
     def is_random(self) -> bool:
-        """Return whether the request is sampled. Filters that keep one token make it greedy, with the lowest id among
-        equals: bfloat16 logits often tie."""
+        """Whether the request is sampled. Filters that keep one token make it greedy, so that ties, which are common in
+        bfloat16, go to the lowest id."""
         s = self.sampling
         return s.temperature > 0 and s.top_k != 1 and s.top_p > 0
 
     @property
     def is_filtered(self) -> bool:
-        """Return whether filters exclude tokens from the draw."""
+        """Whether filters may exclude tokens from the draw."""
         s = self.sampling
         return self.is_random and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
 
     @property
     def shapes_logits(self) -> bool:
-        """Return whether the request changes logits before sampling: penalties, biases, or min_tokens."""
+        """Whether the request changes logits before sampling: penalties, biases, or min_tokens."""
         s = self.sampling
         return s.needs_token_counts or bool(s.logit_bias) or s.min_tokens > 0
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Tokens that a commit emitted: tokens [B, M] int64, of which counts [B] int64 are valid; finish [B] int64
-    (FINISH_*)."""
+    """Tokens that a commit emitted.
+
+    tokens: [B, M] int64, of which the first `counts` of a row are valid.
+    counts, finish: [B] int64; finish is one of FINISH_*.
+    """
 
     tokens: Tensor
     counts: Tensor
@@ -65,12 +68,14 @@ class Commit:
 
 
 class SlotTable:
-    """All tensors have num_slots + 1 rows; see the constructor for each one's meaning."""
+    """All tensors have num_slots + 1 rows. Comments in the constructor say what each holds.
+
+    max_tokens: maximum tokens of a request in engines with `RoundShapes.keeps_tokens`; 0 in others.
+    """
 
     def __init__(
         self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device, max_tokens: int = 0
     ) -> None:
-        """max_tokens: of a request, in an engine that keeps them (`RoundShapes.keeps_tokens`)."""
         rows = num_slots + 1
         self.padding_slot = num_slots
         self.vocab_size = vocab_size
@@ -81,7 +86,7 @@ class SlotTable:
 
         self.page_table = filled(0, torch.int32, max_pages)
         self.seq_len = filled(0, torch.int32)  # committed KV tokens, without the bonus
-        # A new request writes one row of each of these tensors; the fields below are their columns.
+        # Parameters share three tensors, so that a new request writes three rows. The fields are their columns.
         self._ints = filled(0, torch.int64, 5)
         self.bonus, self.max_len, self.min_len, self.seed, self.top_k = self._ints.unbind(1)
         self._floats = filled(0, torch.float32, 6)
@@ -92,8 +97,7 @@ class SlotTable:
         self.finished[:] = True
         self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_TOKEN_IDS)
         self.tokens = filled(0, torch.int32, max_tokens)  # prompt and output by position, the newest token included
-        # [rows, vocab], for requests that change logits; allocated at the start, because captured rounds use the
-        # addresses
+        # [rows, vocab], for requests that change logits. Allocated now, because captured steps hold the addresses.
         self.output_counts = filled(0, torch.int32, vocab_size)
         self.in_prompt = filled(False, torch.bool, vocab_size)
         self.bias = filled(0.0, torch.float32, vocab_size)
@@ -120,12 +124,12 @@ class SlotTable:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all tables; on the meta device, the bytes they would take."""
+        """Size of all tables; on the meta device, the size that they would have."""
         tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids, self.tokens)
         return sum(table.nbytes for table in (*tables, self.output_counts, self.in_prompt, self.bias))
 
     def columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of a plan that `enter` needs on the device; empty without new requests and pages."""
+        """Return the arrays that `enter` needs on the device; none if the plan has no new requests or pages."""
         columns: dict[str, npt.NDArray[Any]] = {}
         if plan.inits:
             columns |= _init_columns(plan.inits)
@@ -140,12 +144,12 @@ class SlotTable:
         return columns
 
     def enter(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
-        """Apply a plan's new requests and page-table changes. columns: the result of `columns`, on the device; a
-        request that cannot enter lacks its parameters."""
+        """Apply a plan's new requests and page-table changes. columns: the result of `columns`, on the device; requests
+        whose parameters failed have default ones there."""
         if plan.inits:
             slots = columns["init slots"]
-            # A new request's page table starts with dummy pages, so that it never refers to pages of another request.
-            self.page_table.index_fill_(0, slots, 0)  # an assignment would copy the number from the host and wait
+            # A new request starts with dummy pages, so that its page table never refers to another request's pages.
+            self.page_table.index_fill_(0, slots, 0)  # an assignment would copy the 0 from the host and wait
             self.seq_len[slots] = columns["init cached"]
             self._ints[slots] = columns["init ints"]
             self._floats[slots] = columns["init floats"]
@@ -161,27 +165,27 @@ class SlotTable:
             self.page_table[columns["paged slots"], columns["paged places"]] = columns["pages"]
 
     def _init_shaping(self, slot: int, columns: Mapping[str, Tensor]) -> None:
-        """Write counts, prompt marks and biases of a request that changes its logits. The host sends token ids, which
-        are counted here by an operation with a result of known size, so the host does not wait."""
+        """Write the output counts, prompt tokens and biases of a request that changes its logits. The host sends token
+        ids. They are counted by operations whose output size is known, so that the host does not wait."""
         output, prompt, biased, bias = (columns[f"{name} of {slot}"] for name in _SHAPING)
         self.output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         self.in_prompt[slot].zero_().scatter_(0, prompt, True)
         self.bias[slot].zero_().scatter_(0, biased, bias)
 
     def commit(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> Commit:
-        """Append tokens [B, M] int64, of which counts [B] int64 (>= 1) are valid, to slots [B] int64; see
-        `workers.ops.slots.commit`. The root's KV and that of all but the last token must be in the pool."""
+        """See `workers.ops.slots.commit`. The KV of the root and of all valid tokens but the last must be in the
+        pool."""
         return Commit(tokens, *commit(slots, tokens, counts, self.commit_tables))
 
 
 def _init_columns(inits: Sequence[SlotInit]) -> dict[str, npt.NDArray[Any]]:
-    """Columns of new requests, by table."""
+    """Return the rows that new requests write, by table."""
     stops = np.full((len(inits), MAX_STOP_TOKEN_IDS), NO_TOKEN)
     ints, floats, flags = [], [], []
     for row, init in enumerate(inits):
         sampling = init.sampling
         facts = SlotFacts(sampling)
-        assert len(sampling.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "the edge bounds stop_token_ids"
+        assert len(sampling.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "API validation limits stop_token_ids"
         stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
         min_len = init.prompt_len + sampling.min_tokens
         ints.append((0, init.max_len, min_len, _signed(sampling.seed), sampling.top_k))
@@ -210,7 +214,7 @@ _SHAPING = ("output", "prompt", "biased", "bias")
 
 
 def _shaping_columns(init: SlotInit) -> dict[str, npt.NDArray[Any]]:
-    """Columns of a request with penalties or biases, by `_SHAPING`: its tokens so far and its biases."""
+    """Return the tokens so far and the biases of a request with `shapes_logits`, under the names of `_SHAPING`."""
     bias = init.sampling.logit_bias
     arrays = (
         unpack_i32(init.output).astype(np.int64),
@@ -222,6 +226,6 @@ def _shaping_columns(init: SlotInit) -> dict[str, npt.NDArray[Any]]:
 
 
 def _signed(seed: int) -> int:
-    """Return the 64 bits of `seed` as a signed integer."""
+    """Return the lowest 64 bits of `seed` as a signed integer."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >> 63 else seed

@@ -1,5 +1,4 @@
-"""Copies a step's arrays from the host to the device, in one copy. Used by the rank's worker and by
-`workers.slots.slot_table`."""
+"""Copies a step's arrays from the host to the device, in one copy. Used by `workers.runner.plan_batch`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from attention.to_device import to_device
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
-_ALIGNMENT = 16  # bytes: kernels are compiled for addresses divisible by 16
+_ALIGNMENT = 16  # bytes; kernels are compiled for addresses divisible by 16
 _TORCH: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -24,7 +23,7 @@ _TORCH: dict[np.dtype[Any], torch.dtype] = {
 
 
 def upload(columns: Columns, device: torch.device) -> dict[str, Tensor]:
-    """Return each of `columns` (int64, int32, float32 or bool, any shape) on `device`, by one asynchronous copy: each
+    """Copy arrays (int64, int32, float32 or bool, any shape) to `device`. There is one asynchronous copy, because each
     copy through pinned memory takes the host tens of microseconds, whatever its size."""
     if not columns or Capability.of(device).shares_host_memory:
         return {name: torch.from_numpy(np.array(array)) for name, array in columns.items()}
@@ -43,7 +42,7 @@ def upload(columns: Columns, device: torch.device) -> dict[str, Tensor]:
 
 
 def _packed(columns: Columns, kinds: Mapping[np.dtype[Any], list[str]]) -> tuple[Tensor, list[int]]:
-    """Return all columns as bytes, grouped by dtype, and the bytes of each group."""
+    """Return all columns as one [n] uint8 tensor, grouped by dtype, and the number of bytes of each group."""
     parts: list[bytes] = []
     sizes = []
     for names in kinds.values():
