@@ -133,7 +133,7 @@ class DraftSpeculation:
         if self.draft.reads_target_kv:
             draft: DraftRunner = TargetKVRunner(model, parts.target.pool, backends, self.config.window)
         else:
-            draft = DraftRunner(model, parts.pool_beside, backends, self.config.window)
+            draft = DraftRunner(model, parts.draft_pool, backends, self.config.window)
         synthetic = self.config.synthetic_acceptance_length
         masks = parts.grammars.masks
         shapes = parts.layout.shapes

@@ -1,18 +1,18 @@
-"""One rank: plans in, results out.
+"""One rank: takes step plans, returns step results.
 
 worker          plan -> batch -> step -> result
 plan_batch      converts a plan to tensors; chunk_tensors: its prompt chunks
-batch           those tensors, and the layout of their rows
-step_result     a step's output, as the scheduler reads it
+batch           a step's tensors and the order of their rows
+step_result     converts a step's output to a `StepResult`
 decoding        `DecodingStrategy`, and non-speculative decoding
 graphs          CUDA graphs of any strategy's steps
 costs           measures step times at the start
-model_runner    a model, its KV pool and its attention backends: one forward pass
+model_runner    one forward pass of a model with its KV pool and attention backends
 backends        chooses the attention backend per mode
-deterministic   what `deterministic: true` promises, and what it excludes
-layout          what is known before anything is loaded, and what speculation adds
-build           from configuration to a rank
-memory          divides a rank's memory while it is built; device_memory: how much there is
-executor        the interface to the sender of plans
-local_engine    an engine in this process, without transport; rank_processes: its ranks, if it has several
+deterministic   what `deterministic: true` guarantees and excludes
+layout          `EnginePlan`, computed before weights are loaded; `Speculation`, what a draft adds
+build           builds a rank from a configuration
+memory          divides a rank's memory; device_memory: measures it
+executor        the interface of a rank to the sender of plans
+local_engine    an engine without transport, for tests, benchmarks and offline use; rank_processes: its child processes
 """

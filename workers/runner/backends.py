@@ -1,5 +1,5 @@
-"""Chooses a model's attention backend per mode, and derives what that means for rounds. Used by `workers.runner.build`
-and `speculative.build`. `attention.limits` says what backends support."""
+"""Chooses a model's attention backend per mode, and decides whether CUDA graphs are possible with them. Used by
+`workers.runner.build` and `speculative.build`. `attention.limits` says what backends support."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Backends = dict[Mode, AttentionBackend]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One model on one rank, as attention sees it. kv_dtype: of its KV; None: `dtype`."""
+    """The properties of a model on one rank that matter to attention. kv_dtype: of its KV; None: `dtype`."""
 
     config: ModelConfig
     tensor_parallel: int
@@ -32,12 +32,12 @@ class ModelShape:
     kv_dtype: torch.dtype | None = None
 
     def use(self, mode: Mode, tree: bool = False, window: int | None = None) -> AttentionUse:
-        """tree: whether masks branch in this mode. window: as in `AttentionUse`."""
+        """Return what a backend must support. tree: whether masks branch in this mode. window: see `AttentionUse`."""
         groups = self.config.kv_groups(self.tensor_parallel, self.kv_dtype or self.dtype)
         layouts = [group.layout for group in groups]
         rules = (self.config.score_rule(layer) for group in groups for layer in group.layers)
         layout = layouts[0]
-        assert {each.kind for each in layouts} == {layout.kind}, "a mode has one backend, which reads one kind of view"
+        assert {each.kind for each in layouts} == {layout.kind}, "a mode has one backend, which reads one KV layout"
         sizes = [each.head_dim for each in layouts if isinstance(each, HeadsLayout)]
         return AttentionUse(
             mode=mode,
@@ -58,7 +58,7 @@ class ModelShape:
 
 
 def target_choices(names: TargetAttention, shape: ModelShape, verified: Mapping[Mode, bool]) -> list[Choice]:
-    """Return the configured backends of the target; verification uses decode's. verified:
+    """Return the configured backends of the target. Verification uses the backend of decode. verified:
     `workers.runner.layout.Speculation.verified_modes`."""
     choices = [
         Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
@@ -73,22 +73,22 @@ def target_backends(
     names: TargetAttention,
     shape: ModelShape,
     verified: Mapping[Mode, bool],
-    instead: AttentionBackend | None = None,
+    override: AttentionBackend | None = None,
 ) -> Backends:
     """Return the backends of `target_choices`. Raises ValueError as `choose_backends` does.
 
-    instead: serves all modes, if all name its kind.
+    override: a backend to use in all modes, of the same name as the chosen ones.
     """
     chosen = choose_backends(target_choices(names, shape, verified))
-    if instead is None:
+    if override is None:
         return chosen
-    assert {backend.name for backend in chosen.values()} == {instead.name}, "others are refused before"
-    return dict.fromkeys(chosen, instead)
+    assert {backend.name for backend in chosen.values()} == {override.name}, "`refusal` excludes other backends"
+    return dict.fromkeys(chosen, override)
 
 
 def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
-    """Return the round's backends that read lengths on the host, for the log. None if none does: then rounds can be
-    CUDA graphs, and nothing is copied to the host."""
+    """Return the backends of rounds that read lengths on the host, as text for the log. None if there are none: then
+    rounds can be CUDA graphs, and no lengths are copied to the host."""
     readers = {
         f"{backend.name} in {mode.value}"
         for model in models
@@ -99,6 +99,6 @@ def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
 
 
 def chunks_on_device(*models: Mapping[Mode, AttentionBackend]) -> bool:
-    """Whether steps with prompt chunks can be CUDA graphs: no backend needs the chunks on the host."""
+    """Whether steps with prompt chunks can be CUDA graphs, because no backend needs the chunks on the host."""
     prefill = [model[Mode.PREFILL] for model in models if Mode.PREFILL in model]
     return all(registry.BACKENDS[backend.name].chunks_on_device for backend in prefill)

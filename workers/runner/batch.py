@@ -1,5 +1,5 @@
-"""A step's batch as tensors, the layout of its rows, and its output. Built by `workers.runner.worker`, read by decoding
-strategies."""
+"""A step's batch as tensors, the order of its rows, and its output. Built by `workers.runner.plan_batch`, read by
+decoding strategies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from workers.sampling.sampler import Logprobs, SamplingNeeds
 @dataclass(frozen=True)
 class PromptChunks:
     """C prompt chunks of a step, on the device. The first F end their prompts. A captured step has F = C and padding:
-    chunks without rows, rows without a chunk, and the padding slot for chunks that end no prompt.
+    chunks without rows, rows without a chunk, and the padding slot for chunks that do not end their prompt.
 
-    batch: their rows.
-    ids: [rows] int64.
-    next_ids: [C] int64 prompt token after each chunk; -1 without one.
+    batch: rows of the chunks.
+    ids: [rows] int64 prompt tokens.
+    next_ids: [C] int64 prompt token after each chunk; -1 for chunks that end their prompt.
     final_slots: [F] int64.
     final_lengths: [F] int32 prompt lengths without the last token; 0 for the padding slot.
     """
@@ -40,7 +40,7 @@ class PromptChunks:
 class PromptTargets:
     """The n prompt tokens of a step whose log-probabilities are requested.
 
-    rows: [n] int64 chunk rows that they follow.
+    rows: [n] int64 rows of the tokens before them, counted from the first chunk row.
     tokens: [n] int64.
     num_top: number of most likely tokens to return with them.
     """
@@ -52,15 +52,15 @@ class PromptTargets:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A step: B requests that run rounds, and prompt chunks of which F end their prompts. Its entries are those
-    requests, then those chunks.
+    """A step: B requests that run a round, and prompt chunks, F of which end their prompts. Its entries are these B
+    requests, then these F chunks. They emit tokens.
 
-    slots: [B] int64 requests that verify trees of `shape`.
-    shape, next_shape: indexes of the verified and of the drafted shape (`workers.config.RoundShapes`).
+    slots: [B] int64 slots of the requests in a round.
+    shape, next_shape: indexes of the tree shapes that rounds verify and draft (`workers.config.RoundShapes`).
     draft_slots: [B + F] int64 slot of each entry that drafts, else the padding slot.
     max_kv_len: host-side bound of the KV positions that the step reads or writes.
     needs: of all entries.
-    prompt_targets: None if no chunk asks. Steps with prompt targets run eagerly.
+    prompt_targets: None if no prompt log-probabilities are requested. Steps with prompt targets run eagerly.
     """
 
     slots: Tensor
@@ -74,7 +74,7 @@ class StepBatch:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run a round, padding of a captured step included."""
+        """Requests that run a round, including the padding of a captured step."""
         return self.slots.shape[0]
 
     @cached_property
@@ -83,13 +83,13 @@ class StepBatch:
         return self.slots if self.chunks is None else torch.cat((self.slots, self.chunks.final_slots))
 
     def rows(self, width: int) -> "RowLayout":
-        """Return the layout of a pass with `width` rows per round."""
+        """Return the order of rows of a pass with `width` rows per round."""
         return RowLayout(self.num_requests, width, self.chunks)
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Layout of a pass's rows: `width` rows per round, then the rows of prompt chunks."""
+    """Order of a pass's rows: `width` rows per round, then the rows of prompt chunks."""
 
     num_requests: int
     width: int
@@ -100,17 +100,17 @@ class RowLayout:
         return self.num_requests * self.width
 
     def of_rounds(self, x: Tensor) -> Tensor:
-        """Select the rows of rounds from x [rows, ...]."""
+        """Select the round rows from x [rows, ...]."""
         return x if self.chunks is None else x[: self.num_round_rows]
 
     def of_chunks(self, x: Tensor) -> Tensor:
-        """Select the rows of chunks from x [rows, ...]."""
+        """Select the chunk rows from x [rows, ...]."""
         return x[self.num_round_rows :]
 
     def with_finals(self, x: Tensor, every_row: bool = False) -> Tensor:
-        """Select the rows of rounds, then one per chunk that ends its prompt.
+        """Select the round rows, then the last row of each chunk that ends its prompt, from x [rows, ...].
 
-        every_row: x has all rows of chunks; else only the last row of each.
+        every_row: x has all chunk rows; else only the last row of each chunk.
         """
         if self.chunks is None:
             return x
@@ -122,9 +122,9 @@ class RowLayout:
 
 
 def prompt_hidden(batch: StepBatch, hidden: Tensor, width: int) -> Tensor | None:
-    """Return hidden [n, H] of the prompt targets; None without any.
+    """Return the hidden states [n, H] from which prompt targets are ranked; None without targets.
 
-    hidden: [rows, H] with all rows of chunks.
+    hidden: [rows, H] with all chunk rows.
     width: rows per round.
     """
     targets = batch.prompt_targets
@@ -132,7 +132,7 @@ def prompt_hidden(batch: StepBatch, hidden: Tensor, width: int) -> Tensor | None
 
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor:
-    """Concatenate the parts that are not None; a single part is not copied."""
+    """Concatenate the parts that are not None. A single part is returned without a copy."""
     present = [part for part in parts if part is not None]
     return present[0] if len(present) == 1 else torch.cat(present)
 
@@ -141,16 +141,16 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor:
 class StepTensors:
     """The output of a step's entries.
 
-    tokens: [B + F, M] int64.
-    counts, finish, accepted: [B + F] int64; accepted is -1 where nothing was verified.
-    logprobs: if any request asked.
+    tokens: [B + F, M] int64, of which the first `counts` of a row are valid.
+    counts, finish, accepted: [B + F] int64; see `StepResult`. accepted is -1 where nothing was verified.
+    logprobs: of the emitted tokens, if requested.
     drafts: [B + F, 2, W] int64 tokens and parents of the next trees, if a request has a grammar and there is a draft.
     prompt_logprobs: of the batch's prompt targets, if any.
-    matches: [B + F, 3] int64, if drafts are copied from the requests' text: how many of the tokens, from the first, the
-        last proposal foresaw, -1 without one; the length of the match that the next proposal follows, 0 without one;
-        accepted drafts that were copied.
+    matches: [B + F, 3] int64, in engines that copy drafts from the requests' text. Three counts per entry: first tokens
+        of this step that the last proposal predicted, -1 without a proposal; length of the match that the next proposal
+        continues, 0 without one; accepted drafts that were copied.
     min_entropies: [B + F] int64, in engines that choose shapes by acceptance: the target's min-entropy after the newest
-        token before the step, in thousandths of a nat; below 0 where a prompt ended.
+        token before the step, in thousandths of a nat; negative where a prompt ended.
     """
 
     tokens: Tensor

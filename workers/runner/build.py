@@ -1,5 +1,5 @@
-"""Builds one rank from a configuration. An engine with a draft adds its `workers.runner.layout.Speculation`
-(`speculative.build`). Used by Serve, benchmarks and tests alike."""
+"""Builds one rank from a configuration. `speculative.build` passes the `workers.runner.layout.Speculation` of an engine
+with a draft. Used by Serve, benchmarks and tests."""
 
 import logging
 import time
@@ -49,12 +49,12 @@ from workers.structured_output.slot_grammars import SlotGrammars
 logger = logging.getLogger(__name__)
 
 PhaseReport = Callable[[str, float], None]
-PhaseAdvance = Callable[[str, float, float, str], None]  # phase, how much is done, of how much, in what unit
+PhaseAdvance = Callable[[str, float, float, str], None]  # phase, amount done, total amount, unit
 
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """A rank that is ready for plans. layout: with "auto" resolved."""
+    """A rank that is ready for plans. layout: complete, with numbers instead of "auto"."""
 
     worker: Worker
     layout: EngineLayout
@@ -71,10 +71,10 @@ def build_rank(
 ) -> BuiltRank:
     """Build one rank.
 
-    address: where the ranks meet ("tcp://host:port").
-    report: called with each phase and its seconds.
+    address: rendezvous of the ranks ("tcp://host:port").
+    report: called after each phase with its name and seconds.
+    compilers: processes that compile kernels; closed afterwards. None: threads compile.
     advance: called with the progress of long phases.
-    compilers: compile kernels, and are closed afterwards; None: threads compile.
     Raises ValueError if a checkpoint or backend does not fit, or if memory does not suffice.
     """
     device = resolve_device(worker.model.device, rank)
@@ -85,7 +85,7 @@ def build_rank(
     others = choose_backends(engine.speculation.attention(worker.cache.page_size, engine.dtype, here))
     phases = _Phases(report)
     memory = RankMemory(device_memory(device), worker, engine.layout, device)
-    # sums over peer memory are normed by one of two kernels, whichever suits the number of rows
+    # the custom all-reduce has two kernels for the RMSNorm of a sum, and chooses one by the number of rows
     group = join_tp_group(rank, worker.tensor_parallel, address, device, custom_all_reduce=not deterministic)
     phases.done("process group joined")
     parts = load_parts(worker, engine, group, backends, memory, deterministic, phases.done, advance)
@@ -118,7 +118,7 @@ def build_rank(
     layout = replace(parts.layout, memory=memory.use(parts.layout, built.graphs, group))
     if memory.runs_steps:
         with must_fit("the largest step", "lower cache.memory_share, or stop what else allocates on this GPU"):
-            for _, plan in largest_steps(parts.layout):  # what they take stays with torch's allocator
+            for _, plan in largest_steps(parts.layout):  # torch's allocator keeps the memory that they take
                 run(eager, plan)
         phases.done("largest steps again")
     if worker.measure_costs:
@@ -142,7 +142,7 @@ def load_parts(
     done: PhaseDone = lambda phase: None,
     advance: PhaseAdvance = lambda phase, done, total, unit: None,
 ) -> EngineParts:
-    """Load this rank's shard of the target, with its slots, whose number is decided here, and a KV pool of one page.
+    """Load this rank's shard of the target. Decide the number of slots and allocate them, and a KV pool of one page.
 
     backends: of the target.
     done: called after each phase.
@@ -169,7 +169,7 @@ def load_parts(
     scales: tuple[dict[int, KVScales], ...] = (kv_scales(model), {})
     if engine.kv_dtype == FP8 and group.rank == 0:
         warn_of_missing(model, f"model {worker.model.path}")
-    pool, beside = (
+    pool, draft_pool = (
         KVPool(each, 1, worker.cache.page_size, device, of) for each, of in zip(groups, scales, strict=True)
     )
     recurrent = engine.target.state_groups(group.size, engine.dtype)
@@ -180,14 +180,14 @@ def load_parts(
     sampler = Sampler(slots, model.lm_head.shard, masks)
     tolerates_violations = engine.speculation.has_synthetic_acceptance
     grammars = SlotGrammars(worker.model.path, engine.target.vocab_size, masks, tolerates_violations)
-    return EngineParts(worker, layout, group, target, beside, slots, sampler, grammars)
+    return EngineParts(worker, layout, group, target, draft_pool, slots, sampler, grammars)
 
 
 def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int, done: PhaseDone) -> EngineParts:
-    """Return the parts with all their KV pages.
+    """Decide the number of KV pages, allocate them, and return the parts with the new layout.
 
     eager: runs steps without graphs.
-    num_graphs: graphs that are certain to be captured.
+    num_graphs: graphs that are always captured.
     done: called after each phase.
     """
     layout = parts.layout
@@ -205,9 +205,9 @@ def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graph
 
 
 def attention_choices(worker: WorkerConfig, engine: EnginePlan, dtype: torch.dtype, device: Capability) -> list[Choice]:
-    """Return the configured backends of all models. dtype: their dtype on `device`."""
-    kept = kv_dtype(worker.cache.dtype, engine.target.kv_scheme, dtype)
-    shape = ModelShape(engine.target, worker.tensor_parallel, dtype, worker.cache.page_size, device, kept)
+    """Return the configured backends of all models. dtype: of the models on `device`."""
+    of_kv = kv_dtype(worker.cache.dtype, engine.target.kv_scheme, dtype)
+    shape = ModelShape(engine.target, worker.tensor_parallel, dtype, worker.cache.page_size, device, of_kv)
     return [
         *target_choices(worker.attention, shape, engine.speculation.verified_modes),
         *engine.speculation.attention(worker.cache.page_size, dtype, device),
@@ -217,7 +217,7 @@ def attention_choices(worker: WorkerConfig, engine: EnginePlan, dtype: torch.dty
 def _backends_of_target(
     worker: WorkerConfig, engine: EnginePlan, device: torch.device, deterministic: bool
 ) -> Backends:
-    """Raises ValueError where one cannot do what it is named for."""
+    """Return the target's backends. Raises ValueError if a configured one does not support its mode."""
     kind = Capability.of(device)
     tensor_parallel, page_size = worker.tensor_parallel, worker.cache.page_size
     shape = ModelShape(engine.target, tensor_parallel, engine.dtype, page_size, kind, engine.kv_dtype)

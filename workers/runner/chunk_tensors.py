@@ -1,4 +1,4 @@
-"""Converts a plan's prompt chunks to tensors. Used by `workers.runner.worker`."""
+"""Converts a plan's prompt chunks to tensors. Used by `workers.runner.plan_batch`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,12 @@ from workers.scheduling.plan import Chunk, StepPlan, unpack_i32
 
 
 def in_order(plan: StepPlan) -> list[Chunk]:
-    """Return the plan's chunks, those that end their prompt first."""
+    """Return the plan's chunks. Those that end their prompt come first."""
     return sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
 
 
 def chunk_columns(plan: StepPlan, has_states: bool = False) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of the plan that `prompt_chunks` needs on the device. has_states: as there."""
+    """Return the arrays that `prompt_chunks` and `prompt_targets` need on the device. has_states: as in the former."""
     chunks = in_order(plan)
     ids = [unpack_i32(chunk.tokens) for chunk in chunks]
     starts = np.array([chunk.start for chunk in chunks], np.int32)
@@ -41,8 +41,8 @@ def chunk_columns(plan: StepPlan, has_states: bool = False) -> dict[str, npt.NDA
 def prompt_chunks(
     plan: StepPlan, columns: Mapping[str, Tensor], page_table: Tensor, has_states: bool = False
 ) -> PromptChunks:
-    """The plan's chunks on the device. columns: at least those of `chunk_columns`. page_table: of all slots, with the
-    plan's changes. has_states: whether the model has recurrent layers."""
+    """Return the plan's chunks on the device. columns: include those of `chunk_columns`. page_table: of all slots, with
+    the plan's changes. has_states: whether the model has recurrent layers."""
     chunks = in_order(plan)
     counts = tuple(len(chunk.tokens) // 4 for chunk in chunks)
     slots, final_lengths = columns["chunk slots"], columns["final lengths"]
@@ -66,7 +66,7 @@ def prompt_chunks(
 
 
 def _state_columns(plan: StepPlan, chunks: list[Chunk]) -> dict[str, npt.NDArray[Any]]:
-    """Return the first position whose KV each chunk writes, and the states that chunks save."""
+    """Return, for each chunk, the first position whose KV it writes, and which state it saves where."""
     saved = {slot: (position, row) for slot, position, row in unpack_i32(plan.saved_states).reshape(-1, 3).tolist()}
     at, rows = zip(*(saved.get(chunk.slot, (-1, 0)) for chunk in chunks), strict=True)
     return {
@@ -77,7 +77,7 @@ def _state_columns(plan: StepPlan, chunks: list[Chunk]) -> dict[str, npt.NDArray
 
 
 def _target_columns(chunks: list[Chunk], ids: list[npt.NDArray[np.int32]]) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays that `prompt_targets` needs. ids: the tokens of the chunks."""
+    """Return the arrays that `prompt_targets` needs. ids: each chunk's tokens."""
     if all(chunk.logprobs < 0 for chunk in chunks):
         return {}
     rows, tokens, first = [], [], 0

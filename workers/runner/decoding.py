@@ -1,5 +1,5 @@
-"""`DecodingStrategy`: turns running requests and prompt chunks into tokens. Here is non-speculative decoding;
-`speculative.decoding` is another strategy. The worker does not know which one it runs."""
+"""`DecodingStrategy`, the interface by which the worker runs a step, and non-speculative decoding. Another strategy is
+`speculative.decoding`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,19 +25,18 @@ class DecodingStrategy(Protocol):
 
     @property
     def shapes(self) -> RoundShapes:
-        """The shapes that its rounds may verify and draft."""
+        """Tree shapes that its rounds may verify and draft."""
 
     def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
-        """Run one step. Changes slots, KV pools and its own state in place.
+        """Run one step. Changes slots, KV pools and the strategy's own state in place.
 
-        fill_masks: copies the step's grammar masks to the device; called while the target's pass runs, before tokens
-            are chosen.
+        fill_masks: copies the step's grammar masks to the device. Called after the target's pass is launched, before
+            tokens are chosen.
         """
 
 
 class CuttableStrategy(DecodingStrategy, Protocol):
-    """A strategy whose steps can be split before grammar masks are needed. `step` runs both parts, and fills masks
-    between."""
+    """A strategy whose steps can be split into a part before and a part after grammar masks are filled."""
 
     def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
         passed = self.forward(batch)
@@ -46,28 +45,28 @@ class CuttableStrategy(DecodingStrategy, Protocol):
         return self.choose(batch, passed)
 
     def forward(self, batch: StepBatch) -> Any:
-        """Run a step up to the target's last hidden states. Return what `choose` needs: a dataclass of tensors and of
-        such dataclasses."""
+        """Run a step up to the target's last hidden states. Return what `choose` needs: a dataclass whose fields are
+        tensors, None, or such dataclasses."""
 
     def choose(self, batch: StepBatch, passed: Any) -> StepTensors:
-        """Run the rest of a step, with the same batch and the result of `forward`."""
+        """Run the rest of a step. passed: the result of `forward` with the same batch."""
 
 
 def begin_finals(slots: SlotTable, chunks: PromptChunks) -> None:
-    """Prepare slots whose prompt ends in this step: its last token becomes the root."""
+    """Set the lengths of slots whose prompt ends in this step. The last prompt token becomes the root."""
     if chunks.num_finals:
         slots.seq_len[chunks.final_slots] = chunks.final_lengths
 
 
 def ranking_of(head: LMHead, batch: StepBatch, hidden: Tensor | None) -> PromptRanking | None:
-    """Rank the batch's prompt targets by hidden [n, H]; None without any."""
+    """Rank the batch's prompt targets. hidden: [n, H] of `prompt_hidden`. Return None without targets."""
     targets = batch.prompt_targets
     return None if targets is None or hidden is None else rank_prompt(head, hidden, targets.tokens, targets.num_top)
 
 
 @dataclass(frozen=True)
 class Passed:
-    """Results of the target's pass: hidden [rows of rounds + F, H], and [n, H] of prompt targets."""
+    """Result of the target's pass: hidden [rows of rounds + F, H], prompt_hidden [n, H] of prompt targets."""
 
     hidden: Tensor
     prompt_hidden: Tensor | None = None
@@ -80,7 +79,7 @@ class Autoregressive(CuttableStrategy):
         self._target = target
         self._slots = slots
         self._sampler = sampler
-        self._sees_itself = causal_mask(1, 1, slots.device)
+        self._mask = causal_mask(1, 1, slots.device)
 
     @property
     def shapes(self) -> RoundShapes:
@@ -97,8 +96,8 @@ class Autoregressive(CuttableStrategy):
         return Passed(batch.rows(width=1).with_finals(out.hidden, every_row), prompt_hidden(batch, out.hidden, 1))
 
     def _rounds(self, batch: StepBatch) -> DecodeBatch:
-        """One row per running request, which writes its bonus token's KV."""
-        slots, mask = self._slots, self._sees_itself.expand(batch.num_requests, 1)
+        """Return one row per running request, which writes the KV of the bonus token."""
+        slots, mask = self._slots, self._mask.expand(batch.num_requests, 1)
         length, page_table = slots.seq_len[batch.slots], slots.page_table[batch.slots]
         return DecodeBatch(Mode.DECODE, 1, 1, length, mask, page_table, batch.max_kv_len, slots=batch.slots)
 

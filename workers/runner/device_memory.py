@@ -1,7 +1,7 @@
 """Total, free and peak memory of a rank's device. Used by `workers.runner.memory`.
 
-On a CPU, free memory is what the kernel can still allocate, or what the process's control group allows, if that is
-less: a container is killed at its own limit.
+On a CPU, free memory is what the kernel can still allocate, or what is left of the limits of the process's control
+groups, if that is less: a container is killed at its own limit.
 """
 
 import contextlib
@@ -19,23 +19,22 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class DeviceMemory(Protocol):
-    """The memory that a rank computes in. All numbers are bytes."""
+    """The memory of a rank's device, in bytes."""
 
     def total(self) -> int:
-        """Memory of the device, or the limit of the process's control group."""
+        """Memory of the device; on a CPU at most the limits of the process's control groups."""
 
     def free(self) -> int:
-        """Memory that any process could allocate now."""
+        """Memory that can be allocated now."""
 
     def used(self) -> int:
         """Memory in use: on a GPU by all processes, on a CPU by this one."""
 
     def peak_of(self, run: Callable[[], None]) -> int:
-        """Return the peak memory of `run` beyond what is in use now. All of it is free afterwards."""
+        """Run `run`, and return its peak memory beyond what was in use before. On a GPU all of it is freed."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Return the memory of a rank's device."""
     return HostMemory() if Capability.of(device).shares_host_memory else CudaMemory(device)
 
 
@@ -57,7 +56,7 @@ class CudaMemory:
         return self.total() - free
 
     def peak_of(self, run: Callable[[], None]) -> int:
-        """Measures torch's allocator, which holds more than the tensors: rounding, and fragments."""
+        """Measures the memory that torch's allocator reserves, which includes rounding and fragmentation."""
         self._release()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_reserved(self._device)
@@ -68,14 +67,14 @@ class CudaMemory:
         return max(0, peak - before)
 
     def _release(self) -> None:
-        """Return memory that torch's allocator caches."""
+        """Free the memory that torch's allocator caches. Waits for the device."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
 
 
 class HostMemory:
-    """Memory of a CPU. proc, control_groups: Linux's folders; others in tests."""
+    """Memory of a CPU. proc, control_groups: where Linux mounts these file systems; other folders in tests."""
 
     def __init__(self, proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc = proc
@@ -92,7 +91,7 @@ class HostMemory:
 
     def peak_of(self, run: Callable[[], None]) -> int:
         before = self.used()
-        with contextlib.suppress(OSError):  # not in every kernel; then the peak since the process's start counts
+        with contextlib.suppress(OSError):  # without kernel support, the peak since the process's start counts
             (self._proc / "self" / "clear_refs").write_text("5")  # resets the peak to the resident size
         run()
         return max(0, _field(self._proc / "self" / "status", "VmHWM:") * 1024 - before)
@@ -101,8 +100,8 @@ class HostMemory:
         return _field(self._proc / "meminfo", f"{name}:") * 1024
 
     def _limits(self) -> Iterator[tuple[int, int]]:
-        """Yield (limit, used) of each control group with a memory limit of this process, of both versions. Droppable
-        file caches do not count as used."""
+        """Yield (limit, used) of each control group of this process that has a memory limit, of both versions. Page
+        cache that the kernel can drop does not count as used."""
         for line in (self._proc / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
@@ -113,15 +112,15 @@ class HostMemory:
             else:
                 continue
             own = root / path.lstrip("/")
-            # in a container the root is the container's own group, and the path one that only the host sees
+            # in a container, the root is the container's own group, and the path may exist only on the host
             for folder in (root, *(own.parents[: len(own.parents) - len(root.parents) - 1]), own):
                 limit = _number(folder / names[0])
-                if limit is not None and limit < 1 << 62:  # version 1 says "no limit" with a number near 2^63
+                if limit is not None and limit < 1 << 62:  # in version 1, a number near 2^63 means no limit
                     yield limit, (_number(folder / names[1]) or 0) - _field(folder / "memory.stat", names[2])
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if there is no such file or no number ("max")."""
+    """Return the number in a file; None without the file, or if it has no number ("max")."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -130,7 +129,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str) -> int:
-    """Return a field of a file of "name number" lines; 0 without it."""
+    """Return the number of field `name` in a file of "name number" lines; 0 without the file or field."""
     try:
         fields = [line.split() for line in path.read_text().splitlines()]
     except OSError:

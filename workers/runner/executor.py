@@ -1,5 +1,5 @@
-"""The interface between the sender of plans and a rank. Used by the cluster's worker loop and the local engine;
-implemented by `workers.runner.worker.Worker`."""
+"""The interface of a rank to the sender of plans. Used by the cluster's worker loop and the local engine; implemented
+by `workers.runner.worker.Worker`."""
 
 from typing import Protocol
 
@@ -8,25 +8,25 @@ from workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 
 class StepExecutor(Protocol):
-    """A rank that executes plans in order. At most two steps may be pending: launched, result not taken."""
+    """Executes plans in order. At most two steps may be pending: submitted, but the result not taken."""
 
     @property
     def costs(self) -> CostTable | None:
-        """Costs of its steps, the same on every rank; None if not measured."""
+        """Measured step times, the same on every rank; None if not measured."""
 
     @property
     def graphs(self) -> GraphCount:
-        """CUDA graphs of its steps, the same on every rank. Plans request further captures."""
+        """Number of CUDA graphs, the same on every rank. Plans request further captures."""
 
     def submit(self, plan: StepPlan) -> None:
         """Launch a step. On a GPU this returns before the step is done; on a CPU it runs the step."""
 
     @property
     def num_pending(self) -> int:
-        """Submitted steps whose result has not been taken."""
+        """Number of pending steps."""
 
     def ready(self) -> bool:
         """Whether `take` would return at once."""
 
     def take(self) -> StepResult:
-        """Wait for the oldest pending step and return its result. Equal on all ranks, so only rank 0's is sent."""
+        """Wait for the oldest pending step and return its result, equal on all ranks. Only rank 0's is sent."""

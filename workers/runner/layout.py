@@ -1,5 +1,5 @@
-"""`EnginePlan`, all that is known about an engine before weights are loaded, and `Speculation`, the interface by which
-`workers.runner.build` adds a draft without knowing drafts."""
+"""`EnginePlan`, which is computed before weights are loaded, and `Speculation`, the interface by which
+`workers.runner.build` adds a draft."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,16 +35,15 @@ PhaseDone = Callable[[str], None]
 
 
 class Speculation(Protocol):
-    """The parts that speculation adds to an engine; `NoSpeculation` adds none. A plain value, equal on all ranks, until
-    `strategy` is called."""
+    """What speculation adds to an engine. A plain value, equal on all ranks, until `strategy` is called."""
 
     @property
     def shapes(self) -> RoundShapes:
-        """The shapes that rounds may have."""
+        """Tree shapes that rounds may verify and draft."""
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input its passes return beside the hidden states."""
+        """Layers of the target whose inputs a pass returns in addition to the last hidden states."""
 
     @property
     def lookahead(self) -> int:
@@ -52,26 +51,26 @@ class Speculation(Protocol):
 
     @property
     def verified_modes(self) -> Mapping[Mode, bool]:
-        """Modes in which rounds run the target beside DECODE, and whether their masks branch."""
+        """Modes besides DECODE in which rounds run the target, and whether the masks of each branch."""
 
     @property
     def has_synthetic_acceptance(self) -> bool:
         """Whether drafts are accepted regardless of the target's choice, for benchmarks."""
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
-        """Layers whose KV is stored beside the target's, in pages with the same ids. dtype: of the model."""
+        """The draft's layers with KV of their own, in pages with the target's page ids. dtype: of the model."""
 
     def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
-        """Configured backends of the models beside the target."""
+        """Configured attention backends of the draft."""
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
-        """Maximum bytes that are loaded beside the target on each rank. multiplies_fp8: as for
+        """Maximum bytes of the draft's weights on each rank. multiplies_fp8: as for
         `workers.models.weight_bytes.weight_bytes`."""
 
     def strategy(self, parts: "EngineParts", backends: Backends, done: PhaseDone) -> CuttableStrategy:
-        """Load the draft.
+        """Load the draft, and return the strategy.
 
-        backends: of `attention`.
+        backends: the draft's.
         done: called after each phase.
         Raises ValueError if a checkpoint does not fit.
         """
@@ -79,10 +78,10 @@ class Speculation(Protocol):
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """An engine before anything is loaded: its models, read and checked, and the layout.
+    """An engine before weights are loaded: the configurations of its models, and the layout.
 
     dtype: of weights.
-    kv_dtype: of the target's KV; the draft's is `speculation`'s.
+    kv_dtype: of the target's KV; `speculation` chooses the draft's.
     """
 
     target: ModelConfig
@@ -92,30 +91,27 @@ class EnginePlan:
     layout: EngineLayout
 
     def target_groups(self, tensor_parallel: int) -> tuple[LayerGroup, ...]:
-        """Return the groups of the target's KV on a rank; layers that keep only a window have groups of their own."""
+        """Return the layer groups of the target's KV on a rank. Layers that keep only a window have separate groups."""
         return split_windows(self.target, self.target.kv_groups(tensor_parallel, self.kv_dtype), self.layout.window)
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """One rank of an engine, without its strategy.
-
-    pool_beside: KV of the layers of `Speculation.kv_groups`.
-    """
+    """One rank of an engine, without its strategy. draft_pool: KV of the layers of `Speculation.kv_groups`."""
 
     worker: WorkerConfig
     layout: EngineLayout
     group: TPGroup
     target: TargetRunner
-    pool_beside: KVPool
+    draft_pool: KVPool
     slots: SlotTable
     sampler: Sampler
     grammars: SlotGrammars
 
     @property
     def pools(self) -> tuple[KVPool, KVPool]:
-        """The KV of target and draft."""
-        return self.target.pool, self.pool_beside
+        """The KV pools of target and draft."""
+        return self.target.pool, self.draft_pool
 
     @property
     def states(self) -> StatePool | None:
@@ -123,7 +119,7 @@ class EngineParts:
         return self.target.states
 
     def allocate(self, layout: EngineLayout) -> None:
-        """Allocate the layout's KV pages and snapshots, replacing the present ones."""
+        """Replace the KV pages and snapshots with empty ones, as many as the layout has."""
         for pool in self.pools:
             pool.allocate(layout.num_pages, layout.known_window_pages)
         if self.states is not None:
@@ -131,7 +127,7 @@ class EngineParts:
 
 
 class WithoutDraftModel:
-    """The parts of `Speculation` that only a draft model adds."""
+    """The methods of `Speculation` that concern a draft model, for engines without one."""
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         return ()
@@ -145,7 +141,7 @@ class WithoutDraftModel:
 
 @dataclass(frozen=True)
 class NoSpeculation(WithoutDraftModel):
-    """`Speculation` of an engine that decodes one token a round."""
+    """`Speculation` of non-speculative decoding."""
 
     shapes: RoundShapes = RoundShapes()  # noqa: RUF009 - frozen
     captured_layers: tuple[int, ...] = ()
@@ -166,21 +162,25 @@ def plan_engine(
     speculation: Speculation = NoSpeculation(),  # noqa: B008 - frozen
     device: Capability | None = None,
 ) -> EnginePlan:
-    """target: as `workers.models.loading.read_target_config` gives it. device: of the ranks, which this process need
-    not have; None: the configured one, of this process. Raises ValueError where no KV page fits into
-    `cache.memory_gb`."""
+    """Compute all sizes of an engine that do not depend on the memory of its ranks.
+
+    target: the result of `workers.models.loading.read_target_config`.
+    device: of the ranks, which this process need not have; None: the configured device in this process.
+    Raises ValueError if no KV page fits into `cache.memory_gb`.
+    """
     device = device or Capability(resolve_device(worker.model.device, 0).type)
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
-    kept = kv_dtype(worker.cache.dtype, target.kv_scheme, dtype)
+    of_kv = kv_dtype(worker.cache.dtype, target.kv_scheme, dtype)
     recurrent = target.state_groups(worker.tensor_parallel, dtype)
     max_model_len = worker.model.max_model_len or target.max_position
-    of_target = target.kv_groups(worker.tensor_parallel, kept)
+    of_target = target.kv_groups(worker.tensor_parallel, of_kv)
     window = None if recurrent else longest_window(target, of_target, max_model_len)
     of_target = split_windows(target, of_target, window)
     shapes = replace(speculation.shapes, eager=not device.captures_graphs or not worker.cuda_graphs)
-    max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)  # two rounds in flight past it
+    # two rounds in flight may write beyond max_model_len
+    max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)
     scheduler, cache = worker.scheduler.resolved(device.type), worker.cache
-    if recurrent and cache.state_snapshots == 0:  # nothing could resume at cached pages
+    if recurrent and cache.state_snapshots == 0:  # no request could resume from cached pages
         cache = replace(cache, prefix_cache=False)
     layout = EngineLayout(
         shapes=shapes,
@@ -192,7 +192,7 @@ def plan_engine(
         bytes_per_page=bytes_per_page([*of_target, *speculation.kv_groups(dtype)], cache.page_size),
         window=window,
         bytes_per_window_page=bytes_per_page(of_target, cache.page_size, of_windows=True),
-        kv_in_fp8=kept == FP8,
+        kv_in_fp8=of_kv == FP8,
         has_latent_rows=has_latent_rows(of_target),
         served_by=target.served_by,
         graph_capture=worker.graph_capture,
@@ -200,29 +200,29 @@ def plan_engine(
         chunk_bytes=chunk_bytes(recurrent, min(scheduler.step_token_limit, max_model_len)),
     )
     per_state = slot_bytes(recurrent, layout.state_sizes)
-    slot_row = SlotTable(0, *_row_sizes(layout, target.vocab_size, torch.device("meta")))  # the padding slot's alone
+    slot_row = SlotTable(0, *_row_sizes(layout, target.vocab_size, torch.device("meta")))  # only the padding slot
     per_slot = slot_row.num_bytes + mask_bytes(layout.mask_width, target.vocab_size) + per_state
-    least_slots = AUTO_SLOTS["cpu"][0] if scheduler.max_running == "auto" else scheduler.num_slots
-    tables = table_bytes(per_slot, least_slots)
+    min_slots = AUTO_SLOTS["cpu"][0] if scheduler.max_running == "auto" else scheduler.num_slots
+    tables = table_bytes(per_slot, min_slots)
     kv_bytes = kv_bytes_asked(cache, layout.bytes_per_page, tables, layout.bytes_per_snapshot)
     saved = 0 if kv_bytes is None else layout.with_snapshots(kv_bytes).saved_bytes
     layout = replace(layout, bytes_per_slot=per_slot, bytes_per_state=per_state)
-    pages = pages_asked(layout.with_slots(least_slots), tables + saved)
+    pages = pages_asked(layout.with_slots(min_slots), tables + saved)
     if pages is not None and (scheduler.max_running != "auto" or cache.num_pages is not None):
         layout = layout.with_pages(*pages)
-    return EnginePlan(target, dtype, kept, speculation, layout)
+    return EnginePlan(target, dtype, of_kv, speculation, layout)
 
 
 def longest_window(target: ModelConfig, groups: Sequence[LayerGroup], max_model_len: int) -> int | None:
-    """Return the tokens that layers with a window keep: the longest of their windows, without those that hide nothing.
-    None if no layer has one."""
+    """Return the tokens that layers with a window keep: the longest window below `max_model_len`; longer ones mask
+    nothing. None if there is no such window."""
     layers = (layer for group in groups if group.layout.kind == HeadsLayout.kind for layer in group.layers)
     windows = (target.score_rule(layer).window for layer in layers)
     return max((window for window in windows if window is not None and window < max_model_len), default=None)
 
 
 def split_windows(target: ModelConfig, groups: Sequence[LayerGroup], window: int | None) -> tuple[LayerGroup, ...]:
-    """Return the groups with layers whose window is at most `window` apart from the others."""
+    """Split the groups, so that layers with a window of at most `window` tokens are separate from the others."""
     if window is None:
         return tuple(groups)
     split = []
@@ -239,11 +239,11 @@ def split_windows(target: ModelConfig, groups: Sequence[LayerGroup], window: int
 
 
 def slot_table(layout: EngineLayout, vocab_size: int, device: torch.device) -> SlotTable:
-    """The table of an engine's running requests, with pages for `max_position` positions each."""
+    """Allocate the slot table of an engine. Each slot's page table covers `max_position` positions."""
     return SlotTable(layout.scheduler.num_slots, *_row_sizes(layout, vocab_size, device))
 
 
 def _row_sizes(layout: EngineLayout, vocab_size: int, device: torch.device) -> tuple[int, int, torch.device, int]:
-    """Return the arguments of a slot table after the number of slots."""
+    """Return the arguments of `SlotTable` after `num_slots`."""
     max_pages = -(-layout.max_position // layout.cache.page_size)
     return max_pages, vocab_size, device, layout.max_position if layout.shapes.keeps_tokens else 0

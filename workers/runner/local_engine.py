@@ -1,5 +1,5 @@
-"""An engine in this process, without transport, for tests, benchmarks and offline use. Drives the scheduler as the
-cluster's coordinator does, with two steps in flight.
+"""An engine without transport, for tests, benchmarks and offline use. Drives the scheduler as the cluster's coordinator
+does, with two steps in flight.
 
     target = read_target_config(worker.model, worker.tensor_parallel)
     with local_engine(worker, plan_engine(worker, target)) as engine:
@@ -29,14 +29,14 @@ Listener = Callable[[RequestOutput], object]
 
 
 class LocalEngine:
-    """Runs requests to their end. results: number of steps taken so far."""
+    """Runs requests to completion."""
 
     def __init__(self, scheduler: Scheduler, executor: StepExecutor) -> None:
         self.scheduler = scheduler
         self.executor = executor
 
     def step(self) -> list[RequestOutput]:
-        """Send the next plan, if there is one. Read one result if two are pending, or if nothing else can be done."""
+        """Submit the next plan, if there is one. Then take one result, if two are pending or there was no plan."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.executor.submit(plan)
@@ -48,9 +48,10 @@ class LocalEngine:
     def run(self, requests: Iterable[Request], concurrency: int, listener: Listener = lambda output: None) -> None:
         """Run `requests`, at most `concurrency` at a time, until all have finished.
 
-        An early end, also by Ctrl-C, aborts them and leaves the engine usable.
+        An exception or Ctrl-C aborts them. The engine stays usable.
 
-        listener: gets what each step brings; a true result ends that request."""
+        listener: called with each output of a step. A true result aborts that output's request.
+        """
         requests = list(requests)
         waiting, running = requests[::-1], 0
         with interrupts_between_steps() as is_interrupted:
@@ -78,7 +79,7 @@ class LocalEngine:
         sampling: SamplingParams | Sequence[SamplingParams],
         concurrency: int = 16,
     ) -> list[Request]:
-        """Return the finished requests of `prompts`, in order. sampling: one for all, or one per prompt."""
+        """Run one request per prompt. Return the finished requests in order. sampling: for all, or one per prompt."""
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         requests = [
             Request(f"local-{id(self):x}-{i}", list(prompt), params)
@@ -90,11 +91,11 @@ class LocalEngine:
 
 @contextlib.contextmanager
 def local_engine(worker: WorkerConfig, plan: EnginePlan, all_graphs: bool = True) -> Iterator[LocalEngine]:
-    """Run an engine while the context is open: one rank in this process, several in a child process each.
+    """Run an engine while the context is open. A single rank runs in this process, several in a child process each.
 
-    all_graphs: capture every step before the first request, regardless of `graph_capture.limit_s`; this engine captures
+    all_graphs: capture all graphs at the start, regardless of `graph_capture.limit_s`, because this engine captures
         nothing while idle.
-    Raises what `build_rank` raises.
+    Raises ValueError as `build_rank` does.
     """
     if all_graphs:
         worker = replace(worker, graph_capture=replace(worker.graph_capture, limit_s=math.inf))
@@ -110,7 +111,6 @@ def local_engine(worker: WorkerConfig, plan: EnginePlan, all_graphs: bool = True
 
 
 def _engine(layout: EngineLayout, executor: StepExecutor) -> LocalEngine:
-    """layout: of built ranks."""
     scheduler = Scheduler.of(layout, time.monotonic)
     scheduler.captures.graphs = executor.graphs
     if executor.costs is not None:

@@ -1,4 +1,4 @@
-"""A model with its KV pool and attention backends: one forward pass over a decode batch and prompt chunks. Used by
+"""One forward pass over a decode batch and prompt chunks, of a model with its KV pool and attention backends. Used by
 decoding strategies, which decide the order of passes."""
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ ModelT = TypeVar("ModelT")
 
 @dataclass(frozen=True)
 class ModelRunner(Generic[ModelT]):
-    """backends: one per mode in which this model runs."""
+    """A model, its KV pool, and one backend per mode in which the model runs."""
 
     model: ModelT
     pool: KVPool
@@ -39,7 +39,7 @@ class ModelRunner(Generic[ModelT]):
 
 @dataclass(frozen=True)
 class TargetRunner(ModelRunner[TargetModel]):
-    """states: of the model's recurrent layers; None without any."""
+    """The target. states: of its recurrent layers; None without any."""
 
     states: StatePool | None = None
 
@@ -54,7 +54,8 @@ class TargetRunner(ModelRunner[TargetModel]):
         """Run the target.
 
         ids: [rows] int64, those of `decode` first.
-        every_row: compute all rows of chunks in the last layer; else only the last row of each, if that layer attends.
+        every_row: return hidden states of all chunk rows; else only of each chunk's last row. An attention layer at the
+            end then computes only these rows.
         """
         context = self.context(decode, decode_positions, chunks)
         if self.states is not None:
@@ -63,7 +64,7 @@ class TargetRunner(ModelRunner[TargetModel]):
             return self._run(ids, context)
         ends = context.num_decode_rows + chunks.last_row_indices
         rows = torch.cat((torch.arange(context.num_decode_rows, device=ends.device), ends))
-        if self.states is not None and self.states.has(self.model.config.num_layers - 1):  # all rows change its state
+        if self.states is not None and self.states.has(self.model.config.num_layers - 1):  # it needs all rows
             output = self._run(ids, context)
             return replace(output, hidden=output.hidden.index_select(0, rows))
         of_last, ends_of_chunks = context.of_layer(self.model.config.num_layers - 1), chunks.last_rows()
@@ -78,6 +79,6 @@ class TargetRunner(ModelRunner[TargetModel]):
         return output
 
     def commit(self, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-        """Let recurrent layers go on after the accepted path of a round: see `StatePool.commit`."""
+        """Commit the accepted path of a round in the recurrent layers: see `StatePool.commit`."""
         if self.states is not None:
             self.states.commit(slots, path, counts)

@@ -1,5 +1,5 @@
-"""Converts a plan to a strategy's batch: requests enter their slots, and one copy brings all that the step needs to the
-device. Used by `workers.runner.worker`."""
+"""Converts a plan to a strategy's batch. One copy brings the plan's arrays to the device. New requests are written to
+their slots there. Used by `workers.runner.worker`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def entries_of(plan: StepPlan) -> tuple[int, ...]:
-    """Return the slots that emit tokens, in the order of the step's result."""
+    """Return the slots that emit tokens, in the order of the result's entries."""
     return (*unpack_i32(plan.slots).tolist(), *(chunk.slot for chunk in plan.chunks if chunk.next_token < 0))
 
 
@@ -56,11 +56,11 @@ class PlanBatches:
         self._draft_slots = _SlotIds("draft slots", slots.device)
 
     def of(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> StepBatch:
-        """Enter the plan's requests into their slots, and return the batch. At most one copy to the device, without a
-        wait. Collective over the group if the plan has new requests.
+        """Write the plan's new requests to their slots, and return the batch. Makes at most one copy to the device, and
+        does not wait for it. A plan with new requests takes a collective over the group.
 
         entries: `entries_of(plan)`.
-        failed: gets the requests that cannot start as they were sent, by number.
+        failed: gets the requests whose parameters raise an error, by number.
         """
         table, padding = self._slots, self._slots.padding_slot
         drafting = plan.drafting or bytes(len(entries))
@@ -79,10 +79,10 @@ class PlanBatches:
             _enter_pages(pool, sent)
         table.enter(plan, sent)
         if plan.inits and self._group.size > 1:
-            # A request that cannot enter on one rank emits nothing on any, or the ranks would emit different tokens.
-            # NCCL takes some 20 us for it, beside a prompt of milliseconds.
-            everyone = self._group.all_gather(sent["failed inits"])
-            table.finished[sent["init slots"]] = everyone.any(0)
+            # A request that failed on one rank must emit nothing on all, or the ranks would emit different tokens.
+            # NCCL's gather takes about 20 us; the request's prompt takes milliseconds.
+            of_ranks = self._group.all_gather(sent["failed inits"])
+            table.finished[sent["init slots"]] = of_ranks.any(0)
         if self._states is not None:
             _enter_states(self._states, sent)
         if self._grammars is not None:
@@ -99,8 +99,8 @@ class PlanBatches:
         )
 
     def _entering(self, plan: StepPlan, failed: dict[int, Failure]) -> dict[str, npt.NDArray[Any]]:
-        """Return the plan's requests and pages as columns for the device. A request whose parameters raise is added to
-        `failed`, by number, and has the columns of one without parameters."""
+        """Return the plan's new requests and pages as columns for the device. A request whose parameters raise an error
+        is added to `failed` and gets default parameters."""
         columns = self._columns(plan, failed)
         if plan.inits and self._group.size > 1:
             columns["failed inits"] = np.array([init.number in failed for init in plan.inits], np.int32)
@@ -110,7 +110,7 @@ class PlanBatches:
         try:
             return self._slots.columns(plan)
         except Exception:
-            logger.exception("the requests of a plan could not enter together")
+            logger.exception("could not convert the new requests of a plan; each is tried alone")
         inits = []
         for init in plan.inits:
             try:
@@ -123,7 +123,7 @@ class PlanBatches:
 
 
 def _page_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-    """Return what `_enter_pages` needs: pages to zero, and window pages attached to pages."""
+    """Return what `_enter_pages` needs: pages to zero, and window pages to attach."""
     columns: dict[str, npt.NDArray[Any]] = {}
     if plan.cleared_pages:
         columns["cleared pages"] = unpack_i32(plan.cleared_pages).astype(np.int64)
@@ -136,7 +136,7 @@ def _page_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
 
 
 def _enter_pages(pool: KVPool, columns: Mapping[str, Tensor]) -> None:
-    """Update a pool before the plan's pass."""
+    """Zero and attach pages of a pool, before the plan's pass."""
     if "cleared pages" in columns:
         pool.clear(columns["cleared pages"])
     if "cleared window pages" in columns:
@@ -146,8 +146,8 @@ def _enter_pages(pool: KVPool, columns: Mapping[str, Tensor]) -> None:
 
 
 def _state_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-    """Return what `_enter_states` needs beside the new slots: snapshots that requests resume from, and states that
-    rounds save."""
+    """Return what `_enter_states` needs besides the new slots: the snapshots that requests resume from, and the states
+    that rounds save."""
     columns: dict[str, npt.NDArray[Any]] = {}
     resumed = [(init.state_row, init.slot) for init in plan.inits if init.state_row >= 0]
     if resumed:
@@ -163,7 +163,8 @@ def _state_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
 
 
 def _enter_states(states: StatePool, columns: Mapping[str, Tensor]) -> None:
-    """Update states before the plan's pass, which may overwrite a row that is read here."""
+    """Reset states, restore snapshots, and request snapshots. Must run before the plan's pass, which may overwrite a
+    snapshot that is restored here."""
     if "init slots" in columns:
         states.enter(columns["init slots"])
     if "resumed slots" in columns:
@@ -173,7 +174,7 @@ def _enter_states(states: StatePool, columns: Mapping[str, Tensor]) -> None:
 
 
 class _SlotIds:
-    """Slot numbers on the device. Most steps run the same requests as the step before, and copy nothing."""
+    """Slot numbers on the device, cached, because most steps run the same requests as the step before."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
@@ -181,11 +182,11 @@ class _SlotIds:
         self._tensor = torch.empty(0, dtype=torch.int64, device=device)
 
     def columns(self, slots: tuple[int, ...]) -> dict[str, npt.NDArray[Any]]:
-        """Return what `on_device` needs."""
+        """Return the array that `on_device` needs; none if the slots are cached."""
         return {} if slots == self._last else {self._name: np.array(slots, np.int64)}
 
     def on_device(self, slots: tuple[int, ...], columns: Mapping[str, Tensor]) -> Tensor:
-        """[n] int64; the same tensor while the slots are the same."""
+        """Return the slots as [n] int64, the same tensor as long as they do not change."""
         if slots != self._last:
             self._last = slots
             self._tensor = columns[self._name]

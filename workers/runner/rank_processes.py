@@ -19,7 +19,7 @@ from workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 @dataclass(frozen=True)
 class Ready:
-    """Sent by a rank that is built. A rank that cannot be built sends the reason, a str."""
+    """Message of a rank that is built. A rank that cannot be built sends the reason, a str, instead."""
 
     layout: EngineLayout
     costs: CostTable | None
@@ -27,9 +27,9 @@ class Ready:
 
 
 class RankProcesses:
-    """Implements `workers.runner.executor.StepExecutor`: plans go to every rank, results are read from rank 0.
+    """Implements `workers.runner.executor.StepExecutor`. Plans go to every rank; the result of rank 0 is returned.
 
-    layout: of the built ranks.
+    layout: of the built ranks, rank 0's at first.
     Raises ValueError if a rank cannot be built.
     """
 
@@ -59,13 +59,13 @@ class RankProcesses:
             raise
 
     def _wait_ready(self) -> None:
-        """Raise ValueError with the first rank's reason if it cannot be built."""
+        """Wait until all ranks are built. Raises ValueError with the reason of the first rank that cannot be."""
         for pipe in self._pipes:
-            said = pipe.recv()
-            if not isinstance(said, Ready):
-                raise ValueError(said)
-            assert self.costs in (None, said.costs), "ranks have measured other costs"
-            self.layout, self.costs, self.graphs = said.layout, said.costs, said.graphs
+            message = pipe.recv()
+            if not isinstance(message, Ready):
+                raise ValueError(message)
+            assert self.costs in (None, message.costs), "ranks have different cost tables"
+            self.layout, self.costs, self.graphs = message.layout, message.costs, message.graphs
 
     @property
     def num_pending(self) -> int:
@@ -97,22 +97,21 @@ class RankProcesses:
 
 
 def _run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to children, too; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to children, too; the parent ends them
     torch.set_num_threads(1)
     try:
-        of_rank = build_rank(worker, engine, rank, address)
+        built = build_rank(worker, engine, rank, address)
     except ValueError as error:
         pipe.send(str(error))
-        pipe.poll(None)  # until it is killed: leaving would raise another error in the other ranks
-
+        pipe.poll(None)  # waits to be killed, because an exit would raise errors in the other ranks
         return
-    built = of_rank.worker
-    pipe.send(Ready(of_rank.layout, built.costs, built.graphs))
+    executor = built.worker
+    pipe.send(Ready(built.layout, executor.costs, executor.graphs))
     decoder = msgspec.msgpack.Decoder(StepPlan)
     while True:
         try:
             plan = decoder.decode(pipe.recv_bytes())
         except EOFError:
             return
-        built.submit(plan)
-        pipe.send_bytes(msgspec.msgpack.encode(built.take()))
+        executor.submit(plan)
+        pipe.send_bytes(msgspec.msgpack.encode(executor.take()))

@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 class PendingStep:
     """A submitted step whose result has not been taken.
 
-    emitted: None if a graph was captured instead of a step.
-    num_logprobs: by entry of the result, as its request asked; its slot may have a new owner by now.
-    started_s: of `time.perf_counter`.
-    ended_s: of `time.perf_counter`; None while a device may still compute the step.
+    emitted: None if the plan was a capture.
+    num_logprobs: `SamplingParams.logprobs` of each entry, kept because the slot may have a new request by now.
+    started_s: `time.perf_counter` at the submission.
+    ended_s: `time.perf_counter` at the end; None if the device may still run the step.
     failed: by entry.
-    failed_requests: by number of the request.
-    scored_requests: numbers of the requests whose prompt chunks ask for log-probabilities, in the order of their rows.
+    failed_requests: by request number.
+    scored_requests: numbers of the requests with log-probabilities of prompt chunks, in the order of their rows.
     """
 
     plan: StepPlan
@@ -46,15 +46,15 @@ class PendingStep:
     scored_requests: tuple[int, ...] = ()
     ended_s: float | None = None
 
-    def result(self, events: MaskEvents, graphs: GraphCount, ended_s: float, before_s: float) -> StepResult:
-        """Return the result, once it is on the host.
+    def result(self, events: MaskEvents, graphs: GraphCount, ended_s: float, previous_end_s: float) -> StepResult:
+        """Return the result. The output must be on the host.
 
         events: of grammars.
         graphs: after this step.
-        ended_s, before_s: when this step and the one before it ended, of `time.perf_counter`.
+        ended_s, previous_end_s: `time.perf_counter` at the end of this step and of the previous one.
         """
         plan, emitted = self.plan, self.emitted
-        elapsed_s, took_s = ended_s - self.started_s, ended_s - max(self.started_s, before_s)
+        elapsed_s, took_s = ended_s - self.started_s, ended_s - max(self.started_s, previous_end_s)
         if emitted is None:
             return StepResult(
                 plan.epoch, plan.step, b"", b"", b"", b"", elapsed_s=elapsed_s, took_s=took_s, graphs=graphs
@@ -91,7 +91,7 @@ class PendingStep:
 def _prompt_logprobs(pending: PendingStep, ranking: PromptRanking) -> tuple[PromptLogprobs, ...]:
     """Return log-probabilities of prompt chunks. A request whose conversion fails is added to the step's failures.
 
-    ranking: on the host, of the chunks that ask for it, in the order of `in_order`.
+    ranking: on the host, of the chunks with log-probabilities, in the order of `in_order`.
     """
     found, first = {}, 0
     scored = [chunk for chunk in in_order(pending.plan) if chunk.logprobs >= 0]
@@ -101,7 +101,7 @@ def _prompt_logprobs(pending: PendingStep, ranking: PromptRanking) -> tuple[Prom
         try:
             found[chunk.slot] = _scores_of(chunk, ranking, rows)
         except Exception as error:
-            logger.exception("the log-probabilities of a prompt failed")
+            logger.exception("could not convert the log-probabilities of a prompt")
             why = f"its prompt's log-probabilities failed: {type(error).__name__}: {error}"
             pending.failed_requests[number] = Failure(why)
             found[chunk.slot] = PromptLogprobs(chunk.start + 1, b"", b"")
@@ -120,13 +120,13 @@ def _logprobs(
             try:
                 out[entry] = _token_logprobs(tensors, entry, counts[entry], k)
             except Exception as error:
-                logger.exception("the log-probabilities of a request failed")
+                logger.exception("could not convert the log-probabilities of a request")
                 pending.failed[entry] = Failure(f"its log-probabilities failed: {type(error).__name__}: {error}")
     return out
 
 
 def _token_logprobs(tensors: Logprobs, entry: int, count: int, k: int) -> tuple[TokenLogprobs, ...]:
-    """Return the log-probabilities of an entry's `count` tokens, each with the k most likely."""
+    """Return the log-probabilities of an entry's first `count` tokens, each with the k most likely tokens."""
     top_ids, top = tensors.top_ids[entry, :count, :k], tensors.top[entry, :count, :k]
     chosen = tensors.chosen[entry, :count].tolist()
     return tuple(
@@ -136,7 +136,7 @@ def _token_logprobs(tensors: Logprobs, entry: int, count: int, k: int) -> tuple[
 
 
 def _scores_of(chunk: Chunk, ranking: PromptRanking, rows: slice) -> PromptLogprobs:
-    """Return a chunk's log-probabilities. rows: the chunk's in `ranking`."""
+    """Return a chunk's log-probabilities. rows: rows of `ranking` that belong to the chunk."""
     return PromptLogprobs(
         start=chunk.start + 1,
         logprobs=ranking.logprobs[rows].numpy().astype("<f4").tobytes(),

@@ -1,5 +1,5 @@
-"""One tensor-parallel rank: plan -> batch (`plan_batch`) -> step (its strategy) -> result (`step_result`). Used by the
-cluster's worker loop and the local engine; knows no transport."""
+"""One tensor-parallel rank: plan -> batch (`plan_batch`) -> step (the strategy) -> result (`step_result`). Used by the
+cluster's worker loop and the local engine. Independent of transport."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ from workers.structured_output.slot_grammars import MaskEvents, SlotGrammars
 
 
 class RanksDisagreeError(RuntimeError):
-    """Two ranks emitted different tokens: a bug, or broken hardware. Raised in debug mode only."""
+    """Ranks emitted different tokens: a bug, or broken hardware. Raised in debug mode only."""
 
 
 class LateCaptures(Protocol):
@@ -35,17 +35,17 @@ class LateCaptures(Protocol):
 
     @property
     def graphs(self) -> GraphCount:
-        """Graphs captured and waiting."""
+        """Number of captured and of waiting graphs."""
 
     def capture_next(self, group: TPGroup) -> None:
-        """Capture the next waiting graph. No step may run."""
+        """Capture the next waiting graph. Call it while no step runs."""
 
     def want_masked(self) -> None:
-        """Capture steps with grammars, too."""
+        """Queue the graphs of steps with grammars."""
 
 
 class Worker:
-    """Implements `workers.runner.executor.StepExecutor`. costs: set once measured."""
+    """Implements `workers.runner.executor.StepExecutor`. costs: set after the measurement, if there is one."""
 
     def __init__(
         self,
@@ -58,11 +58,7 @@ class Worker:
         pools: Sequence[KVPool] = (),
         states: StatePool | None = None,
     ) -> None:
-        """grammars: of the engine's slots; None if its requests have none.
-        captures: None without graphs.
-        pools: the KV of target and draft.
-        states: of the target's recurrent layers, if it has any.
-        """
+        """grammars, pools, states: as in `PlanBatches`. captures: None without graphs."""
         self.costs: CostTable | None = None
         self._strategy = strategy
         self._slots = slots
@@ -71,7 +67,7 @@ class Worker:
         self._grammars = grammars
         self._captures = captures
         self._pending: deque[PendingStep] = deque()
-        self._last_end_s = -math.inf  # end of the last step whose result was taken, of `time.perf_counter`
+        self._last_end_s = -math.inf  # `time.perf_counter` at the end of the last step whose result was taken
         self._batches = PlanBatches(slots, grammars, pools, states, group)
 
     @property
@@ -83,7 +79,7 @@ class Worker:
         return GraphCount() if self._captures is None else self._captures.graphs
 
     def begin_grammars(self) -> None:
-        """Start the process that fills masks, so that the first request with a grammar need not wait for it."""
+        """Start the process that fills masks, so that the first request with a grammar does not wait for it."""
         if self._grammars is not None:
             self._grammars.begin()
 
@@ -98,7 +94,7 @@ class Worker:
         assert len(self._pending) < 2, "a third step was submitted before a result was taken"
         started_s = time.perf_counter()
         if plan.capture:
-            assert not self._pending, "a capture was asked for while a step runs"
+            assert not self._pending, "a capture was requested while a step runs"
             if self._captures is not None:
                 self._captures.capture_next(self._group)
             self._pending.append(PendingStep(plan, None, (), started_s, {}, {}))
@@ -117,15 +113,15 @@ class Worker:
         if self._grammars is not None and batch.needs.masked:
             self._grammars.ran(entries, emitted)
         scored = tuple(self._slots.facts[chunk.slot].number for chunk in in_order(plan) if chunk.logprobs >= 0)
-        ended_s = time.perf_counter() if emitted.copied is None else None  # a CPU has computed it
+        ended_s = time.perf_counter() if emitted.copied is None else None  # on a CPU the step has ended
         self._pending.append(
             PendingStep(plan, emitted, num_logprobs, started_s, failed, failed_requests, scored, ended_s)
         )
 
     def _fill_masks(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> None:
-        """Copy the masks of a step's rows to the device; adds to `failed`. Rows without a mask emit nothing."""
+        """Copy the masks of a step's rows to the device. Rows with a late mask emit nothing. Adds to `failed`."""
         grammars = self._grammars
-        assert grammars is not None, "a grammar in an engine without them"
+        assert grammars is not None, "a step has a grammar, but the engine has none"
         num_rounds, width = len(plan.slots) // 4, self._strategy.shapes[plan.shape].width
         failed |= grammars.fill(entries[:num_rounds], width, entries[num_rounds:], plan.mask_wait_ms / 1e3)
         grammars.agree(self._group, self._slots.finished)
@@ -137,15 +133,15 @@ class Worker:
             pending.emitted.wait()
             if self._grammars is not None:
                 events = self._grammars.events(pending.emitted)
-        before_s = self._last_end_s
+        previous_end_s = self._last_end_s
         self._last_end_s = time.perf_counter() if pending.ended_s is None else pending.ended_s
-        return pending.result(events, self.graphs, self._last_end_s, before_s)
+        return pending.result(events, self.graphs, self._last_end_s, previous_end_s)
 
     def _assert_ranks_agree(self, tensors: StepTensors) -> None:
-        """Compare this step's output with the other ranks'. Costs a gather and a host read, so debug only."""
-        mine = torch.cat((_mask_invalid(tensors), tensors.counts.unsqueeze(1), tensors.finish.unsqueeze(1)), dim=1)
-        everyone = self._group.all_gather(mine)
-        different = (everyone != everyone[0]).flatten(1).any(1)
+        """Compare the step's output over the ranks. Costs a gather and a wait for the device, so in debug mode only."""
+        own = torch.cat((_mask_invalid(tensors), tensors.counts.unsqueeze(1), tensors.finish.unsqueeze(1)), dim=1)
+        of_ranks = self._group.all_gather(own)
+        different = (of_ranks != of_ranks[0]).flatten(1).any(1)
         if bool(different.any()):
             raise RanksDisagreeError(f"ranks {different.nonzero().flatten().tolist()} emitted other tokens than rank 0")
 

@@ -70,7 +70,7 @@ def test_what_the_draft_method_and_the_shapes_cannot(plan: Any) -> None:
 
 def test_deterministic_is_refused_where_it_cannot_be_kept(plan: Any) -> None:
     line = plan(8, deterministic=True, attention={"decode": "flashinfer"})
-    assert line.startswith("deterministic=true: cannot be kept with attention.decode=flashinfer"), line
+    assert line.startswith("deterministic=true: not possible with attention.decode=flashinfer"), line
 
 
 @pytest.mark.parametrize("capability,works", [((8, 0), False), ((9, 0), True), ((10, 0), False), (None, True)])

@@ -77,6 +77,8 @@ def test_what_does_not_fit_is_refused_at_start(hog: torch.Tensor, cache: CacheCo
 
 def test_too_many_slots_are_refused_at_start(hog: torch.Tensor) -> None:
     spec = _spec(CHAIN, CacheConfig(), num_slots=400_000)
-    with pytest.raises(ValueError, match="no GPU memory for the tables of 400000 requests .*: lower scheduler.max_run"):
+    with pytest.raises(
+        ValueError, match="not enough GPU memory for the tables of 400000 requests .*: lower scheduler.max_run"
+    ):
         build_rank(spec.worker, plan_engine(spec), 0, "")
     assert hog.numel() > 0

@@ -277,7 +277,7 @@ class Rank:
             graphed.capture(GraphCapture(), worker._group, first)
             warm_up.warm_up(worker, layout)
             for point in (point for group in cost_points.wanted(extent) for point in group.points):
-                probe._pretend(point.num_requests, 0 if point.chunk_tokens else point.context)
+                probe._set_dummy_requests(point.num_requests, 0 if point.chunk_tokens else point.context)
                 graphed.step(probe._batch(point))
 
     def capture_rest(self, share: float = 1.0) -> None:

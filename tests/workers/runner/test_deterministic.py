@@ -55,7 +55,7 @@ def test_the_embedded_pair_can_be_served_deterministically() -> None:
 def test_what_cannot_be_kept_is_refused_with_the_remedy(
     worker: WorkerConfig, dtype: torch.dtype, target: dict[str, int], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^deterministic=true: cannot be kept with {message}"):
+    with pytest.raises(ValueError, match=f"^deterministic=true: not possible with {message}"):
         check(worker, dtype, **target)
 
 

@@ -125,7 +125,7 @@ def test_there_is_a_saved_state_for_8192_tokens_of_kv(per_snapshot: int, per_tok
 def test_saved_states_that_leave_no_page_are_named() -> None:
     worker, layout = settings(scheduler=SchedulerConfig(max_running=9), cache=CacheConfig(state_snapshots=999))
     layout = dataclasses.replace(layout, bytes_per_snapshot=150 * 10**6)
-    with pytest.raises(ValueError, match=r"of KV pages 0 .*149.85 for cache.state_snapshots; give less"):
+    with pytest.raises(ValueError, match=r"only 0 KV pages .*149.85 GB for cache.state_snapshots; configure less"):
         settled(worker, layout, DescribedMemory(80 * GB), weights=16 * GB)
 
 
@@ -146,22 +146,23 @@ def test_others_on_the_gpu_leave_less() -> None:
 @pytest.mark.parametrize("cache", [CacheConfig(num_pages=10**7), CacheConfig(memory_gb=100.0)], ids=["pages", "GB"])
 def test_a_number_that_does_not_fit_is_refused_with_one_that_does(cache: CacheConfig) -> None:
     worker, layout = settings(scheduler=SchedulerConfig(max_running=9), cache=cache)
-    with pytest.raises(ValueError, match=r"cache\.(num_pages|memory_gb)=.* pages take .*, and (\d+) \(.* fit") as error:
+    fits = r"cache\.(num_pages|memory_gb)=.* pages take .*, but only (\d+) KV pages \(.* fit"
+    with pytest.raises(ValueError, match=fits) as error:
         settled(worker, layout, DescribedMemory(80 * GB), weights=16 * GB)
     for remedy in ("parallel.tensor_parallel", "cache.memory_share", "max_running", "max_step_tokens", "limit_gb"):
         assert remedy in str(error.value)
-    fitting = int(str(error.value).split(", and ")[1].split()[0])
+    fitting = int(str(error.value).split(", but only ")[1].split()[0])
     worker, layout = settings(scheduler=SchedulerConfig(max_running=9), cache=CacheConfig(num_pages=fitting))
     assert settled(worker, layout, DescribedMemory(80 * GB), weights=16 * GB)[0].num_pages == fitting
     _, layout = settings(scheduler=SchedulerConfig(max_running=9), cache=CacheConfig(num_pages=fitting + 1))
     worker = dataclasses.replace(worker, cache=CacheConfig(num_pages=fitting + 1))
-    with pytest.raises(ValueError, match="give less, or raise"):
+    with pytest.raises(ValueError, match="configure less, or raise"):
         settled(worker, layout, DescribedMemory(80 * GB), weights=16 * GB)
 
 
 def test_nothing_left_is_refused() -> None:
     worker, layout = settings(scheduler=SchedulerConfig(max_running=9))
-    with pytest.raises(ValueError, match=r"cache\.memory_gb=auto: of KV pages 0 \(.*beside 15.01 in use"):
+    with pytest.raises(ValueError, match=r"cache\.memory_gb=auto: only 0 KV pages \(.*beside 15.01 GB in use"):
         settled(worker, layout, DescribedMemory(16 * GB), weights=15 * GB)
 
 

@@ -1,6 +1,6 @@
 """Measures step times once, at the start.
 
-cost_points     the steps that are measured
+cost_points     the steps to measure
 cost_probe      runs and times them
-measured_table  the `CostTable` of these times
+measured_table  builds a `CostTable` from the times
 """

@@ -1,5 +1,5 @@
-"""The steps that a start measures, in order. Pure; `cost_probe` runs them, and `measured_table` builds a table of their
-times."""
+"""The steps whose times a start measures, in order. Pure. `cost_probe` runs them, `measured_table` builds a table of
+their times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from workers.config import RoundShapes
 from workers.runner.graphs.graph_keys import bucket_sizes, powers_of_two
 from workers.scheduling.cost_table import TARGET_CHUNK_TOKENS
 
-SMALLEST_CHUNK = 16
-CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 2048)  # chunk sizes, beside the smallest, that are measured with rounds
-_QUICK_CHUNK = 128  # the largest chunk that is always measured, in tokens
-_EAGER_ROWS = 16  # above the largest captured size: a multiple of what kernels are compiled for
+SMALLEST_CHUNK = 16  # prompt tokens
+CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 2048)  # prompt tokens of measured mixed batches, besides the smallest
+_QUICK_CHUNK = 128  # prompt tokens of the largest chunk that is always measured
+_TOKENS_ABOVE_GRAPHS = 16  # from the largest captured size to the first eager one; kernels are compiled for multiples
 
 
 @dataclass(frozen=True)
 class Point:
     """One kind of step.
 
-    shape: that its rounds verify and draft.
+    shape: index of the tree shape that its rounds verify and draft.
     num_requests: requests that run a round.
-    chunk_tokens: prompt tokens beside them.
-    context: committed tokens of each request in a round; in a step with prompt tokens, those before the chunk.
+    chunk_tokens: prompt tokens.
+    context: committed tokens of each request in a round; in a step with prompt tokens, the tokens before the chunk.
     """
 
     shape: int
@@ -32,7 +32,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PointGroup:
-    """Points that are measured together. required: number of runs that are done however long they take."""
+    """Points that are measured together. required: number of runs that no time limit prevents."""
 
     points: tuple[Point, ...]
     required: int = 0
@@ -40,13 +40,13 @@ class PointGroup:
 
 @dataclass(frozen=True)
 class ProbeExtent:
-    """The possible sizes of an engine's steps.
+    """Limits of an engine's steps.
 
     token_buckets: numbers of prompt tokens that steps are padded to, ascending; empty without padding.
-    max_context: committed tokens of a request.
+    max_context: maximum committed tokens of a request.
     num_kv_tokens: maximum KV tokens of all requests in a measured round.
     growth: factor between measured batch sizes.
-    page_size: tokens of a KV page.
+    page_size: tokens per KV page.
     """
 
     shapes: RoundShapes
@@ -64,37 +64,37 @@ class ProbeExtent:
 
     @property
     def middle(self) -> int:
-        """A captured batch size near half of all requests."""
+        """The largest captured batch size of steps with prompt tokens up to half of `max_running`."""
         return self._captured_up_to(self.max_running // 2)
 
     @property
     def next_to_last(self) -> int:
-        """The largest captured batch size of steps with prompt tokens below all requests."""
+        """The largest captured batch size of steps with prompt tokens below `max_running`."""
         return self._captured_up_to(self.max_running - 1)
 
     def _captured_up_to(self, num_requests: int) -> int:
-        """The largest captured batch size of steps with prompt tokens, at most `num_requests` or 1."""
+        """Return the largest captured batch size of steps with prompt tokens up to `num_requests`, at least 1."""
         captured = powers_of_two(bucket_sizes(self.max_running))
         return max((size for size in captured if size <= num_requests), default=1)
 
     @property
     def chunk_tokens(self) -> tuple[int, ...]:
-        """Captured sizes, then 16 tokens more, which run eagerly, then twice as many and again."""
+        """Numbers of prompt tokens to measure: captured sizes; then eager ones, 16 tokens above and doubling."""
         if not self.token_buckets:
             return _ladder(min(SMALLEST_CHUNK, self.max_step_tokens), self.max_step_tokens, 8)
         last = self.token_buckets[-1]
         if last >= self.max_step_tokens:
             return self.token_buckets
-        eager = {min(last + _EAGER_ROWS, self.max_step_tokens), *_ladder(2 * last, self.max_step_tokens, 2)}
+        eager = {min(last + _TOKENS_ABOVE_GRAPHS, self.max_step_tokens), *_ladder(2 * last, self.max_step_tokens, 2)}
         return (*self.token_buckets, *sorted(eager))
 
     def context_of(self, num_requests: int) -> int:
-        """Committed tokens, in whole pages, per request in a step that reads much KV."""
+        """Return the committed tokens per request, in whole pages, of a step that reads much KV."""
         return min(self.max_context, self.num_kv_tokens // num_requests) // self.page_size * self.page_size
 
 
 def wanted(extent: ProbeExtent) -> list[PointGroup]:
-    """Return what to measure, most important first."""
+    """Return the points to measure, most important first."""
     shapes, sizes, tokens = extent.shapes, extent.batch_sizes, extent.chunk_tokens
     default, most = shapes.default, extent.max_running
     others = [shape for shape in range(len(shapes)) if shape != default]
@@ -129,7 +129,7 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         rounds([default], between),
         chunks(0, [t for t in captured if t not in (tokens[0], quick)]),
         reading([default]),
-        # eager steps launch kernels one by one, but may do more at once: captured steps say little about them
+        # eager steps launch kernels one by one, but may do more at once, so captured steps predict them badly
         PointGroup(chunks(0, eager).points, required=1),
         chunks(most, [t for t in beside if t != tokens[0]]),
         rounds(others, between),
@@ -141,13 +141,13 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
 
 
 def measured_steps(extent: ProbeExtent) -> list[tuple[int, int, int, int]]:
-    """Return shape, requests that run a round, prompt tokens, and tokens before those, for each point of `wanted`."""
+    """Return (shape, requests that run a round, prompt tokens, context) of each point of `wanted`."""
     points = [point for group in wanted(extent) for point in group.points]
     return [(point.shape, point.num_requests, point.chunk_tokens, point.context) for point in points]
 
 
 def expected_ms(point: Point, found: Mapping[Point, float]) -> float:
-    """Return a lower estimate of a point's time from the others: itself, its parts, or a smaller one."""
+    """Return a point's time, or if it is not measured, the longest time of a smaller point as a lower bound."""
     if point in found:
         return found[point]
     smaller = (

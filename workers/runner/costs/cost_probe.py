@@ -1,10 +1,10 @@
-"""Times real steps after captures and warm-up, before the first request. Called by `workers.runner.build`; the
-scheduler gets the table.
+"""Measures the times of real steps, after captures and warm-up and before the first request. Used by
+`workers.runner.build`; the scheduler gets the table.
 
-The steps use slots without requests: marked as finished, so that commits keep their rows, with pretended lengths and
-pages. Their tokens differ and their KV goes to free pages, which a new owner writes before it reads: rows must choose
-different experts, and rows of the dummy page choose none. Every rank runs the same steps in the same order; decisions
-use numbers gathered from all ranks, so the tables are equal, too.
+Steps run on slots without requests, which have dummy lengths and pages. They are marked as finished, so that commits do
+not change them. Their tokens differ, because rows must choose different experts. Their KV goes to free pages, because
+rows on the dummy page choose no experts; a request writes a page before it reads it. Every rank runs the same steps in
+the same order, and decides by numbers gathered from all ranks, so that all ranks have the same table.
 """
 
 import time
@@ -26,16 +26,16 @@ from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.cost_table import CostTable
 from workers.slots.slot_table import SlotTable
 
-LIMIT_S = {"cuda": 2.0, "cpu": 0.6}
-GROWTH = {"cuda": 2, "cpu": 8}  # factor between measured numbers of requests
-KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests in a step: enough to measure reading them
+LIMIT_S = {"cuda": 2.0, "cpu": 0.6}  # time of all measurements
+GROWTH = {"cuda": 2, "cpu": 8}  # factor between measured batch sizes
+KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests in a step; enough to measure the time of reading them
 PASSES = 3  # maximum runs of a point; the fastest counts
-_NEEDS = SamplingNeeds(random=True)  # as most requests
+_NEEDS = SamplingNeeds(random=True)  # those of most requests
 
 
 class Timer:
-    """Milliseconds between pairs of marks. On a GPU marks are events in its stream. Only `read` waits for them, so the
-    host runs ahead as in serving."""
+    """Measures milliseconds between pairs of marks. On a GPU, marks are events on the stream. Only `read` waits for
+    them, so that the host runs ahead as in serving."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._has_events = Capability.of(device).has_streams
@@ -44,7 +44,7 @@ class Timer:
         self._stamps: list[float] = []
 
     def mark(self) -> None:
-        """Start a span, or end the one that was started."""
+        """Start a span, or end the current one."""
         if not self._has_events:
             self._stamps.append(self._clock() * 1e3)
             return
@@ -53,7 +53,7 @@ class Timer:
         self._events.append(event)
 
     def read(self) -> list[float]:
-        """Return the milliseconds of every span since the last call; waits for the device."""
+        """Return the milliseconds of each span since the last call. Waits for the device."""
         if self._has_events:
             self._events[-1].synchronize()
             pairs = zip(self._events[::2], self._events[1::2], strict=True)
@@ -66,7 +66,7 @@ class Timer:
 
 @dataclass(frozen=True)
 class CostProbe:
-    """Runs points of one engine."""
+    """Runs and times the points of one engine."""
 
     strategy: DecodingStrategy
     slots: SlotTable
@@ -78,10 +78,10 @@ class CostProbe:
 
     @torch.inference_mode()
     def measure(self, groups: Sequence[PointGroup], limit_s: float) -> dict[Point, float]:
-        """Return the milliseconds of each point on the slowest rank; the same on all ranks.
+        """Return the milliseconds of each point on the slowest rank, the same on all ranks.
 
-        Measures the groups in order, up to `PASSES` times. Skips points with which all steps together would take more
-        than `limit_s` seconds, unless their group requires more runs.
+        Runs the groups in order, up to `PASSES` times. Skips a group with which all steps together would take at least
+        `limit_s` seconds, unless it requires more runs.
         """
         found: dict[Point, float] = {}
         spent_ms = 0.0
@@ -95,35 +95,34 @@ class CostProbe:
                         found[point] = min(ms, found.get(point, ms))
                         spent_ms += ms
         finally:
-            self._pretend(0, 0)
+            self._set_dummy_requests(0, 0)
         return found
 
     def _run(self, points: Sequence[Point]) -> list[float]:
         """Return the milliseconds of one step of each point; the maximum over the ranks."""
         for point in points:
-            self._pretend(point.num_requests, 0 if point.chunk_tokens else point.context)
+            self._set_dummy_requests(point.num_requests, 0 if point.chunk_tokens else point.context)
             batch = self._batch(point)
             self.timer.mark()
             self.strategy.step(batch)
             self.timer.mark()
-        mine = torch.tensor(self.timer.read(), dtype=torch.float64, device=self.slots.device)
-        slowest: list[float] = self.group.all_gather(mine).amax(0).tolist()
+        own = torch.tensor(self.timer.read(), dtype=torch.float64, device=self.slots.device)
+        slowest: list[float] = self.group.all_gather(own).amax(0).tolist()
         return slowest
 
-    def _pretend(self, num_requests: int, context: int) -> None:
-        """Give slots 0 .. num_requests - 1 `context` committed tokens, on pages of their own: a GPU's cache would hold
-        shared ones. Pages for a round's writes follow, shared only if the pool has too few. All else in the slots is as
-        before the first request."""
+    def _set_dummy_requests(self, num_requests: int, context: int) -> None:
+        """Reset all slots. Then give slots 0 .. num_requests - 1 `context` committed tokens each, on separate pages,
+        because a GPU caches shared ones. Pages for a round's writes follow, shared if the pool has too few."""
         slots, num_pages = self.slots, self.layout.num_pages
         slots.finished.fill_(True)
         slots.page_table.zero_()
         slots.seq_len.zero_()
         slots.bonus.zero_()
-        if self.states is not None:  # the row that a slot replays is one of its tokens
+        if self.states is not None:  # each slot replays a row, which is one of its tokens
             context = max(context, 1)
             self.states.pretend(num_requests)
         if num_requests:
-            assert num_requests * -(-context // self.page_size) <= num_pages, "pages that the pool does not have"
+            assert num_requests * -(-context // self.page_size) <= num_pages, "the pool has too few pages"
             pages = -(-(context + self.layout.shapes.max_kv_tokens) // self.page_size)
             pages = min(pages, slots.page_table.shape[1])
             own = torch.arange(num_requests * pages, dtype=torch.int32, device=slots.device).view(pages, num_requests)
@@ -143,8 +142,8 @@ class CostProbe:
         return StepBatch(running, shape, point.shape, drafting, longest, chunks, _NEEDS)
 
     def _chunks(self, num_tokens: int, context: int) -> PromptChunks:
-        """Return `num_tokens` prompt tokens after `context` others, in as few prompts as possible. The first prompt
-        ends, in the padding slot, and samples a token."""
+        """Return `num_tokens` prompt tokens after `context` others, in as few chunks as possible. The first chunk ends
+        its prompt, in the padding slot, and samples a token."""
         slots, longest = self.slots, self.layout.max_model_len - context
         counts = [min(longest, num_tokens - begin) for begin in range(0, num_tokens, longest)]
         page_table = torch.zeros_like(slots.page_table[:1])
@@ -168,7 +167,7 @@ class CostProbe:
 def probe_extent(
     layout: EngineLayout, page_size: int, token_buckets: Sequence[int], device: torch.device
 ) -> ProbeExtent:
-    """Return the extent of an engine whose steps are padded to `token_buckets` prompt tokens, if to any."""
+    """Return the extent of an engine. token_buckets: as in `ProbeExtent`."""
     scheduler = layout.scheduler
     return ProbeExtent(
         shapes=layout.shapes,
@@ -191,8 +190,8 @@ def probe_costs(
     token_buckets: Sequence[int],
     states: StatePool | None = None,
 ) -> CostTable:
-    """Return the costs of this engine's steps; the same table on every rank. Takes about `LIMIT_S` seconds, longer only
-    for required points on a slow device. See `CostProbe.measure`."""
+    """Return the cost table of this engine, the same on every rank. Takes about `LIMIT_S` seconds, or longer for the
+    required points on a slow device. See `CostProbe.measure`."""
     device = slots.device
     extent = probe_extent(layout, page_size, token_buckets, device)
     probe = CostProbe(strategy, slots, group, layout, page_size, Timer(device), states)

@@ -1,6 +1,6 @@
 """CUDA graphs of a rank's steps.
 
-first_graphs        the graphs that a start captures; compiles their kernels ahead
+first_graphs        chooses the graphs that a start captures, and compiles their kernels ahead
 graph_keys          which steps are captured, and which graph a batch uses
 capture_queue       the order of captures
 cuda_graph          captures steps and replays them
@@ -10,6 +10,6 @@ graph_inputs        the input tensors of a captured step
 host_output         copies a step's output to the host
 kernel_compilation  compiles kernels before they are captured
 compile_processes   processes that compile kernels
-compile_jobs        the compilation of a kernel as a picklable job for such a process
-warm_up             the first steps of a rank
+compile_jobs        the compilation of a kernel as a picklable job
+warm_up             the first steps of a rank, and the largest
 """

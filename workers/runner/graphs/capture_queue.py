@@ -12,7 +12,7 @@ from workers.runner.graphs.graph_keys import CHUNK_NEEDS, GraphKey, is_always_ca
 
 @dataclass(frozen=True)
 class CaptureCost:
-    """Time and device memory of a capture. The memory includes allocations of other processes in that time."""
+    """Time and device memory of a capture. The memory includes what other processes allocate during the capture."""
 
     seconds: float
     num_bytes: int
@@ -24,16 +24,16 @@ class CaptureCost:
 
 
 class CaptureQueue:
-    """Graphs waiting for capture, in this order:
+    """Graphs that wait for capture, in this order:
 
     1. graphs that a start waits for;
     2. while serving, the graph whose absence has cost the most padding;
-    3. the others by how common their steps are (`_priority`);
-    4. graphs for grammars: at a start after all others, while serving only once a request has a grammar.
+    3. the others, common steps first (`_priority`);
+    4. graphs for grammars: at a start after all others, while serving only after a request had a grammar.
 
     wanted: keys of all graphs, ordered so that each reuses the memory of earlier ones.
     first: keys of the graphs that a start waits for; None: those with `is_always_captured`.
-    allowance: limits of time at the start and of memory.
+    allowance: limits of time and memory.
     num_left_out: graphs dropped because of the memory limit.
     """
 
@@ -44,10 +44,10 @@ class CaptureQueue:
         self._first = dict.fromkeys(key for key in wanted if key in chosen)
         self._rest = dict.fromkeys(sorted((key for key in rest if not key.needs.masked), key=_priority))
         self._masked = dict.fromkeys(key for key in rest if key.needs.masked)
-        self._missed = dict[GraphKey, int]()  # rows of padding that each missing graph has cost
+        self._missed = dict[GraphKey, int]()  # padding rows so far for lack of each graph
         self._allowance = allowance
-        self._seconds = 0.0  # time of captures after the first graphs
-        self._num_bytes = 0  # memory of captured graphs that the limit applies to
+        self._seconds = 0.0  # of captures after the first graphs
+        self._num_bytes = 0  # of captured graphs that the memory limit applies to
         self.num_left_out = 0
         self._leave_out()
 
@@ -58,11 +58,11 @@ class CaptureQueue:
 
     @property
     def missed_rows(self) -> int:
-        """Rows of padding so far for lack of the most missed graph."""
+        """Padding rows so far for lack of the most missed graph."""
         return max(self._missed.values(), default=0)
 
     def missed(self, key: GraphKey, num_rows: int) -> None:
-        """Add the rows of padding that a step had because `key` is not captured. Ignored if `key` is not waiting."""
+        """Add the padding rows of a step whose graph `key` is not captured. Ignored if `key` is not waiting."""
         if num_rows > 0 and key in self._rest:
             self._missed[key] = self._missed.get(key, 0) + num_rows
 
@@ -89,7 +89,7 @@ class CaptureQueue:
         return max(self._missed, key=self._missed.__getitem__) if self._missed else next(iter(self._rest), None)
 
     def captured(self, key: GraphKey, cost: CaptureCost) -> None:
-        """Remove `key`, which was next. cost: the maximum over ranks."""
+        """Remove the next graph, `key`, which is captured now. cost: the maximum over the ranks."""
         queue = self._first if self._first else self._rest
         assert key in queue, "another graph was next"
         del queue[key]
@@ -101,11 +101,11 @@ class CaptureQueue:
             self._leave_out()
 
     def failed(self, key: GraphKey) -> None:
-        """Remove `key`, which was next and cannot be captured."""
+        """Remove the next graph, `key`, which cannot be captured."""
         self.captured(key, CaptureCost(0.0, 0))
 
     def _leave_out(self) -> None:
-        """Drop all graphs that the memory limit applies to, once it is reached."""
+        """Once the memory limit is reached, drop all graphs that it applies to."""
         if self._num_bytes < self._allowance.limit_gb * 1e9:
             return
         for queue in (self._first, self._rest, self._masked):
@@ -116,10 +116,10 @@ class CaptureQueue:
 
 
 def _priority(key: GraphKey) -> tuple[int, int]:
-    """Sort key for the order of graphs after the first ones:
+    """Return the sort key of graphs after the first ones:
 
     1. rounds with filters, which are common;
-    2. mixed batches, those with the fewest requests, and so the most padding, first;
+    2. mixed batches, those with the fewest requests first, because without a graph they have the most padding;
     3. greedy and random rounds of the remaining batch sizes;
     4. rounds with rare kinds of sampling.
     """

@@ -1,6 +1,6 @@
 """Turns the compilation of a Triton (3.6) kernel into a job for another process, which stores it in the disk cache.
 
-Processes lock the kernel's folder in the cache, so that only one of them compiles a kernel.
+A process locks the kernel's folder in the cache, so that no two compile the same kernel.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ class _Named:
 class KernelJob:
     """The arguments of a kernel's compilation, picklable.
 
-    key: Triton's cache key, from function, arguments, options, compiler and environment.
-    function: a jitted function at the top of its module.
+    key: Triton's cache key of function, arguments, options, compiler and environment.
+    function: a jitted function at module level.
     signature, constants, attributes: arguments of `triton.compiler.ASTSource`.
     options: options of the backend.
     target: a `GPUTarget`.
@@ -50,7 +50,7 @@ class KernelJob:
 class Outcome:
     """The outcome of a job.
 
-    error: why the rank must compile the kernel itself; "" if it need not.
+    error: why the rank must compile the kernel itself; "" otherwise.
     is_busy: another process is compiling the kernel.
     seconds: time of the compilation.
     """
@@ -61,17 +61,17 @@ class Outcome:
 
 
 def job_of(key: str, compile_kernel: Callable[[], Any]) -> KernelJob | None:
-    """Return the job for a compilation that Triton passes to an asynchronous mode; None if it cannot be pickled.
+    """Return the job of a compilation that Triton passes to its asynchronous mode; None if it cannot be pickled.
 
     key: Triton's cache key.
     compile_kernel: Triton's closure over source, options and target.
     """
     from triton.runtime.jit import JITFunction
 
-    asked = inspect.getclosurevars(compile_kernel).nonlocals
-    if not {"src", "options", "target"} <= asked.keys():
+    closure = inspect.getclosurevars(compile_kernel).nonlocals
+    if not {"src", "options", "target"} <= closure.keys():
         return None
-    source = asked["src"]
+    source = closure["src"]
     constants = {
         path: _named(value) if isinstance(value, JITFunction) else value for path, value in source.constants.items()
     }
@@ -81,8 +81,8 @@ def job_of(key: str, compile_kernel: Callable[[], Any]) -> KernelJob | None:
         signature=dict(source.signature),
         constants=constants,
         attributes=dict(source.attrs),
-        options=dict(vars(asked["options"])),
-        target=asked["target"],
+        options=dict(vars(closure["options"])),
+        target=closure["target"],
     )
     try:
         if _function(job.function) is not source.fn:
@@ -94,7 +94,7 @@ def job_of(key: str, compile_kernel: Callable[[], Any]) -> KernelJob | None:
 
 
 def is_cached(key: str, compile_kernel: Callable[[], Any]) -> bool:
-    """Whether Triton's cache on disk has the kernel. compile_kernel: as in `job_of`."""
+    """Whether Triton's disk cache has the kernel. key, compile_kernel: as in `job_of`."""
     from triton.runtime.cache import get_cache_manager
 
     source = inspect.getclosurevars(compile_kernel).nonlocals.get("src")
@@ -102,7 +102,7 @@ def is_cached(key: str, compile_kernel: Callable[[], Any]) -> bool:
 
 
 def compile_job(job: KernelJob) -> Outcome:
-    """Compile a kernel into the disk cache, unless it is there. For CUDA, compile its C launcher, too."""
+    """Compile a kernel into the disk cache, unless the cache has it. For CUDA, compile its C launcher, too."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, make_backend
     from triton.compiler import compile as compile_source
@@ -152,7 +152,7 @@ def _function(named: _Named) -> Any:
 
 
 def _build_launcher(kernel: Any) -> None:
-    """Compile the launcher with gcc. Errors are ignored here: loading the kernel raises them again."""
+    """Compile the kernel's launcher with gcc. Ignore errors, because loading the kernel raises them again."""
     with contextlib.suppress(Exception):
         from triton.backends.nvidia.driver import CudaLauncher
 

@@ -1,7 +1,8 @@
-"""Processes that compile kernels into Triton's disk cache, from which their rank loads them. Started by `cluster`.
+"""Processes that compile kernels into Triton's disk cache, from which their rank loads them. Started by `cluster`. The
+rank compiles kernels that no process can compile.
 
 Threads would be slower: Triton (3.6) holds the GIL for a third of each compilation, and compiles launchers one by one
-when it loads kernels. The rank compiles the kernels that a process cannot compile.
+when it loads kernels.
 """
 
 import contextlib
@@ -18,13 +19,13 @@ from multiprocessing.connection import Connection
 
 from workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job, import_compiler
 
-MAX_AT_ONCE = 16  # processes; an engine has about 100 kernels, which take about one core-second each
-_NICENESS = 10  # one process per core must not delay the other processes of a start
+MAX_AT_ONCE = 16  # processes; an engine has about 100 kernels of about one core-second each
+_NICENESS = 10  # there may be one process per core, which must not delay the other processes of a start
 _SERVER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve(sys.argv[2])"
 
 
 class CompileProcesses:
-    """Compile processes of one rank, one per connection. As many threads may call `compile` at once."""
+    """Compile processes of one rank, one per connection. `compile` may be called from as many threads at once."""
 
     def __init__(self, connections: Sequence[Connection], server: "subprocess.Popen[bytes] | None" = None) -> None:
         self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -35,8 +36,8 @@ class CompileProcesses:
 
     @staticmethod
     def start(count: int) -> "CompileProcesses":
-        """Start a Python process that imports the compiler and forks `count` compile processes. Return at once; the
-        first `compile` waits for the import, which takes seconds."""
+        """Start a Python process that imports the compiler and forks `count` compile processes. Does not wait for the
+        import, which takes seconds; the first `compile` does."""
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         code = _SERVER.format(__name__)
@@ -48,8 +49,8 @@ class CompileProcesses:
 
     @staticmethod
     def fork(count: int) -> "CompileProcesses":
-        """Fork `count` compile processes from this process. It must have imported the compiler, have no other thread,
-        and not have used a device."""
+        """Fork `count` compile processes from this process. It must have imported the compiler, must have no other
+        thread, and must not have used a device."""
         pairs = [socket.socketpair() for _ in range(count)]
         if os.fork() == 0:
             _end_as(functools.partial(_serve, [end for _, end in pairs]), [ours for ours, _ in pairs])
@@ -62,7 +63,7 @@ class CompileProcesses:
         return len(self._connections)
 
     def compile(self, job: KernelJob) -> Outcome:
-        """Compile `job` in the next free process. Wait for the outcome."""
+        """Compile `job` in the next free process, and return the outcome."""
         connection = self._free.get()
         try:
             connection.send(job)
@@ -74,7 +75,7 @@ class CompileProcesses:
         return outcome
 
     def close(self) -> None:
-        """End the processes, each after its current job, or at once if the compiler is still being imported."""
+        """End the processes: each after its current job, or at once if the compiler is still being imported."""
         for connection in self._connections:
             connection.close()
         if self._server is not None:
@@ -89,15 +90,15 @@ def serve(numbers: str) -> None:
 
 
 def processes_of(num_ranks: int) -> int:
-    """Return the number of compile processes per rank, if this node has `num_ranks` ranks."""
+    """Return the number of compile processes per rank, on a node with `num_ranks` ranks."""
     return max(1, min(MAX_AT_ONCE, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 def _serve(ends: Sequence[socket.socket]) -> None:
     """Fork a process for each socket, and wait until all have ended.
 
-    Hashes the compiler's files for Triton's cache keys once, before the forks. Stores only cubins, because a rank would
-    read the earlier stages of compilation, too.
+    Hashes the compiler's files for Triton's cache keys once, before the forks. Only cubins are stored, because a rank
+    would also read the earlier stages of compilation.
     """
     from triton import knobs
     from triton.runtime.cache import triton_key
@@ -132,6 +133,6 @@ def _work(connection: Connection) -> None:
             job = connection.recv()
             try:
                 outcome = compile_job(job)
-            except Exception as error:  # the rank compiles the kernel itself, and raises the error there
+            except Exception as error:  # the rank compiles the kernel, and raises the error again
                 outcome = Outcome(f"{type(error).__name__}: {error}")
             connection.send(outcome)

@@ -1,11 +1,11 @@
 """Captures a decoding strategy's steps as CUDA graphs and replays them. `GraphedDecoding` wraps a `CuttableStrategy`.
 
-The state of requests is in device tensors, by slot. So a captured round has two inputs, the slots that run and the
-slots that draft, and each replay writes the same output tensors. A start captures some graphs; the others are captured
-when a plan says so (`workers.scheduling.capture_pacing`). A step whose graph is not captured yet is padded to a larger
-graph. Steps run eagerly if no graph is large enough, and in these cases:
+The state of requests is in device tensors, by slot. A captured round therefore has only two inputs, the slots that run
+and the slots that draft. Each replay writes the same output tensors. A start captures some graphs; plans request the
+others (`workers.scheduling.capture_pacing`). A step whose graph is not captured yet is padded to a larger graph. A step
+runs eagerly if there is no larger graph, and in these cases:
 
-- more prompt tokens or chunks than any graph holds;
+- more prompt tokens or chunks than any graph has;
 - chunks beside requests with penalties or log-probabilities;
 - chunks that ask for log-probabilities of the prompt;
 - graphs beyond the memory limit of `workers.config.GraphCapture`.
@@ -35,11 +35,11 @@ from workers.slots.slot_table import SlotTable
 logger = logging.getLogger(__name__)
 
 _FAILED = (
-    "a step could not be captured while serving, and runs without a CUDA graph of its own (%s): %s; further ones are "
-    "not logged"
+    "could not capture a step while serving, which therefore runs without a CUDA graph of its own (%s): %s; further "
+    "failures are not logged"
 )
 _LEFT_OUT = (
-    "graph_capture.limit_gb is used up, so that %d kinds of steps (with prompt chunks, filters, penalties or "
+    "graph_capture.limit_gb is used up: %d kinds of steps (with prompt chunks, filters, penalties or "
     "log-probabilities) have no CUDA graph of their own; raise it, or lower scheduler.max_running"
 )
 
@@ -49,7 +49,7 @@ class CaptureReport:
     """The captures of a start.
 
     rounds: cost of each captured graph, in the order of capture.
-    num_left_out: graphs that are captured later or exceed the memory limit.
+    num_left_out: graphs that were not captured: later ones, and those beyond the memory limit.
     """
 
     rounds: Mapping[GraphKey, CaptureCost]
@@ -88,7 +88,7 @@ class GraphedDecoding:
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._fallbacks: dict[GraphKey, GraphKey | None] = {}  # graph to use for a missing one; None: run eagerly
         self._queue = CaptureQueue((), (), GraphCapture())
-        self._capture_s = 0.0  # time of all captures
+        self._capture_s = 0.0  # of all captures
         self._warned: set[str] = set()
         self.report = CaptureReport({}, 0)
 
@@ -118,21 +118,21 @@ class GraphedDecoding:
 
     @property
     def graphs(self) -> GraphCount:
-        """The counts that the scheduler needs to decide on the next capture."""
+        """Counts by which the scheduler decides on the next capture."""
         num_captured, queue = len(self._captured), self._queue
         capture_ms = 1000 * self._capture_s / max(1, num_captured)
         return GraphCount(num_captured, queue.num_waiting, queue.missed_rows, capture_ms)
 
     def first_graphs(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
-        """Return the graphs that a start waits for: see `GraphKeys.first`."""
+        """See `GraphKeys.first`."""
         return self._keys.first(measured)
 
     @torch.inference_mode()
     def dry_run(self, keys: Collection[GraphKey], ahead: CompileAhead, group: TPGroup) -> None:
         """Let `ahead` compile and load the kernels of these graphs, without running anything on the device.
 
-        Records the largest step of each kind. If the disk cache of any rank lacks a kernel, records all steps of
-        `keys`, so that all kernels are compiled in parallel. Steps with grammars come last.
+        Records the largest step of each kind. If a kernel is missing in the disk cache of any rank, also records all
+        other steps of `keys`, so that all kernels are compiled in parallel. Records steps with grammars last.
         """
         ordered = [key for key in self._keys.wanted() if key in keys]
         largest = {(key.tokens > 0, key.seen > 0): key for key in reversed(ordered)}.values()
@@ -140,7 +140,7 @@ class GraphedDecoding:
             self._step_capture.dry_run(key, ahead)
         if on_any_rank(ahead.num_missing > 0, group, self._slots.device):
             for key in (key for key in ordered if key not in largest):
-                ahead.load_compiled()  # so that later steps do not find these kernels again
+                ahead.load_compiled()  # otherwise later steps would find these kernels again
                 self._step_capture.dry_run(key, ahead)
         for key in self._keys.first_masked():
             self._step_capture.dry_run(key, ahead)
@@ -154,14 +154,13 @@ class GraphedDecoding:
         clock: Callable[[], float] = time.perf_counter,
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> CaptureReport:
-        """Capture the graphs of a start, the same ones on every rank. `capture_next` captures the rest.
+        """Capture the graphs of a start, the same on every rank. `capture_next` captures the rest.
 
         allowance: limits of time and memory.
-        first: graphs to capture in any case; None: all greedy and random rounds.
-        advance: called after each capture with the number of captured graphs and the minimum number to wait for.
+        first: graphs to capture regardless of the time limit; None: all greedy and random rounds.
+        advance: called after each capture with the number of captured graphs and the number expected so far.
         """
         wanted, rounds = self._keys.wanted(), dict[GraphKey, CaptureCost]()
-
         self._queue = CaptureQueue(wanted, first, allowance)
         while (key := self._queue.next_at_start()) is not None:
             rounds[key] = cost = self._capture_one(key, group, clock)
@@ -172,10 +171,10 @@ class GraphedDecoding:
         return self.report
 
     def capture_next(self, group: TPGroup, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Capture the next waiting graph, if any. Called on all ranks, while none of their steps runs.
+        """Capture the next waiting graph, if any. Must be called on all ranks, while no step runs.
 
-        A graph that fails on any rank is dropped on all; its batches run as before. Raises BrokenStepError if this rank
-        can no longer stay in step with the others.
+        A graph that fails on any rank is dropped on all, and its batches run as before. Raises BrokenStepError if this
+        rank failed within a collective step.
         """
         key = self._queue.next()
         if key is None:
@@ -185,7 +184,7 @@ class GraphedDecoding:
             cost = self._capture_one(key, group, clock)
         except BrokenStepError:
             raise
-        except Exception as failure:  # out of memory, capture or Triton: the engine serves without this graph
+        except Exception as failure:  # out of memory, or from the capture or Triton; the engine serves without it
             error = failure
         if on_any_rank(error is not None, group, self._slots.device):
             self._captured.pop(key, None)
@@ -197,7 +196,7 @@ class GraphedDecoding:
         self._warn_of_left_out(group)
 
     def want_masked(self) -> None:
-        """Queue the graphs for grammars, once a request has one. Called on every rank in the same step."""
+        """Queue the graphs for grammars. Must be called on every rank in the same step."""
         self._queue.add_masked()
 
     def _capture_one(self, key: GraphKey, group: TPGroup, clock: Callable[[], float]) -> CaptureCost:
@@ -223,8 +222,8 @@ class GraphedDecoding:
         return _entries(captured.output, batch.num_requests, captured.bucket, num_finals)
 
     def _graph_for(self, key: GraphKey) -> CapturedStep | None:
-        """Return the graph of `key`, else the smallest one that can run its batches, else None. Caches this search
-        until the next capture, and counts the padding."""
+        """Return the graph of `key`, or the smallest one that can run its batches, or None. Counts the padding. The
+        search is cached until the next capture."""
         if key in self._captured:
             return self._captured[key]
         if key not in self._fallbacks:
@@ -251,8 +250,8 @@ def _max_over_ranks(mine: CaptureCost, group: TPGroup, device: torch.device) -> 
 
 
 def _entries(out: StepTensors, num_requests: int, bucket: int, num_finals: int) -> StepTensors:
-    """Return a captured step's output without padding: the first `num_requests` of the `bucket` rounds, and the first
-    `num_finals` of the last chunks after them."""
+    """Remove the padding from a captured step's output: keep the first `num_requests` of the `bucket` rounds, and the
+    first `num_finals` of the chunks after them."""
 
     def valid(x: Tensor) -> Tensor:
         if num_finals == 0:

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: str | None, rank: int) -> bool:
-    """Whether rounds become CUDA graphs. Rank 0 warns if an attention backend prevents it.
+    """Whether rounds are captured as CUDA graphs. Rank 0 warns if an attention backend prevents it.
 
-    host_readers: the backend that reads lengths on the host (`needs_cpu_seq_lens`); None if there is none.
+    host_readers: the result of `needs_cpu_seq_lens`.
     """
     wanted = device.captures_graphs and worker.cuda_graphs
     if wanted and host_readers is not None and rank == 0:
@@ -39,7 +39,7 @@ def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: st
 def graphed_strategy(
     strategy: CuttableStrategy, slots: SlotTable, layout: EngineLayout, recorder: Recorder, with_chunks: bool = True
 ) -> GraphedDecoding:
-    """Return the strategy wrapped in graphs, none captured yet. with_chunks: also capture steps with prompt tokens."""
+    """Wrap the strategy in graphs, without capturing any. with_chunks: also capture steps with prompt tokens."""
     buckets = bucket_sizes(layout.scheduler.num_slots)
     tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
     return GraphedDecoding(
@@ -57,7 +57,7 @@ def graphed_strategy(
 def first_graphs(
     graphed: GraphedDecoding, layout: EngineLayout, page_size: int, device: torch.device
 ) -> frozenset[GraphKey]:
-    """Return the graphs that a start waits for (`GraphKeys.first`). They do not depend on the number of pages."""
+    """Return the graphs that a start waits for (`GraphKeys.first`). They do not depend on the number of KV pages."""
     extent = probe_extent(layout.with_pages(0), page_size, graphed.wanted_token_buckets, device)
     return graphed.first_graphs(measured_steps(extent))
 
@@ -65,15 +65,15 @@ def first_graphs(
 def compile_ahead(
     graphed: GraphedDecoding, first: frozenset[GraphKey], group: TPGroup, compilers: CompileProcesses | None
 ) -> str:
-    """Compile the kernels of the graphs on all cores, instead of one by one at their launch. Return a line for the
-    log."""
-    report_compilations(False)  # an engine before this one may have turned it on
+    """Compile the kernels of the graphs `first` on all cores, instead of one by one at their launch. Return a line for
+    the log."""
+    report_compilations(False)  # a previous engine in this process may have turned it on
     ahead = CompileAhead(processes=compilers)
     try:
         graphed.dry_run(first, ahead, group)
-    except Exception as error:  # whatever a compiler raises; Triton's errors are no RuntimeErrors
-        logger.warning("kernels could not be compiled ahead, and are compiled at their first launch: %s", error)
+    except Exception as error:  # a compiler may raise anything; Triton's errors are not RuntimeErrors
+        logger.warning("could not compile kernels ahead; they are compiled at their first launch: %s", error)
     finally:
         ahead.close()
-    torch.cuda.empty_cache()  # free memory of the dry runs before memory is measured
+    torch.cuda.empty_cache()  # frees the memory of the dry runs before memory is measured
     return f"{ahead.num_kernels} kernels ready"

@@ -1,6 +1,6 @@
 """Inputs of a captured step: tensors at fixed addresses, filled from a batch before each replay.
 
-Padding fills the rest: the padding slot, chunks without rows whose pages are the dummy page, and rows of no chunk.
+The rest is padding: the padding slot, chunks without rows on the dummy page, and rows that belong to no chunk.
 """
 
 import torch
@@ -11,11 +11,11 @@ from workers.runner.batch import PromptChunks, StepBatch
 from workers.sampling.sampler import SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
-MAX_CHUNKS = 8  # prompt chunks of a captured step; each adds a row to the vocabulary head and to every draft step
+MAX_CHUNKS = 8  # prompt chunks of a captured step; each adds a row to the LM head and to every draft step
 
 
 class SlotInput:
-    """Slots, [size] int64; unused entries are the padding slot."""
+    """Slots of a step. tensor: [size] int64; unused entries are the padding slot."""
 
     def __init__(self, size: int, padding_slot: int, device: torch.device) -> None:
         self.tensor = torch.full((size,), padding_slot, dtype=torch.int64, device=device)
@@ -23,7 +23,7 @@ class SlotInput:
         self._filled: Tensor | None = None
 
     def fill(self, slots: Tensor) -> None:
-        """Copy a batch's slots, unless it is the same tensor as last time: slot tensors never change in place."""
+        """Copy a batch's slots, unless it is the same tensor as last time. Slot tensors never change in place."""
         if self._filled is not slots:
             self.tensor[: slots.shape[0]] = slots
             self.tensor[slots.shape[0] :] = self._padding_slot
@@ -58,8 +58,8 @@ class ChunkInput:
         self._final_lengths = zeros(torch.int32, count)
 
     def chunks(self) -> PromptChunks:
-        """Return these inputs as the chunks of a new batch. Every run needs a new batch, because batches cache values
-        computed from their tensors."""
+        """Return these inputs as the chunks of a new batch. Every run needs a new batch, because a batch caches values
+        that it computes from its tensors."""
         batch = PrefillBatch(
             self._qo_indptr,
             self._starts,
@@ -81,7 +81,7 @@ class ChunkInput:
         )
 
     def fill(self, given: PromptChunks) -> None:
-        """Copy the chunks of a batch that fits."""
+        """Copy the chunks of a batch. They must fit."""
         batch, num_finals = given.batch, given.num_finals
         count = batch.num_chunks
         self._qo_indptr[: count + 1] = batch.qo_indptr
@@ -126,12 +126,12 @@ class StepInput:
         self._draft_slots = SlotInput(entries, slots.padding_slot, slots.device)
 
     def batch(self, shape: int, next_shape: int, max_kv_len: int, needs: SamplingNeeds) -> StepBatch:
-        """Return a new batch of maximum size over these inputs."""
+        """Return a new batch of the full size over these inputs."""
         chunks = self._chunks.chunks() if self._chunks is not None else None
         return StepBatch(self._slots.tensor, shape, next_shape, self._draft_slots.tensor, max_kv_len, chunks, needs)
 
     def fill(self, batch: StepBatch) -> None:
-        """Copy a batch that fits."""
+        """Copy a batch. It must fit."""
         self._slots.fill(batch.slots)
         if self._chunks is None or batch.chunks is None:
             self._draft_slots.fill(batch.draft_slots)

@@ -1,17 +1,17 @@
 """Which steps are captured as CUDA graphs, and which graph runs a batch. Pure; used by `cuda_graph`.
 
-Every graph drafts the tree shape that it verifies. A change of shape needs no graph of its own, because a round may
-verify any shape, whatever was drafted before (`speculative.tree_table`). So S shapes take S graphs per batch size and
-kind of sampling, not S squared.
+Every graph drafts the tree shape that it verifies. A change of shape needs no other graph, because a round may verify
+any shape, whatever was drafted before (`speculative.tree_table`). So S shapes take S graphs per batch size and kind of
+sampling, not S squared.
 
 Shapes between non-speculative decoding and the default (those not in `RoundShapes.unrestricted`) have fewer graphs:
 - batches are padded to powers of two;
-- greedy batches use the graphs of random sampling (0.03 ms more of 5 at batch 1, 0.1 ms more of 10 at 64);
-- none have penalties, log-probabilities or prompt chunks, for which the scheduler does not choose these shapes.
+- greedy batches use the graphs of random sampling, which costs 0.03 ms of 5 at batch 1, and 0.1 ms of 10 at 64;
+- there are none with penalties, log-probabilities or grammars, for which the scheduler does not choose these shapes.
 
-For 64 requests that is 14 graphs per such shape, and 43 each for non-speculative decoding and the default. Prompt
-chunks add 72 for the shapes that run beside them and 48 for non-speculative rounds. Grammars add 21 each, and 28 with
-chunks. In models with latent rows, graphs for many prompt tokens expand these rows (`attention.expansion`).
+64 requests take 14 graphs per such shape, and 43 each for non-speculative decoding and the default. Prompt chunks add
+48 with non-speculative rounds or none, and 72 with speculative rounds (78 if the default is not a chain). Grammars add
+21 each, and 28 with chunks. Graphs for many prompt tokens expand the latent rows of MLA models (`attention.expansion`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,15 +23,16 @@ from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)  # prompt tokens; see `token_buckets`
-EXPANDED_TOKENS = 384  # from here on expanded chunks are estimated to cost less; a prompt's first chunk as much
-# Maximum tokens that a step's expanded chunks attend to: there is memory for their keys and values.
-EXPANDED_SEEN = 16384
+# Minimum prompt tokens of graphs with expansion, from which on it is estimated to cost less; in a prompt's first chunk
+# it costs as much.
+EXPANDED_TOKENS = 384
+EXPANDED_SEEN = 16384  # maximum tokens that a step's expanded chunks attend to; bounds memory for their keys and values
 FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the mixed batches that a start waits for
-EAGER_ROWS = 1024  # an eager step is slower than a graph by about the time of so many rows
+EAGER_ROWS = 1024  # rows that take about as long as an eager step takes longer than a graph
 _FEW_TOKENS = 512  # up to here mixed batches are captured for every power of two of requests
 GREEDY = SamplingNeeds(random=False)
 RANDOM = SamplingNeeds(random=True)
-# The needs of all chunks: filters cost 0.1 ms, a step without a graph 25 ms.
+# Steps with chunks have graphs with filters only: filters cost 0.1 ms, a step without a graph 25 ms.
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)
 BETWEEN_NEEDS = (RANDOM, CHUNK_NEEDS)  # for shapes between non-speculative decoding and the default
 MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
@@ -43,8 +44,8 @@ class GraphKey:
 
     shape, next_shape: indexes of the tree shapes that its rounds verify and draft.
     bucket: maximum requests that run a round.
-    needs: sampling needs; batches with fewer needs can use the graph, too.
-    tokens: maximum prompt tokens beside the rounds.
+    needs: sampling needs. Batches with fewer needs can use the graph, too.
+    tokens: maximum prompt tokens.
     seen: EXPANDED_SEEN if the chunks' latent rows are expanded; 0 if not.
     """
 
@@ -57,7 +58,7 @@ class GraphKey:
 
 
 def bucket_sizes(max_running: int) -> tuple[int, ...]:
-    """Return the batch sizes to capture: 1, 2, 4, 8, multiples of 8 to 64, of 16 to 256, of 32 beyond, max_running."""
+    """Return the batch sizes to capture: 1, 2, 4, multiples of 8 to 64, of 16 to 256, of 32 beyond, and max_running."""
     sizes, size = [1, 2, 4], 8
     while size < max_running:
         sizes.append(size)
@@ -66,13 +67,13 @@ def bucket_sizes(max_running: int) -> tuple[int, ...]:
 
 
 def is_always_captured(key: GraphKey) -> bool:
-    """Whether the memory limit does not apply to the graph: greedy rounds, and random ones without filters."""
+    """Whether the graph is exempt from the memory limit: greedy rounds, and random rounds without filters."""
     return key.tokens == 0 and not key.needs.full_logits and not key.needs.masked
 
 
 def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
-    """Return the buckets, ascending, that rounds of a kind of sampling are captured for: all, or for rarer kinds powers
-    of two and the largest, so that a batch is padded to at most twice its size."""
+    """Return the ascending buckets that rounds with `needs` are captured for: all, or for rarer needs powers of two and
+    the largest, so that a batch is padded to at most twice its size."""
     return powers_of_two(buckets) if needs.full_logits or needs.masked else tuple(buckets)
 
 
@@ -84,9 +85,9 @@ def powers_of_two(buckets: Sequence[int]) -> tuple[int, ...]:
 def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
     """Return the numbers of prompt tokens that steps are captured for.
 
-    No size between 16 and 64, because up to 64 rows take hardly longer than 16: reading the weights bounds them. None
-    above 2,048, where twice the tokens take twice the time, so that two steps are as good. Longer steps would run
-    eagerly, which occupies the host for 25 to 90 ms, during which it handles no other step.
+    There is no size between 16 and 64: up to 64 rows take hardly longer than 16, because reading the weights takes most
+    of the time. There is none above 2,048: twice the tokens take twice the time there, so two steps are as good. Longer
+    steps would run eagerly, and the host could handle no other step for 25 to 90 ms.
     """
     largest = min(max_step_tokens, TOKEN_BUCKETS[-1])
     return (*(size for size in TOKEN_BUCKETS if size < largest), largest)
@@ -104,8 +105,8 @@ def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
 def serves(captured: GraphKey, key: GraphKey) -> bool:
     """Whether the graph `captured` can run all batches of `key` with more padding.
 
-    Chunks alone can run in a graph with rounds, but rounds alone not in a graph with chunks. Steps with and without
-    grammar masks cannot share a graph, because the former are two graphs.
+    Chunks alone can use a graph with rounds, but rounds alone cannot use a graph with chunks. Steps with and without
+    grammar masks cannot share graphs, because a step with masks is two graphs.
     """
     return (
         captured.next_shape == key.next_shape
@@ -120,12 +121,12 @@ def serves(captured: GraphKey, key: GraphKey) -> bool:
 
 
 class GraphKeys:
-    """The graphs of an engine.
+    """The keys of an engine's graphs.
 
     shapes: tree shapes of its rounds.
     buckets: batch sizes to capture.
     tokens: numbers of prompt tokens to capture; empty if steps with prompt chunks are not captured.
-    expands: whether latent rows are expanded for many prompt tokens.
+    expands: expand latent rows in steps with many prompt tokens.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ class GraphKeys:
         self.tokens = tuple(sorted(tokens))
 
     def wanted(self) -> list[GraphKey]:
-        """Return the keys to capture, commonly needed kinds first, and within a kind the largest batch first, so that
-        smaller ones reuse its memory."""
+        """Return the keys to capture: common kinds first, and within a kind the largest batch first, so that smaller
+        ones reuse its memory."""
         rounds = [
             GraphKey(shape, shape, bucket, needs)
             for needs in CAPTURED_NEEDS
@@ -153,12 +154,12 @@ class GraphKeys:
     def first(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
         """Return the keys that a start waits for:
 
-        - the steps whose time it measures (`cost_points.measured_steps`), so that the times are those of graphs;
+        - steps whose time it measures (`cost_points.measured_steps`), so that graphs are measured;
         - mixed batches that cover most steps under load;
-        - rounds of one, a few and all requests with filters, which many clients use;
+        - rounds of one, `FEW_REQUESTS` and all requests with filters, which many clients use;
         - greedy rounds of one request, so that their kernels are compiled before the first request.
 
-        measured: (shape, requests, prompt tokens, tokens before the chunk) of each measured step.
+        measured: the result of `measured_steps`.
         """
         found = [
             self.of_chunks(shape, count, tokens, CHUNK_NEEDS, tokens + before)
@@ -179,8 +180,8 @@ class GraphKeys:
         return frozenset(key for key in found if key is not None)
 
     def first_masked(self) -> list[GraphKey]:
-        """Return the steps with grammar masks that suffice to compile the kernels which only such steps launch. With
-        expansion that includes the one with the most prompt tokens, because only masked steps never expand them."""
+        """Return steps with grammar masks that launch all kernels of such steps. With expansion, they include the one
+        with the most prompt tokens, because only masked steps do not expand so many."""
         kinds = [needs for needs in CAPTURED_NEEDS if needs.masked]
         found = [self.of_rounds(self._shapes.default, 1, needs) for needs in (kinds[0], kinds[-1])]
         if self._expands and self.tokens:
@@ -188,11 +189,11 @@ class GraphKeys:
         return [key for key in found if key is not None]
 
     def _seen_of(self, tokens: int, needs: SamplingNeeds) -> int:
-        """Return `GraphKey.seen` of steps with so many prompt tokens."""
+        """Return `GraphKey.seen` of steps with `tokens` prompt tokens."""
         return EXPANDED_SEEN if self._expands and tokens >= EXPANDED_TOKENS and not needs.masked else 0
 
     def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
-        """Return the kinds of sampling that rounds of a shape are captured for."""
+        """Return the sampling needs that rounds of a shape are captured for."""
         return CAPTURED_NEEDS if shape in self._shapes.unrestricted else BETWEEN_NEEDS
 
     def _buckets_of(self, shape: int, needs: SamplingNeeds) -> tuple[int, ...]:
@@ -200,8 +201,7 @@ class GraphKeys:
         return buckets_of(needs, self.buckets if shape in self._shapes.unrestricted else powers_of_two(self.buckets))
 
     def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
-        """Return the steps with prompt chunks, alone and beside rounds of the shapes that run there. With filters they
-        run all sampling except penalties and log-probabilities."""
+        """Return the keys of steps with prompt chunks, alone and with rounds (`RoundShapes.beside_chunks`)."""
         sizes = self._tokens_of(needs)[::-1]
         alone = [GraphKey(0, self._shapes.default, 0, needs, size, self._seen_of(size, needs)) for size in sizes]
         return [
@@ -213,13 +213,13 @@ class GraphKeys:
         ] + alone
 
     def _tokens_of(self, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Return the numbers of prompt tokens that steps of a kind are captured for. With grammars only every third
+        """Return the numbers of prompt tokens that steps with `needs` are captured for. With grammars it is every third
         one, because captures take time and such prompts are rare."""
         return self.tokens[::-1][::3][::-1] if needs.masked else self.tokens
 
     def _buckets_beside(self, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Return the numbers of requests that mixed batches are captured for: with grammars every second power of two;
-        else also FEW_REQUESTS, if up to that many run a shape beside chunks that more requests do not."""
+        """Return the batch sizes that mixed batches are captured for. With grammars it is every second power of two.
+        Without, FEW_REQUESTS is added if up to that many requests run a shape there that more requests do not."""
         if needs.masked:
             return powers_of_two(self.buckets)[::-1][::2][::-1]
         sizes = buckets_beside(num_tokens, self.buckets)
@@ -229,12 +229,12 @@ class GraphKeys:
     def of(self, batch: StepBatch) -> GraphKey | None:
         """Return the key of the smallest graph that can run `batch`, captured or not; None if none can."""
         if batch.prompt_targets is not None:
-            return None  # a captured step computes the last layer for chunk ends only, not for all prompt rows
+            return None  # a captured step computes only the last row of each chunk in the last layer
         shape, needs = batch.shape, batch.needs
         if batch.chunks is not None:
             shape = shape if batch.num_requests else self._shapes.default
         if batch.next_shape not in (0, shape):
-            return None  # the graph drafts `shape`, which could write KV that the plan has not reserved
+            return None  # the graph drafts `shape`, for whose KV the plan may have reserved no pages
         if batch.chunks is None:
             return self.of_rounds(shape, batch.num_requests, needs)
         rows = batch.chunks.batch
@@ -243,47 +243,46 @@ class GraphKeys:
         return self.of_chunks(shape, batch.num_requests, rows.num_rows, needs, sum(rows.known.seen))
 
     def of_rounds(self, shape: int, num_requests: int, needs: SamplingNeeds) -> GraphKey | None:
-        """Return the key of a step without prompt tokens."""
+        """Return the key of a step without prompt tokens; None if no graph can run it."""
         kind = next((kind for kind in self._kinds(shape) if kind.covers(needs)), None)
         if kind is None:
             return None
-        bucket = _fitting(self._buckets_of(shape, kind), num_requests)
-        # if the batch drafts nothing, all entries draft for the padding slot
+        bucket = _padded_size(self._buckets_of(shape, kind), num_requests)
+        # if the batch drafts nothing, all entries draft in the padding slot
         return None if bucket is None else GraphKey(shape, shape, bucket, kind)
 
     def of_chunks(
         self, shape: int, num_requests: int, num_tokens: int, needs: SamplingNeeds, num_seen: int = 0
     ) -> GraphKey | None:
-        """Return the key of a step with prompt tokens.
+        """Return the key of a step with prompt tokens; None if no graph can run it.
 
-        shape: index of the shape that its rounds verify and that is drafted.
-        num_seen: tokens that the chunks attend to, their own included.
+        shape: index of the tree shape to verify and draft.
+        num_seen: tokens that the chunks attend to, including their own.
         """
         kind = MASKED_CHUNK_NEEDS if needs.masked else CHUNK_NEEDS
-        tokens = _fitting(self._tokens_of(kind), num_tokens)
+        tokens = _padded_size(self._tokens_of(kind), num_tokens)
         if tokens is None or not kind.covers(needs):
             return None
-        bucket = _fitting((0, *self._buckets_beside(tokens, kind)), num_requests)
+        bucket = _padded_size((0, *self._buckets_beside(tokens, kind)), num_requests)
         seen = self._seen_of(tokens, kind)
         if bucket is None or 0 < seen < num_seen:
             return None
         return GraphKey(shape if bucket else 0, shape, bucket, kind, tokens, seen)
 
     def fallback(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
-        """Return the one of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
+        """Return the graph with the fewest rows in `captured` that can run the batches of `key`; None if none can."""
         return min((each for each in captured if serves(each, key)), key=self._work, default=None)
 
     def padding_rows(self, key: GraphKey, used: GraphKey | None) -> int:
-        """Return the rows that the graph `used` has beyond those of `key`. used: None if the step ran without a
-        graph."""
+        """Return the rows that the graph `used` has more than the graph `key`. used: None if the step ran eagerly."""
         return EAGER_ROWS if used is None else self._work(used)[0] - self._work(key)[0]
 
     def _work(self, key: GraphKey) -> tuple[int, int]:
-        """Return (rows, kind of sampling), by which the cheapest graph for a batch is chosen."""
+        """Return (rows, index of the sampling needs); the graph with the smallest is the cheapest."""
         rows = key.bucket * self._shapes[key.shape].width + key.tokens
         return rows, CAPTURED_NEEDS.index(key.needs)
 
 
-def _fitting(sizes: Sequence[int], count: int) -> int | None:
+def _padded_size(sizes: Sequence[int], count: int) -> int | None:
     """Return the smallest of ascending `sizes` that is at least `count`; None if there is none."""
     return next((size for size in sizes if size >= count), None)

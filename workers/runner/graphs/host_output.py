@@ -15,15 +15,14 @@ from workers.sampling.sampler import Logprobs
 
 @dataclass(frozen=True)
 class HostOutput:
-    """A step's output on the host, because the next replay overwrites it on the device.
+    """A step's output on the host, copied because the next replay overwrites it on the device. Valid after `wait`.
 
-    rows: [n, M + 3 + X + E + 2 W] int64. Columns of an entry: tokens [M], count, finish, accepted,
-        `StepTensors.matches` [X], `StepTensors.min_entropies` [E], and, with grammars, tokens and parents of the next
-        tree [2 W]. Valid only after `wait`.
+    rows: [n, M + 3 + X + E + 2 W] int64. Columns: tokens [M], count, finish, accepted, `StepTensors.matches` [X],
+        `StepTensors.min_entropies` [E], and with grammars `StepTensors.drafts` [2 W].
     num_tokens: M.
-    logprobs: log-probabilities of the chosen tokens; None if no request asked for them.
+    logprobs: log-probabilities of the emitted tokens; None if not requested.
     copied: recorded after the copy; None on devices without streams, where nothing is copied.
-    prompt: log-probabilities of prompt tokens; None if no request asked for them.
+    prompt: log-probabilities of prompt tokens; None if not requested.
     num_matches: X, 3 or 0.
     num_entropies: E, 1 or 0.
     """
@@ -38,7 +37,7 @@ class HostOutput:
 
     @staticmethod
     def of(tensors: StepTensors) -> "HostOutput":
-        """Start the copy to the host, and return at once. `wait` waits for it, one step later."""
+        """Start the copy to the host, without waiting for it."""
         columns = [tensors.tokens, torch.stack((tensors.counts, tensors.finish, tensors.accepted), dim=1)]
         num_matches = 0 if tensors.matches is None else tensors.matches.shape[1]
         num_entropies = 0 if tensors.min_entropies is None else 1
@@ -68,7 +67,7 @@ class HostOutput:
 
     @property
     def tokens(self) -> Tensor:
-        """[n, M] int64; `counts` of them are valid."""
+        """[n, M] int64, of which the first `counts` of a row are valid."""
         return self.rows[:, : self.num_tokens]
 
     @property
@@ -83,8 +82,8 @@ class HostOutput:
 
     @property
     def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Tokens, count, finish and accepted [n, M + 3]; matches [n, X]; min-entropies [n, E]. numpy takes a tenth of
-        torch's time for a slice."""
+        """Tokens, count, finish and accepted [n, M + 3]; matches [n, X]; min-entropies [n, E]. In numpy, which takes a
+        tenth of torch's time for a slice."""
         rows, matches_at = self.rows.numpy(), self.num_tokens + 3
         entropies_at = matches_at + self.num_matches
         end = entropies_at + self.num_entropies

@@ -1,8 +1,8 @@
 """Compiles kernels before their first launch, and forbids compilation during a capture. Used by
 `workers.runner.graphs.recorder`.
 
-Triton (3.6) passes each kernel that this process has not loaded to its asynchronous mode, if one is set
-(`triton.runtime._async_compile`). Else it compiles or loads the kernel at its launch.
+If an asynchronous mode is set (`triton.runtime._async_compile`), Triton (3.6) passes it each kernel that this process
+has not loaded. Otherwise Triton compiles or loads the kernel at its launch.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from workers.runner.graphs.compile_processes import MAX_AT_ONCE, CompileProcesse
 
 logger = logging.getLogger(__name__)
 
-BUSY_S = 0.01  # wait before trying again a kernel that another process is compiling
-LIMIT_S = 240.0  # maximum wait for all kernels; the rest is compiled at their launch
+BUSY_S = 0.01  # wait before a retry, if another process is compiling the kernel
+LIMIT_S = 240.0  # maximum wait for all kernels; the rest are compiled at their launch
 _THREADS = "compile"  # name prefix of compile threads
 
 
@@ -46,10 +46,10 @@ class _SkippedKernel:
 class CompileAhead:
     """Compiles the kernels that a dry run would launch.
 
-    Each of `processes` compiles one kernel at a time. Threads of this process compile the kernels that `processes`
-    cannot, or all without `processes`; they share the GIL.
+    Each of `processes` compiles one kernel at a time. Threads of this process, which share the GIL, compile the kernels
+    that `processes` cannot compile, or all kernels without `processes`.
 
-    num_threads: threads without `processes`; None: one per core.
+    num_threads: number of threads without `processes`; None: one per core.
     num_missing: kernels that were not in the disk cache.
     process_seconds: compile time of each kernel in its process.
     """
@@ -67,17 +67,17 @@ class CompileAhead:
 
     @property
     def num_kernels(self) -> int:
-        """Kernels that a dry run found, which were compiled or loaded."""
+        """Kernels that dry runs found."""
         return len(self._kernels)
 
     @contextlib.contextmanager
     def dry_run(self) -> Iterator[None]:
-        """In this thread, launch only loaded kernels, and start to compile the others instead of launching them."""
+        """In this thread, start to compile kernels that are not loaded, instead of launching them."""
         with _mode(self):
             yield
 
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:
-        """Start to compile or load a kernel. Called by Triton. key: identifies source and options."""
+        """Start to compile or load a kernel. Called by Triton. key: identifies the kernel's source and options."""
         if key not in self._kernels:
             self._finalize[key] = finalize
             is_here = is_cached(str(key), compile_kernel)
@@ -91,14 +91,13 @@ class CompileAhead:
         return _SkippedKernel()
 
     def _compile(self, kernel: Future[Any], job: KernelJob, compile_kernel: Callable[[], Any]) -> None:
-        """Compile a kernel in a process and load it from the disk cache; if that fails, compile it here. Runs in a
-        thread."""
+        """Compile a kernel in a process and load it from the disk cache. If that fails, compile it in this thread."""
         assert self._processes is not None
         try:
             outcome = self._processes.compile(job)
             if outcome.is_busy:
                 time.sleep(BUSY_S)
-                self._pool.submit(self._compile, kernel, job, compile_kernel)  # again, after the others
+                self._pool.submit(self._compile, kernel, job, compile_kernel)  # retries after the others
                 return
             if outcome.error and not self._has_warned:
                 self._has_warned = True
@@ -117,8 +116,8 @@ class CompileAhead:
             self._load(key)
 
     def finish(self) -> None:
-        """Wait for all kernels and load them, so that they can be captured. Raises the error of a failed
-        compilation."""
+        """Wait for all kernels, at most `LIMIT_S`, and load them, so that they can be captured. Raises the error of a
+        failed compilation."""
         waiting = {self._kernels[key]: key for key in self._finalize}
         with contextlib.suppress(TimeoutError):
             for done in as_completed(waiting, timeout=LIMIT_S):
@@ -143,20 +142,19 @@ def compile_processes(num_ranks: int) -> CompileProcesses:
 
 class _NoCompilation:
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:
-        raise NewUnderCaptureError("a kernel that is not compiled yet was launched during a capture")
+        raise NewUnderCaptureError("a capture launched a kernel that is not compiled yet")
 
 
 @contextlib.contextmanager
 def no_new_kernels() -> Iterator[None]:
-    """Raise NewUnderCaptureError if this thread launches a kernel that is not loaded. CUDA forbids loading in a
-    capture."""
+    """Raise NewUnderCaptureError if this thread launches a kernel that is not loaded. CUDA forbids loading kernels
+    during a capture."""
     with _mode(_NoCompilation()):
         yield
 
 
 def report_compilations(wanted: bool) -> None:
-    """Turn on or off a warning for each kernel that is compiled or loaded at its launch, for which requests wait while
-    the engine serves."""
+    """Turn on or off a warning for each kernel that is compiled or loaded at its launch, which delays requests."""
     from triton import knobs
 
     knobs.compilation.listener = _report if wanted else None
@@ -167,7 +165,7 @@ def _report(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
     if not threading.current_thread().name.startswith(_THREADS):
         how = "read from the disk" if cache_hit else "compiled"
         logger.warning(
-            "a step waited %.2f s until kernel %s was %s, which the start did not prepare",
+            "a step waited %.2f s until kernel %s was %s, because the start did not compile it ahead",
             times.total / 1e6,
             src.name,
             how,
@@ -175,8 +173,8 @@ def _report(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
 
 
 def hash_compiler() -> None:
-    """Start to hash the compiler's files for Triton's cache keys, in a thread. It takes a second, for which the first
-    kernel would wait."""
+    """Hash the compiler's files for Triton's cache keys, in a thread. Otherwise the first kernel waits a second for
+    it."""
 
     def read() -> None:
         with contextlib.suppress(ImportError):

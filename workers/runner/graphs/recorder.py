@@ -11,7 +11,7 @@ import torch
 from attention.backend import NewUnderCaptureError
 from workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels
 
-MAX_DRY_RUNS = 8  # dry runs of one step: each but the last stops at a workspace that is missing
+MAX_DRY_RUNS = 8  # dry runs of one step; each but the last stops at a missing workspace
 
 T = TypeVar("T")
 
@@ -20,27 +20,27 @@ class Recorder(Protocol):
     """Records functions as CUDA graphs. Serving uses `CudaRecorder`."""
 
     def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
-        """Record `function`. Return a function that replays it, and its result, tensors that each replay writes.
+        """Record `function`. Return a function that replays it, and its result, whose tensors each replay writes.
 
-        was_run: `function` has run before, so that all that it allocates or loads exists. If not, the first missing
-            thing raises NewUnderCaptureError.
+        was_run: whether `function` has run before, so that the kernels and workspaces that it needs exist. If not, the
+            first missing one raises NewUnderCaptureError.
         """
 
     def dry_run(self, function: Callable[[], object], ahead: CompileAhead) -> None:
-        """Find the kernels that `function` launches, without running them, and let `ahead` compile missing ones."""
+        """Find the kernels that `function` launches, without running them, and let `ahead` compile the missing ones."""
 
     def run_on_own_stream(self, function: Callable[[], object]) -> None:
         """Run `function` eagerly on the stream of the captures, so that its allocations do not disturb them."""
 
     def used_bytes(self) -> int:
-        """Memory in use on the device."""
+        """Return the memory in use on the device, by all processes."""
 
 
 class CudaRecorder:
     """Records graphs that share a memory pool, on one stream.
 
-    Does not use `torch.cuda.graph`, which returns cached memory to the driver before each capture, so that the next
-    eager run allocates it again. That costs tens of milliseconds in each of more than a hundred captures.
+    `torch.cuda.graph` is not used, because it frees torch's cached memory before each capture, and the next eager run
+    must allocate it again. That would cost tens of milliseconds in each of more than a hundred captures.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class CudaRecorder:
         for _ in range(MAX_DRY_RUNS):
             graph = torch.cuda.CUDAGraph(keep_graph=True)  # captured but not instantiated
             try:
-                with ahead.dry_run():  # its memory is freed with the graph
+                with ahead.dry_run():  # the pool is freed with the graph
                     self._capture(graph, function, torch.cuda.graph_pool_handle())
                 return
             except NewUnderCaptureError as missing:
@@ -83,7 +83,7 @@ class CudaRecorder:
                 output = function()
             except BaseException:
                 with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of torch, about an empty graph
+                    warnings.simplefilter("ignore")  # torch warns of an empty graph
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -105,7 +105,7 @@ class CudaRecorder:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Turn garbage collection off. It may free graphs of an ended engine, which would break the current capture."""
+    """Turn garbage collection off. It might free graphs of a previous engine, which would break the current capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,10 +1,9 @@
-"""Captures one step as a CUDA graph, with padding as its batch. Used by `workers.runner.graphs.cuda_graph`.
+"""Captures one step as a CUDA graph, with a batch of padding. Used by `workers.runner.graphs.cuda_graph`.
 
-A step with grammars is two graphs, cut after the target's pass, because the host fills masks during that pass. Small
-tensors that pass from the first graph to the second stay in the first one's memory. Large ones are copied to memory
-that all such graphs share.
+A step with grammars is two graphs, split after the target's pass, because the host fills masks during that pass. Of the
+first graph's output, small tensors stay in its memory. Large ones are copied to memory that all such graphs share.
 
-A capture changes no request: its rounds are of the padding slot, which is always finished, and its KV goes to the dummy
+A capture changes no request: its rounds run in the padding slot, which is always finished, and its KV goes to the dummy
 page.
 """
 
@@ -30,14 +29,14 @@ from workers.slots.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 
-_SHARED_BYTES = 1 << 18  # minimum size of a tensor between two graphs to be copied to the shared memory
+_MIN_SHARED_BYTES = 1 << 18  # smaller tensors between two graphs are not copied to the shared memory
 
 
 class BrokenStepError(RuntimeError):
     """This rank failed within a collective step.
 
-    The others wait in the step's next collective, so this rank can tell them nothing. It must end, and then all ranks
-    are restarted.
+    The other ranks wait in the step's next collective, so this rank cannot tell them. It must exit, and all ranks are
+    restarted.
     """
 
 
@@ -46,11 +45,11 @@ class CaptureError(RuntimeError):
 
 
 class Outcome(IntEnum):
-    """Outcome of a rank's attempt to capture. All ranks act on the greatest of their outcomes."""
+    """Outcome of a rank's attempt to capture. All ranks act on the largest outcome."""
 
     CAPTURED = 0
-    MISSING = 1  # something does not exist yet, which an eager run of the step creates
-    FAILED = 2  # out of memory, or a kernel cannot be compiled: an eager run would fail too
+    MISSING = 1  # a kernel or workspace does not exist yet, and an eager run of the step creates it
+    FAILED = 2  # out of memory, or a kernel cannot be compiled: an eager run would fail, too
 
 
 @dataclass
@@ -93,18 +92,18 @@ class StepCapture:
         self._has_states = has_states
         self._kinds_run: set[GraphKey] = set()
         self._shared: dict[str, Tensor] = {}
-        self._outgrown: list[Tensor] = []  # smaller buffers, which earlier graphs still write
+        self._outgrown: list[Tensor] = []  # smaller buffers, which earlier graphs still use
 
     def dry_run(self, key: GraphKey, ahead: CompileAhead) -> None:
         """Let `ahead` compile the kernels of a step, without running them."""
-        given, batch = self._padding(key)
+        _, batch = self._padding(key)
         self._recorder.dry_run(lambda: self._inner.step(batch()), ahead)
 
     def capture(self, key: GraphKey, group: TPGroup) -> CapturedStep:
-        """Capture a step. Called on all ranks.
+        """Capture a step. Must be called on all ranks.
 
-        The first step of each kind runs eagerly before its capture, so that libraries allocate what they need. Later
-        ones run eagerly only if a capture finds something missing.
+        The first step of each kind runs eagerly before its capture, so that libraries allocate what they need. A later
+        one runs eagerly only if its first capture finds something missing.
 
         Raises BrokenStepError if an eager run fails and there are other ranks. After any other error the ranks can
         still communicate.
@@ -115,7 +114,7 @@ class StepCapture:
             return self._inner.step(batch())
 
         if key.needs.masked:
-            return self._capture_halves(key, given, batch, group)
+            return self._capture_two_graphs(key, given, batch, group)
         if _kind(key) in self._kinds_run:
             recorded = self._try(step)
             worst = _worst_of_ranks(_outcome(recorded), group, self._slots.device)
@@ -130,7 +129,7 @@ class StepCapture:
         return CapturedStep(key.bucket, None, run, given, output)
 
     def _padding(self, key: GraphKey) -> tuple[StepInput, Callable[[], StepBatch]]:
-        """Return the inputs of a step, filled with padding, and a function that returns a new batch over them."""
+        """Return inputs of a step that are filled with padding, and a function that returns a new batch over them."""
         given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots, self._has_states)
         return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
 
@@ -144,35 +143,35 @@ class StepCapture:
             raise BrokenStepError(f"a step to be captured failed: {type(error).__name__}: {error}") from error
 
     def _try(self, step: Callable[[], StepTensors]) -> tuple[Callable[[], None], StepTensors] | Exception:
-        """Record a step that has not run. Return the error instead if that fails."""
+        """Record a step that may not have run. Return the error if that fails."""
         try:
             return self._recorder.record(step, was_run=False)
         except Exception as error:  # Triton's errors are not RuntimeErrors
             if not isinstance(error, NewUnderCaptureError | torch.OutOfMemoryError):
-                logger.warning("a step could not be captured before it had run: %s", error)
+                logger.warning("could not capture a step without an eager run before: %s", error)
             return error
 
-    def _capture_halves(
+    def _capture_two_graphs(
         self, key: GraphKey, given: StepInput, batch: Callable[[], StepBatch], group: TPGroup
     ) -> CapturedStep:
-        """Capture a step as two graphs. It always runs eagerly before, because the shared memory must not be allocated
-        in a capture."""
+        """Capture a step as two graphs. It always runs eagerly before, because a capture must not allocate the shared
+        memory."""
         self._run(lambda: self._inner.step(batch()), group)
-        self._run(lambda: self._share(self._inner.forward(batch())), group)
-        begin, passed = self._recorder.record(lambda: self._share(self._inner.forward(batch())))
+        self._run(lambda: self._copy_to_shared(self._inner.forward(batch())), group)
+        begin, passed = self._recorder.record(lambda: self._copy_to_shared(self._inner.forward(batch())))
         run, output = self._recorder.record(lambda: self._inner.choose(batch(), passed))
         return CapturedStep(key.bucket, begin, run, given, output)
 
-    def _share(self, passed: Any, path: str = "") -> Any:
-        """Copy large tensors of a first graph's output to memory that all first graphs share. Only one step uses it at
-        a time."""
+    def _copy_to_shared(self, passed: Any, path: str = "") -> Any:
+        """Copy large tensors of a first graph's output to memory that all first graphs share. Only one step at a time
+        uses it."""
         if passed is None:
             return None
         if not isinstance(passed, Tensor):
             names = [field.name for field in dataclasses.fields(passed)]
-            shared = {name: self._share(getattr(passed, name), f"{path}.{name}") for name in names}
+            shared = {name: self._copy_to_shared(getattr(passed, name), f"{path}.{name}") for name in names}
             return dataclasses.replace(passed, **shared)
-        if passed.nbytes < _SHARED_BYTES:
+        if passed.nbytes < _MIN_SHARED_BYTES:
             return passed
         held = self._shared.get(path)
         if held is None or held.numel() < passed.numel():
@@ -189,7 +188,7 @@ def _outcome(recorded: object) -> Outcome:
 
 
 def _worst_of_ranks(mine: Outcome, group: TPGroup, device: torch.device) -> Outcome:
-    """Return the greatest outcome over the ranks. Waits for the device."""
+    """Return the largest outcome over the ranks. Waits for the device."""
     return Outcome(int(group.all_gather(torch.tensor([mine], dtype=torch.int32, device=device)).max()))
 
 
@@ -199,5 +198,5 @@ def on_any_rank(flag: bool, group: TPGroup, device: torch.device) -> bool:
 
 
 def _kind(key: GraphKey) -> GraphKey:
-    """Return the key with its sizes reduced to 0 or 1."""
+    """Return the key with sizes above 1 replaced by 1, as the kind of the step."""
     return dataclasses.replace(key, bucket=min(key.bucket, 1), tokens=min(key.tokens, 1), seen=min(key.seen, 1))

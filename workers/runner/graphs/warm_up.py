@@ -1,5 +1,5 @@
-"""Steps that a rank runs before its first request: one of each kind (`workers.runner.build`), and the largest, by which
-`workers.runner.memory` measures memory."""
+"""Steps that a rank runs before its first request: one of each kind, for `workers.runner.build`, and the largest, whose
+memory `workers.runner.memory` measures."""
 
 from collections.abc import Iterable
 
@@ -13,11 +13,11 @@ WARM_UP_TOKENS = 16
 
 
 def warm_up(worker: Worker, layout: EngineLayout) -> None:
-    """Run each kind of step once, so that the first request compiles nothing and a broken step fails the start:
+    """Run each kind of step once, so that the first request compiles nothing, and an error in a step fails the start:
 
-    - a chunk that does not end a prompt;
-    - a whole prompt and a round of every shape, greedy and random;
-    - a whole prompt, and one of a single token, with filters, penalties and log-probabilities.
+    - a chunk that does not end its prompt, once, because it samples nothing;
+    - a whole prompt and a round of every tree shape, greedy and random;
+    - a whole prompt, and a prompt of one token, with filters, penalties and log-probabilities.
 
     Slot 0 has no pages, so all KV goes to the dummy page.
     """
@@ -30,11 +30,11 @@ def warm_up(worker: Worker, layout: EngineLayout) -> None:
         (greedy, (beginning, whole)),
         (random, (whole,)),
         (rest, (whole, single)),
-    )  # one kind suffices for the chunk that does not end a prompt: it samples nothing
+    )
     for number, (sampling, chunks) in enumerate(kinds):
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
         plans = [_prompt(number, layout, init, chunk) for chunk in chunks]
-        if sampling is not rest:  # the kernels of rounds with these needs are in captured steps
+        if sampling is not rest:  # captures launch the kernels of rounds with these needs
             plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]
         for plan in plans:
             run(worker, plan)
@@ -47,14 +47,15 @@ def run(worker: Worker, plan: StepPlan) -> None:
 
 
 def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
-    """Return the steps with the highest memory use, each with its kind, in an order in which they can run:
+    """Return the steps that use the most memory, each with its kind. They must run in this order:
 
-    - "chunks": the last chunks of prompts, together one for every slot; with latent rows also the longest expansion;
-    - "rounds": rounds of all slots, one step of every shape;
-    - "both": the maximum of prompt tokens beside rounds of the remaining slots.
+    - "chunks": the last chunks of prompts, one for every slot over all such steps; then rounds can run in all slots;
+    - "rounds": rounds of all slots, one step of every tree shape;
+    - "chunks", with latent rows: the longest expansion;
+    - "both": the maximum number of prompt tokens, with rounds of the remaining slots.
 
-    All have filters, penalties and log-probabilities, also of prompts, and the longest possible KV before them. Their
-    KV is on the dummy page.
+    All have filters, penalties and log-probabilities, also of prompts. They attend to the longest possible KV, which is
+    on the dummy page.
     """
     num_slots, count, longest = layout.scheduler.num_slots, layout.scheduler.step_token_limit, layout.max_model_len - 2
     per_slot = max(1, min(longest, count // num_slots))
@@ -73,12 +74,12 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
 
 
 def _end(layout: EngineLayout, slot: int, count: int) -> tuple[SlotInit, Chunk]:
-    """Return the last `count` tokens of the longest prompt, as a slot's request and chunk."""
+    """Return the last `count` tokens of the longest prompt: see `_part`."""
     return _part(layout, slot, layout.max_model_len - 2 - count, count)
 
 
 def _part(layout: EngineLayout, slot: int, start: int, count: int) -> tuple[SlotInit, Chunk]:
-    """Return a chunk of `count` tokens from `start` that ends a prompt, and its request."""
+    """Return a chunk of `count` tokens from position `start` that ends a prompt, and its request in `slot`."""
     rest = SamplingParams(
         2, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, logit_bias={1: 0.1}, min_tokens=1
     )
