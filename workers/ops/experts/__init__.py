@@ -2,12 +2,13 @@
 
 router_gemm      a router's logits in float32
 route            chooses experts per row: torch; route_triton: one launch
+norm_route       residual addition, norm and routing of one row, in one launch
 grouped          the sum of experts in torch, the reference
 fused            the interface of the fused experts; fused_triton chooses the kernels by number of rows
 weights          layout of the weights, and tile sizes
 few_rows_triton  up to 16 rows, in two launches (kernels: few_row_products_triton)
-many_rows_triton more rows, sorted by expert (order_triton): verified batches (short_blocks_triton), prompts
-                 (tall_blocks_triton)
+many_rows_triton more rows, sorted by expert (order_triton): BLOCK_M below 64 for verified batches
+                 (short_blocks_triton), 64 for prompts (tall_blocks_triton)
 gate_products_triton  gate and up projections for few_row_products_triton and short_blocks_triton
 shared           joins shared experts to the routed ones
 """

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, index, assignment"
-"""Kernels of `workers.ops.experts.few_rows_triton`. Weight tiles are the tensor core's first operand, whose 64 rows
-they fill; input rows are the second."""
+"""Kernels of `workers.ops.experts.few_rows_triton`. Weight tiles are the tensor core's first operand and fill its 64
+rows; input rows are the second operand."""
 
 import triton
 import triton.language as tl
@@ -68,7 +68,7 @@ def gate_up_of_few_rows(
             x_scales, gate_scales, up_scales, 1, m < rows, step, SPAN, WIDTH, IN_FP8, BY_GROUP, INTERPRETED,
         )  # fmt: skip
     if PDL:
-        # Now the last weights have arrived. Earlier, the down projections' reads would slow the gates' own.
+        # All weights have arrived. Earlier, the down projections' reads would slow these.
         tl.extra.cuda.gdc_launch_dependents()
     if SPLITS > 1:
         place = tile * blocks + block
@@ -117,7 +117,7 @@ def _factor_and_scale(
     STEP: tl.constexpr,
     BY_GROUP: tl.constexpr,
 ):
-    """Return the factors of rows [BLOCK_M] and the scales of outputs `n`, for one step of an expert."""
+    """Return the row factors [BLOCK_M] and the scales of outputs `n`, for one step of an expert."""
     factor = tl.load(factor_ptr + (tile * STEPS + step) * BLOCK_M + m)
     place = (expert * (SIZE // 64) + n // 64) * GROUPS + step * STEP // 128 if BY_GROUP else expert * SIZE + n
     return factor, tl.load(w_scales_ptr + place)
@@ -202,7 +202,7 @@ def down_of_few_rows(
                 weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
             acc = tl.dot(weights, tl.trans(inputs), acc)
         expert = next_expert
-    if mine > 0:  # last, so that the loop's reads start first
+    if mine > 0:  # the first step, computed last so that the loop's reads start earlier
         inputs = hidden_desc.load([split * BLOCK_M, 0])
         if IN_FP8:
             acc += tl.dot(w_ahead, tl.trans(inputs)) * (scale_ahead[:, None] * factor_ahead[None, :])
@@ -242,8 +242,8 @@ def down_of_one_row(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """`down_of_few_rows` for one row. A program has one expert, and reads all its weights before the wait. In FP8 the
-    row has a column per group of its columns, as in `workers.ops.fp8.gemm_ahead_triton`."""
+    """`down_of_few_rows` for one row. A program computes one expert and reads all of its weights before the wait. In
+    FP8 the row has one operand column per scale group, as in `workers.ops.fp8.gemm_ahead_triton`."""
     groups: tl.constexpr = WIDTH // 128 if IN_FP8 else 1
     block, tile = tl.program_id(0), tl.program_id(1)
     n, column, k = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, WIDTH)
@@ -263,7 +263,6 @@ def down_of_one_row(
     if PDL:
         tl.extra.cuda.gdc_wait()
     there = own & is_used  # activations of unused experts were never written
-
     x_row = hidden_ptr + (tile * (BLOCK_M * WIDTH) + k)[None, :]
     x = tl.load(x_row + column[:, None] * 0, mask=there, other=0.0)
     if IN_FP8:

@@ -1,13 +1,13 @@
 """Experts for up to 16 rows, in two launches: gate and up projections; down projections and the weighted sum. Most of
 the time is spent reading the weights of the used experts.
 
-Every row goes through every used expert: the tensor core takes 16 rows in any case, no rows are gathered or sorted (at
-256 rows the order alone takes 9 us, H200, `f4507f22`), and all tiles come through tensor maps. Where a row does not use
-an expert, its inner activations are zero, so garbage in other rows cannot reach it. A program of the down projection
-has some output columns and loops over the experts; the sum over experts stays in float32 registers.
+Every row goes through every used expert. The tensor core takes 16 rows in any case, no rows are gathered or sorted (at
+256 rows the order alone takes 9 us, H200, `f4507f22`), and tensor maps load all tiles. A row's inner activations are
+zero in experts that it does not use, so garbage in other rows cannot reach it. A down-projection program computes some
+output columns and loops over the experts; the sum over experts stays in float32 registers.
 
 Results are reproducible, but a row's last bits depend on the other rows: the experts that all rows use decide which
-programs share a sum. `many_rows_triton` avoids that. FP8 activations have one scale per program's columns.
+programs share a sum. `many_rows_triton` avoids that. FP8 activations have one scale per row and program.
 """
 
 import torch
@@ -50,7 +50,7 @@ def few_row_experts(
 def inner_rows(
     x: Tensor | Fp8Rows, routed: Routed, weights: ExpertWeights, workspace: Workspace, tiles: ExpertTiles
 ) -> InnerRows:
-    """Return the inner activations of all rows in each used expert; zeros where a row does not use it."""
+    """Return the inner activations of all rows in each used expert; zeros for rows that do not use it."""
     assert routed.used is not None and routed.num_used is not None
     rows, slots = routed.chosen.shape
     values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)

@@ -1,6 +1,6 @@
 """Fused experts: kernels that read only the weights of used experts.
 
-`choose_experts` chooses once per layer, where `fuses` is true. The reference, used elsewhere, is
+`choose_experts` chooses once per layer, if `fuses` is true. Otherwise the reference is used,
 `workers.ops.experts.grouped.grouped_experts`.
 """
 
@@ -41,13 +41,15 @@ EXPERTS = Implementation("triton", "workers.ops.experts.fused_triton:TritonExper
 
 
 def fuses(size: int, width: int, options: GEMMOptions) -> bool:
-    """Whether the kernels support experts of this input `size` and `width` per rank. They need tensor maps, which all
-    devices with FP8 have."""
+    """Whether the kernels support experts of this input `size` and `width` per rank. They need tensor maps, so only
+    devices with FP8 run them."""
     return options.workspace is not None and options.fp8 and fits_kernels(size, width)
 
 
 def choose_experts(weights: ExpertWeights, options: GEMMOptions, dtype: torch.dtype) -> FusedExperts:
-    """weights: final.
+    """Return the fused experts of a layer.
+
+    weights: final.
     options: `fuses` is true for them.
     dtype: of results.
     """

@@ -19,7 +19,7 @@ from workers.ops.gemm.workspace import Workspace
 
 @dataclass(frozen=True)
 class TritonExperts(FusedExperts):
-    """deterministic: a row's result must not depend on the rows beside it.
+    """deterministic: a row's result must not depend on other rows.
     dtype: of results.
     """
 

@@ -37,10 +37,8 @@ def add_gates(
     BY_GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add the products of one of STEPS steps to gate and up [outputs, rows].
-
-    With BY_GROUP, returns the scales of the next step, which are read one step ahead; those of rows where `live`.
-    """
+    """Add the products of one of STEPS steps to gate and up [outputs, rows]. Return them and the scales of the next
+    step, which BY_GROUP loads one step ahead; row scales only where `live`."""
     gate_weights = w_desc.load([gate_row, column])
     up_weights = w_desc.load([gate_row + WIDTH, column])
     if IN_FP8:
@@ -68,7 +66,7 @@ def add_gates(
 
 @triton.jit
 def times_channels(gate, up, x_scale, scales, WIDTH: tl.constexpr):
-    """Multiply gate and up by each row's scale and each output's; up's scales are WIDTH after gate's."""
+    """Multiply gate and up by the scales of rows and of outputs; up's scales are WIDTH after gate's."""
     gate *= tl.load(scales)[:, None] * x_scale[None, :]
     up *= tl.load(scales + WIDTH)[:, None] * x_scale[None, :]
     return gate, up

@@ -9,10 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """gate * sigmoid(alpha * (gate + cubic * gate^3)) * (up + shift); before that gate and up are clamped from above to
-    `limit`, up from below to -limit.
+    """gate * sigmoid(alpha * (gate + cubic * gate^3)) * (up + shift). The default is SwiGLU: silu(gate) * up.
 
-    The default is SwiGLU: silu(gate) * up.
+    limit: gate is clamped first to at most `limit`, up to -limit .. limit; None: neither.
     """
 
     alpha: float = 1.0
@@ -29,7 +28,7 @@ class GatedActivation:
 
 SWIGLU = GatedActivation()
 GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, shift=1.0)  # openai/gpt-oss, torch/model.py, swiglu
-# GELU by tanh (arXiv 1606.08415, section 2), since (1 + tanh x) / 2 is the sigmoid of 2 x
+# tanh approximation of GELU (arXiv 1606.08415, section 2): (1 + tanh x) / 2 = sigmoid(2 x)
 GELU_TANH = GatedActivation(alpha=2 * math.sqrt(2 / math.pi), cubic=0.044715)
 GATED = {"silu": SWIGLU, "gelu_pytorch_tanh": GELU_TANH}
 """Gated activations by their names in config.json, the same as in `workers.ops.activation.ACTIVATIONS`."""

@@ -27,10 +27,11 @@ def grouped_experts(
     activation: GatedActivation = SWIGLU,
     biases: Biases | None = None,
 ) -> Tensor:
-    """Return the weighted sum of experts: rows sorted by expert, two grouped products.
+    """Return the weighted sum of experts: sort rows by expert, then two grouped GEMMs.
 
     gate_up, down: [experts, 2 * width, size] and [experts, size, width].
-    partly: `chosen` may hold indexes after the last expert, which add nothing.
+    partly: `chosen` may hold indices after the last expert, which add nothing.
+
     In bfloat16 on compute capability 9.0 the host does not wait for the device. Elsewhere torch 2.13 multiplies expert
     by expert and reads the row counts on the host.
     """
@@ -73,5 +74,5 @@ def experts_one_by_one(
 
 
 def _activated(inner: Tensor, activation: GatedActivation) -> Tensor:
-    """Apply the activation to inner [rows, 2 * width], gates before ups."""
+    """Apply the activation to inner [rows, 2 * width]: gate, then up."""
     return silu_mul(inner) if activation == SWIGLU else activation(*inner.chunk(2, -1))

@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Experts for more than 16 rows: verified batches and prompts. Rows are sorted by expert into blocks (`order_triton`);
 a program multiplies one block by some columns of its expert. From 17 rows on that is faster than `few_rows_triton`,
-where every row goes through every used expert: 321 instead of 357 us a layer for 64 rows of a DeepSeek-V3 rank, 209
-instead of 226 for 24 (H200, `307542c2`).
+where every row goes through every used expert: for a layer of a DeepSeek-V3 rank, 209 instead of 226 us with 24 rows,
+321 instead of 357 with 64 (H200, `307542c2`).
 
-Launches: the order; gate and up projections of gathered rows; down projections, weighted, one result per row and
+Four launches: the order; gate and up projections of gathered rows; weighted down projections, one result per row and
 expert; their sum. With very many rows the last two run over spans of columns, which bounds memory.
 
 With the same kind of blocks and the same `gate_up.block_n`, a row's result depends on that row alone: sums have one
 order and are not split.
 
-Why there are two kinds of blocks: from 64 rows on, rows are the tensor core's first operand, so that a thread holds two
-rows' scales instead of 16, a step takes 210 instructions per warp instead of 360, and three programs fit on a
-multiprocessor instead of one (`ba50aa9`). With fewer rows the weights must be the first operand, which has 64 rows.
+There are two kinds of blocks. The tensor core's first operand has at least 64 rows. Blocks of 64 rows are the first
+operand: a thread holds the scales of two rows instead of 16, a step takes 210 instructions per warp instead of 360, and
+three programs fit on a multiprocessor instead of one (`ba50aa9`). For shorter blocks the weights are the first operand.
 """
 
 import math
@@ -64,7 +64,7 @@ def _sum_slots(
     PARTLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum SPAN columns from number * STEP on over slots. part_ptr: these columns; out_ptr: [rows, SIZE]."""
+    """Sum SPAN columns from number * STEP on over slots. part_ptr: only these columns; out_ptr: [rows, SIZE]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -86,10 +86,10 @@ def _sum_slots(
 
 
 def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
-    """Return tiles for blocks of as many rows as an expert has under even routing.
+    """Return tiles whose blocks have about as many rows as an expert has under even routing, up to 64.
 
-    Set by a sweep on an H200; `tests.bench experts` measures it. deterministic: tiles that give a row the same result
-    for any number of rows.
+    Set by a sweep on an H200 (`tests.bench experts`). deterministic: tiles that give a row the same result for any
+    number of rows.
     """
     each = rows * sizes.share
     block_m = TALL if deterministic else min(TALL, block_of(int(each * 1.25)))
@@ -106,10 +106,10 @@ def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -
 
 
 def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes, down: ProductTiles) -> int:
-    """Return the blocks of columns per down-projection program for which the last program ends soonest.
+    """Return the blocks of columns per down-projection program with which the last program ends soonest.
 
     Model: a program takes one unit per block plus `_START_COST`, and shared memory bounds how many run at once. It
-    ranks tiles as the sweep for 24 to 512 rows did (DeepSeek-V3, one of eight ranks).
+    ranks tiles as a sweep over 24 to 512 rows did (DeepSeek-V3, one of eight ranks).
     """
     columns, weight_bytes = sizes.size // down.block_n, 128 // sizes.step
     shared = (down.stages * down.block_n + block_m) * sizes.width * weight_bytes + (2 << 10)
@@ -120,7 +120,7 @@ def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes, down: Pr
         return math.ceil(row_blocks * columns / blocks / at_once) * (blocks + _START_COST)
 
     numbers = [n for n in range(1, _MAX_BLOCKS + 1) if columns % n == 0]
-    # fewer blocks were never faster, and each number is another kernel to compile
+    # fewer blocks were never faster, and each number compiles another kernel
     return min([n for n in numbers if n >= _MIN_BLOCKS] or numbers[-1:], key=time)
 
 
@@ -129,13 +129,13 @@ def many_row_experts(
 ) -> Tensor:
     """Write the weighted sum of each row's experts to `out`; zeros for rows without experts, such as padding.
 
-    x: as for `workers.ops.experts.few_rows_triton.few_row_experts`; scales with any strides.
+    x: as in `workers.ops.experts.few_rows_triton.few_row_experts`; scales may have any strides.
     routed: from `workers.ops.experts.route_triton`.
     tiles: any from `many_row_tiles`.
     out: [rows, size], contiguous.
 
-    Scratch: rows * slots results in out's dtype, or as many columns of them as fit in 256 MB; as many inner
-    activations, and those of the unused rows of blocks.
+    Scratch: rows * slots results in out's dtype, or as many of their columns as fit in 256 MB; rows * slots inner
+    activations, and those of unused rows of blocks.
 
     Reference: `workers.ops.experts.grouped.experts_one_by_one`.
     """
@@ -146,7 +146,7 @@ def many_row_experts(
     try:
         order = order_by_expert(routed, weights.num_experts, tiles.block_m, weights.num_shared)
         inner = inner_rows(x, order, weights, tiles, slots)
-    except BaseException:  # usually out of memory; the engine serves on
+    except BaseException:  # usually out of memory; the engine continues to serve
         routed.forget()
         raise
     return down_projected(inner, routed, order, weights, tiles, out)
@@ -196,7 +196,7 @@ def sum_slots(parts: Tensor, chosen: Tensor, out: Tensor, number: int, step: int
 
 
 def columns_at_once(bytes_of_column: int, size: int, tiles: ExpertTiles) -> int:
-    """Return the most columns whose results fit in `_MAX_PARTIAL_BYTES`, at least those of one program."""
+    """Return the maximum number of columns whose results fit in `_MAX_PARTIAL_BYTES`; at least one program's."""
     if tiles.block_m < TALL:
         return size
     programs = size // (tiles.down.block_n * tiles.down.blocks)

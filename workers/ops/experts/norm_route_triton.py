@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `workers.ops.experts.norm_route`: one launch instead of three. A program has some of the router's
-outputs and inputs; its weights are read before the wait. Each program norms the whole row; the last one routes."""
+"""The kernel of `workers.ops.experts.norm_route`. A program computes some outputs of the router from some inputs; it
+reads their weights before the wait. Each program computes the whole row's RMS; the last one routes."""
 
 import torch
 import triton
@@ -15,13 +15,13 @@ from workers.ops.experts.route_triton import route_row
 from workers.ops.gemm.splits_triton import comes_last
 from workers.ops.gemm.workspace import Workspace
 
-_SPAN = 128  # inputs of a program
-_OUTPUTS = 64  # at most, of a program
+_SPAN = 128  # inputs per program
+_OUTPUTS = 64  # maximum outputs per program
 
 
 @triton.jit
 def _sums(x_ptr, residual_ptr, column, there):
-    """Return x + residual, rounded as the stream is, in float32."""
+    """Return x + residual in float32, rounded to the residual stream's dtype."""
     x = tl.load(x_ptr + column, mask=there, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + column, mask=there, other=0.0).to(tl.float32)
     return (x + residual).to(residual_ptr.dtype.element_ty).to(tl.float32)

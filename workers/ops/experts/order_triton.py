@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Sorts rows by expert in one launch, for products whose programs each have rows of one expert. A counting sort: the
-routing has counted the pairs (row, expert); a pair's index is its rank plus its expert's first index.
+"""Sorts rows by expert in one launch, so that each program of a GEMM has rows of one expert. This is a counting sort:
+the routing has counted the pairs (row, expert), and a pair's index is its rank plus its expert's first index.
 
-Blocks of shared experts come first in the order, but programs take them one by one between the others
-(`block_of_program`). All but the first block of an expert read its weights from L2; such programs side by side would
+Blocks of shared experts come first in the order, but programs take them interleaved with the others
+(`block_of_program`). All but the first block of an expert read its weights from L2, so such programs side by side would
 leave memory bandwidth unused.
 """
 
@@ -44,7 +44,7 @@ def _describe_blocks(
     BLOCK_M: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write the expert of blocks first .. first + BLOCKS - 1, and NO_EXPERT to their unused indexes. ends, pair_ends:
+    """Write the expert of blocks first .. first + BLOCKS - 1, and NO_EXPERT to their unused pairs. ends, pair_ends:
     [BINS] end of each expert's blocks and pairs."""
     block = first + tl.arange(0, BLOCKS)
     is_used = block < tl.max(ends, 0)
@@ -108,8 +108,8 @@ def clear_counts(count_ptr, BINS: tl.constexpr, EXPERTS: tl.constexpr):
 
 @triton.jit
 def block_of_program(program, shared, stride):
-    """Return a program's block of an `ExpertOrder`: every `stride`-th program takes one of the first `shared` blocks,
-    while there are any."""
+    """Return a program's block of an `ExpertOrder`: every `stride`-th program takes one of the first `shared` blocks
+    until none is left."""
     turn = program // stride
     is_first = (program % stride == 0) & (turn < shared)
     return tl.where(is_first, turn, shared + program - tl.minimum(turn + 1, shared))
@@ -119,11 +119,11 @@ def block_of_program(program, shared, stride):
 class ExpertOrder:
     """Rows sorted by expert, in blocks of `block_m` with one expert each.
 
-    pairs: [blocks * block_m] int32, row * slots + slot; NO_EXPERT where a block has fewer rows. Blocks without an
-        expert are not written.
-    experts: [blocks] int32 expert of each block: shared ones first, then routed ones, both ascending, then NO_EXPERT.
+    pairs: [blocks * block_m] int32, row * slots + slot; NO_EXPERT after a block's last row. Not written for blocks
+        without an expert.
+    experts: [blocks] int32 expert of each block: shared ones, then routed ones, both ascending, then NO_EXPERT.
     shared: maximum number of blocks of shared experts.
-    stride: one of every `stride` programs takes a shared block.
+    stride: see `block_of_program`.
     count: `Routed.count`; the first kernel that reads this order zeroes it (`clear_counts`).
     """
 
@@ -141,7 +141,7 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 
 def order_by_expert(routed: Routed, num_experts: int, block_m: int, num_shared: int = 0) -> ExpertOrder:
-    """Sort rows by expert; in an expert's block, by their ranks.
+    """Sort rows by expert, and within an expert by rank.
 
     routed: from `workers.ops.experts.route_triton`, with counted rows.
     num_shared: shared experts, the last of `num_experts`.

@@ -1,4 +1,4 @@
-"""Chooses the experts of each row and their weights. Shapes do not depend on values, so it can be captured."""
+"""Chooses the experts of each row and their weights. Shapes do not depend on values, so CUDA graphs can capture it."""
 
 import contextlib
 from dataclasses import dataclass
@@ -8,23 +8,23 @@ from torch import Tensor
 
 NO_EXPERT = -1  # padding rows, and experts of other ranks
 MAX_LISTED = 16  # rows up to which the used experts are listed
-_ALIGNMENT = 16  # numbers: kernels are compiled for steps that are multiples of it
+_ALIGNMENT = 16  # numbers; kernels are compiled for row strides that are multiples of it
 SCORINGS = ("softmax", "sigmoid")
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Rule that chooses a row's experts from its scores.
+    """How a row's experts are chosen from its logits.
 
     experts_per_token: routed experts per row.
     scoring: one of `SCORINGS`, over float32 logits.
-    num_groups: experts form groups of equal size; only the best `groups_per_token` groups take part.
+    num_groups: groups of equal size; experts are chosen only from the best `groups_per_token` groups.
     best_of_group: a group's score is the sum of its `best_of_group` highest scores.
-    has_bias: scores have a bias that affects the choice but not the weights (arXiv 2412.19437, 2.1.2).
+    has_bias: scores have a bias that affects the choice but not the weights (arXiv 2412.19437, section 2.1.2).
     normalise: divide a row's weights by their sum. `scale` multiplies them afterwards.
     shared_gate: the router has one more logit, whose sigmoid is the weight of shared experts.
-    biased_logits: the router's product has a bias, before scores are computed (gpt-oss).
-    scales_experts: each expert's weights have a factor of its own, after all else (Gemma 4).
+    biased_logits: the router GEMM has a bias (gpt-oss).
+    scales_experts: a factor per expert multiplies the final weights (Gemma 4).
 
     The softmax of the chosen logits alone (gpt-oss, Mixtral) is softmax scoring with `normalise`.
     """
@@ -44,7 +44,7 @@ class Routing:
 
     @property
     def num_logits(self) -> int:
-        """Logits of a row: the experts', then the shared experts' and padding, so that rows keep their alignment."""
+        """Logits of a row: one per expert; with a shared gate, its logit and padding that keeps rows aligned."""
         return -(-(self.num_experts + 1) // _ALIGNMENT) * _ALIGNMENT if self.shared_gate else self.num_experts
 
     def check(self, source: str) -> None:
@@ -70,7 +70,7 @@ class Routing:
 class TokenSlots:
     """Marks the padding rows of a pass: their KV goes to the dummy page.
 
-    slots: [rows] int64 KV slots that the rows are written to.
+    slots: [rows] int64 KV slots of the rows.
     first: the first slot after the dummy page.
     """
 
@@ -82,11 +82,11 @@ class TokenSlots:
 class RouterLogits:
     """The input of the routing.
 
-    values: float32 [rows, num_logits], or partial sums [parts, rows, num_logits], added in order.
+    values: float32 [rows, num_logits], or partial sums [parts, rows, num_logits], to be added in order.
     bias: float32 [num_experts] if the routing has one.
-    live: None if no row is padding, or if padding rows may use any experts.
+    live: marks padding rows; None if there are none, or if they may use any experts.
     expert_scales: float32 [num_experts] if the routing scales experts.
-    routed: what the routing chose, if `workers.ops.experts.norm_route` has routed.
+    routed: the chosen experts, if `workers.ops.experts.norm_route` has routed already.
     """
 
     values: Tensor
@@ -97,7 +97,7 @@ class RouterLogits:
     routed: "Routed | None" = None
 
     def choose(self) -> tuple[Tensor, Tensor]:
-        """Return what `route` returns, weights scaled by experts; padding rows are not treated."""
+        """Return `route` of these logits, with scaled weights. Ignores `live`."""
         chosen, weight = route(self._whole()[:, : self.routing.num_experts], self.bias, self.routing)
         return chosen, weight if self.expert_scales is None else weight * self.expert_scales[chosen]
 
@@ -113,7 +113,7 @@ class RouterLogits:
 class Routed:
     """The experts of each row.
 
-    chosen: [rows, slots] int32 experts by this rank's index, shared ones (numbered last) at the end; NO_EXPERT for
+    chosen: [rows, slots] int32 indices of experts on this rank, shared ones (numbered last) at the end; NO_EXPERT for
         padding rows and for experts of other ranks.
     weight: [rows, slots] float32; 1 for shared experts without a gate, 0 for NO_EXPERT.
 
@@ -122,8 +122,8 @@ class Routed:
     num_used: [1] int32.
 
     With more rows they are counted, else None:
-    rank: [rows, slots] int32 index of the row among those of its expert, in no reliable order; undefined for NO_EXPERT.
-    count: [experts] int32 rows per expert. Must be zero again before the next launch.
+    rank: [rows, slots] int32 index of the row among its expert's rows, in arbitrary order; undefined for NO_EXPERT.
+    count: [experts] int32 rows per expert; must be zeroed before the next launch.
     """
 
     chosen: Tensor
@@ -134,10 +134,10 @@ class Routed:
     count: Tensor | None = None
 
     def forget(self) -> None:
-        """Zero `count` if no kernel will order the rows. The next launch counts on from it, and its ranks would be out
-        of bounds."""
+        """Zero `count` if no kernel will order the rows. Otherwise the next launch would continue counting from it, and
+        its ranks would be out of bounds."""
         if self.count is not None:
-            with contextlib.suppress(RuntimeError):  # a failed capture, which counted nothing
+            with contextlib.suppress(RuntimeError):  # after a failed capture, which has counted nothing
                 self.count.zero_()
 
 
@@ -146,6 +146,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
     logits: [rows, num_experts] float32.
     bias: [num_experts] float32 if the routing has one.
+
     Source: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
     """
     scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else logits.sigmoid()

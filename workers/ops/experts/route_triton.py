@@ -11,12 +11,12 @@ from attention.ops.pdl import pdl_wait
 from workers.ops.experts.route import MAX_LISTED, Routed, RouterLogits
 from workers.span import Span
 
-LEAST = tl.constexpr(-(1 << 31))  # below every result of `_ordered` but that of a NaN
+LEAST = tl.constexpr(-(1 << 31))  # below every result of `_ordered` except that of a NaN
 
 
 @triton.jit
 def _ordered(x):
-    """Map float32 to integers of the same order, both zeros alike: an integer maximum over a warp is one
+    """Map float32 to integers in the same order, both zeros to one. An integer maximum over a warp is one
     instruction."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -43,8 +43,8 @@ def _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots):
 
 @triton.jit
 def _logits(first_ptr, there, step, PARTS: tl.constexpr):
-    """Return the experts' logits, minus infinity where there are none. Partial sums are `step` apart; they are read
-    from L2, because programs of the same launch may have written them."""
+    """Return logits, minus infinity where not `there`. Partial sums are `step` apart. They are read from L2, because
+    programs of the same launch may have written them."""
     logits = tl.load(first_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
     for part in tl.static_range(1, PARTS):
         logits += tl.load(first_ptr + part * step.to(tl.int64), mask=there, other=0.0, cache_modifier=".cg")
@@ -92,7 +92,7 @@ def route_row(
     ROWS_PADDED: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Choose the experts of one row, by all threads of a program."""
+    """Choose the experts of one row; a program's threads share the work."""
     size: tl.constexpr = EXPERTS // GROUPS
     slots: tl.constexpr = K + SHARED
     group, member = tl.arange(0, GROUPS_PADDED), tl.arange(0, SIZE_PADDED)
@@ -164,7 +164,7 @@ def route_row(
     if LIST and ROWS_PADDED == 1:
         _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots)
     elif LIST:
-        # The program that ends last sees all choices.
+        # The program that finishes last sees all choices.
         tl.debug_barrier()
         if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == rows - 1:
             tl.store(ticket_ptr, 0)
@@ -270,13 +270,13 @@ def _route(
 def route(
     router: RouterLogits, num_shared: int, tickets: Tensor, list_used: bool = True, held: Span | None = None
 ) -> Routed:
-    """Choose the experts of each row; among equal preferences, the lowest index.
+    """Choose the experts of each row; ties go to the lowest index.
 
     num_shared: shared experts, which every row uses.
-    tickets: int32, one per expert of this rank, zero between launches. Counts rows, until the experts' first product or
-        `Routed.forget` zeroes it.
-    list_used: list the used experts of up to MAX_LISTED rows. Else rows are counted and any number of rows is computed
-        alike, so that a row's result depends on that row alone.
+    tickets: int32, one per expert of this rank, zero between launches. Becomes `Routed.count`, which the experts' first
+        GEMM or `Routed.forget` zeroes.
+    list_used: list the used experts of up to MAX_LISTED rows. If false, rows are always counted, and a row's result
+        depends on that row alone.
     held: the routed experts on this rank; None: all.
 
     Reference: `workers.ops.experts.route.route`.

@@ -1,4 +1,4 @@
-"""A router's logits, summed and kept in float32."""
+"""A router's logits, computed and returned in float32."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,8 +26,6 @@ def router_gemm(
     bias           [N], x's dtype, or None
     workspace      for 16-bit models on a GPU with K a multiple of 64; else None
     deterministic  a row's result must not depend on the number of rows
-    ->             [rows, N] float32; or partial sums [parts, rows, N], which the routing adds in order, so that
-    programs
-                   with a common sum need not wait for each other
+    ->             [rows, N] float32; or split-K partial sums [parts, rows, N], which the routing adds in order
     """
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())

@@ -8,14 +8,14 @@ from workers.ops.gemm.skinny_triton import skinny_gemm
 from workers.ops.gemm.tiles import FIXED_ROWS, MAX_ROWS, MULTIPROCESSORS, SkinnyGemmTiles
 from workers.ops.gemm.workspace import Workspace
 
-_MAX_ROWS = 512  # cuBLAS multiplies more
-_BLOCK_N, _BLOCK_K = 64, 128  # columns per step; 64 where 128 do not divide K
+_MAX_ROWS = 512  # beyond, cuBLAS is used
+_BLOCK_N, _BLOCK_K = 64, 128  # BLOCK_K is 64 if 128 does not divide K
 _MAX_SPLITS = 16
 
 
 def router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
     """Return tiles for a router's small N and large K: K is split until programs fill the device. For up to 16 rows
-    each program reads its whole part before the wait, if that fits."""
+    each program reads all of its weights before the wait, if they fit."""
     block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
     whole = triton.next_power_of_2(triton.cdiv(k, _MAX_SPLITS))
     if block_m == 16 and k % whole == 0 and 128 <= whole <= 512:

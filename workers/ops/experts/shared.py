@@ -1,4 +1,4 @@
-"""Appends the weights, or the scales, of shared experts to those of the routed ones."""
+"""Appends the weights or scales of shared experts to those of the routed experts."""
 
 import math
 
@@ -6,17 +6,15 @@ from torch import Tensor
 
 
 def with_shared(experts: Tensor, shared: Tensor) -> Tensor:
-    """Return [experts + shared, rows, columns]: `experts`, then `shared`."""
+    """Return [experts + shared, rows, columns]: `experts`, then `shared`. May reuse the memory of `experts`."""
     joined = with_room(experts, shared.shape[0])
     joined[experts.shape[0] :].copy_(shared)
     return joined
 
 
 def with_room(experts: Tensor, num_shared: int) -> Tensor:
-    """Return [experts + num_shared, rows, columns] that begins with `experts`, in place if its memory has room.
-
-    Growing tensors after loading would fragment memory: by a third of the weights for DeepSeek-V3.
-    """
+    """Return [experts + num_shared, rows, columns] that begins with `experts`, in the same memory if that is large
+    enough. A new tensor after loading would fragment memory, by a third of the weights for DeepSeek-V3."""
     whole = (experts.shape[0] + num_shared, *experts.shape[1:])
     end = experts.storage_offset() + math.prod(whole)
     if experts.is_contiguous() and end * experts.itemsize <= experts.untyped_storage().nbytes():
@@ -29,8 +27,8 @@ def with_room(experts: Tensor, num_shared: int) -> Tensor:
 def shared_rows(mlp: Tensor, num_shared: int) -> Tensor:
     """Split the gate and up projections of the shared experts' MLP by expert.
 
-    mlp: [num_shared * rows, columns], all gate rows above all up rows.
-    returns: [num_shared, rows, columns], gate above up in each.
+    mlp: [num_shared * rows, columns], gate rows of all experts, then up rows.
+    returns: [num_shared, rows, columns], gate, then up rows of each.
     """
     return mlp.view(2, num_shared, -1, mlp.shape[1]).transpose(0, 1).flatten(1, 2)
 

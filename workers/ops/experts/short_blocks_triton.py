@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Products of `workers.ops.experts.many_rows_triton` for blocks of fewer than 64 rows (verified batches). Weights are
-the tensor core's first operand, which has at least 64 rows."""
+"""GEMMs of `workers.ops.experts.many_rows_triton` with BLOCK_M below 64 (verified batches). Weights are the tensor
+core's first operand, which has at least 64 rows."""
 
 import triton
 import triton.language as tl
@@ -190,8 +190,8 @@ def _add_product(
     BY_GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add the product of one step to acc [outputs, rows]. In FP8 it is multiplied by each row's `factor` and, with
-    BY_GROUP, by each output's `scale`."""
+    """Add the product of one step to acc [outputs, rows]. In FP8 it is multiplied by the rows' `factor` and, with
+    BY_GROUP, by the outputs' `scale`."""
     weights = w_desc.load([row, column])
     if IN_FP8:
         part = tl.dot(weights, tl.trans(inputs))

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Products of `workers.ops.experts.many_rows_triton` for blocks of at least 64 rows (prompts). Rows are the tensor
-core's first operand, so that a thread has few rows and few scales.
+"""GEMMs of `workers.ops.experts.many_rows_triton` with BLOCK_M of at least 64 (prompts). Rows are the tensor core's
+first operand, so a thread has few rows and few scales.
 
-A down-projection program computes several blocks of columns in turn for the same rows; the next block's weights load
-while one is multiplied and written.
+A down-projection program computes several blocks of columns in turn for the same rows; the weights of the next block
+load while one block is multiplied and written.
 """
 
 import triton
@@ -199,7 +199,8 @@ def _add_product(
     BY_GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add the product of one step to acc [rows, outputs]; in FP8, times each row's `factor`."""
+    """Add the product of one step to acc [rows, outputs]. In FP8 it is multiplied by the rows' `factor` and, with
+    BY_GROUP, by the weights' scale."""
     groups: tl.constexpr = WIDTH // 128
     weights = w_desc.load([row, step * STEP])
     if IN_FP8:

@@ -10,7 +10,7 @@ from workers.ops.fp8.rows import GROUP
 from workers.ops.gemm.tiles import MULTIPROCESSORS
 from workers.span import Span
 
-MAX_FEW_ROWS = MAX_LISTED  # the tensor core takes 16 in any case
+MAX_FEW_ROWS = MAX_LISTED  # 16: the smallest tile of a tensor core
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class ExpertSizes:
 
     num_routed, num_shared: routed experts, and shared experts, which every row uses.
     experts_per_token: routed experts per row.
-    size: columns of input rows.
-    width: columns inside an expert.
+    size: hidden size.
+    width: intermediate size of an expert on this rank.
     step: columns of the gate and up projections in 128 bytes.
     num_elsewhere: routed experts on other ranks.
     """
@@ -51,7 +51,7 @@ class ExpertSizes:
 class ExpertWeights:
     """The experts of a layer on this rank, shared ones last; all tensors contiguous.
 
-    gate_up: [experts, 2 * width, size] of a 16-bit dtype or float8_e4m3fn; gate above up.
+    gate_up: [experts, 2 * width, size] of a 16-bit dtype or float8_e4m3fn; gate rows, then up rows.
     down: [experts, size, width], same dtype.
     gate_up_scales, down_scales: None without FP8; else as in `workers.ops.fp8.tiles.Fp8Matrix`, per expert: float32
         [experts, rows / 64, columns / 128] or [experts, rows, 1].
@@ -91,7 +91,7 @@ class ExpertWeights:
 
     @property
     def by_group(self) -> bool:
-        """Whether input rows have a scale per 128 columns, or one per row."""
+        """Whether input rows have a scale per 128 columns, not one per row."""
         return self.gate_up_scales is not None and self.gate_up_scales.shape[1] != self.gate_up.shape[1]
 
     @property
@@ -107,13 +107,13 @@ def fits_kernels(size: int, width: int) -> bool:
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """Tiles of one of the two products.
+    """Tiles of one of the two GEMMs.
 
-    block_n: outputs per program, 64 or 128; for gate and up projections that many of each.
+    block_n: outputs per program, 64 or 128; of gate and of up projections each.
     splits: programs that share a sum (split K).
     stages, warps: Triton's.
     blocks: blocks of `block_n` outputs that a program computes in turn.
-    ahead: a program has one expert and one row, and reads all its weights before it waits (`attention.ops.pdl`).
+    ahead: a program computes one expert of one row, and reads all weights before it waits (`attention.ops.pdl`).
     """
 
     block_n: int
@@ -142,7 +142,7 @@ class InnerRows:
     """Inner activations, in blocks of rows. The few-row kernels have one block of all rows per used expert.
 
     values: [blocks * block_m, width] in the weights' dtype.
-    factors: float32 [blocks, width / block_n, block_m], scales of FP8 values; else None or unused.
+    factors: float32 [blocks, width / block_n, block_m], scales of FP8 values; None or unused for other dtypes.
     """
 
     values: Tensor
@@ -150,17 +150,17 @@ class InnerRows:
 
 
 def block_of(rows: int) -> int:
-    """Block size for `rows` rows: a power of two; tensor cores take at least 16."""
+    """Return the block size for `rows` rows: a power of two, at least 16 (a tensor core's smallest tile)."""
     return 16 if rows <= 16 else 1 << (rows - 1).bit_length()
 
 
 def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     """Return the tiles of `workers.ops.experts.few_rows_triton`, set by sweeps on an H200.
 
-    Gate and up projections are split until they fill the device with one program per multiprocessor; each program has
-    about 140 KB in flight. For one row, down projections are many small programs, which fit beside those of the gates
-    and read their weights meanwhile. A program of theirs has one expert where it loads all of that expert's inner
-    columns at once, and in FP8 where this rank has all experts.
+    Gate and up projections are split until one program per multiprocessor fills the device; each program has about
+    140 KB in flight. For one row, down projections are many small programs, which fit beside the gate and up
+    projections and read their weights meanwhile. Such a program has one expert if one load holds all of that expert's
+    inner columns, or, in FP8, if this rank has all experts.
     """
     steps = sizes.size // sizes.step
     programs = sizes.used(rows) * sizes.width / 128

@@ -4,11 +4,11 @@ weight    `PackedWeight`: `pack` builds one from a checkpoint's codes, `dequanti
 product   y = x W^T + b; cuda: int4 on Hopper; product_triton chooses a kernel by the number of rows:
   stream_triton      up to 32 rows: streams the codes into tensor cores (stream_steps_triton,
                      fragments_triton, decode_ptx, sums_triton)
-  blocks_triton      up to some hundred rows: blocks of 64 outputs, by wgmma (order_rows_triton)
-  dequantize_triton  more: some outputs at a time for the library's product
+  blocks_triton      up to 512 rows: blocks of 64 outputs, by wgmma (order_rows_triton)
+  dequantize_triton  more rows: dequantises some outputs at a time for cuBLAS
 tiles     tile sizes, and the workspace
 experts   the weighted sum of each row's experts; experts_triton chooses kernels by the number of rows
   expert_gate_up_triton  gate and up projections
   expert_down_triton     down projections (expert_steps_triton: one step of both)
-expert_tiles  their tile sizes, and the workspace
+expert_tiles  tile sizes of the experts' kernels, and the workspace
 """

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
-"""y = x W^T, or silu(x G^T) * (x U^T), for 33 to some hundred rows and a weight of 4 or 8 bits: blocks of 64 outputs by
-up to 128 rows.
+"""y = x W^T, or silu(x G^T) * (x U^T), for 9 to 512 rows and a weight of 4 or 8 bits: blocks of 64 outputs by up to 128
+rows. `workers.ops.packed.tiles` chooses between this kernel and `stream_triton`.
 
-As in `stream_triton`, each lane loads the codes of its own part of a tensor core's first operand. Here the operand is
-wgmma's, 64 outputs of four warps, and rows come through tensor maps to shared memory, so that all warps share them.
-Weights are rounded to the rows' type with their scale, as dequantised ones are.
+As in `stream_triton`, each lane loads the codes of its own part of a tensor core's first operand. Here it is wgmma's,
+64 outputs of four warps. Tensor maps load rows to shared memory, which all warps share. Weights are rounded to the
+rows' dtype with their scale, as by dequantisation, unless `BlockTiles.scaled_sums`.
 
-The order of inputs in an operand is not that of a row (`workers.ops.packed.weight`): `order_rows`
-writes rows in the operand's order before, or the kernel reads them so, 4 bytes at a time (`BlockTiles.direct`).
+The order of inputs in an operand differs from that in a row (`workers.ops.packed.weight`). Either `order_rows` writes
+rows in the operand's order first, or the kernel reads rows in that order, 4 bytes at a time (`BlockTiles.direct`).
 """
 
 import triton
@@ -27,7 +27,7 @@ from workers.ops.packed.weight import PackedWeight
 
 @triton.jit
 def _joined(operands):
-    """Join the first half of a tuple to the second: a dimension more, half as many."""
+    """Join the first half of a tuple with the second: half as many tensors, with one more dimension."""
     half: tl.constexpr = len(operands) // 2
     joined = ()
     for each in tl.static_range(half):
@@ -53,9 +53,9 @@ def _weights(
     ROUNDED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return 64 outputs per warp group by the inputs of COUNT chunks, in the order of operands.
+    """Return the weights of 64 outputs per warp group by COUNT chunks of inputs, in the order of operands.
 
-    SCALE_TYPE: of their scales; None: without them.
+    SCALE_TYPE: dtype of scales; None: weights are not scaled.
     ROUNDED: steps may reach beyond the last chunk.
     """
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
@@ -135,8 +135,8 @@ def _packed_blocks(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    # x_ptr: rows of `order_rows`, a tensor map; DIRECT: rows in their own order, a pointer
-    # N: outputs of W; gated: half of them. PAIRED: a program has blocks of outputs and as many others.
+    # x_ptr: tensor map of `order_rows`; DIRECT: pointer to rows in their own order
+    # N: outputs of W, or half of them if GATED. PAIRED: a program has twice as many blocks of outputs.
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     CHUNKS: tl.constexpr = (K + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
@@ -150,7 +150,7 @@ def _packed_blocks(
     index = tl.arange(0, 512 * WARPGROUPS)
     i, t, g = index // 128 % 4, index // 4 % 4, index // 16 % 8
     first_block = tile * WARPGROUPS * (2 if PAIRED and not GATED else 1)
-    # blocks beyond the last one repeat it, and are not stored
+    # blocks beyond the last repeat it, and are not stored
     block = (
         first_block + index // 512 if BLOCKS % WARPGROUPS == 0 else tl.minimum(first_block + index // 512, BLOCKS - 1)
     )
@@ -162,7 +162,7 @@ def _packed_blocks(
     if HAS_ZEROS:
         zeros_base = zeros_ptr.to(tl.pointer_type(tl.int32)) + scale_words
     if DIRECT:
-        # the column of a row at each place of operands: from r, u, t, p to t, r, u, p
+        # column of a row at each index of operands: from r, u, t, p to t, r, u, p
         place = tl.arange(0, 64 * COUNT)
         ordered = place // 32 * 32 + place // 2 % 4 * 8 + place // 8 % 4 * 2 + place % 2
         ordered = tl.max_contiguous(tl.multiple_of(ordered, [2]), [2])
@@ -250,7 +250,7 @@ def _packed_blocks(
         if row_scale_ptr is not None:
             acc *= tl.load(row_scale_ptr + n, mask=n < N, other=0.0)[:, None]
             acc_up *= tl.load(row_scale_ptr + N + n, mask=n < N, other=0.0)[:, None]
-        # rounded as the plain product and `silu_mul` round
+        # rounded like a product followed by `silu_mul`
         acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         acc = (acc / (1.0 + tl.exp(-acc))).to(out_ptr.dtype.element_ty).to(tl.float32)
         acc *= acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -263,8 +263,8 @@ def _packed_blocks(
 
 @triton.jit
 def _sum_of_splits(cells, there, SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """`sum_of_splits`, but with many parts one after another: all at once would need more registers, so that fewer
-    programs ran on a multiprocessor."""
+    """`sum_of_splits`, but many parts are loaded one after another: more registers would leave fewer programs on a
+    multiprocessor."""
     if SPLITS <= 4:
         acc = sum_of_splits(cells, there, SIZE, SPLITS)
     else:

@@ -2,16 +2,17 @@
 """PTX that turns four words of codes into two operands of a tensor core (`fragments_triton.decode`): eight words of two
 numbers each. Every step is exact, except a product with a scale, which is rounded once.
 
-int4: the four bits become the last of a mantissa, whose exponent makes them 128 + code (bfloat16) or 1024 + code
-    (float16); the zero is subtracted with the same exponent.
-int8: float16 likewise. A bfloat16 mantissa has seven bits: 128 + the lower seven, and 128 or 256 for the highest.
-e2m1: sign, exponent and mantissa move to their places, and a power of two corrects the exponent, which also turns
+int4: the four bits become the lowest of a mantissa whose exponent gives 128 + code (bfloat16) or 1024 + code (float16).
+    The zero is subtracted with the same exponent.
+int8: float16 likewise. A bfloat16 mantissa has seven bits, so two numbers are added: 128 + the lower seven bits, and
+    128 or 256 for the highest.
+e2m1: sign, exponent and mantissa move to their positions, and a power of two corrects the exponent. This also turns
     subnormal numbers into normal ones.
-e2m1 / 2^126: without that power, for scales that have it (bfloat16).
-e2m1 moved: the same of codes whose bits `workers.ops.packed.experts.moved` has placed: 11 instructions instead of 15.
+e2m1 / 2^126: without that power, for scales that include it (bfloat16).
+e2m1 moved: the same for codes with the bit order of `workers.ops.packed.experts.moved`: 11 instructions instead of 15.
 
 Operands: $0 to $7 are results, $8 to $11 codes, $12 to $15 zeros, $16 to $19 scales. Word r = 2 u + h of a result
-belongs to output g + 8 h. Sums are `fma`s with one, because bfloat16 has no other before compute capability 9.
+belongs to output g + 8 h. Sums are `fma`s with a factor of one: bfloat16 has no `add` before compute capability 9.
 """
 
 import triton
@@ -20,7 +21,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def decode_asm(i, half, code, has_zeros, scale_type, dtype):
-    """Return the PTX. scale_type: of scales to multiply by; None: do not. The rest: see `fragments_triton.decode`."""
+    """Return the PTX. scale_type: dtype of scales to multiply by; None: none. Others: see `fragments_triton.decode`."""
     is_bf16 = dtype == tl.bfloat16
     zero = f"${12 + i}" if has_zeros else None
     if code == "int4":
@@ -40,7 +41,7 @@ def decode_asm(i, half, code, has_zeros, scale_type, dtype):
 
 @triton.constexpr_function
 def _broadcast(pair, name):
-    """Both halves of two registers from each half of a word."""
+    """Broadcast each half of a word to both halves of a register."""
     return [f"prmt.b32 {name}0, {pair}, 0, 0x1010;", f"prmt.b32 {name}1, {pair}, 0, 0x3232;"]
 
 
@@ -132,7 +133,7 @@ def _int8_half(zero):
 
 @triton.constexpr_function
 def _e2m1(half, is_bf16, is_whole):
-    # where exponent and mantissa of word 0 go, the mask there, and 2^126 or 2^14
+    # shift of exponent and mantissa for word 0, their mask, and 2^126 or 2^14
     name = "bf16x2" if is_bf16 else "f16x2"
     up, mask, power = (6, 0x01C001C0, 0x7E807E80) if is_bf16 else (9, 0x0E000E00, 0x74007400)
     lines = [f"mov.b32 z0, {power:#x};"]
@@ -152,7 +153,7 @@ def _e2m1(half, is_bf16, is_whole):
 
 @triton.constexpr_function
 def _e2m1_moved(half):
-    # of a word's four operands: the shift of exponent and mantissa, and that of the sign
+    # by operand of a word: shift of exponent and mantissa, and shift of the sign
     lines = []
     for word in range(8):
         codes, out = f"${8 + 2 * half + word // 4}", f"${word}"

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
-"""Some outputs of a weight of few bits as 16-bit numbers, for products of many rows: a library multiplies them.
+"""Dequantises some outputs of a weight of few bits to 16 bits, for GEMMs of many rows by cuBLAS.
 
-A lane decodes its parts of operands (`workers.ops.packed.fragments_triton`), which are 8 inputs in a row of two
-outputs, and stores 16 bytes of each. A number is rounded once, if there is no scale of the row.
+A lane decodes its parts of operands (`workers.ops.packed.fragments_triton`): 8 adjacent inputs of two outputs. It
+stores 16 bytes of each. A number is rounded once without `row_scale`, else twice.
 """
 
 import triton
@@ -81,9 +81,9 @@ def _dequantize(
 
 
 def dequantize_rows(weight: PackedWeight, first: int, out: Tensor) -> Tensor:
-    """Write the outputs from `first` on to `out` and return it.
+    """Write the weight's rows from output `first` on to `out` and return it.
 
-    weight: without experts; 16-bit scales; in_features a multiple of 8.
+    weight: of a linear layer; 16-bit scales; in_features a multiple of 8.
     first: a multiple of 64.
     out: [outputs, in_features] bfloat16 or float16, contiguous.
 

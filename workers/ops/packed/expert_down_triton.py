@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Down projections of `workers.ops.packed.experts_triton`, over the inner activations of `expert_gate_up_triton`, whose
-blocks and lanes these have too."""
+"""Down projections of `workers.ops.packed.experts_triton`, over the inner activations of `expert_gate_up_triton`, with
+the same blocks and lanes."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def _add_biases(
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Add to rows m and outputs n of `total` the biases of this program's experts, times the experts' weights. Four
+    """Add the biases of this program's experts, times the routing weights, to rows m and outputs n of `total`. Four
     experts at a time, so that their reads overlap."""
     for first in range(split, most, 4 * SPLITS):
         for each in tl.static_range(4):
@@ -68,8 +68,8 @@ def down_of_listed(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Write the weighted sum of down projections to out [rows, SIZE]. A program has some outputs and every SPLITS-th
-    used expert. Its first weights and biases are read before the wait, as the kernel before waits before it triggers
+    """Write the weighted sum of down projections to out [rows, SIZE]. A program computes some outputs of every
+    SPLITS-th used expert. It reads its first weights and biases before the wait, because the previous kernel is a fence
     (`attention.ops.pdl`)."""
     CHUNKS: tl.constexpr = WIDTH // 64
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
@@ -89,7 +89,7 @@ def down_of_listed(
         tl.extra.cuda.gdc_launch_dependents()
     num_used = tl.load(num_used_ptr)
     steps = (num_used - split + SPLITS - 1) // SPLITS * STEPS
-    # the number of an expert is read a step before it is needed
+    # an expert's index is read one step before its use
     expert = tl.maximum(tl.load(used_ptr + split, mask=split < most, other=0), 0)
     first_bias = ()
     if bias_ptr is not None:
@@ -122,7 +122,7 @@ def down_of_listed(
             CODE, TYPE, SCALE_TYPE, INTERPRETED,
         )  # fmt: skip
     if PDL:
-        tl.extra.cuda.gdc_wait()  # of programs without an expert, too
+        tl.extra.cuda.gdc_wait()  # programs without an expert must wait, too
     # as in `expert_gate_up_triton.gate_up_of_blocks`
     sums = sums_of_warps(acc, PARTS, WARPS_N, WARPS_K, False, INTERPRETED)
     RESULTS: tl.constexpr = (PARTS + WARPS_K - 1) // WARPS_K
@@ -133,7 +133,7 @@ def down_of_listed(
         one = restored(sums[q], CODE, ROW_TILES)
         if bias_ptr is not None:
             live = (part < PARTS) & (m < rows) & (n < SIZE)
-            # blocks without an expert have no weights: their biases are zero, and what is read is not used
+            # programs without an expert have no routing weights: they load uninitialised memory and discard it
             share = tl.load(share_ptr + split * BLOCK_M + m, mask=live & (split < num_used), other=0.0)
             one = _add_biases(
                 one + first_bias[q] * share, bias_ptr, share_ptr, used_ptr, split + SPLITS, most, m, n, live, SIZE,
@@ -190,7 +190,7 @@ def down_of_blocks(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Write the weighted down projections of SPAN outputs from 64 * first_tile on to part [rows * slots, SPAN]."""
+    """Write weighted down projections to part [rows * slots, SPAN]: SPAN outputs from 64 * first_tile on."""
     CHUNKS: tl.constexpr = WIDTH // 64
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Gate and up projections of `workers.ops.packed.experts_triton`. Each lane has its own part of the operands from
-memory on, as in `workers.ops.packed.stream_triton`; codes and scales are copied to shared memory some steps ahead.
+"""Gate and up projections of `workers.ops.packed.experts_triton`. Each lane loads its own part of the operands, as in
+`workers.ops.packed.stream_triton`. Codes and scales are copied to shared memory some steps ahead.
 
-A block has rows of one expert. Up to 8 rows: a block per used expert, with all rows (LISTED). More rows: blocks sorted
+A block has rows of one expert. Up to 8 rows: one block of all rows per used expert (LISTED). More rows: blocks sorted
 by expert (`workers.ops.experts.order_triton`).
 """
 
@@ -62,8 +62,8 @@ def gate_up_of_blocks(
 ):
     """Write the inner activations of each block: [blocks, 8 * ROW_TILES, WIDTH].
 
-    LISTED: they are multiplied by each row's weight of the expert, zero where a row does not use it; `share_ptr` gets
-    these weights.
+    LISTED: they are multiplied by each row's routing weight of the expert, zero for rows that do not use it. These
+    weights are stored at `share_ptr`.
     """
     CHUNKS: tl.constexpr = (SIZE + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
@@ -117,8 +117,8 @@ def gate_up_of_blocks(
             TYPE, SCALE_TYPE, INTERPRETED,
         )  # fmt: skip
     if PDL and LISTED:
-        tl.extra.cuda.gdc_launch_dependents()  # now; earlier, reads of down projections would slow these
-    # part = ROW_TILES i + j of a sum, in lane (g, t) and register r: output 16 i + 8 (r / 2) + g, row 8 j + 2 t + r % 2
+        tl.extra.cuda.gdc_launch_dependents()  # earlier, the down projections' reads would slow these
+    # part ROW_TILES i + j of a sum, lane (g, t), register r: output 16 i + 8 (r / 2) + g of row 8 j + 2 t + r % 2
     sums = sums_of_warps(acc, PARTS, 2, WARPS_K, SPLITS == 1, INTERPRETED)
     place, word = block * TILES + tile, index % 128
     cells = part_ptr
@@ -167,7 +167,7 @@ def gate_up_of_blocks(
 
 @triton.jit
 def _share(chosen_ptr, weight_ptr, expert, m, rows, SLOTS: tl.constexpr):
-    """Return the weight of `expert` in rows m, and whether they use it."""
+    """Return the routing weight of `expert` in rows m, and whether they use it."""
     share, uses = tl.zeros([m.shape[0]], tl.float32), m < 0
     for slot in tl.static_range(SLOTS):
         asked = tl.load(chosen_ptr + m * SLOTS + slot, mask=m < rows, other=-1) == expert

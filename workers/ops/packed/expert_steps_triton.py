@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Common parts of `expert_gate_up_triton` and `expert_down_triton`: a warp's load of a weight, and its product with
-rows. Tensors are laid out as in `workers.ops.packed.fragments_triton`.
+rows. Tensors have the layout of `workers.ops.packed.fragments_triton`.
 
 Loads of a weight have no masks, so that Triton's pipelined loops copy them to shared memory several steps ahead.
-Indices are clamped instead: inputs past the last are zero, and outputs past the last are not stored.
+Indices are clamped instead: rows are zero after the last input, and outputs after the last are not stored.
 """
 
 import triton
@@ -27,8 +27,8 @@ def load_weight(
     GROUP: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Load COUNT chunks of 64 inputs from `chunk` on. Per chunk: for each 16 outputs a tensor of codes (int8: one for
-    each 32 inputs), then for each 32 inputs, or all, the scales, and the zeros if there are any."""
+    """Load COUNT chunks of 64 inputs from `chunk` on. Return tensors, per chunk: codes of each 16 outputs (int8: and of
+    each 32 inputs); then scales, and zeros if there are any, of each 32 inputs, or of all 64."""
     loaded = ()
     word, t = index % 128, index // 4 % 4
     for each in tl.static_range(COUNT):
@@ -47,11 +47,11 @@ def load_weight(
 
 @triton.jit
 def _load_inputs(pointers, there, waits, INTERPRETED: tl.constexpr):
-    """Load 16 bytes a lane, zeros unless `there`. Not a load of Triton's, so that pipelined loops leave it in L1, which
-    all warps share.
+    """Load 16 bytes per lane; zeros unless `there`. Inline PTX, because Triton's pipelined loops would copy its own
+    loads to shared memory; L1 serves all warps.
 
-    waits: whether to wait for the kernel before (`attention.ops.pdl`), the same in all lanes; None: no. Pipelined loops
-        would move a `gdc_wait` behind the load.
+    waits: whether to wait for the previous kernel (`attention.ops.pdl`), equal in all lanes; None: no. Pipelined loops
+        would move a `gdc_wait` after the load.
     """
     if INTERPRETED:
         return tl.load(pointers, mask=there, other=0)
@@ -110,14 +110,15 @@ def add_products(
 
     x_base: pointers to the lanes' words of each tile of 8 rows.
     rows_there: masks of the same.
-    waits: whether the rows' loads wait for the kernel before; None: no.
+    waits: see `_load_inputs`.
     """
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     HALVES: tl.constexpr = 1 if GROUP % 64 == 0 else 2
     PER_HALF: tl.constexpr = 2 if HAS_ZEROS else 1
     FIRST: tl.constexpr = 4 * PIECES
     SIZE: tl.constexpr = FIRST + HALVES * PER_HALF
-    # Exact: significands of at most 2 and 4 bits. Of few rows, sums of 32 inputs take fewer products than weights.
+    # Scaled weights are exact: significands have at most 2 and 4 bits. With one tile of rows, scaling sums takes fewer
+    # multiplications.
     SCALED: tl.constexpr = CODE == RAISED or (CODE == MOVED and ROW_TILES > 1)
     BY: tl.constexpr = tl.bfloat16 if SCALED else None
     for each in tl.static_range(COUNT):
@@ -161,7 +162,7 @@ def add_products(
 
 @triton.jit
 def restored(sums, CODE: tl.constexpr, ROW_TILES: tl.constexpr):
-    """Undo what `workers.ops.packed.experts.raised` and `times_power` left in a sum."""
+    """Return sums without the powers of two of `workers.ops.packed.experts.raised` and `times_power`."""
     if CODE == MOVED and ROW_TILES == 1:
         return sums * 2.0**-48
     elif CODE == RAISED or CODE == MOVED:  # noqa: SIM109 - not in kernels
@@ -180,5 +181,5 @@ def zero_sums(COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def words(ptr):
-    """A pointer to 32-bit words."""
+    """Return the pointer as one to 32-bit words."""
     return ptr.to(tl.pointer_type(tl.int32))

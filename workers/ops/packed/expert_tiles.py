@@ -9,7 +9,7 @@ from workers.ops.packed.weight import BITS, TILE, PackedWeight
 MAX_LISTED_ROWS = 8
 _MAX_ROW_TILES = 4
 _MAX_SPLITS = 8
-_SMALL_SHARED = 48 << 10  # bytes of shared memory that a program may have without asking
+_SMALL_SHARED = 48 << 10  # bytes of shared memory per program without opting in to more
 
 
 def _sums_bytes(parts: int, warps: int) -> int:
@@ -21,7 +21,7 @@ def _sums_bytes(parts: int, warps: int) -> int:
 
 
 def _chunk_bytes(weight: PackedWeight) -> int:
-    """Return the bytes in shared memory of 64 outputs and inputs: codes, and scales and zeros of each lane."""
+    """Return the bytes of shared memory for 64 outputs by 64 inputs: codes, and scales and zeros of each lane."""
     halves = (1 if weight.group % TILE == 0 else 2) * (1 if weight.zeros is None else 2)
     return 512 * (BITS[weight.code] + halves)
 
@@ -31,11 +31,11 @@ class PackedTiles:
     """Tiles of one product.
 
     row_tiles: tiles of 8 rows.
-    warps_n: warps with different outputs, 64 each; of gate and up projections always 2, one for each.
+    warps_n: warps with different outputs, 64 each; always 2 for gate and up projections, one each.
     warps_k: warps that share a sum.
     chunks: of 64 inputs, loaded at once by a warp.
-    splits: programs that share a sum: of the down projections of listed experts, by experts.
-    stages: loads ahead, in shared memory.
+    splits: programs that share a sum; for down projections of listed experts, each has some of the experts.
+    stages: of the pipeline of loads, in shared memory.
     """
 
     row_tiles: int
@@ -46,12 +46,12 @@ class PackedTiles:
     stages: int = 4
 
     def steps(self, k: int, splits: int = 1) -> int:
-        """Loads of a warp, one after another. splits: programs that share the inputs."""
+        """Return the sequential loads of a warp. splits: programs that share the inputs."""
         return -(-k // (TILE * self.chunks * self.warps_k * splits))
 
     def stages_for(self, weight: PackedWeight) -> int:
-        """Return `stages`, or fewer, so that the kernel can be launched. Triton 3.6 asks for more than 48 KB of shared
-        memory only if its own part needs it, which leaves out that of `sums_of_warps`."""
+        """Return `stages`, or fewer if the launch would fail. Triton 3.6 opts in to more than 48 KB of shared memory
+        only if its own part exceeds that, without counting that of `sums_of_warps`."""
         own, stages = _sums_bytes(4 * self.row_tiles, self.warps_n * self.warps_k), self.stages
         step = self.warps_n * self.warps_k * self.chunks * _chunk_bytes(weight)
         while stages > 2 and (stages - 1) * step <= _SMALL_SHARED < (stages - 1) * step + own:
@@ -71,9 +71,8 @@ class PackedExpertTiles:
 
 
 def packed_expert_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> PackedExpertTiles:
-    """Return the tiles for so many rows, chosen among those that were measured on an H100 (gpt-oss-20b and
-    Qwen3.5-35B-A3B; `tests.bench packed_experts`). deterministic: tiles that give a row the same result for any number
-    of rows."""
+    """Return the tiles for `rows` rows, the fastest of those measured on an H100 (gpt-oss-20b and Qwen3.5-35B-A3B;
+    `tests.bench packed_experts`). deterministic: tiles that give a row the same result for any number of rows."""
     if lists_experts(rows, deterministic):
         return _listed_tiles(rows, sizes)
     row_tiles = _MAX_ROW_TILES if deterministic else _row_tiles(rows * sizes.share)
@@ -82,13 +81,14 @@ def packed_expert_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = Fal
 
 
 def lists_experts(rows: int, deterministic: bool) -> bool:
-    """Whether all rows go through each used expert; else rows are sorted by expert, which is faster from 9 rows on:
-    an expert then has one tile of rows instead of two."""
+    """Whether all rows go through each used expert. Otherwise rows are sorted by expert. That is faster from 9 rows on:
+    an expert then has one tile of 8 rows, not two."""
     return rows <= MAX_LISTED_ROWS and not deterministic
 
 
 def _listed_tiles(rows: int, sizes: ExpertSizes) -> PackedExpertTiles:
-    """Few programs get more warps each, so that each multiprocessor has enough loads on their way."""
+    """Return tiles with more warps the fewer programs there are, so that each multiprocessor has enough loads in
+    flight."""
     used, chunks = sizes.used(rows), sizes.width // TILE
     programs = used * chunks
     gate_up = PackedTiles(1, warps_k=2 if programs >= 2.5 * MULTIPROCESSORS else 4)
@@ -100,18 +100,18 @@ def _listed_tiles(rows: int, sizes: ExpertSizes) -> PackedExpertTiles:
     warps_n = 1 if splits * pairs < 0.9 * MULTIPROCESSORS else 2
     down = PackedTiles(1, warps_n, min(_warps_k(chunks), 2 if chunks <= 8 else 4), splits=splits)
     if programs < 2.5 * MULTIPROCESSORS and chunks >= 16:
-        # halves of sums, so that no multiprocessor has twice another's work; twice the warps for one block of outputs
+        # split sums, so that no multiprocessor has twice the work of another; more warps per block of outputs
         gate_up, down = PackedTiles(1, warps_k=2, splits=2), replace(down, warps_k=8 // warps_n)
     return PackedExpertTiles(gate_up, down)
 
 
 def _warps_k(chunks: int) -> int:
-    """Return how many warps share so many chunks of 64 inputs."""
+    """Return the number of warps that share `chunks` chunks of 64 inputs."""
     return 4 if chunks >= 4 else 2 if chunks >= 2 else 1
 
 
 def _row_tiles(each: float) -> int:
-    """Return the tiles of 8 rows for an expert that gets so many rows."""
+    """Return the tiles of 8 rows for an expert that has `each` rows on average."""
     tiles = 1
     while tiles < _MAX_ROW_TILES and 8 * tiles < 1.25 * each:
         tiles *= 2

@@ -21,12 +21,12 @@ from workers.span import Span
 class PackedExpertWeights:
     """The routed experts of a layer on this rank.
 
-    gate_up: [experts, 2 * width, size], gate above up; width is a multiple of 64.
+    gate_up: [experts, 2 * width, size], gate rows, then up rows; width is a multiple of 64.
     down: [experts, size, width]; its `row_scale`, if any, is one number per expert.
     gate_up_bias, down_bias: float32 [experts, 2 * width] and [experts, size], or None.
     held: the experts on this rank; None: all.
-    is_raised: scales are as `raised` makes them.
-    is_moved: codes are as `moved` makes them.
+    is_raised: scales are those of `raised`.
+    is_moved: codes have the bit order of `moved`.
     """
 
     gate_up: PackedWeight
@@ -64,10 +64,10 @@ class PackedExpertWeights:
 
 
 def raised(weights: PackedExpertWeights) -> PackedExpertWeights:
-    """Return what the kernels multiply by: scales of e2m1 are 2^110 times as large, which saves a multiplication of
-    each weight (`decode_ptx`), and sums are multiplied by 2^16. Powers of two change no other bit.
+    """Return the weights that the kernels multiply by. Scales of e2m1 are multiplied by 2^110, which saves a
+    multiplication of each weight (`decode_ptx`); kernels multiply sums by 2^16. Powers of two change no other bit.
 
-    Raises ValueError for scales that would overflow: none of a real model does.
+    Raises ValueError for scales that would overflow, which no published model has.
     """
     if weights.gate_up.code != "e2m1" or weights.is_raised:
         return weights
@@ -84,14 +84,13 @@ def raised(weights: PackedExpertWeights) -> PackedExpertWeights:
 
 
 def moved(codes: Tensor) -> Tensor:
-    """Return e2m1 codes with their bits placed so that `decode_ptx` takes fewer instructions.
+    """Return e2m1 codes in a bit order that `decode_ptx` decodes in fewer instructions.
 
-    codes: [experts, ...] int32 words, of which each half has four codes: sign, exponent, mantissa from bits 3, 7, 11
-        and 15 down. Afterwards exponents and mantissas are at bits 8, 5, 2 and 11 down, signs at bits 15, 12, 14 and
-        13.
+    codes: [experts, ...] int32 words. Each half has four codes: sign, exponent, mantissa from bits 3, 7, 11 and 15
+        down. In the result, exponents and mantissas are at bits 8, 5, 2 and 11 down, signs at bits 15, 12, 14, 13.
     """
     placed = torch.zeros_like(codes)
-    for words, out in zip(codes, placed, strict=True):  # one expert's at a time, which bounds scratch memory
+    for words, out in zip(codes, placed, strict=True):  # one expert at a time bounds scratch memory
         for r, (first, sign) in enumerate(((6, 15), (3, 12), (0, 14), (9, 13))):
             each = words >> (4 * r)
             out |= ((each & 0x00070007) << first) | (((each >> 3) & 0x00010001) << sign)
@@ -124,7 +123,7 @@ def packed_expert_products(
     router: logits of the same rows.
     out: contiguous memory for the result; None allocates it.
 
-    The reference dequantises one expert at a time, and waits for the device.
+    The reference dequantises one expert at a time, and the host waits for the device.
     """
     assert not weights.is_raised, "kernels serve these"
     chosen, weight = router.choose()

@@ -1,8 +1,8 @@
 """The Triton implementation of `workers.ops.packed.experts`.
 
-Up to 8 rows: gate and up projections of all rows in each used expert; down projections and their weighted sum. More
-rows: sorted by expert; gate and up projections of each block; down projections, one result per row and expert; their
-sum. With very many rows the last two run over spans of outputs, which bounds memory.
+Up to 8 rows, two launches: gate and up projections of all rows in each used expert; down projections and their weighted
+sum. More rows, four launches: the sort by expert; gate and up projections of each block; down projections, one result
+per row and expert; their sum. With very many rows the last two run over spans of outputs, which bounds memory.
 """
 
 from typing import Any
@@ -107,8 +107,7 @@ def ordered_experts(
     x: [rows, size] bfloat16, last stride 1.
     routed: from `workers.ops.experts.route_triton`, with counted rows.
 
-    Scratch: rows * slots results in out's dtype, or as many columns of them as fit in 256 MB; as many inner
-    activations, and those of the unused rows of blocks.
+    Scratch: as in `workers.ops.experts.many_rows_triton.many_row_experts`.
     """
     rows, slots = routed.chosen.shape
     assert out.is_contiguous() and tiles.gate_up.splits == tiles.down.splits == 1
@@ -117,7 +116,7 @@ def ordered_experts(
         blocks = order.experts.shape[0]
         hidden = torch.empty((blocks * tiles.block_m, weights.width), dtype=x.dtype, device=x.device)
         gate_up(x, routed, order.experts, order.pairs, weights, None, tiles.gate_up, hidden, None)
-    except BaseException:  # usually out of memory; the engine serves on
+    except BaseException:  # usually out of memory; the engine continues to serve
         routed.forget()
         raise
     down, size = tiles.down, weights.size
@@ -146,7 +145,7 @@ def ordered_experts(
 
 
 def columns_at_once(bytes_of_column: int, size: int, step: int) -> int:
-    """Return the most columns whose results fit in `_MAX_PARTIAL_BYTES`: all, or a multiple of `step`."""
+    """Return the maximum number of columns whose results fit in `_MAX_PARTIAL_BYTES`: all, or a multiple of `step`."""
     if bytes_of_column * size <= _MAX_PARTIAL_BYTES:
         return size
     return max(1, _MAX_PARTIAL_BYTES // (bytes_of_column * step)) * step
@@ -163,7 +162,8 @@ def gate_up(
     hidden: Tensor,
     share: Tensor | None,
 ) -> None:
-    """Write inner activations of blocks with `experts`. pairs: rows of blocks; None: all rows in each."""
+    """Write the inner activations of blocks to `hidden`. experts: of the blocks. pairs: rows of blocks; None: all rows
+    in each block."""
     rows, slots = routed.chosen.shape
     size, activation = weights.size, weights.activation
     assert weights.is_raised or weights.gate_up.code != "e2m1"

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Operands of tensor cores, held by lanes as `workers.ops.packed.weight` lays them out: codes to numbers, products of
-16 outputs with 8 rows, and scaled sums.
+"""Operands of tensor cores in the layout of `workers.ops.packed.weight`: codes to numbers, products of 16 outputs with
+8 rows, and scaled sums.
 
 Tensors are one-dimensional. Element 128 w + 4 l + r is register r of lane l of warp w, and lane l = 4 g + t. So the
-inline PTX sees four registers of each tensor at once, and every lane of a warp runs it together. Triton's interpreter
-knows no PTX: it computes the same from all lanes' registers.
+inline PTX sees four registers of each tensor at once, and all lanes of a warp run it together. Triton's interpreter
+does not run PTX: it computes the same from the registers of all lanes.
 """
 
 import triton
@@ -29,8 +29,8 @@ def decode(
     """Return two operands, of 16 inputs each, as words of two numbers of TYPE.
 
     codes: 4 bits: words of 8 codes; words 2 half and 2 half + 1 are used. int8: words of 4 codes of this half.
-    zeros, scales: words of two, of outputs g and g + 8; word i is used. SCALE_TYPE: multiply by these
-        scales and round to TYPE; None: do not.
+    zeros, scales: words of two, of outputs g and g + 8; word i is used.
+    SCALE_TYPE: dtype of scales to multiply by before rounding to TYPE; None: do not multiply.
     """
     if INTERPRETED:
         return _decode_interpreted(codes, zeros, scales, i, half, CODE, HAS_ZEROS, SCALE_TYPE, TYPE)
@@ -47,9 +47,9 @@ def decode(
 
 @triton.jit
 def multiply(a_low, a_high, inputs, part, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return `part` plus the products of 32 inputs, float32; None: without a part.
+    """Return `part` (None: zeros) plus the products of 32 inputs, float32.
 
-    a_low, a_high: operands of `decode`. inputs: 8 numbers of a row, from input 8 t on.
+    a_low, a_high: operands from `decode`. inputs: 8 numbers of a row, from input 8 t on.
     """
     if INTERPRETED:
         return _multiply_interpreted(a_low, a_high, inputs, part, TYPE)
@@ -65,7 +65,7 @@ def multiply(a_low, a_high, inputs, part, TYPE: tl.constexpr, INTERPRETED: tl.co
 
 @triton.jit
 def times_power(inputs, INTERPRETED: tl.constexpr):
-    """Return words of two bfloat16 times 2^64: exact, as long as they are less than 2^63."""
+    """Return words of two bfloat16 times 2^64: exact for numbers below 2^63."""
     if INTERPRETED:
         low, high = _number(inputs, tl.bfloat16)
         return _pair(low * 2.0**64, tl.bfloat16) | _pair(high * 2.0**64, tl.bfloat16) << 16
@@ -126,7 +126,7 @@ def _add_scaled_asm(i, dtype):
 
 @triton.jit
 def _word(words, i: tl.constexpr):
-    """Word i of each lane, in all its registers."""
+    """Return word i of each lane in all registers of the lane."""
     lanes = tl.reshape(words, [words.shape[0] // 4, 4])
     mine = tl.sum(tl.where(tl.arange(0, 4)[None, :] == i, lanes, 0), 1)
     return tl.reshape(tl.broadcast_to(mine[:, None], lanes.shape), words.shape)
@@ -134,7 +134,7 @@ def _word(words, i: tl.constexpr):
 
 @triton.jit
 def _bits(half, TYPE: tl.constexpr):
-    """Float32 of the low 16 bits, numbers of TYPE."""
+    """Return the low 16 bits, a number of TYPE, as float32."""
     if tl.bfloat16 == TYPE:
         return (half << 16).to(tl.float32, bitcast=True)
     return (half & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -142,13 +142,13 @@ def _bits(half, TYPE: tl.constexpr):
 
 @triton.jit
 def _number(words, TYPE: tl.constexpr):
-    """Both numbers of each word."""
+    """Return both numbers of each word."""
     return _bits(words, TYPE), _bits(words >> 16, TYPE)
 
 
 @triton.jit
 def _of_outputs(pair, like):
-    """The first of a pair in registers 0 and 1 (output g), the second in 2 and 3 (output g + 8)."""
+    """Return the first of a pair in registers 0 and 1 (output g), the second in 2 and 3 (output g + 8)."""
     return tl.where(tl.arange(0, like.shape[0]) % 4 < 2, pair[0], pair[1])
 
 
@@ -194,7 +194,7 @@ def _decode_interpreted(
 
 @triton.jit
 def _moved_back(word, r):
-    """Codes of operand r, in the low bits of halves, of words that `workers.ops.packed.experts.moved` has changed."""
+    """Return the codes of operand r, in the low bits of each half, from words of `workers.ops.packed.experts.moved`."""
     first = tl.where(r == 0, 6, tl.where(r == 1, 3, tl.where(r == 2, 0, 9)))
     sign = tl.where(r == 0, 15, tl.where(r == 1, 12, tl.where(r == 2, 14, 13)))
     return ((word >> first) & 0x00070007) | ((word >> sign) & 0x00010001) << 3
@@ -209,7 +209,7 @@ def _e2m1(code):
 
 @triton.jit
 def _pair(value, TYPE: tl.constexpr):
-    """The 16 bits of a number, rounded to TYPE."""
+    """Return the 16 bits of a number rounded to TYPE."""
     if tl.bfloat16 == TYPE:
         bits = value.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Rows in the order of wgmma's operands, for `workers.ops.packed.blocks_triton`, which reads them by tensor maps."""
+"""Writes rows in the order of wgmma's operands, for kernels with tensor maps (`blocks_triton`, wide.cu)."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from attention.ops.pdl import pdl_wait
 def _order_rows(
     x_ptr, out_ptr, row_stride, K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """A word of two inputs at r, u, t of a half from t, r, u."""
+    """Move words of two inputs: index (r, u, t) of a half reads index (t, r, u)."""
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = word // 16 * 16 + word % 4 * 4 + word // 4 % 4
     if PDL:

@@ -29,7 +29,7 @@ def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, 
 
 @dataclass(frozen=True)
 class PackedProduct:
-    """Products with one weight, by the reference."""
+    """Products with one weight by the reference; base class of the implementations."""
 
     weight: PackedWeight
 
@@ -67,11 +67,11 @@ PRODUCTS = (
         "16-bit rows and scales, inputs a multiple of 8",
     ),
 )
-"""The first that serves a layer's weight and options; else the reference."""
+"""In order of preference; the reference multiplies what none of them serves."""
 
 
 def choose_product(weight: PackedWeight, options: GEMMOptions) -> PackedProduct:
-    """Choose how to multiply 16-bit rows by a final weight, which must stay in place."""
+    """Return the product of 16-bit rows with a final weight, which must stay at its address."""
     here = Capability.of(weight.codes.device)
     for each in PRODUCTS:
         if each.needs(here) and each.serves is not None and each.serves(weight, options):

@@ -60,7 +60,7 @@ class TritonPackedProduct(PackedProduct):
         return packed_blocks(ordered, self.weight, bias, self.workspace, tiles, out, gated)
 
     def _in_passes(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Any number of rows, FIXED_ROWS per launch and always with the same tiles."""
+        """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles."""
         tiles = fixed_tiles(*self._shape)
         for first in range(0, x.shape[0], FIXED_ROWS):
             rows = slice(first, first + FIXED_ROWS)
@@ -68,7 +68,7 @@ class TritonPackedProduct(PackedProduct):
         return out
 
     def _dequantized(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Many rows: dequantise some outputs at a time and let the library multiply while they are in L2."""
+        """Multiply many rows: dequantise some outputs at a time, and let cuBLAS multiply while they are in L2."""
         n, k = self._shape
         step = outputs_at_once(n, k)
         scratch = self.workspace.part.view(x.dtype)
@@ -87,5 +87,5 @@ class TritonPackedProduct(PackedProduct):
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Rows that start at multiples of 16 bytes."""
+    """Return x, copied unless its rows are aligned to 16 bytes."""
     return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()

@@ -9,7 +9,7 @@ from workers.ops.packed.fragments_triton import add_scaled, decode, multiply
 
 @triton.jit
 def load_codes(base, index, chunk, has, CHUNKS: tl.constexpr, COUNT: tl.constexpr, PIECES: tl.constexpr):
-    """Codes of COUNT chunks from `chunk` on: per chunk and 16 outputs a tensor (int8: one per half)."""
+    """Load the codes of COUNT chunks from `chunk` on: per chunk and 16 outputs one tensor (int8: one per half)."""
     codes = ()
     for each in tl.static_range(COUNT):
         for piece in tl.static_range(4 * PIECES):
@@ -20,7 +20,7 @@ def load_codes(base, index, chunk, has, CHUNKS: tl.constexpr, COUNT: tl.constexp
 
 @triton.jit
 def load_scales(base, t, chunk, has, K: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr):
-    """Scales or zeros of COUNT chunks: a tensor per EACH halves of a chunk."""
+    """Load scales or zeros of COUNT chunks: one tensor per EACH halves of a chunk."""
     scales = ()
     for half in tl.static_range(0, 2 * COUNT, EACH):
         start = chunk * 64 + 32 * half
@@ -32,7 +32,7 @@ def load_scales(base, t, chunk, has, K: tl.constexpr, GROUP: tl.constexpr, COUNT
 
 @triton.jit
 def load_inputs(base, g, t, row_stride, rows, chunk, K: tl.constexpr, ROW_TILES: tl.constexpr):
-    """Both halves of a chunk for each 8 rows."""
+    """Load both halves of a chunk for each 8 rows."""
     inputs = ()
     for j in tl.static_range(ROW_TILES):
         for half in tl.static_range(2):
@@ -59,9 +59,9 @@ def add_products(
     SCALE_TYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return the accumulators with the products of chunk `each` of those that were loaded at once."""
+    """Return the accumulators plus the products of chunk `each` of the loaded ones."""
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
-    # blocks of 16 differ between lanes of an operand, which takes their scales; codes and scales of e2m1 are exact so
+    # scales of groups of 16 differ between lanes of an operand, so weights are scaled; exact for e2m1
     OPERAND_SCALE: tl.constexpr = SCALE_TYPE if GROUP == 16 else None
     FIRST: tl.constexpr = 2 * each // EACH
     SECOND: tl.constexpr = (2 * each + 1) // EACH

@@ -1,17 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
-"""y = x W^T, or silu(x G^T) * (x U^T), for up to 64 rows and a weight of 4 or 8 bits: streams the codes.
+"""y = x W^T, or silu(x G^T) * (x U^T), for up to 32 rows and a weight of 4 or 8 bits: streams the codes.
 
-A weight of 4 bits has a quarter of the bytes, so what a multiprocessor does per byte counts four times. Here nothing
-stands between memory and tensor cores: each lane loads 16 bytes of codes, which are its own part of operands
-(`workers.ops.packed.weight`), and 16 bytes of rows likewise. No shared memory, no barrier and no other warp takes part
-until the sums are complete. Tensors are one-dimensional: element 128 w + 4 l + r is register r of lane l of warp w.
+A weight of 4 bits has a quarter of the bytes, so a multiprocessor's work per byte counts four times. Here each lane
+loads 16 bytes of codes, its own part of the tensor cores' operands (`workers.ops.packed.weight`), and 16 bytes of rows
+likewise. There is no shared memory, barrier or other warp until the sums are complete. Tensors have the layout of
+`fragments_triton`.
 
-A tensor core multiplies 16 outputs with 8 rows (m16n8k16). Codes become 16-bit numbers by a mask and an exponent, and
-lose their zero by a subtraction that is exact. The sum of a group is multiplied by its scale in float32.
+A tensor core multiplies 16 outputs with 8 rows (m16n8k16). A mask and an exponent turn codes into 16-bit numbers, and
+an exact subtraction removes the zero. The sum of a group is multiplied by its scale in float32.
 
-The warps of a program share the inputs, programs share them further (split K); the last program adds the splits in
-order, so equal inputs give equal bits. A row's result depends on the other rows only through the tiles that the table
-chooses.
+The warps of a program share the inputs, and so do programs (split K); the last program adds the splits in order, so
+equal inputs give equal bits. A row's result depends on the other rows only through the tiles that the table chooses.
 """
 
 import torch
@@ -58,7 +57,7 @@ def _packed_stream(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    # N: outputs of W; gated: half of them
+    # N: outputs of W, or half of them if GATED
     CHUNKS: tl.constexpr = (K + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
@@ -118,7 +117,7 @@ def _packed_stream(
                 SCALE_TYPE,
                 INTERPRETED,
             )
-    # accumulator R i + j, element 128 w + 4 l + r: the sum of output 16 i + 8 (r / 2) + g and row 8 j + 2 t + r % 2
+    # accumulator ROW_TILES i + j, element 128 w + 4 l + r: output 16 i + 8 (r / 2) + g of row 8 j + 2 t + r % 2
     PARTS: tl.constexpr = 4 * ROW_TILES
     WARPS: tl.constexpr = WARPS_N * WARPS_K
     RESULTS: tl.constexpr = (PARTS + WARPS - 1) // WARPS if GATED else (PARTS + WARPS_K - 1) // WARPS_K
@@ -152,7 +151,7 @@ def _packed_stream(
             if row_scale_ptr is not None:
                 result *= tl.load(row_scale_ptr + n, mask=live, other=0.0)
                 up *= tl.load(row_scale_ptr + N + n, mask=live, other=0.0)
-            # rounded as the plain product and `silu_mul` round
+            # rounded like a product followed by `silu_mul`
             result = result.to(out_ptr.dtype.element_ty).to(tl.float32)
             result = (result / (1.0 + tl.exp(-result))).to(out_ptr.dtype.element_ty).to(tl.float32)
             result *= up.to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -180,8 +179,8 @@ def packed_stream(
     """Write x W^T + b to `out`; gated: silu(x G^T) * (x U^T), where W is G above U.
 
     x: [rows, in_features] bfloat16 or float16, last stride 1, rows at multiples of 16 bytes.
-    weight: int4 with groups of a multiple of 64 and 16-bit scales, on the same device.
-    tiles: from `stream_tiles` for at least as many rows.
+    weight: of a linear layer, with 16-bit scales; in_features a multiple of 8.
+    tiles: from `stream_tiles` or `gated_tiles`, for at least as many rows.
     out: [rows, N] or [rows, N / 2], contiguous, of 16 or 32 bits.
 
     Reference: `workers.ops.packed.product.packed_product`.

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Sums of accumulators over the warps of a program, for `stream_triton`.
+"""Sums of accumulators over the warps of a program, for `stream_triton` and the experts' kernels.
 
-Triton's own sum over warps writes with a stride of 16 or 32 words, so that all lanes meet in one bank of shared memory:
-it took longer than the product. Here each lane writes 16 bytes beside its neighbour's, and each warp adds up some of
-the accumulators. So afterwards every warp has sums, which it stores as it has them.
+Triton's sum over warps writes with a stride of 16 or 32 words, so all lanes use one bank of shared memory: it takes
+longer than the product. Here each lane writes 16 bytes next to its neighbour's, and each warp adds and stores some of
+the accumulators.
 
-Element 128 w + 4 l + r of a tensor is register r of lane l of warp w = WARPS_N wk + wn, as in `fragments_triton`.
+Tensors have the layout of `fragments_triton`, with warp w = WARPS_N wk + wn.
 """
 
 import triton
@@ -23,12 +23,12 @@ def sums_of_warps(
     PAIRED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return ceil(COUNT / WARPS_K) tensors: in warp (wk, wn) the q-th is accumulator WARPS_K q + wk (modulo COUNT) of
+    """Return ceil(COUNT / WARPS_K) tensors. In warp (wk, wn), tensor q is accumulator WARPS_K q + wk (modulo COUNT) of
     the warps with this wn, summed over wk in order.
 
     parts: COUNT accumulators; COUNT and WARPS_K are powers of two.
-    PAIRED: WARPS_N is 2. Instead, return 2 * ceil(COUNT / all warps) tensors: in warp w the 2 q-th and the next are the
-        sums of accumulator (all warps) q + w (modulo COUNT) of the warps with wn = 0 and 1.
+    PAIRED: WARPS_N is 2. Return 2 * ceil(COUNT / WARPS) tensors for WARPS warps. In warp w, tensors 2 q and 2 q + 1 are
+        the sums of accumulator WARPS q + w (modulo COUNT) of the warps with wn = 0 and 1.
     """
     if INTERPRETED:
         return _sums_interpreted(parts, COUNT, WARPS_N, WARPS_K, PAIRED)

@@ -8,9 +8,9 @@ from workers.ops.blocks import cdiv, next_power_of_2
 from workers.ops.gemm.tiles import MULTIPROCESSORS
 
 MAX_STREAM_ROWS = 32
-MAX_BLOCK_ROWS = 512  # dequantising and the library are faster beyond
+MAX_BLOCK_ROWS = 512  # beyond, dequantising and cuBLAS are faster
 FIXED_ROWS = 32  # per launch of deterministic products
-_MAX_CELLS = 16 << 20  # outputs of 16 bits that are dequantised at once: they stay in L2
+_MAX_CELLS = 16 << 20  # 16-bit numbers dequantised at once; they stay in L2
 _TILE = 64  # outputs, and inputs of a chunk
 
 
@@ -19,7 +19,7 @@ class StreamTiles:
     """Tiles of `workers.ops.packed.stream_triton`.
 
     row_tiles: tiles of 8 rows.
-    warps_n: warps with different outputs, 64 each; for a gated product 2, gate and up projection.
+    warps_n: warps with different outputs, 64 each; 2 for a gated product: gate and up projection.
     warps_k: warps that share a sum.
     splits: programs that share a sum (split K).
     chunks: of 64 inputs, loaded at once by a warp.
@@ -32,7 +32,7 @@ class StreamTiles:
     chunks: int
 
     def steps(self, k: int) -> int:
-        """Loads of a warp, one after another."""
+        """Return the sequential loads of a warp."""
         return -(-k // (64 * self.chunks * self.warps_k * self.splits))
 
     def part_cells(self, n: int) -> int:
@@ -45,13 +45,13 @@ class StreamTiles:
 class BlockTiles:
     """Tiles of `workers.ops.packed.blocks_triton`: 64 outputs for each warp group by `block_m` rows.
 
-    paired: twice as many outputs; for a gated product gate and up projections.
+    paired: twice as many outputs; gate and up projections of a gated product.
     splits: programs that share a sum (split K).
     stages: of the pipeline.
     chunks: of 64 inputs, multiplied at once: 1, 2 or 4.
     warpgroups: of 4 warps, which share the rows in shared memory: 1 or 2.
     scaled_sums: multiply the sum of `chunks` by its scales in float32; else weights are rounded with their scale.
-    direct: read rows in their own order, 4 bytes at a time; else `order_rows` orders them before.
+    direct: read rows in their own order, 4 bytes at a time; else rows are from `order_rows`.
     """
 
     block_m: int
@@ -68,7 +68,7 @@ class BlockTiles:
         return cdiv(cdiv(k, _TILE * self.chunks), self.splits) * self.chunks
 
     def scales_sums(self, k: int, group: int) -> bool:
-        """Return whether sums are multiplied: inputs that are multiplied at once must share their scale."""
+        """Whether sums are scaled: `scaled_sums`, if inputs that are multiplied at once share their scale."""
         return self.scaled_sums and (group == k or group % (_TILE * self.chunks) == 0)
 
     def part_cells(self, rows: int, n: int) -> int:
@@ -79,11 +79,11 @@ class BlockTiles:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """A rule for the `BlockTiles` of up to 64 rows: steps of 128 inputs, whose sums are multiplied by their scales.
+    """A rule for the `BlockTiles` of up to 64 rows: steps of 128 inputs, with `scaled_sums`.
 
     paired, stages, warpgroups: as in `BlockTiles`.
-    programs: to have at least, by splitting sums.
-    max_direct_rows: `order_rows` orders more rows.
+    programs: sums are split until there are at least so many.
+    max_direct_rows: maximum rows with `direct`.
     """
 
     paired: bool
@@ -102,9 +102,9 @@ class BlockPlan:
         return BlockTiles(block_m, self.paired, splits, self.stages, 2, self.warpgroups, True, direct)
 
 
-# By the power of two that rows round up to, and the form of the product: measured with int4 in groups of 128 on an H200
-# (`tests.bench packed`, microseconds before and after at 12, 24 and 48 rows of a layer of Llama-3.1-8B: 86 to 67, 98 to
-# 86, 223 to 117). Others take the rules below.
+# By rows, rounded up to a power of two, and form of the product, for int4 in groups of 128 on an H200: a layer of
+# Llama-3.1-8B takes 67, 86 and 117 us at 12, 24 and 48 rows, by the rules below 86, 98 and 223 (`tests.bench packed`).
+# Others use the rules below.
 _PLANS: dict[tuple[int, str], BlockPlan] = {
     (16, "gated"): BlockPlan(True, 480),
     (32, "gated"): BlockPlan(True, 240, max_direct_rows=0),
@@ -115,11 +115,11 @@ _PLANS: dict[tuple[int, str], BlockPlan] = {
     (64, "as many"): BlockPlan(False, 240),
     (64, "more inputs"): BlockPlan(False, 240),
 }
-_MEASURED_GROUP = 128  # scales of a step of 128 inputs; smaller groups were not measured
-BLOCK_PLANS: dict[int, BlockPlan] = {}  # by rows as above, in place of any other rule: for benchmarks
+_MEASURED_GROUP = 128  # inputs; smaller groups were not measured
+BLOCK_PLANS: dict[int, BlockPlan] = {}  # by rows as above; overrides all other rules, for benchmarks
 
-# By tiles of 8 rows: warps that share a sum, chunks that a warp loads at once, and programs to have at least; set by
-# sweeps on an H200 and an H100 (`tests.bench linear` measures the choice).
+# By tiles of 8 rows: warps that share a sum, chunks that a warp loads at once, minimum programs. Set by sweeps on an
+# H200 and an H100 (`tests.bench linear`).
 _STREAM = {1: (8, 2, 240), 2: (4, 1, 240), 4: (4, 2, 240)}
 _GATED = {1: (2, 2, 380), 2: (4, 1, 380), 4: (2, 2, 380)}
 
@@ -153,7 +153,7 @@ def product_tiles(
 ) -> StreamTiles | BlockTiles | None:
     """Return tiles for a weight [n, k]; None if it is dequantised, or a gated product does not fit.
 
-    code, group: as of `workers.ops.packed.weight.PackedWeight`.
+    code, group: see `workers.ops.packed.weight.PackedWeight`.
     """
     bucket = max(8, next_power_of_2(rows))
     form = "gated" if gated else "more outputs" if n > k else "more inputs" if k > n else "as many"
@@ -191,7 +191,8 @@ def gated_block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
 
 
 def _splits(tiles: int, steps: int, programs: int) -> int:
-    """Programs that share a sum: the smallest power of two with so many programs, a step each at least."""
+    """Return the programs that share a sum: the smallest power of two that gives `programs` programs of at least one
+    step."""
     splits = 1
     while splits * tiles < programs and 2 * splits <= steps:
         splits *= 2
@@ -199,7 +200,7 @@ def _splits(tiles: int, steps: int, programs: int) -> int:
 
 
 def outputs_at_once(n: int, k: int) -> int:
-    """Outputs of a weight [n, k] that are dequantised at once."""
+    """Return the number of outputs of a weight [n, k] that are dequantised at once."""
     return min(cdiv(n, _TILE) * _TILE, max(_TILE, _MAX_CELLS // k // _TILE * _TILE))
 
 

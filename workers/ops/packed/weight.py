@@ -1,17 +1,17 @@
-"""`PackedWeight`: the form in memory of every weight of few bits. `pack` builds it once at load.
+"""`PackedWeight`: the memory layout of every weight of few bits. `pack` builds it once at load.
 
     weight[n, k] = (code[n, k] - zero[n, k / group]) * scale[n, k / group] * row_scale[n]
 
-A product reads codes straight into the registers of a tensor core: a tile of 64 outputs and 64 inputs is 512 (int8:
-1024) words, of which each lane of a warp reads 16 bytes at a time. A lane's 16 bytes are its part of the first operand
-of four m16n8k16 products with 16 outputs (int8: of two). Which inputs these four multiply is free as long as the rows
-agree: a lane takes 8 inputs in a row twice, so that it reads 16 bytes of a row at a time.
+Kernels load codes directly into the registers of tensor-core operands. A tile of 64 outputs and 64 inputs is 512 (int8:
+1024) words, of which each lane of a warp reads 16 bytes at a time. They are the lane's part of the first operand of
+four m16n8k16 products with 16 outputs (int8: two). The order of inputs in these four is free if rows have the same
+order: a lane takes twice 8 adjacent inputs, so it reads 16 bytes of a row at a time.
 
 With lane = 4 g + t, outputs n = 64 J + 16 i + 8 h + g, and inputs k = 64 C + 32 s + 8 t + 4 r + 2 u + p:
 
     int4, e2m1   codes[J, C, i, g, t, 2 s + r], 4 bits at 16 p + 8 u + 4 h
     int8         codes[J, C, i, s, g, t, 2 r + u], 8 bits at 16 p + 8 h
-    scales, zeros[J, group, g, i, h]: a lane's 8 are 16 bytes
+    scales, zeros[J, group, g, i, h]: 8 per lane, 16 bytes
 
 Outputs and inputs are padded to multiples of 64 with codes and scales of zero.
 """
@@ -30,17 +30,17 @@ BITS: dict[Code, int] = {"int4": 4, "int8": 8, "e2m1": 4}
 SYMMETRIC_ZERO: dict[Code, int] = {"int4": 8, "int8": 128, "e2m1": 0}
 SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, table 4; bit 3 is the sign
-_MAX_SCRATCH_VALUES = 1 << 24  # codes that are packed, or dequantised, at once
+_MAX_SCRATCH_VALUES = 1 << 24  # codes packed or dequantised at once
 
 
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight [out_features, in_features], or one per expert: then every tensor has a leading dimension for experts.
 
-    codes: int32, see above.
-    scales: bfloat16, float16 or float32 as given to `pack`, see above.
+    codes: int32, in the order above.
+    scales: bfloat16, float16 or float32 as given to `pack`, in the order above.
     zeros: int16, in the order of scales; None: 8 for int4, 128 for int8, 0 for e2m1.
-    row_scale: float32 [out_features], multiplied with a row's sum; or None.
+    row_scale: float32 [out_features], multiplies an output's sum; or None.
     group: inputs that share a scale and a zero.
     """
 
@@ -74,13 +74,13 @@ class PackedWeight:
 def pack(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, row_scale: Tensor | None, group: int, code: Code
 ) -> PackedWeight:
-    """Build a weight on the device of its codes. No bit of the checkpoint is changed.
+    """Build a weight on the device of its codes, without loss.
 
     codes: [N, K] or [experts, N, K] uint8: int4 0 to 15, int8 0 to 255, e2m1 the 4 bits as stored.
-    scales: [.., N, K / group] bfloat16, float16 or float32, kept in this dtype. e8m0 scales (MXFP4) and e4m3 scales
+    scales: [.., N, K / group] bfloat16, float16 or float32, stored in this dtype. e8m0 scales (MXFP4) and e4m3 scales
         (NVFP4) are exact in bfloat16.
     zeros: [.., N, K / group] of any dtype, whole numbers in the range of the codes; None: symmetric; None for e2m1.
-    row_scale: [.., N] float32, for example NVFP4's scale of the tensor; or None.
+    row_scale: [.., N] float32, for example NVFP4's scale per tensor; or None.
     group: a divisor of K and a multiple of 32, K itself (a scale per output), or 16 for e2m1.
 
     Raises ValueError naming the argument.
@@ -132,10 +132,9 @@ def empty(
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Return [out_features, in_features] of `dtype`, with the leading dimension of experts if there are any.
+    """Return [out_features, in_features] of `dtype`, with a leading dimension if there are experts.
 
-    Computed in float32 and rounded once. In float32 each number is exact if scales have 16 bits and there is no
-    `row_scale`.
+    Computed in float32 and rounded once. float32 results are exact with 16-bit scales and no `row_scale`.
     """
     n, k, count = weight.out_features, weight.in_features, weight.num_experts
     if count is not None:
@@ -177,7 +176,7 @@ def _check(
 
 
 def _slices(n: int, k: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of tiles, and of the outputs in them, that bound the scratch memory."""
+    """Yield slices of tiles, and of the outputs in them, that bound scratch memory."""
     step = max(1, _MAX_SCRATCH_VALUES // (k * TILE))
     for first in range(0, -(-n // TILE), step):
         yield slice(first, first + step), slice(first * TILE, min(n, (first + step) * TILE))
@@ -257,6 +256,6 @@ def _plain(by_lane: Tensor) -> Tensor:
 
 
 def _spread(groups: Tensor, weight: PackedWeight) -> Tensor:
-    """Return [rows, padded inputs] of [rows, groups]."""
+    """Repeat [rows, groups] to [rows, padded inputs]."""
     columns = -(-weight.in_features // TILE) * TILE
     return groups.repeat_interleave(weight.group, 1)[:, :columns]

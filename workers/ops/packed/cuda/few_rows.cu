@@ -1,12 +1,10 @@
-// y = x W^T, or silu(x G^T) * (x U^T), for up to 64 rows and int4 weights. `kernels_cuda` compiles it.
+// y = x W^T, or silu(x G^T) * (x U^T), for up to 32 rows and int4 weights. `kernels_cuda` compiles it.
 //
-// WN: warps with different blocks of 64 outputs (GATED: half of gate, half of up projections). WK: warps that share a
-// sum. RT: tiles of 8 rows. STAGES: of 128 inputs, in shared memory. SPLITS: programs of a cluster, which share a sum.
-// PROGRAMS: on a multiprocessor. HALF: float16, else bfloat16. ZEROS: weights have zeros. ROUNDED: weights are rounded
-// with their scale; else sums of 128 inputs are multiplied by scales.
+// Macros: `FewRowsTiles` in tiles.py. WN: warps_n. WK: warps_k. RT: row_tiles. HALF: float16, else bfloat16. ZEROS:
+// weights have zeros.
 //
-// Codes come in bulk copies, which keep a multiprocessor's shared memory in flight without registers and start before
-// the wait for the kernel before. A warp reads them as its own part of mma's first operand (`weight.py`).
+// Bulk copies load codes: they need no registers, and start before the PDL wait. A warp reads its own part of mma's
+// first operand from shared memory (`weight.py`).
 
 constexpr int WARPS = WN * WK;  // STAGES is a multiple of WK
 constexpr int CONSUMERS = 32 * WARPS;
@@ -21,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
     const u16* __restrict__ x, int rows, int row_stride, const char* __restrict__ codes,
     const char* __restrict__ scales, const char* __restrict__ zeros, const u16* __restrict__ bias,
     u16* __restrict__ out, int n_out, int blocks, int steps, int group_steps) {
-    // blocks: of 64 outputs of W. steps: of 128 inputs. group_steps: that share a scale; 0: all.
+    // blocks: of 64 outputs of W. steps: of 128 inputs. group_steps: steps that share a scale; 0: all.
     extern __shared__ __align__(128) char memory[];
     const u32 base = (u32)__cvta_generic_to_shared(memory);
     u32 full = base + MEMORY, empty = full + 8 * STAGES;
@@ -39,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
     int g = lane / 4, t = lane % 4;
     {
         int j = warp % WN, k = warp / WN;
-        // the warps of each k read every WK-th stage; the first of them copies: lanes below WN codes, the next WN
-        // scales, all of them rows
+        // the warps of each k read every WK-th stage, which the first of them copies: lanes below WN copy codes, all
+        // lanes scales and rows
         auto block = [&](int mine) {
             if (!GATED) return min(tile * WN + mine, blocks - 1);
             const int half = blocks / 2;
@@ -150,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
 #endif
         }
         asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-        // all stages have been read: their memory takes the sums
+        // all stages have been read: the sums reuse their memory
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Products with int4 weights by `few_rows.cu` (small batches) and `wide.cu`."""
+"""Products with int4 weights by `few_rows.cu` (small-batch) and `wide.cu` (large-batch)."""
 
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from workers.ops.packed.weight import TILE, PackedWeight
 
 @cache
 def source_of(tiles: FewRowsTiles | WideTiles, half: bool) -> str:
-    """Return the source of the kernel for these tiles, after the functions that both kernels use."""
+    """Return the source of the kernel for these tiles, including the functions that both kernels use."""
     folder = Path(__file__).parent
     name, extra = ("few_rows.cu", "") if isinstance(tiles, FewRowsTiles) else ("wide.cu", _wgmma(tiles.block_m, half))
     return (folder / "packed.cuh").read_text() + extra + (folder / name).read_text()
@@ -73,7 +73,7 @@ def _kernel(tiles: FewRowsTiles | WideTiles, device: int, gated: bool, half: boo
 
 
 def _wgmma(rows: int, half: bool) -> str:
-    """Return the device function `wgmma`: 64 outputs by `rows` rows plus the products of 16 inputs."""
+    """Return the device function `wgmma`, which adds the products of 16 inputs to 64 outputs by `rows` rows."""
     number, count = "f16" if half else "bf16", rows // 2
     sums = ", ".join(f"%{r}" for r in range(count))
     first = ", ".join(f"%{count + r}" for r in range(4))

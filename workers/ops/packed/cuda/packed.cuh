@@ -24,11 +24,11 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
         "r"(bytes), "r"(barrier)
         : "memory");
 }
-// Copies of single threads, which an SM pipelines without limit: small bulk copies are slower.
+// Copy 16 bytes by one thread. Small bulk copies are slower: an SM pipelines these without limit.
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// Arrive when this thread's copies are there.
+// Arrive when this thread's copies have completed.
 __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -73,8 +73,8 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
     asm("fma.rn." PAIR " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
-// Four registers of a first operand. s0, s1: scales of outputs g and g + 8, if ROUNDED. z0, z1: what is added to
-// numbers of the exponent of MAGIC.
+// Decode four registers of a first operand. s0, s1: scales of outputs g and g + 8, if ROUNDED. z0, z1: added to the
+// numbers with MAGIC's exponent; minus the zero and MAGIC.
 __device__ __forceinline__ void decode(u32 (&a)[4], u32 word, u32 s0, u32 s1, u32 z0, u32 z1) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {

@@ -1,5 +1,5 @@
-"""The implementation of `workers.ops.packed.product` by CUDA C++ kernels for Hopper (`kernels_cuda`). What these do not
-serve takes the Triton kernels."""
+"""The implementation of `workers.ops.packed.product` by CUDA C++ kernels for Hopper (`kernels_cuda`). Triton kernels
+compute what these do not serve."""
 
 from dataclasses import dataclass
 

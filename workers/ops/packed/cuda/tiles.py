@@ -6,8 +6,8 @@ from workers.ops.blocks import cdiv, next_power_of_2
 from workers.ops.packed.weight import TILE
 
 STEP = 128  # inputs of a stage
-_MAX_CLUSTER = 8  # programs that any Hopper GPU schedules together
-_ROW_BYTES = 256 + 64  # of a stage's row in `few_rows.cu`
+_MAX_CLUSTER = 8  # portable cluster size on Hopper
+_ROW_BYTES = 256 + 64  # bytes of a row in a stage of `few_rows.cu`
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,11 @@ class FewRowsTiles:
     """Tiles of `few_rows.cu`.
 
     row_tiles: tiles of 8 rows.
-    warps_n: warps with different outputs, 64 each; for a gated product half of them gate projections.
+    warps_n: warps with different outputs, 64 each; in a gated product half of them compute gate projections.
     warps_k: warps that share a sum.
     splits: programs of a cluster, which share a sum (split K).
     stages: of 128 inputs, in shared memory; a multiple of `warps_k`.
-    programs: on a multiprocessor.
+    programs: per multiprocessor.
     rounded: round weights with their scale; else multiply sums of 128 inputs by the scales.
     """
 
@@ -65,7 +65,7 @@ class WideTiles:
 
     splits: programs of a cluster, which share a sum (split K).
     stages: of 128 inputs, in shared memory.
-    in_flight: products that a warp group does not wait for.
+    in_flight: wgmma groups that a warp group leaves pending.
     """
 
     block_m: int
@@ -81,7 +81,7 @@ class WideTiles:
         return 4 * TILE if self.paired else 2 * TILE
 
     def shared_bytes(self, zeros: bool) -> int:
-        """zeros: as large as without them, because stages start at multiples of 1,024."""
+        """Zeros need no more memory, because stages start at multiples of 1,024 bytes."""
         stage = 256 * self.block_m + 64 * self.outputs + 1024
         return max(self.stages * stage, 4 * self.outputs * self.block_m) + 16 * self.stages
 
@@ -102,10 +102,10 @@ def _common(gated: bool, half: bool, zeros: bool, shared_bytes: int) -> tuple[tu
     return ("GATED", int(gated)), ("HALF", int(half)), ("ZEROS", int(zeros)), ("SHARED_BYTES", shared_bytes)
 
 
-# Warps with different outputs, warps that share a sum, stages, and programs on a multiprocessor, by tiles of 8 rows and
-# form of the product, on an H200 with int4 in groups of 128. Microseconds of a layer of Llama-3.1-8B with its norms,
-# Triton's kernels and these: 49.6 and 47.6 at 1 row, 57.5 and 54.5 at 8, 72.3 and 61.2 at 16, 95.4 and 84.6 at 32. What
-# is not listed takes Triton's: up to 8 rows, the other products are faster alone and slower in a layer (52.6, 60.9).
+# (warps_n, warps_k, stages, programs) by row_tiles and form of the product, for int4 in groups of 128 on an H200. A
+# layer of Llama-3.1-8B with norms takes 49.6 us with Triton's kernels and 47.6 with these at 1 row, 57.5 and 54.5 at 8,
+# 72.3 and 61.2 at 16, 95.4 and 84.6 at 32. Triton's kernels compute what is not listed: up to 8 rows, the other
+# products are faster alone and slower in a layer (52.6 at 1 row, 60.9 at 8).
 _FEW_ROWS: dict[tuple[int, str], tuple[int, int, int, int]] = {
     (1, "gated"): (2, 4, 8, 2),
     (2, "gated"): (2, 4, 8, 2),
@@ -114,10 +114,10 @@ _FEW_ROWS: dict[tuple[int, str], tuple[int, int, int, int]] = {
     (2, "more inputs"): (1, 8, 24, 1),
     (4, "as many"): (1, 8, 8, 1),
 }
-_PROGRAMS = 90  # to have at least, by splitting sums
+_PROGRAMS = 90  # sums are split until there are at least so many
 
-# Rows of a block, whether it has 256 outputs, and stages, by the power of two that rows round up to and form of the
-# product. Microseconds of a layer's products: 120 and 95 at 64 rows, 160 and 126 at 128, 277 and 210 at 256.
+# (block_m, paired, stages) by rows, rounded up to a power of two, and form of the product. A layer's products take 120
+# us with Triton's kernels and 95 with these at 64 rows, 160 and 126 at 128, 277 and 210 at 256.
 _WIDE: dict[tuple[int, str], tuple[int, bool, int]] = {
     (32, "gated"): (32, True, 4),
     (32, "more outputs"): (32, True, 4),
@@ -137,7 +137,7 @@ _WIDE: dict[tuple[int, str], tuple[int, bool, int]] = {
 
 
 def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> FewRowsTiles | WideTiles | None:
-    """Return tiles for a weight [n, k]; None: the kernels do not serve it, or Triton's are faster."""
+    """Return tiles for a weight [n, k]; None if the kernels do not serve it or Triton's are faster."""
     if k % STEP or (gated and n % (2 * TILE)):
         return None
     bucket, steps = max(8, next_power_of_2(rows)), k // STEP
@@ -157,7 +157,7 @@ def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> FewRowsTiles | WideTil
 
 
 def _wide_splits(tiles: int, steps: int) -> int:
-    """Programs that share a sum. Clusters of more than two leave some multiprocessors idle, so fewer of them fit."""
+    """Return the programs that share a sum. Clusters of more than two leave some multiprocessors idle, so fewer fit."""
     splits = 1
     for more in (2, 3, 4, 6):
         if more * tiles <= (128 if more == 2 else 100) and 2 * more <= steps:

@@ -1,13 +1,12 @@
-// y = x W^T, or silu(x G^T) * (x U^T), for 17 to some hundred rows and int4 weights. `kernels_cuda` compiles it, and
-// writes the device function `wgmma`.
+// y = x W^T, or silu(x G^T) * (x U^T), for 17 to 256 rows and int4 weights. `kernels_cuda` compiles it, and generates
+// the device function `wgmma`.
 //
-// JW: blocks of 64 outputs of each of two warp groups (GATED: the first group has gate, the second up projections).
-// ROWS: rows, 32 to 256. STAGES: of 128 inputs, in shared memory. SPLITS: programs of a cluster, which share a sum.
-// HALF: float16, else bfloat16. ZEROS: weights have zeros. INFLIGHT: products that a warp group does not wait for.
+// Macros: `WideTiles` in tiles.py. JW: blocks of 64 outputs of each of two warp groups (GATED: the first computes gate,
+// the second up projections). ROWS: block_m, 32 to 256. HALF: float16, else bfloat16. ZEROS: weights have zeros.
 //
-// A warp of the third group copies codes, scales and, by a tensor map, rows that `order_rows` has ordered. The other
-// groups decode codes into the first operand of wgmma, in registers. Rows that one thread copies 4 bytes at a time, or in
-// copies of 256 bytes, took twice as long (tests/bench/EXPERIMENTS.md).
+// One warp of the third group copies codes, scales and, by a tensor map, the rows of `order_rows`. The other groups
+// decode codes into wgmma's first operand, in registers. Copying rows by one thread, 4 or 256 bytes at a time, took
+// twice as long (tests/bench/EXPERIMENTS.md).
 
 constexpr int WN = 2 * JW;
 constexpr int CODES = 4096 * WN, SCALES = 128 * WN * (1 + ZEROS), X = ROWS * 256;
