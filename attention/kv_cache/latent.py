@@ -11,6 +11,7 @@ from torch import Tensor
 from attention.fp8 import FP8, KVScales, write_rows
 from attention.head_norms import HeadNorms
 from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
+from attention.ops.nan_values import without_nan
 from attention.rotation import rotate_pairs
 from attention.views import LatentKV
 
@@ -53,7 +54,8 @@ class LatentLayout(KVLayout[LatentKV]):
         assert norms is None, "latent rows have no heads"
         (row,), cos, sin = rows, cos[index], sin[index]
         rotated = self._rotated(row.unsqueeze(1), cos, sin).squeeze(1)
-        write_rows(view.rows, slot_mapping, rotated, view.scale)
+        keys, latents = without_nan(rotated[:, self.latent :], rotated[:, : self.latent])
+        write_rows(view.rows, slot_mapping, torch.cat((latents, keys), dim=-1), view.scale)
         return self._rotated(q, cos, sin)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from attention.fp8 import write_rows
 from attention.head_norms import HeadNorms
+from attention.ops.nan_values import without_nan
 from attention.ops.operation import Implementation, on_gpu, operation
 from attention.rotation import rotate
 from attention.views import LayerKV
@@ -50,7 +51,8 @@ def rope_store(
     k, v          [rows, kv_heads, head_dim] of q's dtype, last stride 1, unchanged; may be the same tensor
     cos, sin      [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim
     index         [rows] int64, each row's line of cos and sin
-    kv            the layer's pages, written as `attention.fp8.stored`, after rounding to k's dtype
+    kv            the layer's pages, written as `attention.fp8.stored`, after rounding to k's dtype; 0 instead of NaN in
+                  v, and NaN in the k of that head (`attention.ops.nan_values`)
     slot_mapping  [rows] int64, token indices; of rows with the same index (padding), any one is stored
     norms         of q and k, perhaps of v; None: none
     ->            as q; with norms contiguous
@@ -58,7 +60,8 @@ def rope_store(
     if norms is not None:
         q, k, v = norms.of_queries(q), norms.of_keys(k), norms.of_values(v)
     cos, sin = cos[index], sin[index]
-    write_rows(kv.k, slot_mapping, rotate(k, cos, sin), kv.k_scale)
+    k, v = without_nan(rotate(k, cos, sin), v)
+    write_rows(kv.k, slot_mapping, k, kv.k_scale)
     write_rows(kv.v, slot_mapping, v, kv.v_scale)
     return rotate(q, cos, sin)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from attention.head_norms import HeadNorms
 from attention.ops.fp8_triton import as_stored
 from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.nan_values_triton import nan_where, without_nan
 from attention.ops.pdl import pdl_wait
 from attention.ops.rms_norm_triton import inverse_rms, scaled_by
 from attention.views import LayerKV
@@ -127,12 +128,14 @@ def _normed_rope_store(
             full = v.to(tl.float32)
             v = (full * inverse_rms(tl.sum(full * full, 1), D, eps)[:, None]).to(v.dtype)
         k_first, k_second, k_rest = _rotated(k_parts, weights, cos_ptr + angle, sin_ptr + angle, eps, D, ROTATED)
-        k_first = as_stored(k_first, k_pool_ptr, k_inverse_scale, INTERPRETED)
-        k_second = as_stored(k_second, k_pool_ptr, k_inverse_scale, INTERPRETED)
+        v, spoilt = without_nan(v, 1)
+        spoilt = spoilt[:, None]
+        k_first = as_stored(nan_where(spoilt, k_first), k_pool_ptr, k_inverse_scale, INTERPRETED)
+        k_second = as_stored(nan_where(spoilt, k_second), k_pool_ptr, k_inverse_scale, INTERPRETED)
         tl.store(k_pool_ptr + target + half, k_first, mask=in_half)
         tl.store(k_pool_ptr + target + ROTATED // 2 + half, k_second, mask=in_half)
         if ROTATED < D:
-            k_rest = as_stored(k_rest, k_pool_ptr, k_inverse_scale, INTERPRETED)
+            k_rest = as_stored(nan_where(spoilt, k_rest), k_pool_ptr, k_inverse_scale, INTERPRETED)
             tl.store(k_pool_ptr + target + d, k_rest, mask=in_rest)
         tl.store(v_pool_ptr + target + d, as_stored(v, v_pool_ptr, v_inverse_scale, INTERPRETED), mask=inside)
 

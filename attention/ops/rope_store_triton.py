@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attention.ops.fp8_triton import as_stored
 from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.nan_values_triton import nan_where, without_nan
 from attention.ops.pdl import pdl_wait
 from attention.views import LayerKV
 
@@ -57,17 +58,17 @@ def _rope_store(
     if STORES:
         k = k_ptr + row * k_row_stride + head * k_head_stride + half
         x, y = tl.load(k).to(tl.float32), tl.load(k + ROTATED // 2).to(tl.float32)
+        v = tl.load(v_ptr + row * v_row_stride + head * v_head_stride + d)
+        v, spoilt = without_nan(v, 0)
         target = (tl.load(slot_ptr + row) * KV_HEADS + head) * D
-        first = (x * cos - y * sin).to(k_ptr.dtype.element_ty)
-        second = (y * cos + x * sin).to(k_ptr.dtype.element_ty)
+        first = nan_where(spoilt, x * cos - y * sin).to(k_ptr.dtype.element_ty)
+        second = nan_where(spoilt, y * cos + x * sin).to(k_ptr.dtype.element_ty)
         tl.store(k_pool_ptr + target + half, as_stored(first, k_pool_ptr, k_inverse_scale, INTERPRETED))
         tl.store(k_pool_ptr + target + ROTATED // 2 + half, as_stored(second, k_pool_ptr, k_inverse_scale, INTERPRETED))
         if ROTATED < D:
             as_is = tl.load(k_ptr + row * k_row_stride + head * k_head_stride + d, mask=d >= ROTATED, other=0.0)
-            tl.store(
-                k_pool_ptr + target + d, as_stored(as_is, k_pool_ptr, k_inverse_scale, INTERPRETED), mask=d >= ROTATED
-            )
-        v = tl.load(v_ptr + row * v_row_stride + head * v_head_stride + d)
+            as_is = as_stored(nan_where(spoilt, as_is), k_pool_ptr, k_inverse_scale, INTERPRETED)
+            tl.store(k_pool_ptr + target + d, as_is, mask=d >= ROTATED)
         tl.store(v_pool_ptr + target + d, as_stored(v, v_pool_ptr, v_inverse_scale, INTERPRETED))
 
 

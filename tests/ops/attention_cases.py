@@ -114,8 +114,8 @@ def _rope(
     rows: int = 7,
     heads: int = 2,
 ) -> Arguments:
-    """Parts of one product; slots in no order. In FP8, some keys and values saturate, and on a GPU one of each is NaN,
-    which Triton's interpreter (3.6) does not have in FP8."""
+    """Parts of one product; slots in no order. One key and one value are NaN, which Triton's interpreter (3.6) does not
+    have in FP8. In FP8, some keys and values saturate."""
 
     def arguments(device: torch.device) -> tuple[Any, ...]:
         num_pages, generator = 5 + rows // 16, torch.Generator().manual_seed(rows)
@@ -128,7 +128,7 @@ def _rope(
         if kv_dtype is not None:
             packed *= torch.logspace(-4, 4, rows, device=device, dtype=dtype).view(-1, 1, 1)
         q, k, v = packed[:, :num_q:step], packed[:, num_q : num_q + heads], packed[:, -heads:]
-        if kv_dtype is not None and device.type == "cuda":
+        if rows > 2 and (kv_dtype is None or device.type == "cuda"):
             k[1, 0, 0] = v[2, 1, 3] = float("nan")
         pages = torch.zeros((2, num_pages, 16, heads, head_dim), dtype=kv_dtype or dtype, device=device)
         kv = LayerKV(*pages.unbind(), *((0.3, 1.7) if kv_dtype else (1.0, 1.0)))

@@ -49,6 +49,8 @@ def _normed(
             both = rows(count, width + 8, dtype=dtype, device=device)[:, :width]
         pages = torch.zeros((5, 16, latent + rotated), dtype=kv_dtype or dtype, device=device)
         kv = LatentKV(pages, latent, 0.4 if kv_dtype else 1.0)
+        if kv_dtype is None or device.type == "cuda":  # Triton's interpreter (3.6) has no NaN in FP8
+            both[..., 0, q] = float("nan")
         slots = torch.arange(16, 16 + count, device=device)
         slots[-1] = 0
         weight = rows(q, dtype=dtype, device=device) if normed else None

@@ -1,7 +1,12 @@
 """A request whose logits are NaN or infinite ends with an error; what runs beside it and after it, on the same pages
 and the same slots, does not change."""
 
+import collections
+import copy
+import itertools
+
 import pytest
+from torch import Tensor
 
 from attention.config import CacheConfig
 from speculative.config import SpeculativeConfig
@@ -11,7 +16,7 @@ from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB
 from workers.config import SchedulerConfig
-from workers.layers.linear_method import DenseLinearMethod
+from workers.layers.linear_method import DenseLinearMethod, LinearMethod
 from workers.models.decoder import Decoder
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.runner.local_engine import LocalEngine
@@ -34,6 +39,13 @@ def target_of(engine: LocalEngine) -> Decoder:
     assert isinstance(worker, Worker)
     model: Decoder = worker._strategy._target.model  # type: ignore[attr-defined]
     return model
+
+
+def set_row(head: LinearMethod, token: int, row: Tensor | float) -> None:
+    """Set a token's row of a vocabulary head."""
+    assert isinstance(head, DenseLinearMethod)
+    head.dense_weight().data[token] = row
+    head.finish(GEMMOptions())
 
 
 def run(engine: LocalEngine, prompts: list[list[int]], sampling: SamplingParams, name: str) -> dict[str, RequestOutput]:
@@ -59,11 +71,7 @@ def test_a_request_whose_logits_are_nan_ends_alone(pair: Pair, shape: str, kind:
     spec = pair.spec(speculative, CACHE, SchedulerConfig(6, 32))
     with local_engine(spec) as engine:
         model = target_of(engine)
-        # a token that nobody chooses: a request whose draft proposes it would be NaN, too
-        head = model.lm_head.method
-        assert isinstance(head, DenseLinearMethod)
-        head.dense_weight().data[POISON] = 0.0
-        head.finish(GEMMOptions())
+        set_row(model.lm_head.method, POISON, 0.0)  # the target never chooses it
         undisturbed = outputs(run(engine, prompts, sampling, "before"))
         assert all(POISON not in output for output in undisturbed)
         model.embed_tokens.weight.data[POISON] = float("nan")
@@ -103,6 +111,57 @@ def test_weights_that_are_nan_end_all_requests_and_mended_ones_serve_again(pair:
         assert {output.finish_reason for output in last.values()} == {FinishReason.ERROR}
         norm.data.copy_(kept)
         assert outputs(run(engine, pair.prompts, sampling, "after")) == undisturbed
+
+
+@pytest.mark.parametrize("shape", ["chain", *slow("tree")])
+@pytest.mark.parametrize("num_pages", [400, 90])
+def test_a_draft_that_is_nan_for_one_token_costs_acceptance_where_it_stands(
+    pair: Pair, shape: str, num_pages: int
+) -> None:
+    """With few pages, healthy requests get pages in which a draft's KV is NaN."""
+    speculative = pair.chain(adaptive=False) if shape == "chain" else pair.tree()
+    prompts = [[token % POISON for token in prompt] for prompt in pair.prompts]
+    hurt = [[*prompt[:3], POISON, *prompts[-1]] for prompt in prompts[:5]]
+    spec = pair.spec(speculative, CacheConfig(page_size=4, num_pages=num_pages))
+    ends = []
+    for is_broken in (False, True):
+        with local_engine(spec) as engine:
+            worker = engine.executor
+            assert isinstance(worker, Worker)
+            draft = worker._strategy._draft.model  # type: ignore[attr-defined]
+            draft.embed_tokens = copy.deepcopy(draft.embed_tokens)  # it was the target's
+            if is_broken:
+                draft.embed_tokens.weight.data[POISON] = float("nan")
+            ends.append(run(engine, [*hurt, *prompts], SAMPLINGS["greedy"], "r"))
+            check_queues(engine.scheduler.queues)
+    before, after = ends
+    assert {end.error for end in after.values()} == {None} and outputs(after) == outputs(before)
+    accepted = [
+        [sum(k * n for k, n in enumerate(end[f"r-{i}"].request.acceptance_histogram)) for i in range(len(end))]
+        for end in ends
+    ]
+    assert sum(accepted[1][: len(hurt)]) < 0.5 * sum(accepted[0][: len(hurt)])
+    assert accepted[1][len(hurt) :] == accepted[0][len(hurt) :]
+
+
+@pytest.mark.parametrize("shape", ["tree", *slow("chain")])
+def test_a_drafted_token_whose_embedding_is_nan_costs_its_acceptance_alone(pair: Pair, shape: str) -> None:
+    """The target computes NaN for it beside the nodes before it, which must not become NaN."""
+    prompts = [[token % POISON for token in prompt] for prompt in pair.prompts]
+    speculative = pair.chain(adaptive=False) if shape == "chain" else pair.tree()
+    with local_engine(pair.spec(speculative, CACHE)) as engine:
+        worker = engine.executor
+        assert isinstance(worker, Worker)
+        target, draft = target_of(engine), worker._strategy._draft.model  # type: ignore[attr-defined]
+        draft.lm_head = copy.deepcopy(draft.lm_head)  # it was the target's
+        set_row(target.lm_head.method, POISON, 0.0)  # the target never chooses it
+        undisturbed = outputs(run(engine, prompts, SAMPLINGS["greedy"], "before"))
+        [(often, _)] = collections.Counter(itertools.chain(*undisturbed)).most_common(1)
+        head = draft.lm_head.method
+        set_row(head, POISON, 2.0 * head.dense_weight().data[often])
+        target.embed_tokens.weight.data[POISON] = float("nan")
+        last = run(engine, prompts, SAMPLINGS["greedy"], "after")
+        assert {end.error for end in last.values()} == {None} and outputs(last) == undisturbed
 
 
 @pytest.mark.parametrize("shape", ["tree", *slow("chain", "eagle3")])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attention.fp8 import write_rows
+from attention.ops.nan_values import without_nan
 from attention.ops.operation import Implementation, on_gpu, operation
 from attention.rotation import rotate_pairs
 from attention.views import LatentKV
@@ -36,7 +37,8 @@ def normed_latents(
     q_weight      [q]; None if q has no norm
     row_weight    [latent], of the model's dtype
     angles        of the rows
-    kv            written as `attention.fp8.stored`, after rounding to the model's dtype
+    kv            written as `attention.fp8.stored`, after rounding to the model's dtype; zeros instead of NaN in the
+                  latent part, and NaN in that row's rotated part (`attention.ops.nan_values`)
     slot_mapping  [rows] int64 token indices; rows that share one (padding) leave any one of their values
     wanted        FP8 format of the returned q; None: the model's dtype
 
@@ -47,8 +49,8 @@ def normed_latents(
     both = both if both.dim() == 2 else both.sum(0).to(row_weight.dtype)
     q, row = both[:, :-width], both[:, -width:]
     rotated = rotate_pairs(row[:, kv.latent :].unsqueeze(1), angles.cos[angles.index], angles.sin[angles.index])
-    cached = torch.cat((rms_norm.reference(row[:, : kv.latent], row_weight, eps), rotated.squeeze(1)), dim=-1)
-    write_rows(kv.rows, slot_mapping, cached, kv.scale)
+    keys, latents = without_nan(rotated.squeeze(1), rms_norm.reference(row[:, : kv.latent], row_weight, eps))
+    write_rows(kv.rows, slot_mapping, torch.cat((latents, keys), dim=-1), kv.scale)
     if q_weight is None:
         return q
     q = rms_norm.reference(q, q_weight, eps)

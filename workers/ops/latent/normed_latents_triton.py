@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attention.ops.fp8_triton import as_stored
 from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.nan_values_triton import nan_where, without_nan
 from attention.ops.pdl import pdl_wait
 from attention.views import LatentKV
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
@@ -75,8 +76,9 @@ def _normed_latents(
         x = _load(both + Q + LATENT + 2 * pair, None, part_step, PARTS, kept)
         y = _load(both + Q + LATENT + 2 * pair + 1, None, part_step, PARTS, kept)
         target = pool_ptr + tl.load(slot_ptr + row) * (LATENT + ROTATED)
-        latent = normed(latent, weight, LATENT, eps, kept).to(kept)
-        first, second = (x * cos - y * sin).to(kept), (y * cos + x * sin).to(kept)
+        latent, spoilt = without_nan(normed(latent, weight, LATENT, eps, kept).to(kept), 0)
+        first = nan_where(spoilt, x * cos - y * sin).to(kept)
+        second = nan_where(spoilt, y * cos + x * sin).to(kept)
         tl.store(target + column, as_stored(latent, pool_ptr, inverse_scale, INTERPRETED), mask=inside)
         tl.store(target + LATENT + 2 * pair, as_stored(first, pool_ptr, inverse_scale, INTERPRETED))
         tl.store(target + LATENT + 2 * pair + 1, as_stored(second, pool_ptr, inverse_scale, INTERPRETED))

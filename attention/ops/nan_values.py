@@ -1,0 +1,20 @@
+"""Values without NaN in the KV cache, for the torch references of kernels that write KV.
+
+Masked attention multiplies unread values by 0, and 0 * NaN is NaN: a drafted token, or a page's earlier owner, would
+spoil rows that do not attend to it. So NaN is kept in the key alone, whose masked scores are minus infinity: rows that
+attend to the token are NaN, and no others.
+"""
+
+import torch
+from torch import Tensor
+
+
+def without_nan(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return v with 0 instead of NaN, and k, all NaN where v had one.
+
+    k: [..., key size]. v: [..., value size]; the other dimensions are equal.
+    """
+    spoilt = v.isnan()
+    if v.device.type == "cpu" and not bool(spoilt.any()):
+        return k, v
+    return k.masked_fill(spoilt.any(-1, keepdim=True), torch.nan), v.masked_fill(spoilt, 0.0)
