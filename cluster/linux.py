@@ -4,10 +4,14 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import pwd
 import resource
 import signal
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
+NO_HOME = Path(os.devnull) / "home"  # cannot be made
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h; so are the next
 _PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
@@ -37,6 +41,14 @@ def process_state(pid: int | str) -> tuple[str, int, int]:
 def use_exact_timers() -> None:
     """End this thread's sleeps within a microsecond; Linux's default slack is 50."""
     _prctl(_PR_SET_TIMERSLACK, 1000)
+
+
+def home_folder(environment: Mapping[str, str]) -> Path:
+    """Return the user's home folder; `NO_HOME` where neither HOME nor the system names one, as in a container that runs
+    under any user's number."""
+    with contextlib.suppress(KeyError):
+        return Path(environment.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
+    return NO_HOME
 
 
 def set_name(name: str) -> None:

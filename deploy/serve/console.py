@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
+from cluster.linux import home_folder
 from cluster.logs import MARK
 from cluster.start_log import READY, Step, read_line
 from cluster.start_log import Progress as StepProgress
@@ -245,7 +246,7 @@ def log_path(name: str) -> Path:
     state folder, or the temporary one if that is not writable. Raises OSError."""
     import tempfile
 
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    state = os.environ.get("XDG_STATE_HOME") or home_folder(os.environ) / ".local" / "state"
     folders = [Path(state) / "aerie", Path(tempfile.gettempdir()) / f"aerie-logs-{os.getuid()}"]
     for number, folder in enumerate(folders):
         try:

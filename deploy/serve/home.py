@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
+from cluster.linux import NO_HOME, home_folder
 from deploy.serve.ray_files import token_path
 
 _KERNELS = "TRITON_CACHE_DIR"
@@ -17,7 +18,7 @@ def do_without_home(environment: MutableMapping[str, str], folder: Path, say: Ca
     token = token_path(environment)
     wanted = {
         "RAY_AUTH_TOKEN_PATH": token,
-        _KERNELS: Path(environment.get(_KERNELS) or Path.home() / ".triton" / "cache"),
+        _KERNELS: Path(environment.get(_KERNELS) or home_folder(environment) / ".triton" / "cache"),
     }
     missing = {name: path for name, path in wanted.items() if not can_be_written(path)}
     if token.exists() or environment.get("RAY_AUTH_TOKEN"):
@@ -30,6 +31,8 @@ def do_without_home(environment: MutableMapping[str, str], folder: Path, say: Ca
             path.touch(mode=0o600)
             path.write_text(os.urandom(32).hex())
         environment[name] = str(path)
+    if home_folder(environment) == NO_HOME:  # Ray (2.60) and its workers look for one
+        environment["HOME"] = str(folder)
     if missing:
         unwritable = ", ".join(str(path) for path in missing.values())
         say(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.config import ConfigError
+from cluster.linux import home_folder
 
 MIN_FREE_BYTES = 32 * 10**6
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -50,4 +51,4 @@ def check_room(environment: Mapping[str, str]) -> None:
 
 def token_path(environment: Mapping[str, str]) -> Path:
     """Return the path where Ray looks for the token."""
-    return Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return Path(environment.get("RAY_AUTH_TOKEN_PATH") or home_folder(environment) / ".ray" / "auth_token")

@@ -15,6 +15,7 @@ import pytest
 from cluster.config import ConfigError
 from deploy import cli
 from deploy.serve import launch
+from deploy.serve.console import log_path
 from deploy.serve.home import can_be_written, do_without_home
 from deploy.start import ensure_token
 from tests.support import ROOT
@@ -78,6 +79,28 @@ def test_a_server_without_a_home_keeps_token_and_kernels_in_its_own_folder(tmp_p
     assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text()) == 64
     (line,) = said
     assert line.startswith(f"{NOWHERE}/.ray/auth_token, {NOWHERE}/.triton: cannot be written") and "set HOME" in line
+
+
+def test_a_user_whom_the_system_does_not_know_gets_the_servers_folder_as_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no HOME: a container that runs under any user's number."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    environment, said = dict[str, str](), list[str]()
+    do_without_home(environment, tmp_path, said.append)
+    assert environment["HOME"] == str(tmp_path)
+    assert Path(environment["RAY_AUTH_TOKEN_PATH"]).parent == Path(environment["TRITON_CACHE_DIR"]).parent == tmp_path
+    (line,) = said
+    assert line.startswith("/dev/null/home/.ray/auth_token") and "set HOME" in line
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert log_path("serve-1").parent.parent == tmp_path and not (tmp_path / "~").exists()
 
 
 def test_a_home_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
