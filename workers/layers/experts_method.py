@@ -165,8 +165,8 @@ class DenseExperts(ExpertsMethod):
         fits = self._fuses(options)
         if options.deterministic and not fits:
             raise ValueError(
-                "deterministic=true: without fused kernels (experts with biases or not SwiGLU, sizes not divisible by "
-                "128, a GPU without FP8) the order of sums depends on the batch; set deterministic: false"
+                "deterministic=true: without fused kernels (biases, other activations than SwiGLU, sizes not divisible "
+                "by 128, GPUs without FP8) the order of sums depends on the batch; set deterministic: false"
             )
         if fits:
             gate_up, down = self.dense_weights()

@@ -1,5 +1,5 @@
-"""Operations of models, sampling and slots: one module each, with contract and reference on top. Kernels are in
-siblings named after their library.
+"""Operations of models, sampling and slots: one module each, with contract and reference. Kernels are in modules named
+*_triton or *_cuda.
 
-`attention.ops.operation` defines what an operation is. `python -m workers.ops` prints which implementation runs where.
+`attention.ops.operation` defines what an operation is. `python -m workers.ops` prints which implementations run here.
 """

@@ -9,10 +9,10 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 @operation(Implementation("triton", "workers.ops.norm_triton:silu_mul", on_gpu))
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up.
+    """Return silu(gate) * up.
 
     gate_up  [rows, 2 * size]: gate, then up
-    ->       [rows, size], in gate_up's type
+    ->       [rows, size], in gate_up's dtype
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -20,10 +20,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @operation(Implementation("triton", "workers.ops.norm_triton:gelu_mul", on_gpu))
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, GELU by tanh (arXiv 1606.08415, section 2), rounded before the product.
+    """Return gelu(gate) * up, with the tanh approximation (arXiv 1606.08415, section 2), rounded before the product.
 
     gate_up  [rows, 2 * size]: gate, then up
-    ->       [rows, size], in gate_up's type
+    ->       [rows, size], in gate_up's dtype
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
@@ -35,10 +35,10 @@ ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
 
 @operation(Implementation("triton", "workers.ops.gate_triton:sigmoid_mul", on_gpu))
 def sigmoid_mul(x: Tensor, gate: Tensor, added: Tensor | None = None) -> Tensor:
-    """x * sigmoid(gate), each of the two rounded to x's type; plus `added`.
+    """Return x * sigmoid(gate) + added. Sigmoid and product are rounded to x's dtype.
 
     x      [rows, heads, size], contiguous
-    gate   [rows, heads, size], last stride 1, or [rows, heads, 1]; of x's type
+    gate   [rows, heads, size], last stride 1, or [rows, heads, 1]; of x's dtype
     added  as x, or None
     ->     as x
     """

@@ -2,10 +2,10 @@
 
 
 def cdiv(x: int, size: int) -> int:
-    """Number of blocks of `size` that hold x."""
+    """Return x / size, rounded up."""
     return -(-x // size)
 
 
 def next_power_of_2(x: int) -> int:
-    """Smallest power of two that is not below x."""
+    """Return the smallest power of two that is at least x; 0 for 0."""
     return 1 << (x - 1).bit_length() if x > 0 else 0

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `workers.ops.activation.sigmoid_mul`: one program for a head of a row, or for a part of one."""
+"""The kernel of `workers.ops.activation.sigmoid_mul`. A program computes one head of a row, or part of one."""
 
 import torch
 import triton

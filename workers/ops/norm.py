@@ -8,8 +8,8 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 @operation(Implementation("triton", "workers.ops.norm_triton:rms_norm", on_gpu))
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension; float32 inside. The quotient is rounded to x's dtype before a
-    weight of that dtype; a float32 weight multiplies before the result is rounded.
+    """Return x / rms(x) * weight over the last dimension, computed in float32. The quotient is rounded to x's dtype
+    before it is multiplied by a weight of that dtype, but not before a float32 weight.
 
     x       [..., size] in the model's dtype
     weight  [size] in the model's dtype or float32

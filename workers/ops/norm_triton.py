@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Row-wise kernels of `norm` and `activation`: one program per row.
 
-With the few rows of a round a kernel costs its launch, 1 to 2 us in a graph; it replaces six torch operations (norm) or
-two (activation). On Hopper it is launched before the kernel before it ends (`attention.ops.pdl`).
+With the few rows of a round a kernel takes as long as its launch, 1 to 2 us in a graph; torch has six launches for a
+norm, two for an activation.
 """
 
 import torch
@@ -28,7 +28,7 @@ def normed_row(x_ptr, residual_ptr, weight, row, column, size, eps, HAS_RESIDUAL
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        # rounded as the torch reference rounds it, so that both see the same residual stream
+        # rounded like the torch reference, for the same residual stream
         x = (x + residual).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * size + column, x, mask=inside)
         x = x.to(tl.float32)
@@ -76,7 +76,7 @@ def _gated_mul(gate_up_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constex
 
 
 def num_warps(block: int) -> int:
-    """Warps of a program that holds a row of `block` numbers."""
+    """Return the warps of a program that holds a row of `block` numbers."""
     return max(1, min(16, block // 256))
 
 

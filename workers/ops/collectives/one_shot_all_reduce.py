@@ -22,15 +22,15 @@ def one_shot_all_reduce(
 ) -> None:
     """Write the sum of x over the ranks to out, with the same bits on every rank.
 
-    With norm = (residual, weight, eps): add that sum to residual, and write its RMSNorm to out. Blocks the stream until
-    every rank has made the same call.
+    With norm = (residual, weight, eps): add the sum to residual, and write the RMSNorm of residual to out. Blocks the
+    stream until every rank has made the same call.
 
     x, out, residual  [rows, width], bfloat16 or float16, contiguous; out may be x; residual is written
-    weight            [width] of that type, or float32: see `workers.ops.norm.rms_norm`
-    inbox             [2, capacity, ranks, width / 2] int64, this rank's; zero before the first call
-    inboxes           [ranks] int64, addresses of all ranks' inboxes on this device
+    weight            [width] of x's dtype or float32: see `workers.ops.norm.rms_norm`
+    inbox             [2, capacity, ranks, width / 2] int64, of this rank; zero before the first call
+    inboxes           [ranks] int64, addresses of the inboxes of all ranks
     epochs            [capacity] int32, written; zero before the first call
-    capacity          at most the GPU's number of multiprocessors; each holds one program
+    capacity          maximum rows, at most the GPU's number of multiprocessors: each holds one program
     """
     ONE_SHOT.function(x, inbox, inboxes, epochs, rank, out, norm)
 

@@ -1,22 +1,21 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """All-reduce of a few rows with residual addition and RMSNorm, in one launch. One program per row.
 
-Every rank writes its row to an inbox on each rank, and sums what arrives in its own. Each 64-bit word has two
-half-precision numbers and, in its upper half, the number of the call. The reader waits for the words themselves, so
-there are no flags, fences or barriers: the latency is one way over NVLink, at twice the bytes (the idea of NCCL's LL
-protocol: 8-byte writes arrive whole).
+Every rank writes its row to an inbox on each rank, and sums the words in its own inbox. Each 64-bit word has two 16-bit
+numbers and, in its upper half, the call number. The reader polls the words themselves, so there are no flags, fences or
+barriers: the latency is one way over NVLink, at twice the bytes (as in NCCL's LL protocol: 8-byte writes arrive whole).
 
-Why nothing is read too early or overwritten too soon. All calls are on one stream, in the same order on every rank, and
+Why no word is read too early or overwritten too soon. All calls are on one stream, in the same order on every rank, and
 an inbox is used with one width:
-- A program counts its calls from 1, alike on every rank. Call e uses half e % 2 of the inbox. A word there is from call
-  e - 2, or zero, until the peer's word of call e replaces it.
-- A rank writes words of call e after its call e - 1 ended. That one had seen every peer's words of call e - 1, which
+- A program counts its calls from 1, equally on every rank. Call e uses half e % 2 of the inbox. A word there is from
+  call e - 2, or zero, until the peer's word of call e replaces it.
+- A rank writes words of call e after its call e - 1 ended. Call e - 1 had seen every peer's words of call e - 1, which
   each peer wrote after its call e - 2 had ended. So no rank still reads the half that is written.
-- A program writes before it waits, and all programs of a launch fit on the GPU together (the caller ensures it), so
-  none waits for one that cannot start. Launched early, it waits for all earlier kernels before it writes
+- A program writes before it polls, and all programs of a launch fit on the GPU together (the caller ensures it), so no
+  program waits for one that cannot start. Launched early, it waits for all earlier kernels before it writes
   (`attention.ops.pdl`).
 
-A rank that never calls leaves the others spinning, as with NCCL. The watch over the worker group ends them.
+A rank that never calls leaves the others polling, as with NCCL. The supervision of the worker group ends them.
 """
 
 import torch
@@ -73,14 +72,14 @@ def _one_shot_all_reduce(
     arrived = tl.load(arrived_ptr, mask=awaited, other=stamp, volatile=True)
     while tl.min(tl.min(((arrived >> 32).to(tl.int32) == epoch).to(tl.int32), 1), 0) == 0:
         arrived = tl.load(arrived_ptr, mask=awaited, other=stamp, volatile=True)
-    tl.debug_barrier()  # every thread has read the count
+    tl.debug_barrier()  # all threads have read the old epoch
     tl.store(epochs_ptr + row, epoch)
 
     arrived = arrived.to(tl.int32)
     even = tl.sum(_low(arrived, HALF), 0).to(HALF)  # in rank order, the same on every rank
     odd = tl.sum(_high(arrived, HALF), 0).to(HALF)
     if NORM:
-        # rounded as separate kernels would round, for the same residual stream
+        # rounded like separate kernels, for the same residual stream
         even = (even.to(tl.float32) + _low(residual, HALF)).to(HALF)
         odd = (odd.to(tl.float32) + _high(residual, HALF)).to(HALF)
         tl.store(residual_ptr + row * row_stride + column, _pack(even, odd), mask=inside)
@@ -157,5 +156,5 @@ def one_shot_all_reduce(
 
 
 def num_warps(world: int, block: int) -> int:
-    """Warps of a program that holds `block` words from each of `world` ranks."""
+    """Return the warps of a program that holds `block` words from each of `world` ranks."""
     return max(1, min(16, world * block // 256))

@@ -1,9 +1,9 @@
 """Rows and weights in FP8 (float8_e4m3fn), with a scale per 128 columns or per row.
 
 rows               FP8 rows and their scales
-norm               norms that return FP8 rows
-product            products by an FP8 weight; product_triton chooses one of three kernels:
-  gemm_ahead_triton  up to 8 rows and a W that fits in shared memory, read before the rows are ready
+norm               RMSNorm that returns FP8 rows
+product            y = x W^T + b for an FP8 weight; product_triton chooses one of three kernels:
+  gemm_ahead_triton  up to 8 rows and a W that fits in shared memory, loaded before the rows are ready
   gemm_triton        up to 128 rows
   gemm_wide_triton   prompts
 tiles              FP8 weights, and tile sizes

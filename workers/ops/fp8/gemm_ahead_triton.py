@@ -2,15 +2,15 @@
 """y = x W^T for up to 8 rows and an FP8 weight W that fits in the shared memory of all multiprocessors. W is loaded
 before the wait of the early launch (`attention.ops.pdl`).
 
-A product of 15 MB with one row takes twice as long as reading W. `fp8_gemm` reads most of W after its wait, although
-memory is idle during the short kernels before it. Here only x is read after the wait: qkv of one row takes 2.8 us
-instead of 7.6. With `latent_values`, which reads ahead likewise, a layer of a DeepSeek-V3 rank takes 56.0 us instead of
+A product with a W of 15 MB and one row takes twice as long as reading W: `fp8_gemm` reads most of W after its wait,
+although memory is idle during the short kernels before it. Here only x is read after the wait: QKV of one row takes 2.8
+us instead of 7.6. With `latent_values`, which also reads ahead, a layer of a DeepSeek-V3 rank takes 56.0 us instead of
 68.2 for one row, and 129 instead of 142 for eight (H200, `e35b429`).
 
-Loads before the wait complete there one after another, so they are few and large. Scales of 128 columns need one sum
-per group, and the tensor core multiplies at least 16 columns, of which one row would use one. So x gets a column per
-row and group, zero outside that group, and one product returns the sums of many groups. Sums equal those of
-`fp8_gemm` up to their order.
+Loads before the wait complete one after another, so they are few and large. Scales per 128 columns need one sum per
+group. The tensor core multiplies at least 16 operand columns; one row would use one of them. So x has an operand column
+per row and group, zero outside that group, and one product returns the sums of many groups. Results equal those of
+`fp8_gemm` up to the order of sums.
 """
 
 import triton
@@ -91,7 +91,7 @@ def fp8_gemm_ahead(
 ) -> None:
     """Write x W^T + b to `out`, or the partial sums of each split.
 
-    x: from `quantize_rows`, with scales of groups, as W's.
+    x: from `quantize_rows`, with scales per group.
     tiles: from `fp8_ahead_tiles` for at least as many rows.
     workspace: at least `fp8_workspace_size` for this shape.
     out: [rows, N] of 16 or 32 bits, contiguous; or float32 [splits, rows, N] without bias.

@@ -1,17 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """y = x W^T, or silu(x G^T) * (x U^T), for FP8 rows and an FP8 weight W. Called by `product_triton`.
 
-This is `skinny_gemm` with half the bytes: W's tile is the tensor core's first operand, tiles come through tensor maps,
-and the last program of a tile adds its splits in order. The sum of every 128 columns is scaled and added in float32:
-the tensor core adds FP8 products with less precision (arXiv 2412.19437, section 3.3.2), and W has a scale per 128
-columns.
+This is `skinny_gemm` with half the bytes: W's tile is the tensor core's first operand, tensor maps load tiles, and the
+last program of a tile adds its splits in order. The sum of every 128 columns is scaled and added in float32: W has a
+scale per 128 columns, and the tensor core adds FP8 products with less precision (arXiv 2412.19437, section 3.3.2).
 
-A launch that only quantises rows costs a round as much as a norm. So the operation that computes rows quantises them
-(`norm`, `workers.ops.latent`, a gated product). For one row, a product's programs quantise its columns themselves: each
-program all of its own, where several write the same bits.
+A launch that only quantises rows takes as long as a norm. So the operation that computes rows quantises them (`norm`,
+`workers.ops.latent`, a gated product). For one row, each program of this kernel quantises the columns that it reads;
+several programs write the same bits.
 
 A row's result depends on the other rows only through the tile size that the table chooses; `fp8_fixed_rows` always uses
-one size.
+the same size.
 """
 
 import torch
@@ -39,8 +38,8 @@ from workers.ops.gemm.workspace import Workspace
 
 @triton.jit
 def _used_here(x, INTERPRETED: tl.constexpr):
-    """Return FP8 x, which was loaded before and stays in registers. Otherwise the compiler moves it to shared memory at
-    the load, and waits there."""
+    """Return FP8 x, which was loaded earlier, and keep it in registers until here. Otherwise the compiler moves it to
+    shared memory at the load, and waits there."""
     if not INTERPRETED:
         bits = x.to(tl.int8, bitcast=True)
         bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int8, False, 4)
@@ -117,7 +116,7 @@ def _fp8_gemm(
     x_scales = x_scales_ptr + m * GROUPS + first
     w_scales = w_scales_ptr + tl.minimum(n, N - 1) // 64 * GROUPS + first
     up_scales = w_scales_ptr + (N + tl.minimum(n, N - 1)) // 64 * GROUPS + first
-    # in flight together with the loop's first tiles; multiplied last
+    # in flight while the loop's first tiles load; multiplied last
     x_ahead = ()
     for group in tl.static_range(AHEAD):
         x_tile = values_ptr + m.to(tl.int64)[:, None] * (GROUPS * 128) + (first + group) * 128 + k[None, :]
@@ -179,7 +178,7 @@ def _fp8_gemm(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        # rounded as the plain product and `silu_mul` round
+        # rounded like a product followed by `silu_mul`
         acc = acc.to(RESULT).to(tl.float32)
         acc = (acc / (1.0 + tl.exp(-acc))).to(RESULT).to(tl.float32)
         acc *= acc_up.to(RESULT).to(tl.float32)
@@ -211,12 +210,12 @@ def fp8_gemm(
 ) -> None:
     """Write x W^T + b to `out`; gated: silu(x G^T) * (x U^T), where W [2 N, K] is G above U.
 
-    x: from `quantize_rows`, with scales of groups if W has them, else of rows. Or not quantised, last stride 1, where
+    x: from `quantize_rows`, with scales per group if W has them, else per row. Or not quantised, last stride 1, if
         `rounding_columns` is not 0.
     tiles: from `fp8_gemm_tiles` or `fp8_gated_tiles`, for at least as many rows.
     workspace: at least `fp8_workspace_size` for this shape.
-    out: [rows, N] of 16 or 32 bits, contiguous. Or rows of `Fp8Rows.empty` with scales of groups, if the tiles are
-        `for_fp8`; the product is rounded to `result` first.
+    out: [rows, N] of 16 or 32 bits, contiguous. Or `Fp8Rows.empty` with scales per group, if the tiles are `for_fp8`.
+    result: dtype to which the product is rounded, before FP8; None: out's.
 
     Reference: `torch.nn.functional.linear` of the dequantised operands.
     """
@@ -272,7 +271,7 @@ def fp8_gemm(
 
 
 def fp8_fixed_rows(x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, workspace: Workspace, out: Tensor) -> Tensor:
-    """Compute any number of rows, FIXED_ROWS per launch and always with the same tiles: a row's bits depend on that row
+    """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles: a row's bits depend on that row
     alone."""
     tiles = fp8_gemm_tiles(FIXED_ROWS, *weight.values.shape)
     assert tiles is not None

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""y = x W^T for more than 64 rows (prompts) and an FP8 weight W, where the tensor core is the limit. Rows are its first
-operand, so that a tile of W serves 64 or 128 rows and a thread holds few rows' scales; `gemm_triton`'s tiles end at 128
-rows. 2112 x 7168 with 256 rows takes 15.7 us (H200, `307542c2`). See `gemm_triton` for the scaling of sums."""
+"""y = x W^T for more than 64 rows (prompts) and an FP8 weight W, limited by tensor cores. Rows are their first operand,
+so a tile of W serves 64 or 128 rows and a thread holds the scales of few rows. 2112 x 7168 with 256 rows takes 15.7 us
+(H200, `307542c2`). See `gemm_triton` for the scaling of sums."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ from workers.ops.fp8.tiles import Fp8Matrix, Fp8WideTiles
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
 from workers.ops.gemm.workspace import Workspace
 
-_TOGETHER = 8  # tiles of rows that run side by side, so that they find W's tiles in L2
+_TOGETHER = 8  # tiles of rows that run side by side, to reuse W's tiles from L2
 
 
 @triton.jit(do_not_specialize=["rows"])

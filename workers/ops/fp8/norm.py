@@ -1,4 +1,4 @@
-"""RMSNorm that returns FP8 rows for the product after it, without a launch between."""
+"""RMSNorm that returns FP8 rows for the next GEMM, in one launch."""
 
 from torch import Tensor
 
@@ -9,12 +9,12 @@ from workers.ops.norm import add_rms_norm, rms_norm
 
 @operation(Implementation("triton", "workers.ops.fp8.norm_triton:fp8_rms_norm", on_gpu))
 def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> Fp8Rows:
-    """Return x / rms(x) * weight in FP8; with a residual, first add x to it and take the norm of the sum.
+    """Return x / rms(x) * weight in FP8. With a residual, add x to it first, and return the norm of the sum.
 
     x         [rows, size], contiguous, 16 or 32 bits
     residual  as x, written; or None
     weight    [size], x's dtype or float32
-    out       written: rows of `Fp8Rows.empty`. If `plain` is there, it receives the norm before rounding to FP8
+    out       written: from `Fp8Inputs.empty`; `plain`, if not None, receives the norm before rounding to FP8
     ->        out
 
     The kernel's results equal those of `workers.ops.norm` and `quantize_rows` to the bit.

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `workers.ops.fp8.norm`: one program per row. It is `norm_triton`'s, but stores FP8
-values and their scales."""
+"""The kernel of `workers.ops.fp8.norm`: one program per row, as in `workers.ops.norm_triton`; stores FP8 values and
+scales."""
 
 import triton
 import triton.language as tl

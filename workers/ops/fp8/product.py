@@ -1,7 +1,7 @@
 """y = x W^T + b for an FP8 weight. Rows are quantised to FP8; sums are float32.
 
 `choose_product` chooses once per layer. The reference is the product of the dequantised rows (`dequantized_rows`) and
-weight.
+the dequantised weight.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ class Fp8Product(ABC):
     @property
     @abstractmethod
     def inputs(self) -> Fp8Inputs:
-        """The FP8 format of rows that needs no launch for quantisation."""
+        """The FP8 format of rows that `multiply` need not quantise."""
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -32,8 +32,7 @@ class Fp8Product(ABC):
 
     @abstractmethod
     def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
-        """Return partial sums, float32 [parts, rows, N], that add up to x W^T in order; None: call `multiply`
-        instead."""
+        """Return split-K partial sums of x W^T, [parts, rows, N] float32, to add in order; None: call `multiply`."""
 
     @abstractmethod
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
@@ -45,11 +44,11 @@ PRODUCT = Implementation("triton", "workers.ops.fp8.product_triton:TritonFp8Prod
 
 
 def choose_product(weight: Fp8Matrix, options: GEMMOptions, dtype: torch.dtype) -> Fp8Product:
-    """weight: final.
+    """Return the product with a final weight.
+
     options: with `fp8`.
     dtype: of results, and of rows that are not in FP8; 16 bits.
     """
     assert options.workspace is not None, "options.fp8 implies a workspace"
-
     made: Fp8Product = PRODUCT.function(weight, options.workspace, options.deterministic, dtype)
     return made

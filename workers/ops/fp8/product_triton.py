@@ -28,7 +28,7 @@ from workers.ops.fp8.tiles import (
 )
 from workers.ops.gemm.workspace import Workspace
 
-# For more rows a launch that quantises is faster: 3.97 instead of 4.03 ms per round of four rows (Llama-3.1-8B, H200).
+# For more rows a separate launch is faster: 3.97 instead of 4.03 ms per round of four rows (Llama-3.1-8B, H200).
 ROWS_ROUNDED_BY_PRODUCTS = 1
 
 
@@ -79,7 +79,7 @@ class TritonFp8Product(Fp8Product):
         return out
 
     def _ahead_tiles(self, rows: int) -> Fp8AheadTiles | None:
-        """Tiles of the kernel that reads all of W before the wait; None if it does not fit."""
+        """Return tiles of the kernel that reads all of W before the wait; None if W does not fit."""
         if self.deterministic or not self.weight.by_group:
             return None
         return fp8_ahead_tiles(rows, *self.weight.values.shape)
@@ -109,7 +109,7 @@ class TritonFp8Product(Fp8Product):
 
 
 def _scaled_mm(x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, out: Tensor) -> Tensor:
-    """torch's product, for scales of rows and outputs and bfloat16 results."""
+    """Multiply by torch, with scales per row and per output and bfloat16 results."""
     torch._scaled_mm(
         x.values, weight.values.t(), scale_a=x.scales, scale_b=weight.scales.t(), out_dtype=out.dtype, out=out
     )

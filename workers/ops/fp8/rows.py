@@ -1,4 +1,4 @@
-"""FP8 rows: numbers divided by a scale per row or per group of 128 columns. Products with FP8 weights read them.
+"""FP8 rows, the inputs of GEMMs with FP8 weights: numbers divided by a scale per row or per group of 128 columns.
 
 A scale is the largest magnitude divided by 448, the largest float8_e4m3fn number (arXiv 2412.19437, section 3.3.2), so
 nothing is clipped. A row's result depends on that row alone.
@@ -14,14 +14,14 @@ from attention.fp8 import FP8, FP8_MAX
 from attention.ops.operation import Implementation, on_gpu, operation
 
 GROUP = 128  # columns of a row that share a scale
-_SMALLEST = 1e-12  # minimum magnitude for a scale, so that rows of zeros stay zeros
-_ALIGNED = 16  # rows; scales stored by group are padded to a multiple, so that Triton compiles one kernel for all
+_SMALLEST = 1e-12  # minimum magnitude for a scale, which keeps rows of zeros zero
+_ALIGNED = 16  # rows; scales stored by group are padded to a multiple, so that Triton compiles one kernel
 
 
 @dataclass(frozen=True)
 class Fp8Rows:
     """values: [rows, size] float8_e4m3fn.
-    scales: float32 [rows, size / GROUP] of groups, or [rows, 1] of rows; any strides.
+    scales: float32 [rows, size / GROUP] per group, or [rows, 1] per row; any strides.
     plain: [rows, size] before quantisation, if requested.
     """
 
@@ -33,7 +33,8 @@ class Fp8Rows:
     def empty(rows: int, size: int, by_group: bool, rows_together: bool, device: torch.device) -> "Fp8Rows":
         """Return uninitialised rows.
 
-        rows_together: store the scales of a group side by side, for products of many rows; else those of a row.
+        by_group: scales per group; else per row.
+        rows_together: the scales of a group are contiguous, for large-batch GEMMs; else those of a row.
         """
         assert not by_group or size % GROUP == 0
         groups = size // GROUP if by_group else 1
@@ -48,9 +49,9 @@ class Fp8Rows:
 class Fp8Inputs:
     """The FP8 format of rows that a layer accepts.
 
-    by_group: scales of groups of columns; else of rows.
-    many: above this number of rows, the scales of a group are stored side by side.
-    plain: the rows are needed in the model's dtype, too.
+    by_group: scales per group of columns; else per row.
+    many: with more rows than this, the scales of a group are contiguous (`rows_together`).
+    plain: the layer needs the rows in the model's dtype, too.
     """
 
     by_group: bool
@@ -69,7 +70,7 @@ def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated:
     """Return x in FP8; gated: silu(gate) * up in FP8.
 
     x              [rows, size], or gated [rows, 2 * size]: gate, then up; 16 or 32 bits, last stride 1
-    by_group       scales of groups of 128 columns, a divisor of `size`; else of rows
+    by_group       scales per group of 128 columns, which divides `size`; else per row
     rows_together  see `Fp8Rows.empty`
     """
     if gated:
@@ -84,6 +85,6 @@ def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated:
 
 
 def dequantized_rows(rows: Fp8Rows) -> Tensor:
-    """Return values times scales, [rows, size] float32. For references and tests."""
+    """Return values times scales, [rows, size] float32, for references and tests."""
     group = rows.values.shape[1] // rows.scales.shape[1]
     return rows.values.float() * rows.scales.repeat_interleave(group, 1)

@@ -16,7 +16,7 @@ _COLUMNS = 1024  # per program
 
 @triton.jit
 def scale_of(x, AXIS: tl.constexpr):
-    """Return the scale that x shares along an axis; not 0, even for zeros."""
+    """Return the scale of x along an axis; above 0 even for zeros."""
     return tl.maximum(tl.max(tl.abs(x), AXIS), 1e-12) / 448.0
 
 
@@ -32,9 +32,10 @@ def store_fp8(
     BY_GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Quantise and store BLOCK float32 numbers x of a row of SIZE, from column `first`; zeros beyond its end.
+    """Quantise and store BLOCK float32 numbers x of a row of SIZE, from column `first`.
 
-    values_ptr, scales_ptr: of this row. Without BY_GROUP, x is the whole row.
+    x: zeros beyond the row's end; the whole row without BY_GROUP.
+    values_ptr, scales_ptr: of this row.
     """
     column = first + tl.arange(0, BLOCK)
     if BY_GROUP:
@@ -66,7 +67,7 @@ def round_columns(
     FENCE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Quantise SPAN groups of columns of x, from group `first`; this program may read them on return. Other programs
+    """Quantise SPAN groups of columns of x, from group `first`; after it, this program may read them. Other programs
     may write the same values."""
     m = tl.arange(0, ROWS)
     row = m.to(tl.int64)[:, None]

@@ -10,20 +10,20 @@ from workers.ops.fp8.rows import GROUP
 from workers.ops.gemm.tiles import MAX_SPLITS, MULTIPROCESSORS, SHARED_BYTES
 
 MAX_ROWS = 128  # limit of `workers.ops.fp8.gemm_triton`
-MIN_WIDE_ROWS = 65  # from here on `workers.ops.fp8.gemm_wide_triton` is faster, for scales of groups
-SCALE_ROWS = 64  # rows of W that share a scale; the checkpoint's blocks of 128 become two
-MAX_ROUNDING_ROWS = 8  # rows that a product's programs may quantise themselves
+MIN_WIDE_ROWS = 65  # with scales per group, `workers.ops.fp8.gemm_wide_triton` is faster from here on
+SCALE_ROWS = 64  # rows of W that share a scale; a checkpoint's block of 128 becomes two
+MAX_ROUNDING_ROWS = 8  # maximum rows that the GEMM's programs quantise themselves
 MAX_AHEAD_ROWS = 8  # limit of `workers.ops.fp8.gemm_ahead_triton`
-_ROUNDED = 8192  # numbers that a program quantises at once: 64 per thread
+_ROUNDED = 8192  # numbers quantised at once by a program: 64 per thread
 
 
 @dataclass(frozen=True)
 class Fp8GemmTiles:
     """Tiles for up to `block_m` rows.
 
-    block_n: rows of W per program; for a gated product that many gate rows and up rows.
+    block_n: rows of W per program; of gate and up each in a gated product.
     splits: programs that share a sum (split K).
-    ahead: groups of W's columns that are read before the wait.
+    ahead: groups of W's columns read before the wait.
     stages, warps: Triton's.
     """
 
@@ -81,7 +81,7 @@ class Fp8WideTiles:
     warps: int
 
     def count(self, rows: int, n: int) -> int:
-        """Tiles of a product."""
+        """Return the number of tiles of a product."""
         return int(cdiv(rows, self.block_m) * cdiv(n, self.block_n))
 
 
@@ -107,8 +107,8 @@ class Fp8Matrix:
 def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
     """Return tiles for a weight [n, k]; None if it does not fit.
 
-    Each multiprocessor has as many bytes in flight as with the measured table of `skinny_gemm`: tiles are half as
-    large, so there are twice as many stages and twice as many columns before the wait.
+    Each multiprocessor has as many bytes in flight as with the measured table of `skinny_gemm`. Tiles are half as
+    large, so there are twice as many stages, and twice as many columns before the wait.
     """
     if rows > MAX_ROWS or k % GROUP:
         return None
@@ -118,24 +118,24 @@ def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
         ahead = _ahead(block_m, 128, groups)
         stages, warps = (5 if ahead == 0 else 4, 4) if block_m <= 32 else (4, 8)  # two programs a multiprocessor
         return Fp8GemmTiles(block_m, 128, 1, ahead, stages, warps)
-    # Double the programs up to a whole wave. For few rows go on while some multiprocessors get two: better than many
-    # with none.
+    # Double the programs up to a whole wave. With few rows continue even if some multiprocessors get two: that is
+    # better than many with none.
     doubled = int(0.6 * MULTIPROCESSORS) if block_m == 16 else MULTIPROCESSORS // 2
     splits = 1
     while splits * tiles <= doubled and groups % (2 * splits) == 0 and splits < MAX_SPLITS:
         splits *= 2
     ahead = _ahead(block_m, 64, groups // splits)
-    # Few rows: room for two programs, because one reads ahead beside the product before it. More rows: one program per
+    # Few rows: room for two programs, because one reads ahead while the previous GEMM runs. More rows: one program per
     # multiprocessor, see `_split`.
     stages = 10 if block_m == 16 else max(6, _stages_alone(block_m + 64))
     return Fp8GemmTiles(block_m, 64, splits, ahead, stages, warps=4)
 
 
 def fp8_ahead_tiles(rows: int, n: int, k: int) -> Fp8AheadTiles | None:
-    """Return tiles for a weight [n, k] with scales of groups; None if shared memory does not hold it, or for too many
+    """Return tiles for a weight [n, k] with scales per group; None if shared memory does not hold it, or for too many
     rows.
 
-    Takes the fewest splits that leave few loads per program, because these run one after another.
+    Chooses the fewest splits with few loads per program, because loads run one after another.
     """
     if rows > MAX_AHEAD_ROWS or k % GROUP:
         return None
@@ -151,12 +151,12 @@ def fp8_ahead_tiles(rows: int, n: int, k: int) -> Fp8AheadTiles | None:
 
 
 def _together(rows: int) -> int:
-    """Groups that `rows` rows (a power of two) have side by side, in at most 32 columns and 32 kB."""
+    """Return the groups per product for `rows` rows (a power of two): at most 32 operand columns and 32 kB."""
     return 16 if rows == 1 else 8 if rows <= 4 else 32 // rows
 
 
 def _ahead(block_m: int, rows_of_w: int, span: int) -> int:
-    """Groups for 32 kB of W, as `skinny_gemm` reads ahead."""
+    """Return the groups to read ahead: 32 kB of W, as in `skinny_gemm`."""
     ahead = 256 // rows_of_w
     return ahead if block_m == 16 and span >= 2 * ahead else 0
 
@@ -164,8 +164,8 @@ def _ahead(block_m: int, rows_of_w: int, span: int) -> int:
 def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8GemmTiles | None:
     """Return tiles for a gated product of weight [n, k], gate rows above up rows; None if it does not fit.
 
-    A program has 64 gate rows and 64 up rows; weights so short that K would be split do not fit. for_fp8: 128 of each,
-    one output group; does not fit either if programs do not fill the device once, or if rows exceed the registers.
+    A program has 64 gate rows and 64 up rows. A weight with so few rows that K would be split does not fit.
+    for_fp8: 128 of each, one output group; does not fit unless programs fill the device once and sums fit in registers.
     """
     tiles = fp8_gemm_tiles(rows, n, k)
     if tiles is None or tiles.block_n < 128 or n // 2 % SCALE_ROWS:
@@ -183,8 +183,7 @@ def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8Gemm
 def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
     """Return tiles for a weight [n, k], k a multiple of GROUP.
 
-    Set by a sweep on an H200, where two programs of 64 outputs fit on a multiprocessor; `tests.bench linear` measures
-    it.
+    Set by a sweep on an H200, where two programs of 64 outputs fit on a multiprocessor (`tests.bench linear`).
     """
     small, narrow, wide = WIDE_TILES
     twice = 2 * MULTIPROCESSORS
@@ -197,9 +196,9 @@ def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
 def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8WideTiles:
     """Split K while there are at most `programs` programs with at least ten steps each.
 
-    If there are then no more programs than multiprocessors, each gets so many stages that no second one fits beside it.
-    A program starts where one of the kernel before has ended; if two fitted, some multiprocessors would get two and
-    others none.
+    If there are then at most as many programs as multiprocessors, each has so many stages that no second program fits
+    on its multiprocessor. Programs start where those of the previous kernel end; if two fitted, some multiprocessors
+    would get two and others none.
     """
     groups, splits, count, stages = k // GROUP, 1, tiles.count(rows, n), tiles.stages
     while 2 * splits * count <= programs and groups % (2 * splits) == 0 and groups >= 20 * splits:
@@ -210,13 +209,13 @@ def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8
 
 
 def _stages_alone(rows: int) -> int:
-    """The fewest stages of GROUP columns by `rows` rows that leave no room for a second program."""
+    """Return the minimum stages, of GROUP columns by `rows` rows, that leave no room for a second program."""
     return SHARED_BYTES // 2 // (rows * GROUP) + 1
 
 
 def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
-    """Return the columns that a program quantises at once; 0 if the product does not quantise: scales of rows, or too
-    much work per program."""
+    """Return the columns that a program quantises at once; 0 if the GEMM does not quantise, because scales are per row
+    or the work per program would be too large."""
     span = tiles.span(weight.values.shape[1]) * GROUP
     if not weight.by_group or rows > MAX_ROUNDING_ROWS or rows * span > 2 * _ROUNDED:
         return 0
@@ -224,7 +223,7 @@ def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
 
 
 def rounding_rows(rows: int) -> int:
-    """Rows that a quantising program has room for; few sizes, because each is compiled."""
+    """Return the rows of a quantising program's tile; few values, because each compiles a kernel."""
     return 1 if rows == 1 else 4 if rows <= 4 else MAX_ROUNDING_ROWS
 
 
@@ -242,5 +241,4 @@ def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
                 num_tiles = max(num_tiles, tiles_of_w)
                 cells = max(cells, tiles_of_w * splits * block_n * rows)
     # `_split` for any number of rows
-
     return max(cells, 2 * MULTIPROCESSORS * 64 * 64), max(num_tiles, MULTIPROCESSORS)

@@ -1,8 +1,8 @@
 """y = x W^T for weights of 16 and 32 bits.
 
 choice         chooses the GEMM of a layer; torch's GEMM
-workspace      scratch memory shared by a model's products
-tiles          tile sizes for few rows
-skinny_triton  few rows (rounds); `fixed_rows` for deterministic serving
+workspace      scratch memory shared by a model's GEMMs
+tiles          tile sizes for small batches
+skinny_triton  small-batch GEMM (rounds); `fixed_rows` for deterministic serving
 splits_triton  sums shared by several programs (split K)
 """

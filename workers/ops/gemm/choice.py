@@ -1,9 +1,9 @@
-"""y = x W^T + b for weights of 16 or 32 bits: chooses the GEMM. Once per layer, because some GEMMs pack the weight.
+"""y = x W^T + b for weights of 16 or 32 bits: chooses the GEMM, once per layer, because some GEMMs pack the weight.
 
 On a CPU, oneDNN with its own blocked layout multiplies few rows 1.6 times faster than MKL (float32, 1792 x 512, 4 rows:
 0.54 against 0.88 ms on one core of a Xeon at 2.1 GHz, torch 2.13). So weights are packed once after loading, by the
-operators that torch.compile uses for frozen weights. Calling them costs some 30 us more than torch's own: small weights
-stay with torch (64 x 64, 4 rows: 4 against 23 us; 256 x 512: 36 against 85; 512 x 512: 84 against 82).
+operators that torch.compile uses for frozen weights. These take about 30 us more per call, so torch multiplies small
+weights (4 rows, torch and oneDNN: 64 x 64, 4 and 23 us; 256 x 512, 36 and 85; 512 x 512, 84 and 82).
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from workers.ops.activation import silu_mul
 from workers.ops.gemm.tiles import INPUT_STEP
 from workers.ops.gemm.workspace import GEMMOptions
 
-_ROWS_HINT = 4  # rows that oneDNN optimises its layout for: a round's
-_MIN_PACKED_WEIGHTS = 1 << 18  # below it the call costs more than the layout saves
+_ROWS_HINT = 4  # rows for which oneDNN optimises its layout: those of a round
+_MIN_PACKED_WEIGHTS = 1 << 18  # with fewer, the call costs more than the layout saves
 
 
 @dataclass(frozen=True)
 class TorchGEMM:
-    """torch's GEMM, the reference of the others. weight: [out, in]."""
+    """torch's GEMM, the reference. weight: [out, in]."""
 
     weight: Tensor
 
@@ -59,7 +59,7 @@ class BlockedGEMM(TorchGEMM):
 
 
 def _wants(deterministic: bool) -> Callable[[Tensor, GEMMOptions], bool]:
-    """The Triton kernels need a workspace, and inputs that are a multiple of 64."""
+    """Return the condition for the Triton kernels: a workspace, and inputs divisible by INPUT_STEP."""
     return lambda weight, options: (
         options.workspace is not None and options.deterministic == deterministic and weight.shape[1] % INPUT_STEP == 0
     )
@@ -85,11 +85,11 @@ GEMMS = (
         "float32, 2**18 weights or more",
     ),
 )
-"""The first that serves a layer's weight and options; else torch's."""
+"""In order of preference; torch multiplies what none of them serves."""
 
 
 def choose_gemm(weight: Tensor, options: GEMMOptions) -> TorchGEMM:
-    """Choose how to multiply by a final weight [out, in], which must stay in place."""
+    """Return the GEMM of a final weight [out, in], which must stay at its address."""
     here = Capability.of(weight.device)
     for each in GEMMS:
         if each.needs(here) and each.serves is not None and each.serves(weight, options):

@@ -2,15 +2,15 @@
 """y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, where reading W takes most of the time. Chosen by
 `workers.ops.gemm.choice`.
 
-Between two library products memory is idle: the next one starts its reads when the kernel before has ended. These
-programs are launched while earlier kernels run (`attention.ops.pdl`). For the fewest rows they load the first columns
-of W to shared memory at once, then wait for x. Tensor maps need no registers, so that a multiprocessor's whole shared
-memory can be in flight.
+Between two cuBLAS GEMMs memory is idle: the next one starts to read when the previous kernel has ended. These programs
+are launched while earlier kernels run (`attention.ops.pdl`). With up to 16 rows they load the first columns of W to
+shared memory at once, then wait for x. Tensor maps need no registers, so a multiprocessor's whole shared memory can be
+in flight.
 
-W's tile [BLOCK_N, BLOCK_K] is the tensor core's first operand, whose 64 rows it fills; x^T of at least 16 rows is the
+W's tile [BLOCK_N, BLOCK_K] is the tensor core's first operand and fills its 64 rows; x^T of at least 16 rows is the
 second. K is split until programs fill the device. The program that finishes a tile last adds its splits in order, so
 equal inputs give equal bits. A row's result depends on the other rows only through the tile size that the table
-chooses; `fixed_rows` always uses one size.
+chooses; `fixed_rows` always uses the same size.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def _skinny_gemm(
             weights = w_desc.load([N + tile * BLOCK_N, start])
             acc_up = tl.dot(weights.to(tl.float32) if UPCAST else weights, tl.trans(inputs), acc_up)
     if AHEAD > 0:
-        # last, so that the loop's reads start first
+        # multiplied last, so that the loop's reads start earlier
         inputs = x_desc.load([first_row, first])
         if UPCAST:
             w_ahead, inputs = w_ahead.to(tl.float32), inputs.to(tl.float32)
@@ -96,7 +96,7 @@ def _skinny_gemm(
             bias = tl.where(split == 0, bias, 0.0)
         acc += bias[:, None]
     if GATED:
-        # rounded as the plain product and `silu_mul` round
+        # rounded like a product followed by `silu_mul`
         acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         acc = (acc / (1.0 + tl.exp(-acc))).to(out_ptr.dtype.element_ty).to(tl.float32)
         acc *= acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -158,12 +158,12 @@ def skinny_gemm(
 ) -> Tensor:
     """Return x W^T + b: [rows, N] in x's dtype.
 
-    x: [rows, K] of a 16-bit dtype, last stride 1; it and its rows start at multiples of 16 bytes.
+    x: [rows, K] of a 16-bit dtype, last stride 1; rows are aligned to 16 bytes.
     weight: [N, K], contiguous, same dtype.
     workspace: for this shape.
     tiles: from `skinny_gemm_tiles` for this shape and at least as many rows.
-    out: contiguous memory for the result, may be float32; or [splits, rows, N] for the partial sums of any number of
-        rows, of which the first has the bias.
+    out: contiguous memory for the result, may be float32. Or [splits, rows, N] for partial sums of any number of rows;
+        the first includes the bias.
 
     Reference: `torch.nn.functional.linear`.
     """
@@ -188,11 +188,8 @@ def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: Sk
 def fixed_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None
 ) -> Tensor:
-    """Compute any number of rows, FIXED_ROWS per launch and always with the same tiles: a row's bits depend on that row
-    alone.
-
-    W is read once per launch, so many rows take longer than in a library product.
-    """
+    """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles: a row's bits depend on that row
+    alone. W is read once per launch, so many rows take longer than with cuBLAS."""
     tiles = skinny_gemm_tiles(FIXED_ROWS, *weight.shape)
     assert tiles is not None
     if out is None:
@@ -205,7 +202,7 @@ def fixed_rows(
 
 @dataclass(frozen=True)
 class FixedRowsGEMM(TorchGEMM):
-    """Any number of rows; a row's bits depend on that row alone."""
+    """The GEMM of deterministic engines; see `fixed_rows`."""
 
     workspace: Workspace
 
@@ -215,7 +212,7 @@ class FixedRowsGEMM(TorchGEMM):
 
 @dataclass(frozen=True)
 class SkinnyGEMM(TorchGEMM):
-    """Rows that the table has tiles for; more rows go to torch."""
+    """The small-batch GEMM; torch multiplies rows for which the table has no tiles."""
 
     workspace: Workspace
 

@@ -1,15 +1,15 @@
-"""Tile sizes for products of few rows with 16-bit weights."""
+"""Tile sizes for small-batch GEMMs with 16-bit weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from workers.ops.blocks import cdiv, next_power_of_2
 
-MAX_ROWS = 128  # the library is faster beyond, see tests/bench/RESULTS.md
-MAX_GATED_ROWS = 256  # gated products save a kernel, so the limit is higher
-INPUT_STEP = 64  # divides the inputs of all weights with tiles
+MAX_ROWS = 128  # beyond, cuBLAS is faster, see tests/bench/RESULTS.md
+MAX_GATED_ROWS = 256  # higher, because gated products save a kernel
+INPUT_STEP = 64  # divisor of K of all weights with tiles
 FIXED_ROWS = 64  # per launch of `fixed_rows`
-MULTIPROCESSORS = 132  # an H200's
+MULTIPROCESSORS = 132  # of an H100 or H200
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
 
@@ -18,7 +18,7 @@ MAX_SPLITS = 16
 class SkinnyGemmTiles:
     """Tiles for up to `block_m` rows.
 
-    block_n: rows of W per program; for a gated product that many gate rows and up rows.
+    block_n: rows of W per program; of gate and up each in a gated product.
     block_k: columns per step.
     splits: programs that share a sum (split K).
     ahead: whether the first step of W is read before the wait.
@@ -34,7 +34,7 @@ class SkinnyGemmTiles:
     warps: int
 
     def span(self, k: int) -> int:
-        """Columns per program; those past the last are zeros."""
+        """Columns per program, including zeros after the last."""
         return cdiv(k, self.splits * self.block_k) * self.block_k
 
     @property
@@ -49,9 +49,9 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     block_m = max(16, next_power_of_2(rows))
     tiles = cdiv(n, 64)
     if tiles > MULTIPROCESSORS:
-        # With a long W the wait for the first columns does not matter.
+        # With many rows of W, waiting for the first columns does not matter.
         if block_m == 128:
-            stages = 3 if cdiv(n, 128) > MULTIPROCESSORS else 5  # two programs to a multiprocessor, or one
+            stages = 3 if cdiv(n, 128) > MULTIPROCESSORS else 5  # two programs per multiprocessor, or one
             return SkinnyGemmTiles(block_m, 128, 64, 1, False, stages, warps=4)
         return SkinnyGemmTiles(block_m, 128, 128, 1, False, stages=4, warps=8 if block_m == 64 else 4)
     # One program per multiprocessor, with all of its shared memory.
@@ -67,7 +67,7 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
 
 def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     """Return tiles for a gated product with weight [n, k] and up to MAX_GATED_ROWS rows; None if it does not fit. A
-    program has 64 gate rows and 64 up rows, because the tensor core takes 64."""
+    program has 64 gate rows and 64 up rows: the tensor core's first operand has 64."""
     tiles = skinny_gemm_tiles(min(rows, MAX_ROWS), n, k)
     if rows > MAX_GATED_ROWS or tiles is None or tiles.block_n < 128:
         return None

@@ -1,4 +1,4 @@
-"""`GEMMOptions`: scratch memory and options shared by the products of a model on a device."""
+"""`GEMMOptions`: scratch memory and options shared by the GEMMs of a model on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from workers.ops.gemm.tiles import workspace_size
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory for split sums. Serves any number of products that run one after another on a stream.
+    """Scratch memory for split sums, shared by GEMMs that run one after another on a stream.
 
     part: float32 partial sums.
     tickets: int32, zero between launches.
@@ -24,7 +24,7 @@ class Workspace:
 
     @staticmethod
     def create(shapes: Sequence[tuple[int, int]], device: torch.device) -> "Workspace":
-        """Allocate it for weights of these shapes [N, K]."""
+        """Allocate a workspace for weights of these shapes [N, K]."""
         return Workspace.of_size(*workspace_size(shapes), device)
 
     @staticmethod
@@ -38,7 +38,7 @@ class Workspace:
 @dataclass(frozen=True)
 class GEMMOptions:
     """workspace: shared by all layers of a 16-bit model on a GPU, else None.
-    deterministic: a row's result must not depend on the rows beside it (needs the workspace).
+    deterministic: a row's result must not depend on other rows (needs the workspace).
     fp8: the device multiplies FP8 (needs the workspace).
     packed: the device multiplies weights of few bits (`workers.ops.packed`).
     """
@@ -56,10 +56,10 @@ class GEMMOptions:
         device: torch.device,
         deterministic: bool,
     ) -> "GEMMOptions":
-        """For the layers of a model, which run one after another on one stream.
+        """Return the options for the layers of a model, which run one after another on one stream.
 
         shapes: [N, K] of their weights.
-        others: cells and tickets that other operations need of the workspace.
+        others: cells and tickets of the workspace that other operations need.
         """
         here = Capability.of(device)
         if not here.is_gpu or dtype.itemsize != 2:

@@ -12,14 +12,12 @@ from attention.ops.operation import Implementation, on_gpu, operation
 def expand_latents(
     rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return latent rows times `weight`, and their rotated parts, in weight's dtype.
+    """Return latent rows times `weight`, and their RoPE parts, in weight's dtype.
 
     rows    [pages, page_size, latent + rotated], contiguous; rotated a power of two, latent a multiple of 16
     tokens  [T] int64, token indices into all pages
-    ends    [chunks + 1] int32: start of each chunk's tokens, and the end of the last; later rows of the result are
-            undefined
-
-    weight  [N, latent], contiguous, of rows' type if that is not FP8
+    ends    [chunks + 1] int32: start of each chunk's tokens, and the end of the last; results after it are undefined
+    weight  [N, latent], contiguous, of rows' dtype unless that is FP8
     scale   factor on rows (`LatentKV.scale`)
     ->      [T, N]; [T, rotated]
     """

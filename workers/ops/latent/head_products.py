@@ -1,4 +1,4 @@
-"""Multiplies each head's rows by that head's matrix: absorbed keys, and values, of multi-head latent attention."""
+"""Multiplies each head's rows by that head's matrix: absorbed keys, and values, of MLA."""
 
 import torch
 from torch import Tensor
@@ -13,15 +13,14 @@ from workers.ops.rotary import Angles
 def head_products(
     x: Tensor, weight: Tensor, out: Tensor | Fp8Rows, angles: Angles | None = None, fixed: bool = False
 ) -> None:
-    """out[r, h, :n] = x[r, h, :k] @ weight[h]; out[r, h, n:] = x[r, h, k:], rotated.
+    """Write out[r, h, :n] = x[r, h, :k] @ weight[h], and x[r, h, k:] after RoPE to out[r, h, n:].
 
     x       [rows, heads, k + rotated], last stride 1
-    weight  [heads, k, n], of any strides
+    weight  [heads, k, n], any strides
     out     [rows, heads, n + rotated], last stride 1, written; or, for n = 128 without a rotated part, Fp8Rows
-            [rows, heads * n] with scales of groups, equal to the bit to `quantize_rows` of the result
+            [rows, heads * n] with scales per group, bitwise equal to `quantize_rows` of the result
     angles  of the rows, if there is a rotated part
     fixed   a row's result must not depend on the number of rows
-
     """
     k, n = weight.shape[1:]
     products = torch.bmm(x[..., :k].transpose(0, 1), weight).transpose(0, 1)

@@ -15,10 +15,10 @@ from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.fp8.rows_triton import scale_of
 from workers.ops.rotary import Angles
 
-FEW_ROWS = 16  # up to here tiles are narrower and more numerous
+FEW_ROWS = 16  # up to here tiles are narrower, for more programs
 BATCH_ROWS = 512  # up to here (verified batches) tiles have 64 rows, for more programs
 MAX_BYTES_AHEAD = 128 << 10  # bytes of a weight read before the wait, in registers, then in shared memory
-FIXED_ROWS = 64  # tiles of this number of rows are used for any number, if results must not depend on it
+FIXED_ROWS = 64  # its tiles are used for any number of rows with `fixed`
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -98,7 +98,7 @@ def _head_products(
             tl.store(out_row + n[None, :], to_fp8(y / scale[:, None], UPCAST), mask=live)
         else:
             tl.store(out_row + n[None, :], y.to(kept), mask=live & (n < OUT)[None, :])
-    elif ROTATED > 0:  # separate programs, beside the products
+    elif ROTATED > 0:  # separate programs, concurrent with the products
         if PDL:
             tl.extra.cuda.gdc_wait()
         column, pair = tl.arange(0, ROTATED)[None, :], tl.arange(0, ROTATED // 2)[None, :]
@@ -109,8 +109,12 @@ def _head_products(
 
 
 class ProductBlocks(NamedTuple):
-    """Tile sizes: rows, columns, inner dimensions per step (a power of two), whether the whole weight is read before
-    the wait, and Triton's warps and stages."""
+    """Tile sizes.
+
+    m, n, k: rows, columns, and inner dimensions per step (a power of two).
+    ahead: the whole weight is read before the wait.
+    warps, stages: Triton's.
+    """
 
     m: int
     n: int
@@ -121,8 +125,8 @@ class ProductBlocks(NamedTuple):
 
 
 def product_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
-    """Return tile sizes. Few rows: 16 kB of a weight per program, so that 16 heads fill an H200. Batches: a head's
-    whole inner side, read before the wait. Many rows: tiles large enough to be limited by the tensor core."""
+    """Return tile sizes. Few rows: 16 kB of a weight per program, so that 16 heads fill an H200. Batches: all inner
+    dimensions of a head, read before the wait. Many rows: tiles large enough to be limited by the tensor core."""
     whole = triton.next_power_of_2(in_features)
     if itemsize == 4:
         return ProductBlocks(16, 16, min(64, whole), whole <= 64, 4)
@@ -134,7 +138,7 @@ def product_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
 
 
 def rounded_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
-    """Return tile sizes with GROUP columns per program, which share a scale. Few rows: a head's whole matrix (128 kB),
+    """Return tile sizes with GROUP columns per program, one scale group. Few rows: a head's whole matrix (128 kB),
     read while attention still runs."""
     ahead = rows <= 4 * FEW_ROWS and in_features * GROUP * itemsize <= MAX_BYTES_AHEAD
     if ahead or itemsize == 4:

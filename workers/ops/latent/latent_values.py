@@ -1,4 +1,4 @@
-"""Values of multi-head latent attention, in FP8 for the output projection."""
+"""Values of MLA, in FP8 for the output projection."""
 
 from torch import Tensor
 
@@ -7,11 +7,11 @@ from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.latent.head_products import head_products
 
 MAX_ROWS = 16
-_MAX_BYTES = 128 << 10  # largest matrix of a head: one copy loads it to shared memory
+_MAX_BYTES = 128 << 10  # maximum size of a head's matrix, which one copy loads to shared memory
 
 
 def fits_values(rows: int, weight: Tensor) -> bool:
-    """Whether the kernel for few rows supports a weight: 16 bits, and a latent that one copy loads."""
+    """Whether the small-batch kernel supports a weight: 16 bits, and a latent that is a power of two and fits."""
     latent = weight.shape[1]
     fits = latent & (latent - 1) == 0 and latent * GROUP * weight.itemsize <= _MAX_BYTES
     return 0 < rows <= MAX_ROWS and weight.itemsize == 2 and fits
@@ -30,14 +30,12 @@ def fits_values(rows: int, weight: Tensor) -> bool:
     Implementation("triton", "workers.ops.latent.head_products_triton:rounded_values", on_gpu),
 )
 def latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool, fixed: bool) -> Fp8Rows:
-    """Return each head's weighted sums of latent rows times its value matrix, in FP8 with scales of groups.
+    """Return x, the attention output, times each head's value matrix, in FP8 with scales per group.
 
     x              [rows, heads, latent], contiguous
-    weight         [heads * (key_dim + 128), latent], contiguous, x's dtype: per head the rows for keys, then those for
-                   values
+    weight         [heads * (key_dim + 128), latent], contiguous, x's dtype: per head rows for keys, then for values
     rows_together  see `Fp8Rows.empty`
     fixed          a row's result must not depend on the number of rows
-
     ->             [rows, heads * 128]
     """
     rows, heads, latent = x.shape

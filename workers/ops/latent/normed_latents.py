@@ -1,5 +1,5 @@
-"""Norms of both latents, RoPE of keys and the write of latent rows: between the projections of multi-head latent
-attention and its products per head.
+"""Norms of both latents, RoPE of keys and the write of latent rows: the operations of MLA between the projections and
+`head_products`.
 
 RoPE rotates adjacent dimensions, as in DeepSeek's checkpoints (`attention.rotation.rotate_pairs`).
 """
@@ -29,20 +29,19 @@ def normed_latents(
     wanted: Fp8Inputs | None = None,
     fence: bool = True,
 ) -> Tensor | Fp8Rows:
-    """Write the latent rows of a pass, latent part normed and the rest rotated. Return q's part of `both`, normed if it
-    has a norm.
+    """Write the latent rows of a pass: the latent part after its norm, the rest after RoPE. Return q's part of `both`,
+    after its norm if it has one.
 
-    both          [rows, q + latent + rotated], last stride 1; or, if q has a norm, its partial sums, float32 [parts,
-                  rows, q + latent + rotated], contiguous (`LinearMethod.multiply_apart`)
+    both          [rows, q + latent + rotated], last stride 1; or, if q has a norm, partial sums, float32 [parts, rows,
+                  q + latent + rotated], contiguous (`LinearMethod.multiply_apart`)
     q_weight      [q]; None if q has no norm
     row_weight    [latent], of the model's dtype
     angles        of the rows
     kv            written as `attention.fp8.stored`, after rounding to the model's dtype; zeros instead of NaN in the
                   latent part, and NaN in that row's rotated part (`attention.ops.nan_values`)
-    slot_mapping  [rows] int64 token indices; rows that share one (padding) leave any one of their values
+    slot_mapping  [rows] int64 token indices; of rows with the same index (padding), any one is stored
     wanted        FP8 format of the returned q; None: the model's dtype
-
-    fence         see `Prepared.plan`; without one, the product after this reads its weight earlier
+    fence         see `Prepared.plan`; if false, the next GEMM reads its weight earlier
     ->            [rows, q]
     """
     width = kv.rows.shape[2]

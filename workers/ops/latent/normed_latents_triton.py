@@ -20,7 +20,7 @@ from workers.ops.rotary import Angles
 
 @triton.jit
 def _load(pointers, there, part_step, PARTS: tl.constexpr, KEPT: tl.constexpr):
-    """Return the sum of all parts, float32, rounded to KEPT as the product would have rounded it."""
+    """Return the sum of all parts in float32, rounded to KEPT like a GEMM's result."""
     return sum_of_splits(pointers, there, part_step, PARTS).to(KEPT).to(tl.float32)
 
 
@@ -64,7 +64,7 @@ def _normed_latents(
         if not FENCE:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if FENCE:  # before the trigger, for the kernels that it starts: see `attention.ops.pdl`
+        if FENCE:  # a fence waits before it triggers: see `attention.ops.pdl`
             tl.extra.cuda.gdc_launch_dependents()
     both = both_ptr + row * both_row_stride
     kept = row_weight_ptr.dtype.element_ty
@@ -145,7 +145,7 @@ def normed_latents(
         BY_GROUP=wanted is not None and wanted.by_group,
         FENCE=fence,
         INTERPRETED=INTERPRETED,
-        # partial sums are more numbers, and each warp reads one after another
+        # with partial sums each thread reads several numbers in sequence, so more warps share them
         num_warps=16 if parts.shape[0] > 1 else num_warps(max(block_q, block_latent)),
         **pdl_wait(both.device),
     )

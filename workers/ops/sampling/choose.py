@@ -1,4 +1,4 @@
-"""Draw one token of each row: filters, temperature, Gumbel noise, argmax.
+"""Draws one token per row: filters, temperature, Gumbel noise, argmax.
 
 argmax(logits / temperature + Gumbel noise) is an exact draw from the softmax (the Gumbel-max trick).
 """
@@ -16,13 +16,13 @@ from workers.ops.vocabulary.largest import finite_choice
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
     """Return each row's largest perturbed logit and its column; the largest logit for greedy rows.
 
-    logits  [B * R, n], any floating type, last stride 1
+    logits  [B * R, n], any floating dtype, last stride 1
     first   token id of the first column
     limits  limits of the filters; None without filters
-    ->      [B * R] float32; [B * R] int64, the smallest column among equals; NOT_FINITE, and no finite value, where a
-            row has a NaN or plus infinity
+    ->      [B * R] float32; [B * R] int64, the smallest column among equals. Rows with a NaN or plus infinity get
+            NOT_FINITE and a value that is not finite.
 
-    The kernel takes logarithms in float32, this reference in float64: near ties they may draw differently.
+    The kernel computes logarithms in float32, this reference in float64: near ties they may draw different tokens.
     """
     logits = logits.float()
     if limits is not None:

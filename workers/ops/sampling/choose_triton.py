@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `workers.ops.sampling.choose`: one pass over the logits, without scratch of their size."""
+"""The kernel of `workers.ops.sampling.choose`: one pass over the logits; scratch is two numbers per part."""
 
 import torch
 import triton
@@ -66,7 +66,7 @@ def _choose(
             if FILTERED:
                 score = tl.where(gap_of(x, peak, temperature) <= limit, score, float("-inf"))
             x = score
-        # tl.max ignores NaN, so a NaN row is marked here
+        # tl.max ignores NaN, so NaN becomes infinity
         x = tl.where(is_finite, x, float("inf"))
         # among equals, a lane keeps the earlier column
         index = tl.where(x > best, column, index)
@@ -81,7 +81,7 @@ def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = Non
     """`workers.ops.sampling.choose.choose`."""
     assert logits.stride(1) == 1
     rows, size = logits.shape
-    # the size of a part does not change the result; few rows need small parts to fill the device
+    # with few rows, small parts fill the device; the result does not depend on it
     part = 4 * TILE if rows > 8 else TILE
     parts = triton.cdiv(size, part)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

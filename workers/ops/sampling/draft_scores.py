@@ -1,9 +1,9 @@
 """Draft logits with the request's Gumbel noise, and with filtered tokens below all others.
 
-The draft then proposes the token that the target would draw. The filters only decide which tokens are proposed, never
-which are emitted, so they may be approximate and must be cheap. Tokens are counted by level, the integer part of the
-scaled logit (log2 of the probability, up to a constant per row). Top-k and top-p keep whole levels, and each token
-weighs as much as the lowest of its level; min-p is exact.
+With the noise, the draft proposes the token that the target would draw. The filters decide only which tokens are
+proposed, never which are emitted, so they may be approximate and must be cheap. Tokens are counted by level, the
+integer part of the scaled logit (log2 of the probability, up to a constant per row). Top-k and top-p keep whole levels;
+top-p gives every token of a level the lowest mass of the level. Min-p is exact.
 """
 
 import torch
@@ -15,7 +15,7 @@ from workers.ops.sampling.gumbel import Draws
 
 LEVELS = 32  # from the best token down to 2^-31 of its probability
 LOG2_E = 1.4426950408889634
-DROPPED = 1024.0  # subtracted from scores of filtered tokens, which keep their order
+DROPPED = 1024.0  # subtracted from the scores of filtered tokens; does not change their order
 PART = 4096  # columns per part
 
 
@@ -23,10 +23,10 @@ PART = 4096  # columns per part
 def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
     """Summarise the parts of a vocabulary shard.
 
-    logits  [B * R, n], any floating type, last stride 1: R rows of each of B requests
+    logits  [B * R, n], any floating dtype, last stride 1: R rows of each of B requests
     slots   [B] int64
-    ->      [B * R, ceil(n / PART), 1 + LEVELS] float32: the part's largest scaled logit, then how many tokens are in
-            its level and in each of those below; undefined for rows without filters
+    ->      [B * R, ceil(n / PART), 1 + LEVELS] float32: the part's largest scaled logit, then the number of tokens in
+            its level and in each level below; undefined for rows without filters
     """
     rows, size = logits.shape
     scaled = scaled_logits(logits.float(), filters.of_rows(slots, rows).temperature)
@@ -42,12 +42,11 @@ def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
 
 @operation(Implementation("triton", "workers.ops.sampling.draft_scores_triton:perturb", on_gpu))
 def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
-    """Return logits / temperature + noise; greedy rows unchanged.
+    """Return logits / temperature + noise, with filtered tokens below all others; greedy rows unchanged.
 
-    logits   [B * R, n], any floating type, last stride 1
-    ids      [n] int64, contiguous: the columns' token ids
-    summary  [B * R, parts, 1 + LEVELS] float32 of all shards, for pushing filtered tokens below all others;
-             None for no filters
+    logits   [B * R, n], any floating dtype, last stride 1
+    ids      [n] int64, contiguous: token ids of the columns
+    summary  [B * R, parts, 1 + LEVELS] float32, `count_levels` of all shards; None without filters
     ->       [B * R, n] float32
     """
     noisy = draws.perturbed(logits, ids)
@@ -61,23 +60,26 @@ def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary
 
 
 def scaled_logits(logits: Tensor, temperature: Tensor) -> Tensor:
-    """[rows, n] float32: logits [rows, n] float32 at temperature [rows] float32 > 0, in units of a factor of two."""
+    """Return logits [rows, n] float32 / temperature [rows] float32 > 0, in base 2: [rows, n] float32."""
     return logits * (temperature.reciprocal() * LOG2_E).unsqueeze(1)
 
 
 def lowest_kept(summaries: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[rows] float32: the lowest scaled logit that is kept, of summaries [rows, parts, 1 + LEVELS] of a row's parts;
-    top_k int64, top_p and min_p float32 [rows], where 0, 1 and 0 switch off."""
+    """Return the lowest scaled logit that each row keeps: [rows] float32.
+
+    summaries: [rows, parts, 1 + LEVELS] float32.
+    top_k, top_p, min_p: [rows] int64, float32, float32; 0, 1 and 0 switch a filter off.
+    """
     peaks, counts = summaries[..., 0], summaries[..., 1:]
     peak = peaks.amax(1)
     level = torch.arange(LEVELS, device=summaries.device)
-    # a part's levels count from its own best token, which lies `lower` levels below the row's
+    # a part's levels start at its own best token, which is `lower` levels below the row's
     lower = (peak.floor().unsqueeze(1) - peaks.floor()).clamp_max(LEVELS).long().unsqueeze(2)
     place = level - lower
     counts = torch.where(place >= 0, counts.gather(2, place.clamp_min(0)), 0.0).sum(1).long()
     by_count = (counts.cumsum(1) < top_k.unsqueeze(1)).sum(1)
     by_count = torch.where(top_k > 0, by_count, LEVELS)
-    # masses in units of 2^-31 of the best level's: integers, so that their sums do not depend on an order
+    # masses in units of 2^-31 of the best level's: sums of integers do not depend on the order
     mass = torch.where(level <= by_count.unsqueeze(1), counts, 0) << (LEVELS - 1 - level)
     mass = mass.cumsum(1).float()
     by_mass = (mass < top_p.unsqueeze(1) * mass[:, -1:]).sum(1)

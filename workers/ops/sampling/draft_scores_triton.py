@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kernels of `workers.ops.sampling.draft_scores`.
 
-Filters cost a draft step one more launch, which counts the levels of each part. The programs that add noise sum the
-counts of their row's parts.
+With filters a draft step has one more launch, which counts the levels of each part. The programs that add noise sum the
+counts over the parts of their row.
 """
 
 import torch
@@ -26,7 +26,7 @@ BLOCK = 1024
 
 @triton.jit
 def scale_of(temperature):
-    """The factor of a row's scaled logits; the same bits as in the reference, `scaled_logits`."""
+    """Return the factor of a row's scaled logits, bitwise equal to that of the reference, `scaled_logits`."""
     return tl.div_rn(1.0, temperature) * LOG2_E
 
 
@@ -47,7 +47,7 @@ def _count_levels(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The summary of one part of a filtered row."""
+    """Write the summary of one part of a filtered row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row // width)
     if is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
@@ -82,7 +82,7 @@ def _lowest_kept(
     int_stride,
     PARTS: tl.constexpr,
 ):
-    """The lowest scaled logit that a filtered row keeps."""
+    """Return the lowest scaled logit that a filtered row keeps."""
     part, level = tl.arange(0, PARTS), tl.arange(0, LEVELS)
     summary = summary_ptr + (row * parts + part) * (1 + LEVELS)
     peaks = tl.load(summary, mask=part < parts, other=float("-inf"))

@@ -1,6 +1,6 @@
 """Limits of top-k, top-p and min-p for rows of logits.
 
-A token's gap is its distance below the row's largest logit at the request's temperature, as an integer in units of
+A token's gap is the distance of its logit from the row's largest, at the request's temperature: an integer in units of
 2^-18 nats, at most 64 nats (a relative probability of 1e-28). A row keeps all tokens whose gap is at most its limit. So
 the best token is always kept, and tokens with equal gaps are kept or dropped together.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 
-UNITS = 262144.0  # units of a gap per nat; a power of two, so that one rounding alone lies between logits and gaps
+UNITS = 262144.0  # units of a gap per nat; a power of two adds no rounding
 MAX_GAP = (1 << 24) - 1  # exact in float32
 
 
@@ -22,8 +22,8 @@ class Filters:
     """Filter parameters by slot. top_k = 0, top_p = 1 and min_p = 0 switch a filter off; greedy slots (temperature 0)
     have no filters.
 
-    temperature, top_p, min_p  [S] float32, of one stride
-    top_k                      [S] int64, of any stride
+    temperature, top_p, min_p  [S] float32, with equal strides
+    top_k                      [S] int64, any stride
     """
 
     temperature: Tensor
@@ -32,7 +32,7 @@ class Filters:
     min_p: Tensor
 
     def arguments(self) -> tuple[Any, ...]:
-        """Pointers and strides, in the order in which kernels (`is_filtered`) take them."""
+        """Return tensors and strides in the argument order of kernels (`is_filtered`)."""
         stride = self.temperature.stride(0)
         assert self.top_p.stride(0) == stride and self.min_p.stride(0) == stride
         return self.temperature, self.top_p, self.min_p, stride, self.top_k, self.top_k.stride(0)
@@ -46,7 +46,7 @@ class Filters:
         )
 
     def is_random(self, slots: Tensor, rows: int) -> Tensor:
-        """[rows] bool: whether the rows of the requests in slots [B] int64 are sampled, not greedy."""
+        """Return [rows] bool: whether the rows of the requests in slots [B] int64 are sampled, not greedy."""
         return self.temperature[slots].repeat_interleave(rows // slots.shape[0]) > 0
 
 
@@ -54,8 +54,8 @@ class Filters:
 class Limits:
     """Limits of the filters, by row.
 
-    peaks  [rows] float32: the largest logit; infinity may stand for a row that keeps everything
-    gaps   [rows] int32: a row keeps gaps up to this
+    peaks  [rows] float32: the largest logit; may be infinity for rows that keep everything
+    gaps   [rows] int32: the largest gap that a row keeps
     """
 
     peaks: Tensor
@@ -66,11 +66,11 @@ class Limits:
 def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
     """Return the limits of each row. They do not depend on other rows of the batch.
 
-    logits  [B * R, vocab], any floating type, last stride 1: R rows of each of B requests
+    logits  [B * R, vocab], any floating dtype, last stride 1: R rows of each of B requests
     slots   [B] int64
 
-    The kernel sums masses in float32: where top-p cuts may differ by 1e-5 of the mass, and it may return a gap that no
-    token has between the last that is kept and the next.
+    The kernel sums masses in float32: the cut of top-p may differ by 1e-5 of the mass. Its limit may be any gap between
+    that of the last kept token and that of the next.
     """
     rows, logits = logits.shape[0], logits.float()
     by_row = filters.of_rows(slots, rows)
@@ -79,17 +79,19 @@ def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
 
 
 def gaps(logits: Tensor, temperature: Tensor, peaks: Tensor | None = None) -> Tensor:
-    """[rows, n] int32 gaps of logits [rows, n] float32 at temperature [rows] float32 > 0. peaks: [rows] float32, the
-    largest logits, where they are known."""
+    """Return the gaps [rows, n] int32 of logits [rows, n] float32 at temperature [rows] float32 > 0. peaks: [rows]
+    float32, the largest logits, if they are known."""
     peak = logits.amax(-1, keepdim=True) if peaks is None else peaks.unsqueeze(1)
     return ((peak - logits) * (UNITS / temperature).unsqueeze(1)).clamp_max(MAX_GAP).int()
 
 
 def gap_limits(gap: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[rows] int32: the largest gap that is kept, of gaps [rows, n] int32; top_k int64, top_p and min_p float32 [rows].
+    """Return the largest gap that each row keeps, [rows] int32.
 
-    top-k keeps the smallest gaps that hold at least k tokens; top-p the smallest that hold at least top_p of the mass
-    that top-k left; min-p those of at least min_p times the best token's probability.
+    top-k keeps the smallest gaps with at least k tokens in total. top-p keeps the smallest gaps with at least top_p of
+    the mass that top-k keeps. min-p keeps tokens with at least min_p times the best token's probability.
+
+    gap: [rows, n] int32. top_k, top_p, min_p: [rows] int64, float32, float32.
     """
     ordered = gap.sort(-1).values
     last = torch.full_like(ordered[:, :1], MAX_GAP)

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kernels of `workers.ops.sampling.filters`: a search over gaps instead of a sort.
 
-A gap has 24 bits. Each pass counts the tokens (top-k) or sums the masses (top-p) within seven limits and finds three
-bits, so a search takes eight passes. Rows are split into parts by their size alone, and parts are summed in a fixed
-order, so a row's limits do not depend on other rows. Each pass begins by summing the previous pass's results, because a
-kernel boundary is the only barrier. Rows without the filter, or with a finished search, return at once.
+A gap has 24 bits. Each pass counts the tokens (top-k) or sums the masses (top-p) within seven limits, which gives three
+bits, so a search has eight passes. The split of a row into parts depends only on its size, and parts are summed in a
+fixed order, so a row's limits do not depend on other rows. Each pass first sums the results of the previous pass over
+the parts, because a kernel boundary is the only barrier. Programs return at once for rows without the filter or with a
+finished search.
 """
 
 import torch
@@ -33,13 +34,13 @@ def is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k
 
 @triton.jit
 def gap_of(x, peak, temperature):
-    """int32, the same bits as `workers.ops.sampling.filters.gaps`."""
+    """Return the gaps of x, int32, bitwise equal to `workers.ops.sampling.filters.gaps`."""
     return tl.minimum((peak - x) * tl.div_rn(UNITS, temperature), MAX_GAP * 1.0).to(tl.int32)
 
 
 @triton.jit
 def _totals(sum_ptr, parts, PARTS: tl.constexpr):
-    """[8]: a row's sums over its parts."""
+    """Return the sums of a row over its parts: [8]."""
     part, column = tl.arange(0, PARTS)[:, None], tl.arange(0, 8)[None, :]
     return tl.sum(tl.load(sum_ptr + part * 8 + column, mask=part < parts, other=0.0), 0)
 
@@ -53,7 +54,7 @@ def _advance(lowest, shift, needed, totals):
 
 @triton.jit
 def _settled(limit):
-    """Encode a found limit in place of a bracket's lowest limit, or decode it."""
+    """Encode a found limit as a negative number, stored instead of a bracket's lowest limit; or decode it."""
     return -1 - limit
 
 
@@ -115,8 +116,9 @@ def _narrow(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sums of one part within seven limits, an eighth of the bracket apart. The eighth column is the mass that top-k
-    kept, of which top-p takes its share; then the number of tokens left in the bracket: with one, the search ends."""
+    """Write the sums of one part within seven limits, an eighth of the bracket apart. The eighth column is the mass
+    that top-k keeps (top-p needs a share of it) in the first pass, later the number of tokens in the bracket. The
+    search ends when one token is left."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
     slot = tl.load(slot_ptr + row // width)
@@ -214,7 +216,7 @@ def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
     temperature, top_p, min_p, *top_k = filters.arguments()
     head = (logits, logits.stride(0), size, slots, rows // slots.shape[0], temperature, top_p)
     peaks = torch.empty((rows, parts), dtype=torch.float32, device=device)
-    # separate tensors: the alignment of a slice would select the compiled variant of the kernel
+    # separate tensors: a slice may be less aligned, and Triton compiles a kernel for each alignment
     lowest = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)]
     sums = [torch.empty((rows, parts, 8), dtype=torch.float32, device=device) for _ in range(2)]
     needed = torch.empty(rows, dtype=torch.float32, device=device)

@@ -15,9 +15,9 @@ class Draws:
     """Rows to sample, R for each of B requests, and the parameters of the slots.
 
     slots        [B] int64, contiguous
-    positions    [B, R] int64, of the token to be chosen; of any strides
-    temperature  [S] float32 by slot, of any stride; 0 for greedy requests
-    seed         [S] int64 by slot, of any stride
+    positions    [B, R] int64, of the token to be chosen; any strides
+    temperature  [S] float32 by slot, any stride; 0 for greedy requests
+    seed         [S] int64 by slot, any stride
     """
 
     slots: Tensor
@@ -26,7 +26,7 @@ class Draws:
     seed: Tensor
 
     def arguments(self) -> tuple[Any, ...]:
-        """Pointers and strides, in the order in which kernels (`draw_of_row`) take them."""
+        """Return tensors and strides in the argument order of kernels (`draw_of_row`)."""
         assert self.slots.is_contiguous()
         return (
             self.slots,
@@ -40,7 +40,7 @@ class Draws:
         )
 
     def perturbed(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """[B * R, n] float32: logits / temperature + noise, of token ids [n] int64; greedy rows unchanged."""
+        """Return logits / temperature + noise for token ids [n] int64: [B * R, n] float32; greedy rows unchanged."""
         rows = logits.float().view(*self.positions.shape, -1)
         temperature = self.temperature[self.slots].view(-1, 1, 1)
         seed = self.seed[self.slots].view(-1, 1, 1)
@@ -50,14 +50,14 @@ class Draws:
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32: a hash of seed, position and token id (int64, broadcast against each other).
+    """Return standard Gumbel noise, float32: a hash of seed, position and token id (int64, broadcast).
 
     The hash is two rounds of the 64-bit finaliser of MurmurHash3; its upper 32 bits become a uniform in (0, 1).
     """
     x = _mix(seed + position * _GOLDEN)
     x = _mix(x + token * _GOLDEN)
     uniform = ((x >> 32 & 0xFFFFFFFF).double() + 0.5) / 4294967296.0
-    # -log1p(-u) is exponential and precise where it is small, which is where the noise is large
+    # -log1p(-u) is exponential, and precise where it is small: there the noise is large
     return -torch.log(-torch.log1p(-uniform)).float()
 
 

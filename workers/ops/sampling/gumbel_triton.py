@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Gumbel noise in Triton, for the kernels of this folder.
 
-They hash the same bits as `workers.ops.sampling.gumbel.gumbel_noise`. Their logarithms are float32, the reference's
-float64, so results differ in the last bits. Every kernel adds this noise with the same fused multiply-add, so plain
+The hash is that of `workers.ops.sampling.gumbel.gumbel_noise`. Logarithms are float32, in the reference float64, so
+results differ in the last bits. Every kernel adds this noise with the same fused multiply-add, so non-speculative
 decoding, verification and any batch draw the same tokens.
 """
 
@@ -20,8 +20,8 @@ def mix(x):
 
 @triton.jit
 def _log(numerator, denominator, exponent):
-    """log((denominator + numerator) / (denominator - numerator)) + exponent log 2, for ratios within sqrt(1/2) and
-    sqrt(2): the series of the area tangent, whose next term is below 3e-9 of the sum."""
+    """Return log((denominator + numerator) / (denominator - numerator)) + exponent log 2, for ratios between sqrt(1/2)
+    and sqrt(2), by the series of artanh; the first omitted term is below 3e-9 of the sum."""
     s = numerator / denominator
     square = s * s
     series = tl.fma(square, 0.1111111111, 0.1428571429)
@@ -33,7 +33,7 @@ def _log(numerator, denominator, exponent):
 
 @triton.jit
 def split(x):
-    """Mantissa within sqrt(1/2) .. sqrt(2) and exponent, float32, of positive normal x."""
+    """Return the mantissa, from sqrt(1/2) to sqrt(2), and the exponent of positive normal x, float32."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     return (bits - (exponent << 23)).to(tl.float32, bitcast=True), exponent.to(tl.float32)
@@ -41,7 +41,7 @@ def split(x):
 
 @triton.jit
 def log(x):
-    """Natural logarithm of positive normal float32, precise where it is near zero."""
+    """Return the natural logarithm of positive normal float32 x, precise near zero."""
     mantissa, exponent = split(x)
     return _log(mantissa - 1.0, mantissa + 1.0, exponent)
 
@@ -59,7 +59,7 @@ def draw_of_row(
     seed_ptr,
     seed_stride,
 ):
-    """A row's temperature and the hash of its seed and position."""
+    """Return a row's temperature and the hash of its seed and position."""
     slot = tl.load(slot_ptr + row // width)
     position = tl.load(position_ptr + row // width * position_row + row % width * position_column)
     temperature = tl.load(temperature_ptr + slot * temperature_stride)
@@ -69,7 +69,7 @@ def draw_of_row(
 
 @triton.jit
 def gumbel(hashed, token):
-    """Standard Gumbel noise, float32, of a row's hash and token ids int64."""
+    """Return standard Gumbel noise, float32, from a row's hash and token ids int64."""
     high = (mix(hashed + token * -7046029254386353131) >> 32).to(tl.uint32, bitcast=False)
     below = (high.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     above = ((high ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10

@@ -10,7 +10,7 @@ from attention.ops.operation import Implementation, on_gpu, operation
 def norms_and_top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return logsumexp, the k largest logits in descending order, and their columns.
 
-    logits  [rows, size], any floating type, last stride 1, size >= k
+    logits  [rows, size], any floating dtype, last stride 1, size >= k
     ->      [rows] float32; [rows, k] float32; [rows, k] int64
     """
     logits = logits.float()

@@ -5,18 +5,18 @@ from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 
-FREE = -1  # in `index`: the slot's request has no grammar
+FREE = -1  # `index` of slots without a grammar
 
 
 @operation(Implementation("triton", "workers.ops.sampling.masks_triton:apply_masks", on_gpu))
 def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
     """Set the logits of forbidden tokens to minus infinity.
 
-    logits  [B * R, n], any floating type, last stride 1, written: R rows of each of B requests
+    logits  [B * R, n], any floating dtype, last stride 1, written: R rows of each of B requests
     slots   [B] int64
     index   [num_slots + 1] int32: each slot's first row of `words`, or FREE
     words   [masks, w] int32: bit t % 32 of word t // 32 allows token t
-    first   token id of the first column; columns beyond 32 * w are left as they are
+    first   token id of the first column; tokens from 32 * w on are unchanged
     """
     rows = logits.shape[0] // slots.shape[0]
     base = index[slots]

@@ -12,12 +12,12 @@ from attention.ops.operation import Implementation, on_gpu, operation
 class PenaltyTables:
     """Penalty parameters of S slots.
 
-    output_counts  [S, vocab] int32: how often each token was emitted
+    output_counts  [S, vocab] int32: number of times each token was emitted
     in_prompt      [S, vocab] bool
     bias           [S, vocab] float32
     penalties      [S, 3] float32: presence, frequency, repetition - 1
     min_len        [S] int64: stop tokens are forbidden at lower positions
-    stop_ids       [S, n] int64, negative where there are fewer
+    stop_ids       [S, n] int64; negative entries are unused
     shapes_logits  [S] bool: whether the request has any of these
     """
 
@@ -42,12 +42,12 @@ def apply_penalties(
     """Return logits with penalties, biases and min_tokens applied (OpenAI's presence and frequency penalty;
     the repetition penalty of arXiv 1909.05858, section 4.1).
 
-    logits       [B * R, vocab], any floating type, last stride 1: R rows of each of B requests
+    logits       [B * R, vocab], any floating dtype, last stride 1: R rows of each of B requests
     slots        [B] int64
     positions    [B, R] int64 of the token to be chosen
     path         [B, R, W] bool: ancestors of each row and the row itself, which count as output; None without a tree
-    path_tokens  [B, W] int64, the nodes' tokens; negative ones count as token 0
-    ->           [B * R, vocab] float32; rows of requests without any of these are copied
+    path_tokens  [B, W] int64, tokens of the nodes; negative ones count as token 0
+    ->           [B * R, vocab] float32; rows are copied unless `shapes_logits` is set for their slot
     """
     rows = logits.float().view(*positions.shape, -1)
     counts = tables.output_counts[slots].unsqueeze(1).expand(rows.shape)

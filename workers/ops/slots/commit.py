@@ -11,7 +11,7 @@ from workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STO
 
 @dataclass(frozen=True)
 class CommitTables:
-    """The columns of a slot table that a commit reads and writes, for S slots.
+    """The columns of a slot table that `commit` reads and writes, for S slots.
 
     seq_len        [S] int32, written: committed tokens, without the bonus token
     bonus          [S] int64, written: the last emitted token, whose KV is not computed yet
@@ -41,18 +41,17 @@ class CommitTables:
     )
 )
 def commit(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) -> tuple[Tensor, Tensor]:
-    """Append tokens to slots, and return how many each got and why it finished.
+    """Append tokens to slots. Return the number of committed tokens and the finish reason of each request.
 
     Tokens after the first stop token and beyond the length limit are dropped. Finished slots do not change. Tokens of
-    requests that shape logits are counted. A negative last token means that logits were not finite: it is dropped, and
-    the request finishes with FINISH_NOT_FINITE.
+    requests with `shapes_logits` are counted. A negative last token means that logits were not finite: it is dropped,
+    and the request finishes with FINISH_NOT_FINITE.
 
-    slots   [B] int64; all padding rows name the padding slot, which is always finished
-    tokens  [B, M] int64, contiguous, written: those below 0 become 0
-    counts  [B] int64, 1 to M: how many of them are valid
+    slots   [B] int64; the padding slot, which is always finished, for padding rows
+    tokens  [B, M] int64, contiguous, written: negative ones become 0
+    counts  [B] int64, 1 to M: number of valid tokens
     tables  written
     ->      [B] int64 committed tokens; [B] int64 finish reason (FINISH_*), or 0
-
     """
     length = tables.seq_len[slots].long()
     column = torch.arange(tokens.shape[1], device=tokens.device)

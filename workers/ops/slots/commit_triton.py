@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `workers.ops.slots.commit`: one launch instead of about thirty. Acceptance
-(`speculative.ops.acceptance_triton`) uses its parts."""
+"""The kernel of `workers.ops.slots.commit`: one launch; the reference has about thirty. Acceptance
+(`speculative.ops.acceptance_triton`) shares its functions."""
 
 from typing import Any
 
@@ -31,9 +31,10 @@ def settle(
     LENGTH: tl.constexpr,
     NOT_FINITE: tl.constexpr,
 ):
-    """Commit `count` tokens up to the first stop token. Return the number committed and the finish reason.
+    """Commit `count` tokens up to the first stop token. Return the number of committed tokens and the finish reason.
 
-    stop: index of the first stop token, beyond `count` if there is none. last: the last token; negative without one.
+    first_stop: index of the first stop token, at least `count` if there is none.
+    last: the last token; negative if logits were not finite.
     """
     max_len = tl.load(max_len_ptr + slot * max_len_stride)
     was_finished = tl.load(finished_ptr + slot * finished_stride).to(tl.int1)
@@ -45,7 +46,7 @@ def settle(
     count = tl.where(broken, count - 1, count)
     finish = tl.where(broken, NOT_FINITE, finish)
     finish = tl.where(was_finished, 0, finish)
-    # All padding rows use the padding slot, which is always finished: they store the values already there.
+    # Padding rows use the padding slot, which is always finished: they store the values already there.
     tl.store(seq_len_ptr + slot, (length + count).to(tl.int32))
     tl.store(bonus_ptr + slot * bonus_stride, tl.maximum(last, 0), mask=was_finished == 0)
     tl.store(finished_ptr + slot * finished_stride, (was_finished | (finish > 0)).to(tl.int8))
@@ -54,9 +55,9 @@ def settle(
 
 @triton.jit
 def count_output(slot, token, valid, output_count_ptr, vocab_size, shapes_ptr, shapes_stride):
-    """Count a token as output if the slot's request shapes logits; others cost one load."""
+    """Count a token as output if `shapes_logits` is set for the slot; other requests cost one load."""
     counts = valid & (tl.load(shapes_ptr + slot * shapes_stride) != 0)
-    # a round may emit a token twice, and the compiler chooses which thread does a scalar store
+    # atomic: a round may emit a token twice, and different threads may do its scalar stores
     tl.atomic_add(output_count_ptr + slot * vocab_size + token, 1, mask=counts, sem="relaxed")
 
 

@@ -12,8 +12,9 @@ NOT_FINITE = -(1 << 40)  # column of a row whose largest logit is NaN or plus in
 def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
     """Return each row's largest logit and its column, the smallest among equals.
 
-    logits   [rows, size], any floating type, last stride 1
-    checked  rows with NaN or plus infinity get column NOT_FINITE and a value above all finite ones; else any column
+    logits   [rows, size], any floating dtype, last stride 1
+    checked  return column NOT_FINITE, and a value that is not finite, for rows with NaN or plus infinity; else any
+             column
     ->       [rows] float32; [rows] int64
     """
     value, column = logits.max(-1)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `workers.ops.vocabulary.largest`: rows are split over the device. torch's argmax takes 36 us for one row
+"""Kernels of `workers.ops.vocabulary.largest`, which split rows over programs. torch's argmax takes 36 us for one row
 of 128,256."""
 
 import torch
@@ -17,7 +17,7 @@ def _partial(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.constexpr)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
-    # tl.max ignores NaN, so a NaN row is marked here
+    # tl.max ignores NaN, so NaN becomes infinity
     x = tl.where(x == x, x, float("inf"))
     best = tl.max(x, 0)
     # the smallest index among equals, as in torch on a CPU

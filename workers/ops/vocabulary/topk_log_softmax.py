@@ -5,7 +5,7 @@ from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 
-MAX_K = 16  # the kernel finds them one by one
+MAX_K = 16  # the kernel finds the tokens one by one
 
 
 @operation(
@@ -20,12 +20,11 @@ MAX_K = 16  # the kernel finds them one by one
 def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the k largest log-probabilities, best first, their columns, and logsumexp.
 
-    logits  [rows, size], any floating type, last stride 1, size >= k
+    logits  [rows, size], any floating dtype, last stride 1, size >= k
     ->      [rows, k] float32; [rows, k] int64; [rows] float32
 
-    A row of minus infinity (a shard that is all padding) gives minus infinity, never NaN. The kernel puts the smallest
-    of equal columns first, so that equal inputs give equal trees on all ranks.
-
+    A row of minus infinity (a shard that is all padding) gives minus infinity, never NaN. The kernel returns the
+    smallest column first among equal logits, so that all ranks grow the same tree.
     """
     norm = torch.logsumexp(logits.float(), -1)
     value, column = logits.float().topk(k, -1)
