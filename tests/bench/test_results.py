@@ -15,10 +15,16 @@ MAX_WORDS = 5000  # of both pages
 README_ROUNDS = ("no speculation", "chain 3/1/4", "tree 5/4/8")
 README_ROUNDS_AT = ("Rounds of Llama-3.1-8B", "batch 1")
 # Shipped configuration -> table of its dimensions.
+HYBRID_ROWS = {"no speculation", "MTP chain of 3"}
+# configuration -> table, and rows that its head has at least
 HEADS = {
-    "qwen3.6-27b": "Rounds of Qwen3.5-27B",
-    "qwen3.8-27b": "Rounds of Qwen3.5-27B",
-    "qwen3.6-35b-a3b": "Rounds of Qwen3.5-35B-A3B",
+    "qwen3.6-27b": ("Rounds of Qwen3.5-27B", HYBRID_ROWS),
+    "qwen3.8-27b": ("Rounds of Qwen3.5-27B", HYBRID_ROWS),
+    "qwen3.6-35b-a3b": ("Rounds of Qwen3.5-35B-A3B", HYBRID_ROWS),
+    "gpt-oss-20b": (
+        "Rounds of published models",
+        {"gpt-oss-20b, no speculation", "gpt-oss-120b, no speculation"},
+    ),
 }
 
 
@@ -72,10 +78,11 @@ def test_the_figures_of_the_readme_are_among_them() -> None:
 def test_the_heads_of_configurations_say_the_figures(name: str) -> None:
     """Rounds at 1 / 8 / 32 requests, and what a token takes: a round by its tokens."""
     head = (ROOT / "deploy" / f"{name}.yaml").read_text().partition("proxy_location")[0].partition("Milliseconds")[2]
-    of_table = {figure.place[1:]: figure.value for figure in figures() if figure.place[0] == HEADS[name]}
+    table, rows = HEADS[name]
+    of_table = {figure.place[1:]: figure.value for figure in figures() if figure.place[0] == table}
     columns = ("batch 1", "batch 8", "batch 32")
     said = re.findall(r"^#   (.+?)  +([\d.]+(?: / [\d.]+)*)(?:  +([\d.]+) a token at 1 with ([\d.]+))?", head, re.M)
-    assert {"no speculation", "MTP chain of 3"} <= {row for row, *_ in said} and "Not measured" not in head
+    assert rows <= {row for row, *_ in said} and "Not measured" not in head
     for row, values, each, tokens in said:
         measured = [of_table[row, column] for column in columns if (row, column) in of_table]
         assert values == " / ".join(f"{value:g}" for value in measured), (row, "is in results.jsonl", measured)
