@@ -71,7 +71,7 @@ def _map_prefill_rows(
 def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """`attention.ops.slot_mapping.map_decode_rows`."""
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous()
-    positions, slots = _places(batch.num_rows, batch.prefix_len.device)
+    positions, slots = _outputs(batch.num_rows, batch.prefix_len.device)
     _map_decode_rows[(batch.num_requests,)](
         batch.prefix_len,
         batch.page_table,
@@ -92,7 +92,7 @@ def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tenso
     assert batch.page_table.stride(1) == 1 and batch.qo_indptr.is_contiguous() and batch.starts.is_contiguous()
     kept_from = batch.kept_from
     assert kept_from is None or kept_from.is_contiguous()
-    positions, slots = _places(batch.num_rows, batch.starts.device)
+    positions, slots = _outputs(batch.num_rows, batch.starts.device)
     _map_prefill_rows[(triton.cdiv(batch.num_rows, BLOCK),)](
         batch.qo_indptr,
         batch.starts,
@@ -112,7 +112,7 @@ def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tenso
     return positions, slots
 
 
-def _places(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _outputs(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Allocate both outputs separately, so that both are aligned: Triton compiles a kernel for each alignment."""
     positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
     return positions, slots

@@ -118,7 +118,7 @@ class ForwardContext:
         """
         context = self.of_layer(layer)
         context.plan(layer, q, rule)
-        return context.attend_to_kept(layer, context.keep(layer, q, rows, angles, norms), rule, sinks)
+        return context.attend_to_cached(layer, context.keep(layer, q, rows, angles, norms), rule, sinks)
 
     def keep(
         self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, norms: HeadNorms | None = None
@@ -138,7 +138,7 @@ class ForwardContext:
                 fence |= prepared.plan(q, self.pool.layer(layer), rule)
         return fence
 
-    def attend_to_kept(self, layer: int, q: Tensor, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+    def attend_to_cached(self, layer: int, q: Tensor, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         """Attend with rotated q [rows, q_heads, head_dim], after `plan` and after the layer's rows are stored."""
         kv = self.pool.layer(layer)
         q = self.attending_rows(q)

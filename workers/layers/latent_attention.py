@@ -140,12 +140,12 @@ class LatentAttention(AttentionLayer):
         up, fixed = self.kv_b_proj, self.kv_b_proj.deterministic
         if expanded is None:
             head_products(by_head, up.keys, q, angles, fixed=fixed)
-            return self.o_proj.partial(self._values(context.attend_to_kept(self.layer, q, self.rule)))
+            return self.o_proj.partial(self._values(context.attend_to_cached(self.layer, q, self.rule)))
         num_values = rows if context.attending is None else context.attending.shape[0]
         values = torch.empty((num_values, heads, self.value_dim), dtype=dtype, device=both.device)
         if num_absorbed > 0:
             head_products(by_head[:num_absorbed], up.keys, q, _rows(angles, 0, num_absorbed), fixed=fixed)
-            out = absorbed.attend_to_kept(self.layer, q, self.rule)
+            out = absorbed.attend_to_cached(self.layer, q, self.rule)
             head_products(out, up.values, values[: out.shape[0]], fixed=fixed)
         of_chunks = _rows(angles, num_absorbed, rows)
         self._attend_expanded(by_head[num_absorbed:], of_chunks, context, expanded, values[num_absorbed:])

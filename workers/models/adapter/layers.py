@@ -214,7 +214,7 @@ class Passing:
         cos, sin = self._still[q.shape[-1]]
         context.plan(layer, q, rule)
         kept = context.pool.store(layer, q, rows, cos, sin, torch.zeros_like(context.positions), context.slot_mapping)
-        return context.attend_to_kept(layer, kept, rule, sinks)
+        return context.attend_to_cached(layer, kept, rule, sinks)
 
 
 def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup) -> None:

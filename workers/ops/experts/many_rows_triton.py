@@ -147,7 +147,7 @@ def many_row_experts(
         order = order_by_expert(routed, weights.num_experts, tiles.block_m, weights.num_shared)
         inner = inner_rows(x, order, weights, tiles, slots)
     except BaseException:  # usually out of memory; the engine continues to serve
-        routed.forget()
+        routed.reset_count()
         raise
     return down_projected(inner, routed, order, weights, tiles, out)
 

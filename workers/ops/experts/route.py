@@ -133,7 +133,7 @@ class Routed:
     rank: Tensor | None = None
     count: Tensor | None = None
 
-    def forget(self) -> None:
+    def reset_count(self) -> None:
         """Zero `count` if no kernel will order the rows. Otherwise the next launch would continue counting from it, and
         its ranks would be out of bounds."""
         if self.count is not None:

@@ -274,7 +274,7 @@ def route(
 
     num_shared: shared experts, which every row uses.
     tickets: int32, one per expert of this rank, zero between launches. Becomes `Routed.count`, which the experts' first
-        GEMM or `Routed.forget` zeroes.
+        GEMM or `Routed.reset_count` zeroes.
     list_used: list the used experts of up to MAX_LISTED rows. If false, rows are always counted, and a row's result
         depends on that row alone.
     held: the routed experts on this rank; None: all.

@@ -117,7 +117,7 @@ def ordered_experts(
         hidden = torch.empty((blocks * tiles.block_m, weights.width), dtype=x.dtype, device=x.device)
         gate_up(x, routed, order.experts, order.pairs, weights, None, tiles.gate_up, hidden, None)
     except BaseException:  # usually out of memory; the engine continues to serve
-        routed.forget()
+        routed.reset_count()
         raise
     down, size = tiles.down, weights.size
     span = columns_at_once(rows * slots * out.element_size(), size, TILE * down.warps_n)
