@@ -21,6 +21,8 @@ from tests.e2e.serving import free_port
 from tests.support import MODELS, ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+# As the installed script does it.
+AERIE = [sys.executable, "-P", "-c", "import sys; from aerie.command import main; sys.exit(main())"]
 KEY = "sk-lifecycle-0123456789-secret"
 
 
@@ -108,13 +110,13 @@ def _left(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name.startswith(("aerie-", "session_"))]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=["TERM", "HUP", "INT"])
 def test_a_signal_at_any_second_of_the_start_ends_it_and_leaves_nothing(
     tmp_path: Path, folders: Path, number: signal.Signals
 ) -> None:
     """As often as a ready server takes: AERIE_START_S in all, each time later."""
     variables = os.environ | {"RAY_TMPDIR": str(folders), "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-    command = [sys.executable, "-m", "deploy.cli", "serve", "--port", str(free_port())]
+    command = [*AERIE, "serve", "--port", str(free_port())]
     for after_s in range(0, int(os.environ.get("AERIE_START_S", 24)), 3):
         log = tmp_path / f"{after_s}.log"
         with log.open("wb") as console:
@@ -128,7 +130,8 @@ def test_a_signal_at_any_second_of_the_start_ends_it_and_leaves_nothing(
         print(f"{number.name} after {after_s + 0.5} s: status {code}, {time.monotonic() - sent_s:.1f} s later")
         assert not alive and _left(folders) == [], (after_s, alive, _left(folders))
         assert "Traceback" not in log.read_text(), log.read_text()
-        assert code in (0, 128 + number), log.read_text()
+        ended = (0, 128 + number) if number == signal.SIGINT else (0, 128 + number, -number)  # before there is a guard
+        assert code in ended, log.read_text()
 
 
 def test_a_guard_killed_while_it_drains_leaves_the_streams_whole_and_nothing_else(
@@ -177,6 +180,47 @@ def test_a_full_temporary_folder_is_told_in_a_line_or_does_no_harm(tmp_path: Pat
         if ended.returncode not in (0, 128 + signal.SIGTERM):  # else it ran until it was told to end
             last = ended.stderr.strip().splitlines()[-1]
             assert "/tmp" in last or "space" in last, ended.stderr
+
+
+# A user whom the system does not know, as in a container that runs under any user's number.
+NO_USER = """
+import pwd
+
+def getpwuid(uid):
+    raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+pwd.getpwuid = getpwuid
+"""
+
+
+@pytest.mark.parametrize("home", ["none", "read-only"])
+def test_a_server_without_a_home_that_can_be_written_answers_and_says_so_in_a_line(
+    tmp_path: Path, home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read-only: a file system of its own; needs root. `pytest -s -m slow tests/e2e/test_lifecycle.py -k home`"""
+    mine, hook = tmp_path / "home", tmp_path / "hook"
+    for folder in (mine, hook):
+        folder.mkdir()
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    before = ("env", "-u", "RAY_AUTH_MODE", "-u", "RAY_AUTH_TOKEN_PATH", "-u", "RAY_AUTH_TOKEN")
+    if home == "none":
+        (hook / "sitecustomize.py").write_text(NO_USER)
+        before = (*before, "-u", "HOME", "-u", "USER", f"PYTHONPATH={ROOT}:{hook}")
+    else:
+        mount = f'mount -t tmpfs -o ro none {mine} && exec "$@"'
+        before = (*before, f"HOME={mine}", "unshare", "--mount", "--", "sh", "-c", mount, "sh")
+        probe = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=30)
+        if probe.returncode:
+            pytest.skip(f"needs to be root, with namespaces: {probe.stderr}")
+    with serve_process(tmp_path, before=before) as server:
+        assert server.complete(3).status_code == 200
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+    console = server.log.read_text()
+    told = [line for line in console.splitlines() if "cannot be written" in line]
+    print(told)
+    assert len(told) == 1 and "set HOME" in told[0], console
+    assert "Traceback" not in console, console
 
 
 def test_stop_ends_a_node_and_no_other_ray_of_the_host(tmp_path: Path, folders: Path) -> None:
