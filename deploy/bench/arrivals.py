@@ -121,15 +121,15 @@ class Traffic:
 
 
 def repeated_tokens(prompts: Sequence[Sequence[int]], block: int = 16) -> int:
-    """Return how many tokens of `prompts` a prefix cache without limits could have: of each, the longest beginning in
-    whole blocks that an earlier prompt has too."""
+    """Return how many tokens an unlimited prefix cache would find: for each prompt, the longest prefix of whole blocks
+    that it shares with an earlier prompt. block: tokens."""
     seen: set[int] = set()
     repeated = 0
     for prompt in prompts:
-        beginning, depth = 0, 0
+        prefix, found = 0, 0
         for end in range(block, len(prompt) + 1, block):
-            beginning = hash((beginning, tuple(prompt[end - block : end])))
-            depth = end if beginning in seen else depth
-            seen.add(beginning)
-        repeated += depth
+            prefix = hash((prefix, tuple(prompt[end - block : end])))
+            found = end if prefix in seen else found
+            seen.add(prefix)
+        repeated += found
     return repeated

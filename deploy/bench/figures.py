@@ -4,8 +4,8 @@ ttft  from when a request was due to its first event that carries a choice
 itl   between two such events of one answer, over all answers; an event may hold several tokens
 tpot  (last event - first event) / (tokens - 1) of each answer; tokens as counted by the server
 e2e   from when a request was due to the end of its answer
-cached  share of prompt tokens found in the prefix cache, as counted by the server; the table has after it what a cache
-  without limits would have found, in blocks of 16 tokens
+cached  share of prompt tokens found in the prefix cache, as counted by the server
+possible  share that an unlimited prefix cache would have found, in blocks of 16 tokens
 late  delay of the client itself; above some 10 ms the figures measure the client
 """
 

@@ -90,13 +90,19 @@ def floor_ms(
     return 2 * numbers / tensor_parallel / copy_rate * 1e3
 
 
-def write_checkpoints(folder: Path, name: str) -> None:
+def write_checkpoints(folder: Path, name: str, max_position: int = 8192) -> None:
     """config.json of a target and an EAGLE-3 head of these dimensions, or of a target with its own module for drafting;
-    the weights are dummies."""
+    the weights are dummies. max_position: of models in `MODELS`; others have their own."""
     if name in configured.CONFIGS:
         configured.write_config(folder, name)
         return
-    write_config(folder, MODELS[name], max_position=8192)
+    write_config(folder, MODELS[name], max_position)
+
+
+def drafted_by(folder: Path) -> tuple[str, Method]:
+    """Path and method of the draft that `write_checkpoints` wrote: a head, or the target's own module."""
+    head = folder / "draft"
+    return (str(head), cast(Method, method_of(read_config_json(str(head))))) if head.exists() else ("", "mtp")
 
 
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -164,12 +170,10 @@ def engine_spec(
     if tree is None:
         return EngineSpec(worker)
     num_steps, top_k, width = tree
-    head = folder / "draft"
     return EngineSpec(
         worker,
         SpeculativeConfig(
-            str(head) if head.exists() else "",  # else the target's own module drafts
-            cast(Method, method_of(read_config_json(str(head)))) if head.exists() else "mtp",
+            *drafted_by(folder),
             num_steps,
             top_k,
             width,

@@ -30,9 +30,8 @@ from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from tests.bench.models import configured, hybrids
-from tests.bench.round import MODELS, add_engine_options, commit, hardware, model_of
-from tests.support.replica import write_config
+from tests.bench.models import hybrids
+from tests.bench.round import add_engine_options, commit, drafted_by, hardware, model_of, write_checkpoints
 from workers.config import ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
@@ -76,9 +75,9 @@ def engine_spec(folder: Path, shapes: str | None, acceptance: float, arguments: 
     )
     if shapes is None:
         return EngineSpec(worker)
-    head = folder / "draft"
-    drafts = (str(head), "eagle3") if head.exists() else ("", "mtp")
-    draft = SpeculativeConfig(*drafts, *TREES[shapes], synthetic_acceptance_length=acceptance, adaptive=True)
+    draft = SpeculativeConfig(
+        *drafted_by(folder), *TREES[shapes], synthetic_acceptance_length=acceptance, adaptive=True
+    )
     return EngineSpec(worker, draft)
 
 
@@ -130,7 +129,7 @@ def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tu
         found[name] = max(rate, found.get(name, 0.0))
 
     engine.generate(prompts, SamplingParams(1, 0.0), batch)
-    # as new: the same object, since it is asked in one place and told what was accepted in another
+    # a new choice in the same object, because the planner of rounds and the results both refer to it
     vars(scheduler.shape_choice).update(vars(ShapeChoice(shapes, scheduler._config.num_slots)))
     for _ in range(PASSES):
         for index, shape in enumerate(shapes.shapes):
@@ -158,10 +157,7 @@ def run(arguments: argparse.Namespace) -> list[Cell]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         longest = max(arguments.contexts) + room(arguments.steps)
-        if arguments.model in hybrids.CONFIGS:
-            configured.write_config(folder, arguments.model)
-        else:
-            write_config(folder, MODELS[model_of(arguments)], max_position=2 * longest)
+        write_checkpoints(folder, model_of(arguments), max_position=2 * longest)
         none = [rates["plain"] for rates, _ in of_engine(engine_spec(folder, None, 1.0, arguments), grid, arguments)]
         for shapes in arguments.shapes:
             for wanted in arguments.acceptances:

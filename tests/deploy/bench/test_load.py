@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.bench.arrivals import MIXES, OWN_TOKENS, Arrival, Lengths, Mix, Prefixes, Traffic
+from deploy.bench.arrivals import MIXES, OWN_TOKENS, Arrival, Lengths, Mix, Prefixes, Traffic, repeated_tokens
 from deploy.bench.figures import markdown, rate_figures
 from deploy.bench.load import Target, closed_loop, run_rate
 from deploy.bench.plot import Point, line_plot, ticks
@@ -122,6 +122,14 @@ async def _server(answers: Sequence[Sequence[bytes]]) -> AsyncIterator[tuple[str
     server = await asyncio.start_server(ended, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", bodies
+
+
+def test_an_unlimited_cache_finds_the_longest_shared_prefix_of_whole_blocks() -> None:
+    first = list(range(40))
+    assert repeated_tokens([first, first]) == 32  # two blocks of 16; the rest is no block
+    assert repeated_tokens([first, first[:20] + [99] * 20]) == 16
+    assert repeated_tokens([first, [99, *first[1:]]]) == 0  # equal blocks after another beginning
+    assert repeated_tokens([first, first[:20] + [99] * 20, first[:20] + [99] * 28]) == 16 + 32
 
 
 def _arrival(due_s: float) -> Arrival:

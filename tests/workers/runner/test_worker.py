@@ -140,7 +140,7 @@ def test_nothing_to_send_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sleeping(Listening):
-    """A strategy whose steps take as long as it is told."""
+    """A strategy whose steps take the given seconds, one after another."""
 
     def __init__(self, seconds: list[float]) -> None:
         super().__init__(CPU)
