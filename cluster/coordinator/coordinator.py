@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cluster.coordinator.loop import CoordinatorHealth, CoordinatorLoop, CoordinatorSettings
+from cluster.linux import use_short_time_slice
 from cluster.transport.messages import EngineStats, FlushOutcome
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.scheduler import Scheduler
@@ -101,6 +102,7 @@ class Coordinator:
         return self._loop.reactor.call(work).result(_CALL_TIMEOUT_S)
 
     def _run(self) -> None:
+        use_short_time_slice()
         loop = self._loop
         try:
             while not loop.is_stopping:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import zmq
 
-from cluster.linux import trim_heap, use_exact_timers
+from cluster.linux import trim_heap, use_exact_timers, use_short_time_slice
 from cluster.transport.channel import RankChannel
 from cluster.transport.messages import Heartbeat, Stop
 from cluster.transport.sockets import Transport
@@ -44,6 +44,7 @@ def run_worker_loop(
     idle_work: called after steps, once none has run for `HEARTBEAT_S`, at most every `IDLE_WORK_INTERVAL_S`.
     """
     use_exact_timers()
+    use_short_time_slice()
     loop = _Loop(executor, channel, clock, idle_work)
     try:
         while True:

@@ -1,5 +1,7 @@
 """Settings of a process that keep Linux from stopping it."""
 
+import platform
+import re
 import subprocess
 import sys
 
@@ -32,3 +34,40 @@ def test_the_state_of_a_process_does_not_depend_on_its_name() -> None:
     look = "import os\nfrom cluster.linux import process_state, set_name\nset_name(') Z 1 (é')\n"
     check = "state, parent, ticks = process_state('self')\nassert (state, parent) == ('R', os.getppid()) and ticks > 0"
     subprocess.run([sys.executable, "-c", look + check], cwd=ROOT, check=True)
+
+
+WAKE = """
+import os, statistics, time
+from cluster.linux import use_exact_timers, use_short_time_slice
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+use_exact_timers()
+for _ in range(2):
+    if os.fork() == 0:
+        end_s = time.monotonic() + 20
+        while os.getppid() != 1 and time.monotonic() < end_s:
+            pass
+        os._exit(0)
+use_short_time_slice()
+late_ms = []
+for _ in range(200):
+    computed_s = time.thread_time() + 2e-3
+    while time.thread_time() < computed_s:
+        pass
+    asleep_s = time.monotonic()
+    time.sleep(5e-5)
+    late_ms.append(1e3 * (time.monotonic() - asleep_s) - 0.05)
+print(statistics.median(late_ms), flush=True)
+os.killpg(0, 9)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 12),
+    reason="time slices of threads came with Linux 6.12",
+)
+def test_a_thread_with_a_short_time_slice_runs_as_soon_as_it_wakes() -> None:
+    """A rank computes, and sleeps a little until another one comes. Beside two processes that compute on the same core,
+    it waited for a timer tick."""
+    command = [sys.executable, "-c", WAKE]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, start_new_session=True, timeout=60)
+    assert float(run.stdout) < 0.4, run.stderr
