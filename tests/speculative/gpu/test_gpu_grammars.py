@@ -50,5 +50,5 @@ def test_cut_graphs_give_valid_and_equal_answers() -> None:
             for i, (schema, tokens) in enumerate(zip(SCHEMAS, outputs[name], strict=True))
             if i % 7
         ]
-        assert sum(whole) > 4 and replays > 10
+        assert sum(whole) > 3 and replays > 10
     assert outputs["chain"] == outputs["plain"] and outputs["tree"] == outputs["plain"]
