@@ -6,6 +6,7 @@ from typing import Literal
 from attention.config import CacheConfig, TargetAttention
 
 LoadFormat = Literal["safetensors", "dummy"]
+Implementation = Literal["auto", "transformers"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Auto = Literal["auto"]
@@ -28,6 +29,8 @@ class ModelSource:
     device: `cpu` or `cuda`; auto: GPUs where the cluster has any.
     max_model_len: tokens of prompt and answer together; none: the model's own limit.
     seed: of dummy weights.
+    implementation: `transformers` serves through the adapter also where Aerie has a class of its own, which is faster;
+        auto: the own class where there is one.
     """
 
     path: str = ""
@@ -36,6 +39,7 @@ class ModelSource:
     device: Device = "auto"
     max_model_len: int | None = None
     seed: int = 0
+    implementation: Implementation = "auto"
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ _DTYPES = {
     "float32": "float32",
     "float": "float32",
 }
+_IMPLEMENTATIONS = {"auto": "auto", "transformers": "transformers"}
 _TOOL_PARSERS = {
     "hermes": "hermes",
     "llama3_json": "llama3",
@@ -160,6 +161,7 @@ OPTIONS: Sequence[Option] = (
         ("--load-format",),
         to_key("model.load_format", one_of({"auto": "safetensors", "safetensors": "safetensors", "dummy": "dummy"})),
     ),
+    Option(("--model-impl",), to_key("model.implementation", one_of(_IMPLEMENTATIONS))),
     Option(("--api-key",), api_keys, "+"),
     Option(("--allowed-origins",), origins),
     Option(("--speculative-config",), speculative),

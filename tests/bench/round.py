@@ -12,6 +12,7 @@ Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU. `--model
 DeepSeek-V3 at eight ranks, which its own module drafts for, and dsv3-layers, for `--tensor-parallel 2`
 (`tests.bench.models.deepseek_rank`); `--model qwen3.5-27b`, qwen3.5-35b-a3b: hybrids (`tests.bench.models.hybrids`);
 gpt-oss-20b, gemma-3-27b, qwen3-8b with a DFlash draft and others: `tests.bench.models.published`.
+`--model-impl transformers` serves the model through the adapter, to compare it with the model's own class.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from tests.bench.machine import commit
 from tests.bench.models import configured
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.config import Implementation, ModelSource, SchedulerConfig, WorkerConfig
 from workers.models.config import read_config_json
 from workers.ops.packed.tiles import BLOCK_PLANS
 from workers.runner.local_engine import LocalEngine
@@ -152,13 +153,20 @@ def engine_spec(
     tensor_parallel: int,
     cuda_graphs: bool,
     attention: str = "auto",
+    implementation: Implementation = "auto",
 ) -> EngineSpec:
-    """An engine for `batch` requests of one shape. attention: the backend of every phase of target and draft."""
+    """An engine for `batch` requests of one shape. attention: the backend of every phase of target and draft.
+    implementation: see `ModelSource`."""
     tokens_per_request = setting.prompt_tokens + setting.output_tokens + 64
     page_size = page_size_of(folder / "target")
     pages = batch * -(-tokens_per_request // page_size) + 8
     worker = WorkerConfig(
-        ModelSource(path=str(folder / "target"), load_format="dummy", max_model_len=max(2048, tokens_per_request)),
+        ModelSource(
+            path=str(folder / "target"),
+            load_format="dummy",
+            max_model_len=max(2048, tokens_per_request),
+            implementation=implementation,
+        ),
         CacheConfig(page_size, num_pages=pages, prefix_cache=False),
         # all prompts first: else the first requests are far ahead when the last join them
         SchedulerConfig(max_running=batch, max_step_tokens=8192, itl_target_ms=1e6),
@@ -277,6 +285,9 @@ def main() -> None:
         "--packed-plan", choices=VARIANTS, help="tiles of products of 9 to 64 rows with 4-bit weights; else as served"
     )
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
+    parser.add_argument(
+        "--model-impl", choices=("auto", "transformers"), default="auto", help="transformers: through the adapter"
+    )
     parser.add_argument("--attention", default="auto", help="the attention backend of every phase of target and draft")
     parser.add_argument("--prompt-tokens", type=int, default=Setting.prompt_tokens)
     parser.add_argument("--output-tokens", type=int, default=Setting.output_tokens)
@@ -306,6 +317,7 @@ def main() -> None:
                     arguments.tensor_parallel,
                     not arguments.no_graphs,
                     arguments.attention,
+                    arguments.model_impl,
                 )
                 results.setdefault(shape, {})[str(batch)] = measure(spec, batch, setting) | {
                     "floor_ms": floor_ms(
@@ -328,6 +340,7 @@ def main() -> None:
                 "copy_tb_per_s": round(copy_rate / 1e12, 4),
                 "tensor_parallel": arguments.tensor_parallel,
                 "attention": arguments.attention,
+                "implementation": arguments.model_impl,
                 "prompt_tokens": setting.prompt_tokens,
                 "output_tokens": setting.output_tokens,
                 "results": results,

@@ -59,7 +59,7 @@ def write_config(folder: Path, size: Dimensions, max_position: int, capture: Seq
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
     }
-    target = {**common, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": size.layers}
+    target = {**common, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": size.layers}
     draft = {
         **common,
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -44,7 +44,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def read_target_config(source: ModelSource, tensor_parallel: int, expert_parallel: bool = False) -> ModelConfig:
     """Read and check the target's configuration. Raises ValueError naming what is wrong and what would work."""
     raw, name = read_config_json(source.path), f"model {source.path}"
-    family = family_for(raw, name)
+    family = family_for(raw, name, source.implementation)
     config: ModelConfig = family.read_config(raw, name)
     quant = fitted_quant(config.quant, source.path, family.weight_names(config))
     config = replace(config, quant=quant, kv_scheme=read_kv_scheme(source.path, raw))

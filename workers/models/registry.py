@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any, cast
 
+from workers.config import Implementation
 from workers.models.config import ModelConfig
 from workers.models.config_fields import architecture_of
 from workers.models.family import ModelFamily
@@ -49,10 +50,10 @@ ARCHITECTURES = {
 _ADAPTER = "workers.models.adapter"  # serves the other decoders of transformers
 
 
-def family_for(config: dict[str, Any], source: str) -> Family:
-    """Return the family that reads a config.json; see `family_of`."""
+def family_for(config: dict[str, Any], source: str, implementation: Implementation = "auto") -> Family:
+    """Return the family that reads a config.json; see `family_of`. implementation: see `ModelSource`."""
     family = family_of(architecture_of(config), source)
-    return family if family.serves(config) else _adapter()
+    return family if implementation == "auto" and family.serves(config) else _adapter()
 
 
 def family_of_config(config: ModelConfig, source: str) -> Family:

@@ -33,7 +33,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
     line = (
         "--served-model-name a b --max-model-len 1k -tp 2 --gpu-memory-utilization 0.8 --max-num-seqs 4 "
         f"--max-num-batched-tokens 512 --api-key {KEY} --dtype half --seed 3 --enable-prefix-caching --block-size 32 "
-        "--kv-cache-dtype fp8 "
+        "--kv-cache-dtype fp8 --model-impl transformers "
         "--allowed-origins https://a.example --strict "
         "--tool-call-parser hermes --reasoning-parser qwen3 --enable-auto-tool-choice --trust-remote-code"
     )
@@ -41,7 +41,13 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
     (digest,) = args["ingress"].pop("api_keys")
     assert digest.startswith("sha256:") and KEY not in (tmp_path / "my.yaml").read_text()
     assert args == {
-        "model": {"path": TARGET, "max_model_len": 1000, "dtype": "float16", "seed": 3},
+        "model": {
+            "path": TARGET,
+            "max_model_len": 1000,
+            "dtype": "float16",
+            "implementation": "transformers",
+            "seed": 3,
+        },
         "ingress": {
             "served_model_name": "a",
             "model_aliases": ["b"],
@@ -69,6 +75,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
         (["--max-model-len", "many"], "--max-model-len many: must be a whole number"),
         (["--gpu-memory-utilization", "x"], "--gpu-memory-utilization x: must be a number"),
         (["--gpu-memory-utilization", "2"], "cache.memory_share=2.0: must be above 0"),
+        (["--model-impl", "vllm"], "--model-impl vllm: Aerie knows auto, transformers"),
         (["--dtype", "int8"], "--dtype int8: Aerie knows auto, float16"),
         (["--tool-call-parser", "jamba"], "--tool-call-parser jamba: Aerie knows hermes, .*leave it out"),
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2: Aerie knows auto, fp8, fp8_e4m3"),

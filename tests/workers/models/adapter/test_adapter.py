@@ -58,6 +58,13 @@ def test_logprobs_are_those_of_transformers(tmp_path: Path, kind: str, without_f
     check_logprobs(make_known(tmp_path, kind))
 
 
+def test_a_model_with_its_own_class_may_be_served_by_the_adapter(tmp_path: Path) -> None:
+    target = make_known(tmp_path / "target", "llama", num_hidden_layers=2)
+    source = ModelSource(path=str(target), device="cpu")
+    assert read_target_config(source, 1).served_by is None
+    assert read_target_config(replace(source, implementation="transformers"), 1).served_by is not None
+
+
 @pytest.mark.parametrize("value_dim", [40, *slow(33)])
 def test_values_may_be_longer_than_keys(tmp_path: Path, value_dim: int, without_families: None) -> None:
     target = make_known(tmp_path, "deepseek_v3", v_head_dim=value_dim, num_hidden_layers=2)
