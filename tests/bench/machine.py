@@ -45,6 +45,17 @@ def on_cores(count: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def physical_cores() -> list[int]:
+    """Return a logical CPU of every physical core that this process may use; all CPUs where the system does not say
+    which of them share a core."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    by_core: dict[str, int] = {}
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        by_core.setdefault(siblings.read_text() if siblings.exists() else str(cpu), cpu)
+    return list(by_core.values())
+
+
 def _cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -1,6 +1,7 @@
 """Local engines of the embedded pair."""
 
 import json
+from pathlib import Path
 
 from attention.config import CacheConfig
 from speculative.build import EngineSpec
@@ -28,7 +29,7 @@ def embedded_spec(
     return EngineSpec(worker, speculative)
 
 
-def eos_token_ids() -> tuple[int, ...]:
-    """The token ids that end the embedded target's answers."""
-    value = json.loads((MODELS / "target" / "generation_config.json").read_text())["eos_token_id"]
+def eos_token_ids(model: Path = MODELS / "target") -> tuple[int, ...]:
+    """The token ids that end the answers of the embedded target, or of the model in another folder."""
+    value = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
     return tuple(value) if isinstance(value, list) else (value,)

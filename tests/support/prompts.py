@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from pathlib import Path
 
 from tests.support import MODELS
 
@@ -48,15 +49,15 @@ def _problem(rng: random.Random) -> str:
 
 
 @cache
-def _tokenizer() -> "object":
+def _tokenizer(model: Path) -> "object":
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(MODELS / "target")
+    return AutoTokenizer.from_pretrained(model)
 
 
-def tokenized(messages: list[str]) -> list[list[int]]:
-    """Chat prompts of the embedded target, as token ids."""
-    tokenizer = _tokenizer()
+def tokenized(messages: list[str], model: Path = MODELS / "target") -> list[list[int]]:
+    """Chat prompts of the embedded target, or of the model in another folder, as token ids."""
+    tokenizer = _tokenizer(model)
     return [
         tokenizer.apply_chat_template(  # type: ignore[attr-defined]
             [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
