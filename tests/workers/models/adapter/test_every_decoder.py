@@ -25,6 +25,7 @@ from workers.models.adapter.survey import decoder
 from workers.models.loading import read_target_config
 
 EQUAL = "answers are equal"
+ENCODER = "has an encoder beside its decoder"
 OUTCOMES: dict[str, str] = {
     EQUAL: """
         afmoe apertus arcee axk1 bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm deepseek_v2 deepseek_v3
@@ -49,7 +50,7 @@ OUTCOMES: dict[str, str] = {
         big_bird biogpt bloom blt codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj inkling_text
         megatron-bert mpt openai-gpt reformer rembert roformer stablelm trocr xglm xlm xlnet
     """,
-    "has an encoder beside its decoder": """
+    ENCODER: """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus
         plbart prophetnet whisper
     """,
@@ -112,7 +113,7 @@ def make(folder: Path, kind: str) -> None:
     """A checkpoint, or config.json alone."""
     if kind == "gemma3n":  # its towers need a package that is not installed
         as_text_part(make_known(folder, "gemma3n_text"), "Gemma3nForConditionalGeneration", "model.language_model.")
-    elif kind in UNBUILT:
+    elif kind in UNBUILT or BY_KIND[kind] == ENCODER:  # transformers' decoder alone would say that it has no encoder
         config_of(kind).save_pretrained(folder)
         path = folder / "config.json"
         named = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}
