@@ -28,8 +28,9 @@ def block_shape(folder: Path) -> dict[str, Any]:
     name = _name(config)
     if "dflash" not in name and "dspark" not in name:
         return {}
-    nested = config.get("dflash_config")
-    given = {**config, **(nested if isinstance(nested, dict) else {})}
+    given = dict(config)
+    for section in (config.get(key) for key in ("dflash_config", "dspark_config")):
+        given |= section if isinstance(section, dict) else {}
     in_speculators = "speculators_model_type" in config
     size = given.get("block_size") or (8 if in_speculators else 16)
     kind = str(config.get("speculators_model_type") or name)

@@ -164,9 +164,13 @@ class LMHead(LinearBase):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [rows, shard size] of hidden [rows, hidden_size]."""
+        return self.scaled(hidden, self.divisor, self.soft_cap)
+
+    def scaled(self, hidden: Tensor, divisor: float, soft_cap: float | None) -> Tensor:
+        """As `forward`, with another divisor and soft cap: of a draft that shares the head."""
         logits = self.method.multiply(hidden, self.bias)
-        if self.divisor != 1.0:
-            logits = logits.div_(self.divisor)
-        if self.soft_cap is not None:
-            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        if divisor != 1.0:
+            logits = logits.div_(divisor)
+        if soft_cap is not None:
+            logits = torch.tanh(logits / soft_cap) * soft_cap
         return self.shard.mask_padding(logits)

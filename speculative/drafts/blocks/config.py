@@ -13,10 +13,20 @@ from attention.config import MIN_WINDOW
 from speculative.drafts.config import draft_architecture, refuse_unknown
 from speculative.tree.shape import MAX_WIDTH
 from workers.models.config import ModelConfig
-from workers.models.config_fields import ids_of, section_of, size_of
+from workers.models.config_fields import ids_of, number_of, section_of, size_of
 
 # Drafts on the same backbone that are not served, by a part of their architecture's or algorithm's name.
-_REFUSED = {"domino": "Domino", "lilicorr": "LiLiCorr", "xpress": "XPress", "peagle": "P-EAGLE", "p_eagle": "P-EAGLE"}
+_REFUSED = {
+    "domino": "Domino",
+    "lilicorr": "LiLiCorr",
+    "xpress": "XPress",
+    "peagle": "P-EAGLE",
+    "p_eagle": "P-EAGLE",
+    "gemma4dspark": "DeepSpec (Gemma 4's layers)",
+}
+
+# Keys of `Scales`, which DFlash and DFlash2 have.
+SCALES = frozenset(("input_embedding_scale", "output_multiplier", "final_logit_softcapping"))
 
 # Keys that change the module, and the one supported value.
 _ONLY: dict[str, Any] = {
@@ -35,14 +45,16 @@ _ONLY: dict[str, Any] = {
 
 # Keys that may be true, an object or a list: read here or by `workers.models.llama`, or irrelevant to inference.
 _KNOWN = {
-    *("architectures", "dflash_config", "transformer_layer_config", "speculators_config", "layer_types"),
+    *("architectures", "dflash_config", "dspark_config", "transformer_layer_config", "speculators_config"),
+    "layer_types",
     *("target_layer_ids", "aux_hidden_state_layer_ids", "sample_from_anchor", "sliding_window_non_causal"),
     *("is_causal", "use_sliding_window", "attention_bias", "tie_word_embeddings", "rope_scaling", "rope_parameters"),
     *("quantization_config", "eos_token_id", "use_cache", "return_dict", "auto_map", "id2label", "label2id"),
     *("embed_requires_grad", "has_no_defaults_at_init", "eagle_aux_hidden_state_layer_ids"),
     *("enable_confidence_head", "confidence_head_with_markov"),
 }
-_DFLASH_KEYS = {"target_layer_ids", "mask_token_id", "block_size", "causal", "num_anchors", "sample_from_anchor"}
+_SECTIONS = ("dflash_config", "dspark_config")  # of z-lab and of SpecForge, which repeats its keys at the top level
+_SECTION_KEYS = {"target_layer_ids", "mask_token_id", "block_size", "causal", "num_anchors", "sample_from_anchor"}
 _LAYERS = ("qwen3", "llama")  # layer descriptions of `speculators`; the module has Qwen3's layers for both
 
 
@@ -65,6 +77,24 @@ class LayerView:
         later row sees differs by up to `rows - 1` positions.
         """
         return None if self.context is None else self.context + (1 if self.causal else rows)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What a head does to the tables that it shares with the target.
+
+    z-lab's code (`dflash_generate`, `compute_logits`) multiplies the rows of the target's embedding and vocabulary
+    head themselves, without the scale, divisor or cap that the target (Gemma, Granite) has; so do `speculators`, which
+    copies both tables, and vLLM. DSpark heads have none.
+
+    embedding: factor on the block's embedding.
+    logits: factor on the logits.
+    soft_cap: then replaces a logit by soft_cap * tanh(logit / soft_cap); None: does not.
+    """
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    soft_cap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -118,8 +148,9 @@ def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = fro
     """
     source = f"draft {path}"
     refuse_unknown(source, raw, _ONLY, _KNOWN | extra)
-    flash = section_of(raw, "dflash_config", source)
-    refuse_unknown(source, flash, _ONLY, _DFLASH_KEYS | extra, "dflash_config.", strict=True)
+    for section in _SECTIONS:
+        found = section_of(raw, section, source)
+        refuse_unknown(source, found, _ONLY, _SECTION_KEYS | extra, f"{section}.", strict=True)
     layers = _layers(raw, source)
     if is_speculators(raw):
         refuse_unknown(source, layers, _ONLY, _KNOWN, "transformer_layer_config.")
@@ -136,7 +167,7 @@ def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = fro
 
 def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int) -> BlockForm:
     """Return the form of the draft's blocks. Raises ValueError, naming key, value and remedy."""
-    source, given = f"draft {path}", _given(path, raw)
+    source, given = f"draft {path}", all_keys(path, raw)
     size = size_of(given, "block_size", source, 8 if is_speculators(raw) else 16, most=MAX_WIDTH)
     mask = size_of(given, "mask_token_id", source, least=0)
     if mask >= vocab_size:
@@ -151,13 +182,24 @@ def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: in
     return BlockForm(size, mask, from_anchor, _views(path, raw, num_layers))
 
 
+def read_scales(path: str, raw: Mapping[str, Any]) -> Scales:
+    """Raises ValueError for a factor that is not a number above 0."""
+    source, given = f"draft {path}", all_keys(path, raw)
+    cap = given.get("final_logit_softcapping") or None
+    return Scales(
+        number_of(given, "input_embedding_scale", source, 1.0),
+        number_of(given, "output_multiplier", source, 1.0),
+        None if cap is None else number_of(given, "final_logit_softcapping", source, 1.0),
+    )
+
+
 def read_capture(path: str, raw: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
     """Return the target's layers whose input the draft reads.
 
     `target_layer_ids` names layers by their output, `aux_hidden_state_layer_ids` of `speculators` by their input.
     Raises ValueError.
     """
-    source, given, count = f"draft {path}", _given(path, raw), target.num_layers
+    source, given, count = f"draft {path}", all_keys(path, raw), target.num_layers
     made_for = size_of(raw, "num_target_layers", source, count)
     if made_for != count:
         raise ValueError(
@@ -174,8 +216,11 @@ def read_capture(path: str, raw: Mapping[str, Any], target: ModelConfig) -> tupl
     return capture
 
 
-def _given(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**raw, **section_of(raw, "dflash_config", f"draft {path}")}
+def all_keys(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json and of its sections for the method. Raises ValueError for a section that is no
+    object."""
+    sections = (section_of(raw, section, f"draft {path}") for section in _SECTIONS)
+    return {**raw, **{key: value for section in sections for key, value in section.items()}}
 
 
 def _layers(raw: Mapping[str, Any], source: str) -> dict[str, Any]:

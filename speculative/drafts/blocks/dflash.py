@@ -9,7 +9,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from speculative.drafts.blocks.config import BlockForm, algorithm, layers_config, read_capture, read_form
+from speculative.drafts.blocks.config import (
+    SCALES,
+    BlockForm,
+    Scales,
+    algorithm,
+    layers_config,
+    read_capture,
+    read_form,
+    read_scales,
+)
 from speculative.drafts.config import check_target, check_width
 from speculative.drafts.layers import IGNORED_WEIGHTS
 from speculative.drafts.method import DraftMethod, DraftModel
@@ -29,13 +38,19 @@ from workers.ops.rotary import Angles
 
 @dataclass(frozen=True)
 class DFlash(DraftMethod):
-    """A DFlash head. form: form of its blocks. keys: keys of config.json that only this kind of head has."""
+    """A DFlash head.
+
+    keys: keys of config.json that not every kind of head has.
+    form: form of its blocks.
+    scales: factors on the target's embedding and logits.
+    """
 
     name: ClassVar[str] = "dflash"
     lookahead: ClassVar[int] = 0
-    keys: ClassVar[frozenset[str]] = frozenset()
+    keys: ClassVar[frozenset[str]] = SCALES
     model: LlamaConfig
     form: BlockForm
+    scales: Scales
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
@@ -49,7 +64,7 @@ class DFlash(DraftMethod):
         capture = read_capture(path, raw, target)
         form = read_form(path, raw, model.num_layers, target.vocab_size)
         vocab_size = size_of(raw, "draft_vocab_size", f"draft {path}", model.vocab_size)
-        return cls(path, model, vocab_size, capture, form, **cls.head_fields(path, raw))
+        return cls(path, model, vocab_size, capture, form, read_scales(path, raw), **cls.head_fields(path, raw))
 
     @classmethod
     def head_fields(cls, path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +134,7 @@ class DFlashModel(DraftModel):
         super().__init__(method, group)
         model = method.model
         self.form = method.form
+        self.scales = method.scales
         self.rotary = RotaryTable(model.rope, model.head_dim, max_position, device)
         self.fc = ReplicatedLinear(len(method.capture) * model.hidden_size, model.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_eps)
@@ -148,6 +164,8 @@ class DFlashModel(DraftModel):
         layers: list[DecoderLayer] = list(self.layers)  # type: ignore[arg-type]
         angles, rows = self.rotary.at(contexts[0].positions), ids.shape[1]
         residual, added = self.embed_tokens(ids.flatten()), None
+        if self.scales.embedding != 1.0:
+            residual = residual * self.scales.embedding
         for layer, context in zip(layers, contexts, strict=True):
             if added is None:
                 normed: Tensor = layer.input_layernorm(residual)
@@ -177,5 +195,4 @@ class DFlashModel(DraftModel):
         return block.logits[:, row].repeat_interleave(previous.shape[1], dim=0)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return self.lm_head.scaled(hidden, 1 / self.scales.logits, self.scales.soft_cap)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speculative.drafts.blocks.config import SCALES, all_keys
 from speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
@@ -35,7 +36,7 @@ class DFlash2(DFlash):
     """
 
     name: ClassVar[str] = "dflash2"
-    keys: ClassVar[frozenset[str]] = frozenset(_KEYS)
+    keys: ClassVar[frozenset[str]] = SCALES | frozenset(_KEYS)
     taps: int
     group_size: int
     rank: int
@@ -44,7 +45,7 @@ class DFlash2(DFlash):
     @classmethod
     def head_fields(cls, path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         source = f"draft {path}"
-        given = {**raw, **section_of(raw, "dflash_config", source)}
+        given = all_keys(path, raw)
         taps, group_size, rank, candidates = (
             size_of(given, key, source, default) for key, default in zip(_KEYS, _DEFAULTS, strict=True)
         )

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from speculative.drafts.blocks.config import all_keys
 from speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.linear import ReplicatedLinear
@@ -31,12 +32,13 @@ class DSpark(DFlash):
 
     @classmethod
     def head_fields(cls, path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-        kind = raw.get("markov_head_type", "vanilla")
+        given = all_keys(path, raw)
+        kind = given.get("markov_head_type", "vanilla")
         if kind not in _TYPES:
             raise ValueError(
                 f"draft {path}: markov_head_type={kind!r} is not supported; use a head of type {' or '.join(_TYPES)}"
             )
-        return {"rank": size_of(raw, "markov_rank", f"draft {path}", 256), "gated": kind == "gated"}
+        return {"rank": size_of(given, "markov_rank", f"draft {path}", 256), "gated": kind == "gated"}
 
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "DSparkModel":
         return DSparkModel(self, group, max_position, device)

@@ -21,7 +21,8 @@ THETA, EPS = 10000.0, 1e-6
 class BlockHead:
     """A tiny head. windows: of each layer, None for full attention; causal: of each layer. in_speculators: windows
     count tokens before the block, as `speculators` does; else tokens up to the row, itself included. kind: dflash,
-    dspark (rank, gated) or dflash2 (taps, group, rank, candidates)."""
+    dspark (rank, gated) or dflash2 (taps, group, rank, candidates). scales: input_embedding_scale, output_multiplier
+    and final_logit_softcapping."""
 
     hidden: int = 64
     layers: int = 2
@@ -44,6 +45,7 @@ class BlockHead:
     taps: int = 2
     group: int = 16
     candidates: int = 12
+    scales: tuple[float, float, float | None] = (1.0, 1.0, None)
 
     def layer_config(self) -> dict[str, Any]:
         kinds = ["full_attention" if window is None else "sliding_attention" for window in self.windows]
@@ -129,7 +131,7 @@ class BlockReference:
         head, n = self.head, features.shape[0]
         rows = rows or head.block
         context = self._norm(F.linear(features, self.tensors["fc.weight"]), "hidden_norm")
-        x = self.embedding[torch.tensor([anchor] + [head.mask_id] * (rows - 1))]
+        x = self.embedding[torch.tensor([anchor] + [head.mask_id] * (rows - 1))] * head.scales[0]
         for i in range(head.layers):
             normed = self._norm(x, f"layers.{i}.input_layernorm")
             before, after = self._convolutions(normed, f"layers.{i}.attention_conv")
@@ -164,7 +166,8 @@ class BlockReference:
     def after(self, hidden: Tensor, depth: int, previous: int) -> Tensor:
         """Logits [draft vocabulary] of `depth` after the token `previous`, of the block's states."""
         state = hidden[depth - 1 if self.head.from_anchor else depth]
-        logits, tensors = state @ self.lm_head.T, self.tensors
+        logits, tensors, cap = state @ self.lm_head.T * self.head.scales[1], self.tensors, self.head.scales[2]
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
         if self.head.kind == "dspark":
             embedded = tensors["markov_head.markov_w1.weight"][previous]
             if self.head.gated:
@@ -229,6 +232,8 @@ def z_lab(head: BlockHead, layers: list[int] | None = None) -> dict[str, Any]:
         nested |= _dflash2(head)
     if all(head.causal):
         nested["causal"] = True
+    names = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+    nested |= {name: value for name, value in zip(names, head.scales, strict=True) if value not in (1.0, None)}
     return head.layer_config() | {
         "architectures": ["DFlash2DraftModel" if head.kind == "dflash2" else "DFlashDraftModel"],
         "block_size": head.block,

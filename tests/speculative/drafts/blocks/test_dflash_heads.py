@@ -27,7 +27,7 @@ from tests.support.drafts.block_reference import BlockHead, BlockReference, deep
 from tests.support.drafts.eagle3_reference import save_head
 from tests.support.slow import slow
 from tests.support.thread_group import on_ranks
-from tests.support.tiny_models import VOCAB
+from tests.support.tiny_models import VOCAB, make_target
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.forward_context import Attending
@@ -51,6 +51,7 @@ HEADS = {
     "z-lab, block of 16": (BlockHead(block=16), z_lab),
     "z-lab, causal windows": (BlockHead(layers=3, windows=(64, None, 64), causal=(True, False, True)), z_lab),
     "JetSpec, causal": (BlockHead(causal=(True, True)), z_lab),
+    "z-lab, scaled and capped": (BlockHead(scales=(3.0, 0.5, 2.0)), z_lab),
     "DeepSpec": (BlockHead(block=7, from_anchor=True), deepspec),
     "speculators": (BlockHead(draft_vocab=40, in_speculators=True), speculators),
     "speculators, from the anchor": (BlockHead(from_anchor=True, in_speculators=True), speculators),
@@ -65,6 +66,7 @@ HEADS = {
     ),
     "z-lab's DFlash2": (BlockHead(kind="dflash2"), z_lab),
     "speculators' DFlash2, three taps": (BlockHead(kind="dflash2", taps=3, in_speculators=True), speculators),
+    "z-lab's DFlash2, scaled and capped": (BlockHead(kind="dflash2", scales=(0.5, 2.0, 3.0)), z_lab),
 }
 
 
@@ -136,6 +138,22 @@ def test_logits_are_those_of_the_published_module(pair: Pair, tmp_path: Path, na
             torch.testing.assert_close(logits, theirs, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def test_a_gemma_targets_scale_and_cap_are_not_the_drafts(tmp_path: Path) -> None:
+    """`Scales`: a head reads the rows of the target's embedding, and its logits have its own cap."""
+    settings = {"architecture": "Gemma3", "final_logit_softcapping": 0.5, "tie_word_embeddings": False}
+    target = make_target(tmp_path / "target", num_hidden_layers=8, **settings)
+    for name, cap in (("none", None), ("its own", 1.5)):
+        head = BlockHead(scales=(1.0, 1.0, cap))
+        draft = save_head(tmp_path / name, z_lab(head), head.tensors())
+        features = torch.randn(LENGTH, 3 * head.hidden, generator=torch.Generator().manual_seed(5))
+        with torch.inference_mode():
+            runner = served(draft, target)
+            ours = block_logits(runner, features, 17, 8)
+        assert runner.model.lm_head.soft_cap == 0.5
+        theirs = expected(head, head.tensors(), target, features, 8)
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_a_window_hides_the_text_before_it(pair: Pair, tmp_path: Path) -> None:
     """Else the comparison above would pass for heads whose windows are ignored."""
     head, layout = HEADS["speculators, windows"]
@@ -169,8 +187,9 @@ def test_a_window_hides_the_text_before_it(pair: Pair, tmp_path: Path) -> None:
             "sliding_window=16: windows of fewer",
         ),
         ({"dflash_config": {"unheard_of": 1}}, "dflash_config.unheard_of=1 is not supported"),
-        ({"output_multiplier": 0.2}, "output_multiplier=0.2 is not supported; only 1.0 is"),
-        ({"final_logit_softcapping": 20.0}, "final_logit_softcapping=20.0 is not supported"),
+        ({"architectures": ["Gemma4DSparkModel"]}, r"is a DeepSpec \(Gemma 4's layers\) head, which is not served"),
+        ({"output_multiplier": -1}, "output_multiplier=-1: must be a number above 0"),
+        ({"dflash_config": {"final_logit_softcapping": "x"}}, "final_logit_softcapping='x': must be a number above 0"),
         ({"another_flag": True}, "another_flag=True is not supported"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25 is not supported"),
     ],
@@ -196,6 +215,8 @@ def test_heads_that_do_not_fit_are_refused_by_name(
             "markov_head_type='rnn' is not supported; use a head of type vanilla or",
         ),
         ("dspark", {"markov_rank": "x"}, "markov_rank='x'"),
+        ("dspark", {"output_multiplier": 0.2}, "output_multiplier=0.2 is not supported; only 1.0 is"),
+        ("dspark", {"final_logit_softcapping": 20.0}, "final_logit_softcapping=20.0 is not supported"),
         ("dflash2", {"conv_group_size": 7}, "conv_group_size=7: must divide hidden_size=64"),
         ("dflash2", {"draft_vocab_size": 40}, "draft_vocab_size=40.*whole vocabulary of 96"),
         ("dflash2", {"selector_top_k": 97}, "selector_top_k=97"),
