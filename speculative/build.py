@@ -14,6 +14,7 @@ from attention.registry import Choice, check_choices
 from speculative.backends import draft_choices
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
+from speculative.drafts.checkpoint_files import missing_tables
 from speculative.drafts.drafter import DraftRunner, TargetKVRunner
 from speculative.drafts.loading import fill_draft, load_draft
 from speculative.drafts.method import DraftMethod
@@ -119,7 +120,8 @@ class DraftSpeculation:
         draft, group = self.draft, TPGroup(0, self.draft_tp)
         shared: tuple[str, ...] = ()
         if self.draft_tp == tensor_parallel:
-            shared = tuple(each for each in draft.shared_modules if each != "lm_head" or draft.head_rows is None)
+            modules = draft.shared_modules or missing_tables(draft.path)
+            shared = tuple(each for each in modules if each != "lm_head" or draft.head_rows is None)
         model = allocate(lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, dtype, META)
         return weight_bytes(model, multiplies_fp8, shared)
 

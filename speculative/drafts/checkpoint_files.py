@@ -47,6 +47,13 @@ def tensor_names(folder: str | Path) -> list[str]:
     return names
 
 
+def missing_tables(folder: str | Path) -> tuple[str, ...]:
+    """Return which of "embed_tokens" and "lm_head" the checkpoint lacks, so that they are the target's; none without
+    weights."""
+    parts = {part for name in tensor_names(folder) for part in name.split(".")}
+    return tuple(name for name in ("embed_tokens", "lm_head") if parts and name not in parts)
+
+
 def _has_pickle_alone(folder: str | Path) -> bool:
     return (Path(folder) / _PICKLE).exists() and not any(Path(folder).glob("*.safetensors"))
 
