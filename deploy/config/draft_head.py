@@ -1,11 +1,14 @@
-"""Detects the method of a published head, and the chain length of a block draft. Used by `deploy.config.model`; reads
-config.json, without torch. `speculative.drafts` checks the head when the configuration is read."""
+"""Detects the method of a published head, and the shape to draft with a block draft. Used by `deploy.config.model`;
+reads config.json, without torch. `speculative.drafts` checks the head when the configuration is read."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from cluster.config import ConfigError
+
+_TREE_NODES = 16  # verified nodes of a block's tree: a tile of a matrix product
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def draft_method(folder: Path) -> str:
@@ -22,8 +25,15 @@ def draft_method(folder: Path) -> str:
     return "eagle3" if "eagle3" in name or "draft_vocab_size" in config else "eagle"
 
 
-def block_shape(folder: Path) -> dict[str, Any]:
-    """Return the chain of a block draft's full block, an upper limit; empty for other heads."""
+def block_shape(folder: Path, target: Path) -> dict[str, Any]:
+    """Return the shape to draft with the block draft in `folder`, an upper limit (`speculative.adaptive`); empty for
+    other heads.
+
+    A chain of the whole block, or a tree of its depth if the head scores children given their parent and verified rows
+    are cheap. They are not in a mixture of experts, where each row reads other experts. DSpark's tree of 16 nodes has
+    1.3 to 1.4 times the tokens a round of its chain of 8 (tests/bench/RESULTS.md); DFlash's children are the same for
+    all nodes of a level.
+    """
     config = _config(folder)
     name = _name(config)
     if "dflash" not in name and "dspark" not in name:
@@ -36,12 +46,22 @@ def block_shape(folder: Path) -> dict[str, Any]:
     kind = str(config.get("speculators_model_type") or name)
     from_anchor = given.get("sample_from_anchor", "dspark" in kind)
     depth = int(size) - (not from_anchor)
-    return {"num_steps": depth, "num_draft_tokens": depth + 1}
+    if draft_method(folder) == "dflash" or depth < 2 or _has_experts(target):
+        return {"num_steps": depth, "num_draft_tokens": depth + 1}
+    return {"num_steps": depth, "top_k": 4, "num_draft_tokens": max(_TREE_NODES, depth + 1)}
 
 
 def _name(config: dict[str, Any]) -> str:
     architectures = config.get("architectures") or []
     return " ".join([*architectures, str(config.get("speculators_model_type") or "")]).lower()
+
+
+def _has_experts(target: Path) -> bool:
+    try:
+        config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+        return any({**config, **(config.get("text_config") or {})}.get(key) for key in _EXPERTS)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False  # the check of the configuration reports the target's fault
 
 
 def _config(folder: Path) -> dict[str, Any]:

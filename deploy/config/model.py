@@ -87,7 +87,7 @@ def use_options(args: dict[str, Any], keys: Changes) -> dict[str, Any]:
         else:
             _set(args, key, value, f"{key}={value}")
     if "speculative.path" in keys and not args["speculative"].keys() & {"num_steps", "top_k", "num_draft_tokens"}:
-        args["speculative"] |= block_shape(Path(args["speculative"]["path"]))
+        args["speculative"] |= block_shape(Path(args["speculative"]["path"]), Path(args["model"]["path"]))
     return args
 
 

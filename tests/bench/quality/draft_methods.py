@@ -120,7 +120,7 @@ def _block_trees(folders: list[Path]) -> dict[str, SpeculativeConfig]:
     found = {}
     for folder in folders:
         method: Method = draft_method(folder)  # type: ignore[assignment]
-        depth = block_shape(folder)["num_steps"]
+        depth = block_shape(folder, folder)["num_steps"]
         tree = SpeculativeConfig(str(folder), method, num_steps=depth, top_k=4, num_draft_tokens=16)
         found[LABELS[method]] = tree
     return found
