@@ -38,6 +38,7 @@ from tests.bench.kernels.block_plans import VARIANTS
 from tests.bench.kernels.gpu_time import copy_bytes_per_s, hardware
 from tests.bench.machine import commit
 from tests.bench.models import configured
+from tests.bench.models.published import BLOCK_DRAFTS
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
 from workers.config import Implementation, ModelSource, SchedulerConfig, WorkerConfig
@@ -54,8 +55,15 @@ MODELS = {
     "llama-3-70b": Dimensions(8192, 64, 8, 128, 28672, 128256, 32000, 80),
     "tiny": Dimensions(64, 4, 2, 16, 96, 256, 64, 8),
 }
-# block-N: of drafts that draft a block of N rows in one pass
-SHAPES = {"plain": None, "chain": (3, 1, 4), "tree": (5, 4, 8), "block-8": (7, 1, 8), "block-16": (15, 1, 16)}
+# block-N: of drafts that draft a block of N rows in one pass; block-tree: 16 nodes of a block of 8
+SHAPES = {
+    "plain": None,
+    "chain": (3, 1, 4),
+    "tree": (5, 4, 8),
+    "block-8": (7, 1, 8),
+    "block-16": (15, 1, 16),
+    "block-tree": (7, 4, 16),
+}
 PROFILED_ROUNDS = 10
 PIPELINE = 4  # a request's first results, which come while steps with prompts are still under way
 
@@ -91,11 +99,12 @@ def floor_ms(
     return 2 * numbers / tensor_parallel / copy_rate * 1e3
 
 
-def write_checkpoints(folder: Path, name: str, max_position: int = 8192) -> None:
+def write_checkpoints(folder: Path, name: str, max_position: int = 8192, block_draft: str = "dflash") -> None:
     """config.json of a target and an EAGLE-3 head of these dimensions, or of a target with its own module for drafting;
-    the weights are dummies. max_position: of models in `MODELS`; others have their own."""
+    the weights are dummies. max_position: of models in `MODELS`; others have their own. block_draft: of
+    `tests.bench.models.published.BLOCK_DRAFTS`."""
     if name in configured.CONFIGS:
-        configured.write_config(folder, name)
+        configured.write_config(folder, name, block_draft)
         return
     write_config(folder, MODELS[name], max_position)
 
@@ -288,6 +297,7 @@ def main() -> None:
     parser.add_argument(
         "--model-impl", choices=("auto", "transformers"), default="auto", help="transformers: through the adapter"
     )
+    parser.add_argument("--block-draft", choices=BLOCK_DRAFTS, default="dflash", help="kind of head of block shapes")
     parser.add_argument("--attention", default="auto", help="the attention backend of every phase of target and draft")
     parser.add_argument("--prompt-tokens", type=int, default=Setting.prompt_tokens)
     parser.add_argument("--output-tokens", type=int, default=Setting.output_tokens)
@@ -304,7 +314,7 @@ def main() -> None:
     print(f"{hardware()} copies {copy_rate / 1e12:.3g} TB/s, read and written bytes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model = model_of(arguments)
-        write_checkpoints(Path(folder), model)
+        write_checkpoints(Path(folder), model, block_draft=arguments.block_draft)
         if arguments.quantization != "none":
             quantize_config(Path(folder) / "target" / "config.json", arguments.quantization)
         for shape in arguments.shapes:
@@ -337,6 +347,7 @@ def main() -> None:
                 "model": arguments.model,
                 "quantization": arguments.quantization,
                 "packed_plan": arguments.packed_plan,
+                "block_draft": arguments.block_draft,
                 "copy_tb_per_s": round(copy_rate / 1e12, 4),
                 "tensor_parallel": arguments.tensor_parallel,
                 "attention": arguments.attention,

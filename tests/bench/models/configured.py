@@ -10,14 +10,15 @@ from tests.bench.models import deepseek_rank, hybrids, published
 CONFIGS: dict[str, dict[str, Any]] = {**deepseek_rank.CONFIGS, **hybrids.CONFIGS, **published.CONFIGS}
 
 
-def write_config(folder: Path, name: str) -> None:
+def write_config(folder: Path, name: str, block_draft: str = "dflash") -> None:
     """config.json of the target under `folder`; the weights are dummies. A hybrid gets a token map as `aerie token-map`
-    makes it, for a draft head of its size; a model without a module to draft with gets the block draft it has here."""
+    makes it, for a draft head of its size; a model without a module to draft with gets the block draft it has here, of
+    the kind `block_draft`."""
     (folder / "target").mkdir(parents=True)
     (folder / "target" / "config.json").write_text(json.dumps(CONFIGS[name]))
     if name in hybrids.CONFIGS:
         write_token_map(folder / "target", CONFIGS[name]["vocab_size"], range(AUTO_ROWS))
-    published.write_draft(folder, name)
+    published.write_draft(folder, name, block_draft)
 
 
 def floor_bytes(
@@ -28,7 +29,7 @@ def floor_bytes(
     rows = requests * width
     if name in published.CONFIGS:
         contexts = [tokens / requests] * requests
-        return published.floor_bytes(folder / "target", name, rows, contexts, width > 1) / ranks
+        return published.floor_bytes(folder / "target", name, rows, contexts, passes) / ranks
     if name in hybrids.CONFIGS:
         return hybrids.floor_bytes(name, rows, tokens, passes, draft_rows, ranks, requests)
     return deepseek_rank.floor_bytes(name, rows, tokens, passes, draft_rows, ranks)

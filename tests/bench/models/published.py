@@ -1,5 +1,5 @@
-"""Published models for `tests.bench.round`: config.json as in `tests/deploy/config/published`, a floor by bytes, and a
-block draft for one of them. Weights are dummies: routers choose by the tokens alone, and spread."""
+"""Published models for `tests.bench.round`: config.json as in `tests/deploy/config/published`, a floor by bytes, and
+block drafts for one of them. Weights are dummies: routers choose by the tokens alone, and spread."""
 
 import json
 from collections.abc import Sequence
@@ -30,10 +30,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     name: json.loads((PUBLISHED / f"{file}.json").read_text()) for name, file in NAMES.items()
 }
 # z-lab's Qwen3-8B-DFlash-b16: five of the target's layers.
-_DRAFTS: dict[str, dict[str, Any]] = {
+DRAFTS: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
         **CONFIGS["qwen3-8b"],
-        "architectures": ["DFlashDraftModel"],
         "num_hidden_layers": 5,
         "num_target_layers": 36,
         "layer_types": ["full_attention"] * 5,
@@ -43,20 +42,35 @@ _DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_draft(folder: Path, name: str) -> None:
-    """config.json of the model's block draft, if it has one here, in folder/draft."""
-    if name in _DRAFTS:
+# What a kind of head has beside: sizes of the published ones.
+BLOCK_DRAFTS: dict[str, dict[str, Any]] = {
+    "dflash": {"architectures": ["DFlashDraftModel"]},
+    "dspark": {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256, "markov_head_type": "vanilla"},
+    "dflash2": {
+        "architectures": ["DFlash2DraftModel"],
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+    },
+}
+
+
+def write_draft(folder: Path, name: str, kind: str = "dflash") -> None:
+    """config.json of the model's block draft, if it has one here, in folder/draft. kind: of `BLOCK_DRAFTS`."""
+    if name in DRAFTS:
         (folder / "draft").mkdir()
-        (folder / "draft" / "config.json").write_text(json.dumps(_DRAFTS[name]))
+        (folder / "draft" / "config.json").write_text(json.dumps(DRAFTS[name] | BLOCK_DRAFTS[kind]))
 
 
-def floor_bytes(target: Path, name: str, rows: int, contexts: Sequence[float], is_drafted: bool) -> float:
+def floor_bytes(target: Path, name: str, rows: int, contexts: Sequence[float], num_steps: int) -> float:
     """Bytes that a round must read on one GPU: weights once, of experts those that uniform routing gives to a row, of
     KV what windows say, and a block draft's weights. Embeddings and activations are left out.
 
-    target: folder of the target's config.json.
+    target: folder of the target's config.json; the draft's is beside it.
     rows: of the target's pass.
     contexts: tokens of each request.
+    num_steps: drafted levels; 0: nothing is drafted.
     """
     source = ModelSource(path=str(target), load_format="dummy")
     config = read_target_config(source, 1)
@@ -76,11 +90,15 @@ def floor_bytes(target: Path, name: str, rows: int, contexts: Sequence[float], i
     windows = [config.score_rule(layer).window for layer in range(config.num_layers)]
     seen = sum(min(tokens, window or tokens) for window in windows for tokens in contexts)
     total += round(2 * 2 * raw["num_key_value_heads"] * raw["head_dim"] * seen)
-    if is_drafted:
-        draft = _DRAFTS[name]
+    if num_steps:
+        draft = json.loads((target.parent / "draft" / "config.json").read_text())
         hidden, mlp = draft["hidden_size"], draft["intermediate_size"]
         heads = draft["head_dim"] * (2 * draft["num_attention_heads"] + 2 * draft["num_key_value_heads"])
         layers = draft["num_hidden_layers"] * hidden * (heads + 3 * mlp)
         captured = len(draft["dflash_config"]["target_layer_ids"])
         total += 2 * (layers + captured * hidden * hidden + draft["vocab_size"] * hidden)
+        # The Markov head's table is read for every level. A selector reads few rows; convolutions project the states.
+        total += 2 * num_steps * draft.get("markov_rank", 0) * draft["vocab_size"]
+        groups = hidden // draft.get("conv_group_size", hidden)
+        total += 2 * draft["num_hidden_layers"] * 2 * 2 * draft.get("conv_kernel_size", 0) * groups * hidden
     return float(total)
