@@ -9,8 +9,9 @@ tokens per CPU second by draft and text, and each adaptive arm's rate over the b
 of all drafts. Each ratio stands twice: as measured, and with one mean time for all rounds of a shape, which differences
 between cores disturb less. Answers that differ from those without a draft are counted.
 
---record replaces the rows of batch size 1 that the logs have in the table "Tokens a round, by draft and text" of
-`results.jsonl`.
+--record puts batch size 1 into the table "Tokens a round, by draft and text" of `results.jsonl`: every arm but new
+static ones of shapes between the least and the whole. Under an adaptive arm stands its rate over the best static arm's
+of the same draft, by mean times if they are known.
 """
 
 import argparse
@@ -28,6 +29,8 @@ from tests.bench.results import FIGURES, Figure, figures
 
 TABLE = "Tokens a round, by draft and text"
 COLUMNS = {"gsm8k": "GSM8K", "mt_bench": "MT-Bench", "humaneval": "HumanEval", "JSON to copy": "JSON"}
+OF_BEST = "share-of-best"  # one word: the pages of figures have a limit of words
+BETWEEN = ("2/1/3", "4/1/5", "4/2/8", "6/2/8", "suffix/3", "suffix/7")
 COMMAND = "python -m tests.bench draft_methods --model pair hybrid --prompts 8 --data EVAL"
 
 
@@ -125,8 +128,8 @@ def new_figures(rows: list[Row], hardware: str, commit: str, date: str) -> list[
     found = []
     for row in rows:
         ratio = own.get((row.arm, row.text))
-        beside = {} if ratio is None else {"of its best shape": round(ratio.measured, 2)}
-        beside |= {} if ratio is None or math.isnan(ratio.by_shape) else {"by mean times": round(ratio.by_shape, 2)}
+        share = math.nan if ratio is None else ratio.measured if math.isnan(ratio.by_shape) else ratio.by_shape
+        beside = {} if math.isnan(share) else {OF_BEST: round(share, 2)}
         rate: float | int = round(row.tokens_per_cpu_s)
         for column, value, unit, variants in (
             (COLUMNS[row.text], round(row.tokens_per_round, 2), "tokens", {}),
@@ -139,15 +142,21 @@ def new_figures(rows: list[Row], hardware: str, commit: str, date: str) -> list[
 
 def merged(before: list[Figure], new: list[Figure]) -> list[Figure]:
     """Return the figures with those of `new` in their place: at their name, else after the last one of the table's
-    same row, else after the table's last."""
-    by_name = {figure.name: figure for figure in new}
+    same row or draft, else after the table's last. New rows of shapes between are left out."""
+    rows = {figure.place[:2] for figure in before}
+    by_name = {each.name: each for each in new if each.place[:2] in rows or not each.place[1].endswith(BETWEEN)}
     found = [by_name.pop(figure.name, figure) for figure in before]
     for figure in by_name.values():
         table_name, row, _ = figure.place
         last = [i for i, each in enumerate(found) if each.place[:2] == (table_name, row)]
+        last = last or [i for i, e in enumerate(found) if e.place[0] == table_name and _same_draft(e.place[1], row)]
         last = last or [i for i, each in enumerate(found) if each.place[0] == table_name]
         found.insert(last[-1] + 1 if last else len(found), figure)
     return found
+
+
+def _same_draft(one: str, other: str) -> bool:
+    return draft_of(one) == draft_of(other)
 
 
 def plot(rows: list[Row], path: Path) -> None:
