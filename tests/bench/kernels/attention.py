@@ -3,7 +3,8 @@
     python -m tests.bench attention [--batches 1 8 32 64] [--widths 1 4 8 16] [--contexts 1024 8192 32768]
 
 Microseconds per layer at Llama-3.1-8B's shape (32 query heads, 8 KV heads, dimension 128, bfloat16, pages of 16 in
-random order). A CUDA graph holds a pass of several layers with KV of their own, so that the L2 cache is cold for each;
+random order), or at that of `--heads`, `--kv-heads`, `--dim`; `--window` is of a layer with a window, such as Gemma-3-27B's
+(`--kv-heads 16 --window 1024`). A CUDA graph holds a pass of several layers with KV of their own, so that the L2 cache is cold for each;
 planning is in it once. A figure is the median of replays that take turns. floor: the KV bytes over the rate of a copy,
 measured in the same turns; a prompt chunk has TFLOP/s instead. Markdown tables, then one JSON line.
 """
@@ -32,14 +33,35 @@ from tests.bench.machine import commit
 from tests.support.kernels.attention_cases import Work, mask_of, random_table
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
-BYTES_PER_TOKEN = 2 * KV_HEADS * DIM * 2
-SCALE = DIM**-0.5
 MAX_PREFIX = 131072  # of the page table, as a server that allows long requests has it
 NAMES = tuple(name for name in BACKENDS if name != "torch")
 BYTES_A_PASS = 400 << 20  # eight times the L2 cache
 MAX_LAYERS = 32
 TREE_TOP_K, TREE_TAIL, CHAIN_TAIL = 4, 8, 3
 CHUNKS = ((64, 512, 0), (8, 4096, 0), (1, 16384, 0), (4, 512, 8192), (1, 512, 32256))  # chunks, rows, start
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Heads of an attention layer. window: keys that a row sees at most; None: all."""
+
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    dim: int = DIM
+    window: int | None = None
+
+    @property
+    def rule(self) -> ScoreRule:
+        return ScoreRule(self.dim**-0.5, self.window)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.kv_heads * self.dim * 2
+
+    def read_bytes(self, batch: int, context: int, suffix: int) -> int:
+        """Return the bytes of KV that a pass must read; the last `suffix` rows all see the window of the first."""
+        seen = context + suffix
+        return batch * (seen if self.window is None else min(seen, self.window + suffix)) * self.bytes_per_token
 
 
 @dataclass(frozen=True)

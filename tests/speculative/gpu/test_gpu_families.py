@@ -18,6 +18,7 @@ from tests.support.drafts.block_reference import head_for, make_block_head
 from tests.support.engine_plans import build_worker
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.known_models import make_known
+from tests.support.target_answers import head_for as head_for_streams
 from tests.support.tiny_models import VOCAB, make_eagle3, make_target
 from tests.workers.models.test_gpt_oss import mxfp4
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
@@ -41,9 +42,24 @@ DENSE: dict[str, Callable[[Path], Path]] = {
     **{name: own(name) for name in ("Llama", "Qwen3", "Gemma2", "Gemma3")},
     "adapter": lambda folder: make_known(folder / "target", "seed_oss"),
 }
+ADAPTED = (  # each shows something that the others do not have
+    "apertus",  # norms of q and k, an activation of its own
+    "arcee",  # MLPs of two matrices
+    "cohere2",  # LayerNorms, attention beside the MLP, rotated pairs, windows
+    "exaone4",  # norms after attention and MLP, windows
+    "gemma",  # norms of 1 + weight, GELU, scaled embeddings
+    "glm4",  # rotated pairs, gate_up in one matrix
+    "gpt_neox",  # qkv in one matrix, rotated in part
+    "hunyuan_v1_dense",  # norms after RoPE
+    "minicpm3",  # latent attention: keys and values of other sizes
+    "smollm3",  # layers without RoPE
+    "starcoder2",  # biases, windows
+    "youtu",  # values of another size than keys
+)
 EXPERTS: dict[str, Callable[[Path], Path]] = {  # which a GPU multiplies in bfloat16 only
     **{name: own(name) for name in ("GptOss", "Glm4Moe", "Qwen2Moe")},
     "gpt-oss in MXFP4": gpt_oss_in_mxfp4,
+    "adapter": lambda folder: make_known(folder / "target", "mixtral"),
 }
 
 
@@ -105,6 +121,18 @@ def test_a_familys_answers_are_those_of_a_cpu(tmp_path: Path, name: str) -> None
     assert different(answers(on_gpu(spec_of(target, None)), PLAIN), expected) <= 1
     tree = eagle3(tmp_path, target, TREE)
     assert different(answers(on_gpu(spec_of(target, tree)), PLAIN), expected) <= 1
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_graphs_of_the_adapter_emit_what_eager_rounds_emit(tmp_path: Path, kind: str) -> None:
+    """By a tree of a head, which reads the streams between layers; and the tokens of a CPU without a draft."""
+    target = make_known(tmp_path / "target", kind)
+    config = read_target_config(ModelSource(path=str(target)), 1)
+    assert config.served_by is not None
+    spec = spec_of(target, SpeculativeConfig(str(head_for_streams(config, tmp_path)), "eagle3", *TREE))
+    eager, graphed = (answers(on_gpu(spec, graphs), PLAIN) for graphs in (False, True))
+    assert different(graphed, eager) <= 1
+    assert different(graphed, answers(spec_of(target, None), PLAIN)) <= 1
 
 
 @pytest.mark.parametrize("name", EXPERTS)

@@ -6,7 +6,11 @@ streams    what enters and leaves its layers, for drafts that read it
 names      checkpoint names of the tensors of its modules
 refusals   why a model is not served
 config     `AdapterConfig`, made of these
-layers     puts our layers into the model
+siblings   finds linear layers with the same input
+matching   finds modules that compute what our fused operations do
+layers     our layers: linear, experts, embedding, attention
+fused      our layers that have fewer kernels than theirs: merged linear layers, gated MLPs
+replace    puts our layers into the model
 ranks      tries a rank's share of a model on the meta device
 model      `TransformersModel`, the target that the runner calls
 family     the row that `workers.models.registry` takes for every other architecture

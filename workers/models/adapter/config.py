@@ -21,6 +21,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.models.adapter.names import TransformersNames, conversions, expert_names, part_names, renamings
 from workers.models.adapter.refusals import check_class, check_layers, check_model
+from workers.models.adapter.siblings import Group, groups_of, record_linear_calls
 from workers.models.adapter.streams import path_of_layers, record_shapes
 from workers.models.adapter.survey import (
     LENGTH_DEPENDENT,
@@ -48,6 +49,7 @@ class AdapterConfig(ModelConfig):
     plan: transformers' tensor-parallel plan: (pattern of module paths, how ranks share the module).
     cut: (name, size) of the sizes that ranks share.
     renamed, experts, parts: see `workers.models.adapter.names`.
+    siblings: paths of linear layers with the same input (`workers.models.adapter.siblings`).
     layers: path of the list of layers that drafts can read (`workers.models.adapter.streams`); None: they cannot.
     """
 
@@ -58,6 +60,7 @@ class AdapterConfig(ModelConfig):
     renamed: tuple[tuple[str, str], ...]
     experts: tuple[str, ...] | None
     layers: str | None
+    siblings: tuple[Group, ...] = ()
     parts: tuple[str, ...] = ()
 
     @property
@@ -141,7 +144,7 @@ def _read(text: str, source: str) -> AdapterConfig:
     check_class(config)
     model = make_model(config)
     converted = conversions(model)
-    shapes = record_shapes(model)
+    shapes, linear_calls = record_shapes(model), record_linear_calls(model)
     calls = survey(model)
     check_layers(config, calls)
     check_model(model, expert_names(converted))
@@ -172,6 +175,7 @@ def _read(text: str, source: str) -> AdapterConfig:
         renamed=renamings(converted),
         experts=expert_names(converted),
         layers=path_of_layers(calls, shapes, hidden),
+        siblings=groups_of(linear_calls),
         parts=() if raw == whole else part_names(model),
     )
 

@@ -1,12 +1,12 @@
 """Aerie's layers, which replace those of a transformers model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
@@ -16,14 +16,10 @@ from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, kv_he
 from workers.layers.linear_method import DenseLinearMethod, check_plain
 from workers.layers.vocab import VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
-from workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
-from workers.models.adapter.survey import AttentionCall, UnservableError, are_experts, is_plain_embedding
+from workers.models.adapter.survey import AttentionCall
 from workers.ops.gemm.workspace import GEMMOptions
+from workers.ops.rotary import Angles
 from workers.span import Span
-
-_COLUMNS = ("colwise", "colwise_gather_output")
-_ROWS = ("rowwise", "rowwise_split_input")
-_WHOLE = (None, "replicated_with_grad_allreduce", "mla_kv_a_proj")  # the last differs in its gradient alone
 
 
 class Columns(ColumnParallelLinear):
@@ -165,10 +161,11 @@ class PagedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         call, whole = self._call, q.shape[1] == self._q.total
+        angles = self._passing.still(call.kept_dim) if call.rotary is None else self._passing.deferred(q, k)
         q, k, v = (_padded(each, call.kept_dim) for each in (q, k, v))
         heads = _rows(q, self._q), (_rows(k, self._kv), _rows(v, self._kv))
         sinks = None if not self._rule.has_sinks else _own_sinks(options["s_aux"], self._q)
-        out = self._passing.attend(self._layer, *heads, self._rule, sinks)[..., : call.value_dim]
+        out = self._passing.attend(self._layer, *heads, angles, self._rule, sinks)[..., : call.value_dim]
         if not whole or self._q.size == self._q.total:
             return out.contiguous().unsqueeze(0)  # some models (AFMoE) call `view` on it
         # the plan leaves this layer's heads whole: the model expects all, and uses only this rank's
@@ -184,11 +181,12 @@ def _own_sinks(sinks: Tensor, mine: Span) -> Tensor:
 
 
 def _rows(heads: Tensor, mine: Span) -> Tensor:
-    """Return [1, heads of all ranks or of this one, rows, size] as [rows, this rank's heads, size]."""
+    """Return [1, heads of all ranks or of this one, rows, size] as [rows, this rank's heads, size], with the heads of a
+    row side by side, as attention backends need queries."""
     rows = heads[0].transpose(0, 1)
     if rows.shape[1] != mine.size:
         rows = rows[:, mine.first : mine.end]
-    return rows.contiguous()
+    return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
 
 
 def _padded(heads: Tensor, size: int) -> Tensor:
@@ -197,63 +195,70 @@ def _padded(heads: Tensor, size: int) -> Tensor:
 
 
 class Passing:
-    """The context of the running pass, and angles of 0 for the KV pool, because the model itself rotates its heads."""
+    """The context of the running pass, and the angles by which the KV pool rotates.
+
+    sizes: of heads in the KV pool.
+    """
 
     def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:
-        self.context: ForwardContext | None = None
+        self._context: ForwardContext | None = None
         self._still = {
             size: (torch.ones(1, size // 2, device=device), torch.zeros(1, size // 2, device=device)) for size in sizes
         }
+        self._rotation: tuple[Tensor, ...] = ()
+        self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by id: the model's cos, and our cos and sin
+        self._rows: dict[bool, Tensor] = {}
+
+    @contextmanager
+    def over(self, context: ForwardContext) -> Iterator[None]:
+        """Make `context` that of the calls of `attend` within."""
+        self._context = context
+        try:
+            yield
+        finally:
+            self._context = None
+            self._rotation = ()
+            self._tables.clear()
+            self._rows.clear()
+
+    def defer(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """Return q and k as they are. Replaces a model's function that rotates them, `AttentionCall.rotary`."""
+        self._rotation = q, k, cos, sin
+        return q, k
+
+    def deferred(self, q: Tensor, k: Tensor) -> Angles:
+        """Return the angles of the last `defer`, which was of q and k."""
+        known_q, known_k, cos, sin = self._rotation
+        assert known_q is q and known_k is k, "as in the survey"
+        if id(cos) not in self._tables:
+            half = cos.shape[-1] // 2
+            ours, sines = (each[0, :, :half].float().contiguous() for each in (cos, sin))
+            self._tables[id(cos)] = cos, ours, sines
+        _, ours, sines = self._tables[id(cos)]
+        return Angles(ours, sines, self._index(by_row=True))
+
+    def still(self, size: int) -> Angles:
+        """Return angles of 0 for heads of this size, which the model has rotated. They change no bit."""
+        return Angles(*self._still[size], self._index(by_row=False))
 
     def attend(
-        self, layer: int, q: Tensor, rows: tuple[Tensor, Tensor], rule: ScoreRule, sinks: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        rows: tuple[Tensor, Tensor],
+        angles: Angles,
+        rule: ScoreRule,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """See `ForwardContext.attend`. A rotation by an angle of 0 changes no bit."""
-        assert self.context is not None, "attention is called in a pass"
-        context = self.context.of_layer(layer)
-        cos, sin = self._still[q.shape[-1]]
-        context.plan(layer, q, rule)
-        kept = context.pool.store(layer, q, rows, cos, sin, torch.zeros_like(context.positions), context.slot_mapping)
-        return context.attend_to_cached(layer, kept, rule, sinks)
+        """See `ForwardContext.attend`."""
+        assert self._context is not None, "attention is called in a pass"
+        return self._context.attend(layer, q, rows, angles, rule, sinks)
 
-
-def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup) -> None:
-    """Replace the model's linear layers, experts and token embedding in place; other modules with tensors become a
-    `Leaf`. Raises UnservableError for an unknown word of the tensor-parallel plan."""
-    embedding, head, plan = model.get_input_embeddings(), model.get_output_embeddings(), dict(config.plan)
-    kv_heads = {f"{call.module}.{name}": call.num_kv_heads for call in config.calls for name in KV_PROJECTIONS}
-    for path, module in list(model.named_modules()):
-        new: nn.Module | None = None
-        if module is head:  # the caller replaces it
-            continue
-        if module is embedding:
-            new = Embedding(module, group)
-        elif type(module) is nn.Linear:
-            style = style_of(plan, path) if group.size > 1 else None
-            heads = kv_heads.get(path)
-            if style == "colwise" and heads is not None:
-                new = Columns(module, _kv_rows(module, heads, group), group, gather=False)
-            else:
-                new = _linear(path, module, style, group)
-        elif config.experts is not None and are_experts(module):
-            new = GivenExperts(module, group)
-        elif own_tensors(module):
-            kind = LeafEmbedding if is_plain_embedding(module) else Leaf
-            module.__class__ = type(type(module).__name__, (kind, type(module)), {})
-        if new is not None:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, new)
-
-
-def _kv_rows(linear: nn.Linear, num_heads: int, group: TPGroup) -> Span:
-    return Span(*kv_head_span(num_heads, group), num_heads).times(linear.out_features // num_heads)
-
-
-def _linear(path: str, linear: nn.Linear, style: str | None, group: TPGroup) -> nn.Module:
-    if style in _WHOLE:
-        return Columns(linear, Span.whole(linear.out_features), group, gather=False)
-    if style in _COLUMNS:
-        return Columns(linear, rank_span(linear.out_features, group, path), group, style == _COLUMNS[1])
-    if style in _ROWS:
-        return Rows(linear, group, path, style == _ROWS[1])
-    raise UnservableError(f"shares {path} among ranks by {style!r}, which Aerie does not know")
+    def _index(self, by_row: bool) -> Tensor:
+        """Return [rows] int64, the number of each row or zeros; one tensor for all layers of a pass."""
+        assert self._context is not None, "attention is called in a pass"
+        if by_row not in self._rows:
+            positions = self._context.positions
+            numbers = torch.arange(positions.shape[0], device=positions.device)
+            self._rows[by_row] = numbers if by_row else torch.zeros_like(positions)
+        return self._rows[by_row]

@@ -15,7 +15,9 @@ from workers.layers.forward_context import ForwardContext
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.models.adapter.config import AdapterConfig, transformers_config
-from workers.models.adapter.layers import PagedAttention, Passing, own_tensors, put_layers
+from workers.models.adapter.layers import PagedAttention, Passing, own_tensors
+from workers.models.adapter.replace import put_layers
+from workers.models.adapter.rotation import rebind
 from workers.models.adapter.streams import capture_streams
 from workers.models.adapter.survey import UnservableError, decoder, keep_angles, make_model
 from workers.models.decoder import DecoderOutput, TargetModel
@@ -39,7 +41,10 @@ class TransformersModel(TargetModel):
         self._passing = Passing(device, {call.kept_dim for call in config.calls})
         for layer, call in enumerate(config.calls):
             paged = PagedAttention(layer, call, config.score_rule(layer), group, self._passing)
-            theirs.get_submodule(call.module).paged = paged
+            module = theirs.get_submodule(call.module)
+            module.paged = paged
+            if call.rotary is not None:
+                rebind(module, {call.rotary: self._passing.defer})
         head = theirs.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UnservableError(f"is a {type(theirs).__name__}, which has no vocabulary head")
@@ -65,14 +70,11 @@ class TransformersModel(TargetModel):
 
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         """ids: [rows] int64. Writes the rows' KV into the context's pool."""
-        self._passing.context = context
         self._streams.clear()
-        try:
+        with self._passing.over(context):
             out = decoder(self.theirs)(
                 input_ids=ids.unsqueeze(0), position_ids=context.positions.unsqueeze(0), use_cache=False
             )
-        finally:
-            self._passing.context = None
         hidden = out[0].squeeze(0)
         if context.last is not None:
             hidden = context.last.attending_rows(hidden)

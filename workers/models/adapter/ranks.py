@@ -55,6 +55,10 @@ class _Product:
             raise ValueError(f"{self._path} gets {x.shape[-1]} inputs instead of {self._shape.in_features}")
         return x.new_empty(*x.shape[:-1], self._shape.out_features)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """Replaces the product that is followed by a gate."""
+        return self(x)[..., : self._shape.out_features // 2]
+
 
 def check_ranks(config: AdapterConfig, tensor_parallel: int, source: str) -> None:
     """Raise ValueError, naming `source`, if one of `tensor_parallel` ranks cannot run its share of the model."""
@@ -68,7 +72,9 @@ def check_ranks(config: AdapterConfig, tensor_parallel: int, source: str) -> Non
             for path, module in model.named_modules():
                 keep_angles(module)
                 if isinstance(module, LinearBase):
-                    module.method.multiply = _Product(path, module)  # type: ignore[method-assign, assignment]
+                    product = _Product(path, module)
+                    module.method.multiply = product  # type: ignore[method-assign, assignment]
+                    module.method.multiply_gated = product.gated  # type: ignore[method-assign, assignment]
                 if isinstance(module, GivenExperts):
                     module.forward = lambda x, *routing: x  # type: ignore[method-assign]
             hidden = decoder(model.theirs)(input_ids=ids, position_ids=ids, use_cache=False)[0]

@@ -15,6 +15,7 @@ from transformers.integrations.moe import _default_apply_gate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.scores import ScoreRule
+from workers.models.adapter.rotation import RotationRecorder
 
 ATTENTION = "aerie"  # the name of our attention among those of transformers
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
@@ -36,6 +37,7 @@ class AttentionCall:
     head_dim: size of a head of q and k.
     value_dim: size of a head of v.
     scale, window, soft_cap, sinks: see `ScoreRule`.
+    rotary: the function by which the module rotates q and k, if Aerie's kernel can (`workers.models.adapter.rotation`).
     """
 
     module: str
@@ -47,6 +49,7 @@ class AttentionCall:
     window: int | None
     soft_cap: float | None
     sinks: bool
+    rotary: str | None = None
 
     @property
     def rule(self) -> ScoreRule:
@@ -96,8 +99,9 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     """Return the attention calls of one pass, in order. Raises UnservableError. model: on the meta device; unusable
     afterwards."""
     calls: list[AttentionCall] = []
+    rotations = RotationRecorder(model)
     for path, module in model.named_modules():
-        module.paged = _Recorder(path, module, calls)
+        module.paged = _Recorder(path, module, calls, rotations)
         keep_angles(module)  # else it reads the largest position, which has no value here
     ids = torch.zeros(1, NUM_ROWS, dtype=torch.int64, device="meta")
     try:
@@ -228,8 +232,8 @@ def _marked_masks(model: nn.Module) -> Iterator[None]:
 
 
 class _Recorder:
-    def __init__(self, path: str, module: nn.Module, calls: list[AttentionCall]) -> None:
-        self._path, self._calls = path, calls
+    def __init__(self, path: str, module: nn.Module, calls: list[AttentionCall], rotations: RotationRecorder) -> None:
+        self._path, self._calls, self._rotations = path, calls, rotations
         self._causal = getattr(module, "is_causal", True)
 
     def __call__(
@@ -266,6 +270,7 @@ class _Recorder:
                 window=mask.window if isinstance(mask, _SlidingMask) else sliding_window or None,
                 soft_cap=softcap or None,
                 sinks=s_aux is not None,
+                rotary=self._rotations.function_of(self._path, q, k),
             )
         )
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])

@@ -1,0 +1,153 @@
+"""Which modules of a transformers model Aerie's fused operations can replace: found by comparing results on random
+inputs, never by a class's name alone. `workers.models.adapter.fused` has the replacements."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.layers.norm import FullPrecisionRMSNorm, RMSNorm, ZeroCentredRMSNorm
+from workers.ops.activation import ACTIVATIONS
+from workers.ops.norm import rms_norm
+
+_ROWS, _WIDE, _NARROW = 7, 24, 16  # rows of random inputs, and widths of an MLP that stands for a larger one
+_RTOL, _ATOL = 1e-4, 1e-6  # float32 rounding of sums of `_WIDE` products
+_NORMS: tuple[tuple[type[RMSNorm], float, bool], ...] = (  # class, what it adds to the weight, float32 weight
+    (RMSNorm, 0.0, False),
+    (FullPrecisionRMSNorm, 0.0, True),
+    (ZeroCentredRMSNorm, 1.0, True),
+)
+
+
+@dataclass(frozen=True)
+class NormMatch:
+    """kind: the class of Aerie that computes the same norm."""
+
+    kind: type[RMSNorm]
+    size: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class MLPMatch:
+    """A gated MLP: down(activation(gate(x)) * up(x)).
+
+    gates: names of the gate and up projections; of the one projection that has both, gate first.
+    down: name of the down projection.
+    activation: one of `workers.ops.activation.ACTIVATIONS`.
+    """
+
+    gates: tuple[str, ...]
+    down: str
+    activation: str
+
+
+def match_norm(module: nn.Module, dtype: torch.dtype) -> NormMatch | None:
+    """Return Aerie's norm that gives the module's results in float32, and the nearest ones in `dtype`; None if there is
+    none. module: its only parameter, if it is to match, is `weight`."""
+    weight = module._parameters.get("weight")
+    alone = len(module._parameters) == 1 and not module._buffers and not module._modules
+    if not alone or weight is None or weight.dim() != 1:
+        return None
+    size, generator = weight.shape[0], torch.Generator().manual_seed(0)
+    with torch.device("cpu"), torch.no_grad():
+        scales = torch.tensor([1e-4, 1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2])[:_ROWS, None]  # small ones show epsilon
+        x = (torch.randn(_ROWS, size, generator=generator) + 0.3) * scales
+        given = 0.5 + torch.rand(size, generator=generator)
+        expected = _result(_with_weight(module, given), x)
+        if expected is None:
+            return None
+        equal = [
+            (kind, added, full, eps)
+            for kind, added, full in _NORMS
+            for eps in _numbers_of(module)
+            if _is_close(rms_norm.reference(x, given + added, eps), expected)
+        ]
+        x, given = x.to(dtype), given.to(dtype)
+        rounded = _result(_with_weight(module, given), x)
+        if not equal or rounded is None or rounded.dtype != dtype:
+            return None
+
+        def error(full: bool, added: float, eps: float) -> float:
+            ours = rms_norm.reference(x, given.float() + added if full else given + added, eps)
+            return float((ours.float() - rounded.float()).norm())
+
+        kind, _, _, eps = min(equal, key=lambda each: error(each[2], each[1], each[3]))
+    return NormMatch(kind, size, eps)
+
+
+def match_gated_mlp(module: nn.Module) -> MLPMatch | None:
+    """Return how the module is a gated MLP; None if it is none. Tried with narrow projections in place of its own."""
+    linears = {name: child for name, child in module._modules.items() if type(child) is nn.Linear}
+    others = [child for name, child in module.named_children() if name not in linears]
+    has_tensors = any(True for child in others for _ in (*child.parameters(), *child.buffers()))
+    if len(linears) not in (2, 3) or has_tensors or module._parameters or module._buffers:
+        return None
+    for *gates, down in permutations(linears):
+        inner, hidden = linears[down].in_features, linears[down].out_features
+        widths = inner if len(gates) == 2 else 2 * inner
+        if any((linears[name].in_features, linears[name].out_features) != (hidden, widths) for name in gates):
+            continue
+        for activation in ACTIVATIONS:
+            if _is_gated(module, linears, tuple(gates), down, activation):
+                return MLPMatch(tuple(gates), down, activation)
+    return None
+
+
+def _is_gated(
+    module: nn.Module, linears: dict[str, nn.Linear], gates: tuple[str, ...], down: str, activation: str
+) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    wide = _WIDE if len(gates) == 2 else 2 * _WIDE
+    with torch.device("cpu"), torch.no_grad():
+        small = {name: _random_linear(linears[name], _NARROW, wide, generator) for name in gates}
+        small[down] = _random_linear(linears[down], _WIDE, _NARROW, generator)
+        narrow = _copy(module)
+        narrow._modules |= small
+        x = torch.randn(_ROWS, _NARROW, generator=generator)
+        inner = torch.cat([small[name](x) for name in gates], dim=-1)
+        expected = small[down](ACTIVATIONS[activation].reference(inner))
+        found = _result(narrow, x.unsqueeze(0))  # as models call it: [1, rows, hidden]
+    return found is not None and _is_close(expected, found.squeeze(0))
+
+
+def _random_linear(like: nn.Linear, inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, like.bias is not None, dtype=torch.float32)
+    for parameter in linear.parameters():
+        parameter.normal_(generator=generator)
+    return linear
+
+
+def _with_weight(module: nn.Module, weight: Tensor) -> Any:
+    other = _copy(module)
+    other._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    return other
+
+
+def _copy(module: nn.Module) -> Any:
+    """Return a copy whose parameters and submodules can be replaced without a change of `module`."""
+    other = copy.copy(module)
+    other._parameters, other._modules = dict(module._parameters), dict(module._modules)
+    return other
+
+
+def _result(module: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
+    """Return the result of a module of transformers; None if it cannot be called so."""
+    try:
+        found = module(x)
+    except Exception:  # a model's own code may raise anything
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.allclose(ours, theirs, _RTOL, _ATOL)
+
+
+def _numbers_of(module: nn.Module) -> Iterator[float]:
+    """Yield the module's attributes that may be its epsilon."""
+    yield from {value for value in vars(module).values() if isinstance(value, float) and 0.0 <= value < 1.0}

@@ -1,0 +1,122 @@
+"""Puts Aerie's layers into a model of transformers."""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.linear import kv_head_span, rank_span
+from workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
+from workers.models.adapter.fused import GatedMLP, Merged, Part, can_merge
+from workers.models.adapter.layers import Columns, Embedding, GivenExperts, Leaf, LeafEmbedding, Rows, own_tensors
+from workers.models.adapter.matching import match_gated_mlp, match_norm
+from workers.models.adapter.survey import UnservableError, are_experts, is_plain_embedding
+from workers.quantization.quant_method import Unquantized
+from workers.span import Span
+
+_COLUMNS = ("colwise", "colwise_gather_output")
+_ROWS = ("rowwise", "rowwise_split_input")
+_WHOLE = (None, "replicated_with_grad_allreduce", "mla_kv_a_proj")  # the last differs in its gradient alone
+
+
+def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup) -> None:
+    """Replace, in place, gated MLPs, RMSNorms, linear layers, experts and the token embedding; other modules with
+    tensors become a `Leaf`. Raises UnservableError for an unknown word of the tensor-parallel plan."""
+    _Replacement(model, config, group).run()
+
+
+class _Replacement:
+    def __init__(self, model: PreTrainedModel, config: AdapterConfig, group: TPGroup) -> None:
+        self._model, self._config, self._group, self._plan = model, config, group, dict(config.plan)
+        self._is_quantised = not isinstance(config.quant, Unquantized)
+        self._kv_heads = {
+            f"{call.module}.{name}": call.num_kv_heads for call in config.calls for name in KV_PROJECTIONS
+        }
+
+    def run(self) -> None:
+        model = self._model
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        for path, module in list(model.named_modules()):
+            mlp = self._gated_mlp(path, module)
+            if mlp is not None:
+                self._put(path, mlp)
+        self._merge_siblings()
+        for path, module in list(model.named_modules()):
+            if module is head:  # the caller replaces it
+                continue
+            if module is embedding:
+                self._put(path, Embedding(module, self._group))
+            elif type(module) is nn.Linear:
+                self._put(path, self._linear(path, module))
+            elif self._config.experts is not None and are_experts(module):
+                self._put(path, GivenExperts(module, self._group))
+            elif own_tensors(module) and not _is_ours(module):
+                norm = match_norm(module, torch.get_default_dtype())
+                if norm is not None:
+                    self._put(path, norm.kind(norm.size, norm.eps))
+                    continue
+                kind = LeafEmbedding if is_plain_embedding(module) else Leaf
+                module.__class__ = type(type(module).__name__, (kind, type(module)), {})
+
+    def _put(self, path: str, new: nn.Module) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(self._model.get_submodule(parent), name, new)
+
+    def _style(self, path: str) -> str | None:
+        return style_of(self._plan, path) if self._group.size > 1 else None
+
+    def _gated_mlp(self, path: str, module: nn.Module) -> GatedMLP | None:
+        match = match_gated_mlp(module)
+        if match is None:
+            return None
+        paths = [f"{path}.{name}" for name in match.gates]
+        rows = [self._rows_of(each) for each in paths]
+        whole_or_cut = {self._style(each) for each in paths} | {self._style(f"{path}.{match.down}")}
+        is_cut = whole_or_cut == {"colwise", "rowwise"} and len(rows) == 2  # half of one matrix would be of one part
+        if None in rows or (self._group.size > 1 and not is_cut):
+            return None
+        spans = [span for span in rows if span is not None]
+        if len(spans) > 1 and not can_merge(spans, self._is_quantised):
+            return None
+        linears: dict[str, nn.Linear] = {name: module._modules[name] for name in (*match.gates, match.down)}  # type: ignore[misc]
+        return GatedMLP(match, linears, spans, self._group, path)
+
+    def _merge_siblings(self) -> None:
+        modules = dict(self._model.named_modules())
+        for siblings in self._config.siblings:
+            found = [(path, self._rows_of(path)) for path in siblings if type(modules.get(path)) is nn.Linear]
+            rows = {path.rpartition(".")[2]: span for path, span in found if span is not None}
+            if len(rows) < 2 or not can_merge(list(rows.values()), self._is_quantised):
+                continue
+            parent = siblings[0].rpartition(".")[0]
+            first: nn.Linear = modules[f"{parent}.{next(iter(rows))}"]
+            merged = Merged(first.in_features, rows, first.bias is not None)
+            for index, name in enumerate(rows):
+                self._put(f"{parent}.{name}", Part(merged, index) if index else merged)
+
+    def _rows_of(self, path: str) -> Span | None:
+        """Return this rank's outputs of a linear layer; None if ranks share its inputs, or gather its outputs."""
+        linear, style, heads = self._model.get_submodule(path), self._style(path), self._kv_heads.get(path)
+        assert isinstance(linear, nn.Linear), "asked of linear layers"
+        if style in _WHOLE:
+            return Span.whole(linear.out_features)
+        if style != _COLUMNS[0]:
+            return None
+        if heads is not None:
+            return Span(*kv_head_span(heads, self._group), heads).times(linear.out_features // heads)
+        return rank_span(linear.out_features, self._group, path)
+
+    def _linear(self, path: str, linear: nn.Linear) -> nn.Module:
+        style, rows = self._style(path), self._rows_of(path)
+        if rows is not None:
+            return Columns(linear, rows, self._group, gather=False)
+        if style in _COLUMNS:
+            return Columns(linear, rank_span(linear.out_features, self._group, path), self._group, gather=True)
+        if style in _ROWS:
+            return Rows(linear, self._group, path, style == _ROWS[1])
+        raise UnservableError(f"shares {path} among ranks by {style!r}, which Aerie does not know")
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Whether the module has been replaced."""
+    return type(module).__module__.startswith("workers.")

@@ -1,0 +1,167 @@
+"""Finds attention modules that rotate queries and keys like the kernel of Aerie that stores them. That kernel then
+rotates, which saves ten launches in a layer. Found by comparing results, as in `workers.models.adapter.matching`."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention.rotation import rotate
+
+_WORD = "rotary"  # in the names of transformers' functions that rotate
+_RTOL, _ATOL = 1e-4, 1e-5  # float32 rounding
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """One call of a function that rotates: function(q, k, cos, sin, *rest, **named) -> found."""
+
+    name: str
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    found: Any
+
+
+@dataclass(frozen=True)
+class _Angles:
+    """One call of a module that returns cos and sin."""
+
+    module: nn.Module
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    found: tuple[Tensor, Tensor]
+
+
+class RotationRecorder:
+    """Records, in the next pass of a model on the meta device, which function each attention module rotates with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rotations: dict[str, list[_Rotation]] = {}
+        self._angles: list[_Angles] = []
+        for path, module in model.named_modules():
+            names = _names_of(module)
+            if names:
+                recorders = {name: self._recorder(path, name, _forward_of(module).__globals__[name]) for name in names}
+                rebind(module, recorders)
+            if module._buffers:
+                module.register_forward_hook(self._keep_angles, with_kwargs=True)
+
+    def function_of(self, path: str, q: Tensor, k: Tensor) -> str | None:
+        """Return the name of the function that rotated `q` and `k`, attention's arguments in the pass, if Aerie's
+        kernel can rotate instead; None if not. path: of the attention module."""
+        calls = self._rotations.get(path, [])
+        if len(calls) != 1 or not _is_pair(calls[0].found):
+            return None
+        (call,) = calls
+        # attention must get what the function returned, not something made of it
+        if call.found[0] is not q or call.found[1] is not k or len(call.given) < 4:
+            return None
+        cos, sin = call.given[2:4]
+        made = next((each for each in self._angles if each.found[0] is cos and each.found[1] is sin), None)
+        rotates = made is not None and _has_equal_halves(made) and _rotates_alike(call)
+        return call.name if rotates else None
+
+    def _recorder(self, path: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*given: Any, **named: Any) -> Any:
+            found = function(*given, **named)
+            self._rotations.setdefault(path, []).append(_Rotation(name, function, given, named, found))
+            return found
+
+        return record
+
+    def _keep_angles(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], found: Any) -> None:
+        if _is_pair(found):
+            self._angles.append(_Angles(module, given, named, found))
+
+
+def rebind(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Make the module's `forward` call `functions` in place of the global functions of these names. Other modules of
+    its class are unchanged."""
+    forward = _forward_of(module)
+    changed = FunctionType(
+        forward.__code__,
+        forward.__globals__ | dict(functions),
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(changed, module)
+
+
+def _forward_of(module: nn.Module) -> Any:
+    return type(module).forward
+
+
+def _names_of(module: nn.Module) -> list[str]:
+    """Return the names of global functions that rotate, in the module's `forward`."""
+    forward = _forward_of(module)
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return []
+    return [name for name in forward.__code__.co_names if _WORD in name and callable(forward.__globals__.get(name))]
+
+
+def _is_pair(found: Any) -> bool:
+    return isinstance(found, tuple) and len(found) == 2 and all(isinstance(each, Tensor) for each in found)
+
+
+def _has_equal_halves(angles: _Angles) -> bool:
+    """Whether the second half of cos and sin, over the last dimension, repeats the first: tried with random
+    frequencies."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("cpu"), torch.no_grad():
+        module = copy.copy(angles.module)
+        module._buffers = {
+            name: None if buffer is None else torch.rand(buffer.shape, generator=generator).to(buffer.dtype)
+            for name, buffer in angles.module._buffers.items()
+        }
+        found = _called(module.forward, _on_cpu(angles.given, generator), _on_cpu(angles.named, generator))
+    if not _is_pair(found):
+        return False
+    halves = [each.chunk(2, dim=-1) for each in found]
+    return all(len(each) == 2 and torch.equal(*each) for each in halves)
+
+
+def _rotates_alike(call: _Rotation) -> bool:
+    """Whether the function rotates random heads as `attention.rotation.rotate` does."""
+    q, k, cos, sin = call.given[:4]
+    if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)) or (q.dim(), cos.dim(), sin.dim()) != (4, 3, 3):
+        return False
+    generator = torch.Generator().manual_seed(1)
+    with torch.device("cpu"), torch.no_grad():
+        q, k = (torch.randn(each.shape, generator=generator) for each in (q, k))
+        half = (*cos.shape[:-1], cos.shape[-1] // 2)
+        cos, sin = (torch.randn(half, generator=generator) for _ in range(2))
+        both = (torch.cat((each, each), dim=-1) for each in (cos, sin))
+        found = _called(call.function, (q, k, *both, *call.given[4:]), call.named)
+        expected = [rotate(each[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1)[None] for each in (q, k)]
+    return _is_pair(found) and all(
+        ours.shape == theirs.shape and torch.allclose(ours, theirs, _RTOL, _ATOL)
+        for ours, theirs in zip(expected, found, strict=True)
+    )
+
+
+def _on_cpu(given: Any, generator: torch.Generator) -> Any:
+    """Return arguments with random numbers, or positions, in place of tensors on the meta device."""
+    if isinstance(given, dict):
+        return {name: _on_cpu(each, generator) for name, each in given.items()}
+    if isinstance(given, tuple):
+        return tuple(_on_cpu(each, generator) for each in given)
+    if not isinstance(given, Tensor):
+        return given
+    if given.is_floating_point():
+        return torch.randn(given.shape, generator=generator)
+    return torch.arange(given.numel()).view(given.shape)
+
+
+def _called(function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Return the result; None if the function of transformers cannot be called so."""
+    try:
+        return function(*given, **named)
+    except Exception:  # a model's own code may raise anything
+        return None
