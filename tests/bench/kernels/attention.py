@@ -3,10 +3,11 @@
     python -m tests.bench attention [--batches 1 8 32 64] [--widths 1 4 8 16] [--contexts 1024 8192 32768]
 
 Microseconds per layer at Llama-3.1-8B's shape (32 query heads, 8 KV heads, dimension 128, bfloat16, pages of 16 in
-random order), or at that of `--heads`, `--kv-heads`, `--dim`; `--window` is of a layer with a window, such as Gemma-3-27B's
-(`--kv-heads 16 --window 1024`). A CUDA graph holds a pass of several layers with KV of their own, so that the L2 cache is cold for each;
-planning is in it once. A figure is the median of replays that take turns. floor: the KV bytes over the rate of a copy,
-measured in the same turns; a prompt chunk has TFLOP/s instead. Markdown tables, then one JSON line.
+random order), or at that of `--heads`, `--kv-heads` and `--dim`, without prompt chunks. `--window`: of a layer with a
+window; Gemma-3-27B's are `--kv-heads 16 --window 1024`. A CUDA graph holds a pass of several layers with KV of their
+own, so that the L2 cache is cold for each; planning is in it once. A figure is the median of replays that take turns.
+floor: the KV bytes that rows see, over the rate of a copy, measured in the same turns; a prompt chunk has TFLOP/s
+instead. Markdown tables, then one JSON line.
 """
 
 import argparse
@@ -59,9 +60,13 @@ class Layer:
         return 2 * self.kv_heads * self.dim * 2
 
     def read_bytes(self, batch: int, context: int, suffix: int) -> int:
-        """Return the bytes of KV that a pass must read; the last `suffix` rows all see the window of the first."""
+        """Return the bytes of KV that a pass must read, in which each request's last `suffix` positions have rows."""
         seen = context + suffix
-        return batch * (seen if self.window is None else min(seen, self.window + suffix)) * self.bytes_per_token
+        return (
+            batch
+            * (seen if self.window is None else min(seen, self.window + max(suffix, 1) - 1))
+            * self.bytes_per_token
+        )
 
 
 @dataclass(frozen=True)
@@ -88,43 +93,53 @@ def works(widths: Iterable[int]) -> list[Work]:
     ]
 
 
-def is_served(name: str, mode: Mode, tree: bool, dtype: torch.dtype) -> bool:
+def is_served(name: str, mode: Mode, tree: bool, dtype: torch.dtype, layer: Layer) -> bool:
     """Whether backend `name` serves this use on this GPU."""
     capability = torch.cuda.get_device_capability()
-    use = AttentionUse(mode, HEADS, KV_HEADS, DIM, PAGE, dtype, Capability("cuda", capability), tree)
+    use = AttentionUse(
+        mode,
+        layer.heads,
+        layer.kv_heads,
+        layer.dim,
+        PAGE,
+        dtype,
+        Capability("cuda", capability),
+        tree,
+        scores=(layer.rule,),
+    )
     return refusal(name, use) is None
 
 
-def layer_views(memory: Tensor, num_layers: int, num_pages: int) -> list[LayerKV]:
+def layer_views(memory: Tensor, num_layers: int, num_pages: int, layer: Layer) -> list[LayerKV]:
     """KV of `num_layers` layers, pages 0 to num_pages, in one memory."""
-    shape = (num_layers, 2, num_pages + 1, PAGE, KV_HEADS, DIM)
+    shape = (num_layers, 2, num_pages + 1, PAGE, layer.kv_heads, layer.dim)
     pools = memory[: math.prod(shape)].view(shape)
     return [LayerKV(pool[0], pool[1]) for pool in pools]
 
 
-def layers_of(memory: Tensor, context: int, batch: int) -> list[LayerKV]:
+def layers_of(memory: Tensor, context: int, batch: int, layer: Layer) -> list[LayerKV]:
     """As many layers as move BYTES_A_PASS, as far as memory suffices."""
-    wanted = min(MAX_LAYERS, max(2, BYTES_A_PASS // (batch * context * BYTES_PER_TOKEN)))
+    wanted = min(MAX_LAYERS, max(2, BYTES_A_PASS // layer.read_bytes(batch, context, 0)))
     pages = batch * (-(-context // PAGE) + 2)
-    fitting = memory.numel() // (2 * (pages + 1) * PAGE * KV_HEADS * DIM)
-    return layer_views(memory, min(wanted, fitting), pages)
+    fitting = memory.numel() // (2 * (pages + 1) * PAGE * layer.kv_heads * layer.dim)
+    return layer_views(memory, min(wanted, fitting), pages, layer)
 
 
-def decode_pass(name: str, batch: DecodeBatch, q: Tensor, layers: list[LayerKV]) -> Callable[[], None]:
+def decode_pass(name: str, batch: DecodeBatch, q: Tensor, layers: list[LayerKV], rule: ScoreRule) -> Callable[[], None]:
     """All layers of one pass, planning included."""
     backend = build_backend(name, batch.mode)
 
     def run() -> None:
         prepared = backend.prepare(batch)
-        for layer in layers:
-            prepared.forward(q, layer, ScoreRule(SCALE))
+        for kv in layers:
+            prepared.forward(q, kv, rule)
 
     return run
 
 
-def decode_cases(clock: Clock, memory: Tensor, widths: list[int], context: int, batch: int) -> list[Case]:
+def decode_cases(clock: Clock, memory: Tensor, widths: list[int], context: int, batch: int, layer: Layer) -> list[Case]:
     """A row for each mode and number of rows at one context and batch."""
-    layers, device = layers_of(memory, context, batch), memory.device
+    layers, device = layers_of(memory, context, batch, layer), memory.device
     listed = works(widths)
     passes, keys = [], []  # graphs hold the addresses of what a pass holds
     for number, work in enumerate(listed):
@@ -137,10 +152,10 @@ def decode_cases(clock: Clock, memory: Tensor, widths: list[int], context: int, 
             random_table([context + work.suffix_len] * batch, PAGE, MAX_PREFIX // PAGE).to(device),
             MAX_PREFIX,
         )
-        q = torch.randn((decode.num_rows, HEADS, DIM), device=device, dtype=memory.dtype)
+        q = torch.randn((decode.num_rows, layer.heads, layer.dim), device=device, dtype=memory.dtype)
         for name in NAMES:
-            if is_served(name, work.mode, work.tree, q.dtype):
-                passes.append(decode_pass(name, decode, q, layers))
+            if is_served(name, work.mode, work.tree, q.dtype, layer):
+                passes.append(decode_pass(name, decode, q, layers, layer.rule))
                 keys.append((number, name))
     times, rate = clock.medians(*(captured(run).replay for run in passes))
     found: list[dict[str, float]] = [{} for _ in listed]
@@ -153,21 +168,22 @@ def decode_cases(clock: Clock, memory: Tensor, widths: list[int], context: int, 
             batch,
             work.rows,
             us,
-            round(batch * (context + work.suffix_len) * BYTES_PER_TOKEN / rate * 1e6, 2),
+            round(layer.read_bytes(batch, context, work.suffix_len) / rate * 1e6, 2),
         )
         for work, us in zip(listed, found, strict=True)
     ]
 
 
 def prompt_cases(clock: Clock, memory: Tensor) -> list[Case]:
-    """Prompt chunks, by triton and by both of FlashInfer's kernels; `floor` is TFLOP/s of the fastest."""
+    """Prompt chunks at Llama's shape, by triton and both of FlashInfer's kernels; `floor`: TFLOP/s of the fastest."""
+    llama = Layer()
     cases = []
     for count, rows, start in CHUNKS:
         pages = -(-(start + rows) // PAGE)
         page_table = random_table([start + rows] * count, PAGE, pages).to(memory.device)
         batch = PrefillBatch.from_lists([start] * count, [rows] * count, page_table)
         q = torch.randn((count * rows, HEADS, DIM), device=memory.device, dtype=memory.dtype)
-        layer = layer_views(memory, 1, count * pages)[0]
+        layer = layer_views(memory, 1, count * pages, llama)[0]
         runs = {"triton": _chunks("triton", batch, q, layer)}
         for kernel in ("fa2", "fa3") if find_spec("flashinfer") else ():
             with mock.patch.object(flashinfer_backend, "prefill_kernel", lambda device, k=kernel: k):
@@ -183,8 +199,8 @@ def prompt_cases(clock: Clock, memory: Tensor) -> list[Case]:
 
 def _chunks(name: str, batch: PrefillBatch, q: Tensor, layer: LayerKV) -> Callable[[], object]:
     prepared = build_backend(name, Mode.PREFILL).prepare(batch)
-    prepared.forward(q, layer, ScoreRule(SCALE))
-    return lambda: prepared.forward(q, layer, ScoreRule(SCALE))
+    prepared.forward(q, layer, Layer().rule)
+    return lambda: prepared.forward(q, layer, Layer().rule)
 
 
 def markdown(cases: list[Case], last: str) -> list[str]:
@@ -201,17 +217,22 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64])
     parser.add_argument("--widths", type=int, nargs="*", default=[1, 4, 8, 16], help="rows per request")
     parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 8192, 32768])
+    parser.add_argument("--heads", type=int, default=HEADS)
+    parser.add_argument("--kv-heads", type=int, default=KV_HEADS)
+    parser.add_argument("--dim", type=int, default=DIM, help="of a head")
+    parser.add_argument("--window", type=int, help="keys that a row sees at most")
     parser.add_argument("--gigabytes", type=int, default=40, help="memory for KV")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     memory, clock = random_memory(args.gigabytes), Clock(args.rounds)
-    prompts = prompt_cases(clock, memory)
+    layer = Layer(args.heads, args.kv_heads, args.dim, args.window)
+    prompts = prompt_cases(clock, memory) if layer == Layer() else []
     print(*markdown(prompts, "TFLOP/s"), "", sep="\n", flush=True)
     decoding: list[Case] = []
     for context in args.contexts:
         for batch in args.batches:
-            if batch * (context + 2 * PAGE) * BYTES_PER_TOKEN * 2 <= memory.nbytes:
-                found = decode_cases(clock, memory, args.widths, context, batch)
+            if batch * (context + 2 * PAGE) * layer.bytes_per_token * 2 <= memory.nbytes:
+                found = decode_cases(clock, memory, args.widths, context, batch, layer)
                 print(*markdown(found, "floor, us"), "", sep="\n", flush=True)
                 decoding += found
     print(
@@ -220,6 +241,7 @@ def main() -> None:
                 "bench": "attention",
                 "hardware": hardware(),
                 "commit": commit(),
+                "layer": asdict(layer),
                 "prompts": [asdict(case) for case in prompts],
                 "decoding": [asdict(case) for case in decoding],
             }

@@ -76,6 +76,12 @@ def test_attention_measures_every_mode(monkeypatch: pytest.MonkeyPatch, capsys: 
     one = result["decoding"][0]
     assert one["us"] == {"torch": pytest.approx(10 / 4, abs=0.01)}, "a pass of four layers"
     assert one["floor"] == round(2 * (48 + 1) * 4096 / COPY_RATE * 1e6, 2)
+    window = ("--heads", "4", "--kv-heads", "2", "--dim", "16", "--window", "20")
+    result = _run(attention, monkeypatch, capsys, "--batches", "100", "--widths", "4", "--contexts", "48", *window)
+    assert result["layer"] == {"heads": 4, "kv_heads": 2, "dim": 16, "window": 20} and result["prompts"] == []
+    floors = {case["work"]: case["floor"] for case in result["decoding"]}
+    sees = {"decode": 20, "verify": 23}  # of the second, four rows
+    assert all(floors[work] == round(100 * keys * 128 / COPY_RATE * 1e6, 2) for work, keys in sees.items())
 
 
 def test_latent_attention_tells_the_share_of_a_copy(
