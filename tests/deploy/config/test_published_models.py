@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from tests.support import MODELS
+from tests.support import MODELS, ROOT
 
 PUBLISHED = Path(__file__).parent / "published"
 # Rows: name -> served by, GB of weights, bytes of KV per token, longest request.
@@ -56,3 +56,18 @@ def test_the_plan_says_what_the_page_says(name: str, tmp_path: Path, capsys: pyt
     assert (f", and {per_request} per request\n" in printed.out) == bool(per_request)
     assert ("windows     a token takes" in printed.out) == bool(per_request)
     assert f"requests of up to {limit} tokens" in printed.out
+
+
+def test_docs_have_the_memory_that_the_page_has() -> None:
+    """docs/models.md rounds it."""
+    table = (ROOT / "docs" / "models.md").read_text().partition("| family |")[2].partition("\n\n")[0]
+    lines = table.splitlines()[2:]
+    assert len(lines) >= 15
+    for line in lines:
+        found = re.search(r"`aerie serve \S+/([^ `]+).*` \| (\S+) GB, (\d+) MB(?: \+ (\d+) MB)? \|$", line)
+        assert found is not None, line
+        name, *shown = found.groups()
+        _, weights, kv, _ = ROWS[name]
+        per_token, _, per_request = kv.partition(" + ")
+        window = f"{float(per_request.removesuffix(' MB')):.0f}" if per_request else None
+        assert shown == [f"{sum(map(float, weights.split(' + '))):.1f}", f"{int(per_token) / 1000:.0f}", window], name
