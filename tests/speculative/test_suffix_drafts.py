@@ -132,6 +132,8 @@ def check_texts(engine: LocalEngine) -> int:
         ("DeepseekV3", (1,)),  # latent rows
         pytest.param("Qwen3_5", (1,), marks=SLOW),  # recurrent states
         *(pytest.param(kind, range(2, 8), marks=SLOW) for kind in ("Llama", "Qwen3_5", "DeepseekV3", "olmo2")),
+        # windows, sinks, soft caps, experts
+        *(pytest.param(kind, (1, 2), marks=SLOW) for kind in ("Gemma2", "Gemma3", "Glm4Moe", "GptOss", "Mistral")),
     ],
     indirect=["target"],
 )
