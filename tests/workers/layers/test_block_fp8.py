@@ -16,7 +16,9 @@ from workers.distributed.tp_group import TPGroup
 from workers.quantization.fp8_quant import Fp8Quant, block_scheme, read_fp8
 
 BLOCK = (16, 24)  # of which neither divides all sizes
-_QUANTISED = tuple(f"{each}.weight" for each in ("_proj", "_with_mqa", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"))
+_QUANTISED = tuple(
+    f"{each}.weight" for each in ("_proj", "_with_mqa", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", ".w1", ".w2", ".w3")
+)
 
 
 def quantised(source: Path, folder: Path, block: tuple[int, int] = BLOCK, **quantization: Any) -> Path:

@@ -28,6 +28,7 @@ from workers.models.adapter.survey import (
     AttentionCall,
     UnservableError,
     make_model,
+    record_chosen,
     survey,
 )
 from workers.models.config import ModelConfig, dtype_of
@@ -48,6 +49,7 @@ class AdapterConfig(ModelConfig):
     calls: attention calls of a pass, in order.
     plan: transformers' tensor-parallel plan: (pattern of module paths, how ranks share the module).
     cut: (name, size) of the sizes that ranks share.
+    experts_per_token: that routers choose for a row; 1 without experts.
     renamed, experts, parts: see `workers.models.adapter.names`.
     siblings: paths of linear layers with the same input (`workers.models.adapter.siblings`).
     layers: path of the list of layers that drafts can read (`workers.models.adapter.streams`); None: they cannot.
@@ -59,6 +61,7 @@ class AdapterConfig(ModelConfig):
     cut: tuple[tuple[str, int], ...]
     renamed: tuple[tuple[str, str], ...]
     experts: tuple[str, ...] | None
+    experts_per_token: int
     layers: str | None
     siblings: tuple[Group, ...] = ()
     parts: tuple[str, ...] = ()
@@ -144,13 +147,14 @@ def _read(text: str, source: str) -> AdapterConfig:
     check_class(config)
     model = make_model(config)
     converted = conversions(model)
-    shapes, linear_calls = record_shapes(model), record_linear_calls(model)
+    shapes, linear_calls, chosen = record_shapes(model), record_linear_calls(model), record_chosen(model)
     calls = survey(model)
     check_layers(config, calls)
     check_model(model, expert_names(converted))
     quant = read_quant_method(whole, source)
-    if not isinstance(quant, Unquantized) and any(parameter.dim() == 3 for parameter in model.parameters()):
-        raise UnservableError("has quantised experts, which only a family of its own could serve")
+    names, stacked = expert_names(converted), any(parameter.dim() == 3 for parameter in model.parameters())
+    if not isinstance(quant, Unquantized) and stacked and names is None:
+        raise UnservableError("has quantised experts in one tensor, which only a family of its own could serve")
     first = calls[0]
     hidden = size_of({"hidden_size": getattr(config, "hidden_size", None)}, "hidden_size", source)
     plan = tuple(sorted(model.tp_plan.items()))
@@ -173,7 +177,8 @@ def _read(text: str, source: str) -> AdapterConfig:
         plan=plan,
         cut=tuple(_cut_sizes(model, dict(plan))),
         renamed=renamings(converted),
-        experts=expert_names(converted),
+        experts=names,
+        experts_per_token=max(chosen, default=1),
         layers=path_of_layers(calls, shapes, hidden),
         siblings=groups_of(linear_calls),
         parts=() if raw == whole else part_names(model),

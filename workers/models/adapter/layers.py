@@ -11,15 +11,20 @@ from torch import Tensor, nn
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.experts import Experts
+from workers.layers.experts_method import UnquantizedExperts
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, kv_head_span, rank_span
 from workers.layers.linear_method import DenseLinearMethod, check_plain
 from workers.layers.vocab import VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.models.adapter.survey import AttentionCall
+from workers.ops.experts.route import RouterLogits, Routing
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.ops.rotary import Angles
 from workers.span import Span
+
+_UNLIKELY = -1e30  # logit of an expert that is not chosen; its softmax is 0
+_LEAST_WEIGHT = 1e-30  # of a chosen expert
 
 
 class Columns(ColumnParallelLinear):
@@ -88,21 +93,43 @@ class _Given:
 
 
 class GivenExperts(Experts):
-    """Experts that the model's own router chooses."""
+    """Experts that the model's own router chooses.
 
-    def __init__(self, experts: nn.Module, group: TPGroup) -> None:
+    experts_per_token: experts that the router chooses for a row.
+    """
+
+    def __init__(self, experts: nn.Module, group: TPGroup, experts_per_token: int) -> None:
         stacked: Tensor = experts.down_proj  # type: ignore[assignment]
-        super().__init__(stacked.shape[0], stacked.shape[1], stacked.shape[2], group, experts_per_token=1)
+        super().__init__(stacked.shape[0], stacked.shape[1], stacked.shape[2], group, experts_per_token)
         self._group = group
+        self._routing = Routing(self.shape.held.total, experts_per_token, normalise=True)
 
     def forward(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """x: [..., hidden_size]. chosen: [rows, experts of a token] int64. weight: [rows, experts of a token]."""
-        rows = x.flatten(0, -2)
-        part = self.method.multiply(rows, _Given(chosen, weight.float()))  # type: ignore[arg-type]
+        """x: [..., hidden_size]. chosen: [rows, experts of a token] int64. weight: [rows, experts of a token], not
+        negative."""
+        rows, weight = x.flatten(0, -2), weight.float()
+        if isinstance(self.method, UnquantizedExperts):
+            part = self.method.multiply(rows, _Given(chosen, weight))  # type: ignore[arg-type]
+        else:
+            part = self.method.multiply(rows, logits_of(chosen, weight, self._routing))
+            part = (part * weight.sum(-1, keepdim=True)).to(x.dtype)
         return self._group.all_reduce(part).view(x.shape)
 
     def finish(self, options: GEMMOptions) -> None:
-        """Pack nothing: kernels for packed weights choose experts from router logits, which are not available here."""
+        """Pack nothing of unquantised weights, which are multiplied by `_Given`."""
+        if not isinstance(self.method, UnquantizedExperts):
+            super().finish(options)
+
+
+def logits_of(chosen: Tensor, weight: Tensor, routing: Routing) -> RouterLogits:
+    """Return logits from which `routing` chooses these experts, with these weights over their sum. Kernels for
+    quantised experts choose from logits.
+
+    chosen: [rows, experts of a token] int64.
+    weight: [rows, experts of a token] float32, not negative.
+    """
+    others = weight.new_full((weight.shape[0], routing.num_experts), _UNLIKELY)
+    return RouterLogits(others.scatter(1, chosen, weight.clamp(min=_LEAST_WEIGHT).log()), None, routing)
 
 
 class Leaf(WeightedModule):

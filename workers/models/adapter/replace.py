@@ -49,7 +49,7 @@ class _Replacement:
             elif type(module) is nn.Linear:
                 self._put(path, self._linear(path, module))
             elif self._config.experts is not None and are_experts(module):
-                self._put(path, GivenExperts(module, self._group))
+                self._put(path, GivenExperts(module, self._group, self._config.experts_per_token))
             elif own_tensors(module) and not _is_ours(module):
                 norm = match_norm(module, torch.get_default_dtype())
                 if norm is not None:

@@ -164,6 +164,21 @@ def are_experts(module: nn.Module) -> bool:
     return plain and all(getattr(module, name, None) is value for name, value in wanted.items()) and is_silu(module)
 
 
+def record_chosen(model: nn.Module) -> list[int]:
+    """Return a list to which the model's next pass adds the experts that a row has, for each module of experts that
+    `are_experts`."""
+    found: list[int] = []
+
+    def hook(module: nn.Module, given: tuple[Any, ...]) -> None:
+        _, chosen, _ = given  # as transformers' modules pass them
+        found.append(chosen.shape[-1])
+
+    for module in model.modules():
+        if are_experts(module):
+            module.register_forward_pre_hook(hook)
+    return found
+
+
 def is_silu(module: nn.Module) -> bool:
     """Whether the module's activation is SiLU."""
     return isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)

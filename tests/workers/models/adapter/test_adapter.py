@@ -19,12 +19,15 @@ from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
 from tests.support.target_answers import check_logprobs, head_for
 from tests.support.tiny_models import make_eagle3
+from tests.workers.layers.test_block_fp8 import quantised
 from tests.workers.models.test_targets import by_transformers, by_us, worker_of
 from workers.config import ModelSource, WorkerConfig
 from workers.distributed.tp_group import TPGroup
 from workers.layers.vocab import VocabShard
+from workers.models.adapter.layers import logits_of
 from workers.models.config import ModelConfig
 from workers.models.loading import read_target_config
+from workers.ops.experts.route import Routing
 
 # Each shows something that the others do not have. So do those of the next tests: cohere (attention and MLP side by
 # side, scaled logits, LayerNorm), olmo2 (norms over all heads) and phi3 (qkv in one matrix).
@@ -198,10 +201,28 @@ def test_linear_layers_of_4_bits_are_served(tmp_path: Path, kind: str) -> None:
     assert by_us(folder) == by_transformers(folder / "plain")
 
 
-def test_experts_of_4_bits_are_refused(tmp_path: Path) -> None:
-    folder = quantise(make_known(tmp_path / "t", "mixtral"), tmp_path / "q", pack_quantized())
-    with pytest.raises(ValueError, match="quantised experts"):
-        read_target_config(ModelSource(path=str(folder), device="cpu"), 1)
+@pytest.mark.parametrize("kind", ["mixtral", *slow("olmoe")])  # weights that sum to 1, and others
+def test_experts_of_4_bits_are_served(tmp_path: Path, kind: str) -> None:
+    folder = quantise(make_known(tmp_path / "t", kind, num_hidden_layers=2), tmp_path / "q", pack_quantized())
+    assert by_us(folder) == by_transformers(folder / "plain")
+
+
+def test_experts_of_fp8_are_served(tmp_path: Path) -> None:
+    """MiniMax-M2 as it is published, with the names that its experts have in checkpoints."""
+    source = make_known(tmp_path / "t", "minimax_m2", num_hidden_layers=2)
+    names = load_file(str(source / "model.safetensors"))
+    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in names
+    folder = quantised(source, tmp_path / "q")
+    assert by_us(folder) == by_transformers(folder / "plain")
+
+
+def test_logits_of_chosen_experts_choose_them_with_their_weights() -> None:
+    """Weights over their sum; a weight of 0 may fall to any expert, and is 0 there."""
+    chosen = torch.tensor([[3, 0], [1, 2], [2, 3]])
+    weight = torch.tensor([[0.9, 1.6], [1e-9, 3.0], [0.5, 0.0]])
+    found, scaled = logits_of(chosen, weight, Routing(4, 2, normalise=True)).choose()
+    dense = torch.zeros(3, 4).scatter_add(1, found, scaled)
+    torch.testing.assert_close(dense, torch.zeros(3, 4).scatter(1, chosen, weight / weight.sum(1, keepdim=True)))
 
 
 def test_a_head_that_reads_its_layers_changes_no_token(tmp_path: Path, without_families: None) -> None:
