@@ -1,0 +1,94 @@
+"""Text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: the tokens that transformers' models of images and text generate
+from texts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speculative.config import SpeculativeConfig
+from tests.support.slow import slow
+from tests.support.tiny_models import VOCAB
+from tests.workers.models.test_targets import by_us, prompts
+from workers.config import ModelSource
+from workers.models.loading import read_target_config
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "rms_norm_eps": 1e-6,
+    "dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+VISION = {"depth": 1, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1}
+# model_type -> fields of the text part, and of the tower
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, {"embed_dim": 16, "hidden_size": 64}),
+    "qwen2_5_vl": (
+        {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True},
+        {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": (
+        {
+            "head_dim": 32,
+            "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]},
+        },
+        {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    ),
+}
+
+
+def make(folder: Path, kind: str) -> Any:
+    """Save a tiny random model; return it."""
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    text, vision = KINDS[kind]
+    tied = {"tie_word_embeddings": text.get("tie_word_embeddings", False)}
+    config = CONFIG_MAPPING[kind](text_config=TEXT | text, vision_config=VISION | vision, **tied)
+    torch.manual_seed(5)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn(parameter.shape) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def tokens_of(model: Any) -> list[list[int]]:
+    answers = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("kind", [*slow("qwen2_vl"), "qwen2_5_vl", "qwen3_vl"])
+def test_the_text_part_is_served(tmp_path: Path, kind: str) -> None:
+    expected = tokens_of(make(tmp_path, kind))
+    config = read_target_config(ModelSource(path=str(tmp_path)), 2)
+    assert config.served_by is None and config.architecture.endswith("ForConditionalGeneration")
+    assert by_us(tmp_path) == expected
+    assert by_us(tmp_path, speculative=SpeculativeConfig(method="suffix")) == expected
+
+
+def test_fields_may_stand_beside_the_towers(tmp_path: Path) -> None:
+    """As in files of Qwen2-VL and Qwen2.5-VL that were published before text_config."""
+    make(tmp_path, "qwen2_5_vl")
+    source = ModelSource(path=str(tmp_path))
+    nested = read_target_config(source, 1)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw.pop("text_config") | raw))
+    assert read_target_config(source, 1) == nested
