@@ -1,6 +1,8 @@
 """Requests of every kind on an engine whose rounds were recorded, on a CPU, at start or between their steps: they get
 the answers of an engine without recordings, and steps themselves record nothing."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -25,6 +27,7 @@ from workers.scheduling.request import Request
 GREEDY = SamplingParams(14, 0.0, stop_token_ids=(EOS,))
 RANDOM = replace(GREEDY, temperature=1.0, seed=3)
 TOKENS = (8, 24)  # of steps of up to 32 prompt tokens, so that some have graphs and some have none
+SIZES = bucket_sizes(6)
 LIMITS = {"all": GraphCapture(limit_s=1e9), "rarer kinds eager": GraphCapture()}
 QUICK = {("chain", "rarer kinds eager")}  # all, while shapes change: `tests.speculative.test_adaptive`
 MIX = (
@@ -37,13 +40,14 @@ MIX = (
 )
 
 
-def with_recordings(engine: LocalEngine, limits: GraphCapture) -> tuple[EagerRecorder, GraphedDecoding]:
+def with_recordings(
+    engine: LocalEngine, limits: GraphCapture, sizes: Sequence[int] = SIZES
+) -> tuple[EagerRecorder, GraphedDecoding]:
+    """sizes: batch buckets."""
     worker, recorder = engine.executor, EagerRecorder()
     assert isinstance(worker, Worker)
     has_states = worker._strategy._target.states is not None  # type: ignore[attr-defined]
-    graphs = GraphedDecoding(
-        worker._strategy, worker._slots, bucket_sizes(6), 256, recorder, TOKENS, has_states=has_states
-    )
+    graphs = GraphedDecoding(worker._strategy, worker._slots, sizes, 256, recorder, TOKENS, has_states=has_states)
     with torch.inference_mode():
         graphs.capture(limits, SOLO)
     worker._strategy = graphs

@@ -190,7 +190,7 @@ def test_recorded_steps_answer_as_others(hybrid: Pair) -> None:
     with local_engine(spec) as engine:
         expected = answers(engine, prompts)
     with local_engine(spec) as engine:
-        recorder, _ = with_recordings(engine, GraphCapture(limit_s=1e9))
+        recorder, _ = with_recordings(engine, GraphCapture(limit_s=1e9), sizes=(2, 6))
         assert answers(engine, prompts) == expected
         assert recorder.num_replays > 20
 

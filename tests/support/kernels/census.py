@@ -47,7 +47,7 @@ NUMPY = {
     torch.float32: np.float32,
     torch.float64: np.float64,
 }
-LAYERS = 8  # of which a head captures three
+LAYERS = {"plain": 3, "chain": 8, "tree": 8}  # a head captures three of eight
 LATENT_LAYERS = 2  # the last has experts
 HYBRID_LAYERS = 4  # the last has attention
 STEPS = 40
@@ -225,7 +225,7 @@ class Rank:
         elif model in hybrids.CONFIGS:
             hybrids.CONFIGS[model] |= {"num_hidden_layers": HYBRID_LAYERS}
         else:
-            bench.MODELS[model] = dataclasses.replace(bench.MODELS[model], layers=LAYERS)
+            bench.MODELS[model] = dataclasses.replace(bench.MODELS[model], layers=LAYERS[shape])
         if deterministic:  # it is off where there is no GPU
             build.checked_deterministic = lambda *_: True  # type: ignore[assignment]
         build.warm_up = lambda *_: None  # type: ignore[assignment]  # `start` does, once steps are captured

@@ -4,7 +4,7 @@ Rounds of a small model take as long as the host's part of them: 0.45 ms on an H
 is lost, whatever it chooses. `python -m tests.support.simulation.host_time` prints microseconds a step.
 """
 
-import sys
+import cProfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,21 +61,10 @@ def num_calls(shapes: RoundShapes, batch: int) -> dict[str, float]:
     """Function calls of the scheduler in a step, by arm."""
     found = {}
     for arm, answers in engines(shapes, batch).items():
-        count, before = 0, answers.scheduler.stats.num_steps
-
-        def counted(frame: object, event: str, argument: object) -> None:
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        def profiled(call: Callable[[], Any], counted: Any = counted) -> Any:
-            sys.setprofile(counted)
-            try:
-                return call()
-            finally:
-                sys.setprofile(None)
-
-        around(answers, profiled)
+        profile, before = cProfile.Profile(), answers.scheduler.stats.num_steps  # counts in C
+        around(answers, profile.runcall)
         answers.tokens_per_ms(batch, 30 * batch)
+        count = sum(entry.callcount for entry in profile.getstats())
         found[arm] = count / (answers.scheduler.stats.num_steps - before)
     return found
 

@@ -6,10 +6,11 @@ import pytest
 
 from tests.support.simulation.host_time import host_us, num_calls
 from tests.support.simulation.shapes import CHAIN, TREE
+from tests.support.slow import slow
 from workers.config import RoundShapes
 
 
-@pytest.mark.parametrize("shapes", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("shapes", [*slow(CHAIN), TREE], ids=["chain", "tree"])
 def test_a_choice_takes_few_calls_a_step(shapes: RoundShapes) -> None:
     """Counts calls (some 650 in all), because times depend on the machine. The mean over batch sizes, since one load
     has a few evaluations more or less by chance."""
