@@ -8,7 +8,9 @@ stored in Triton's disk cache.
 import ctypes
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,8 @@ from attention.capability import nvrtc_path
 _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _TENSOR_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_futures: dict[str, "Future[bytes]"] = {}  # machine code by a hash of source and options
+_lock = threading.Lock()
 _CLUSTER, _EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -112,12 +116,30 @@ def load(
 
 def compiled(source: str, defines: Sequence[tuple[str, int]], compute: tuple[int, int]) -> bytes:
     """Return machine code for a compute capability, from Triton's disk cache if possible."""
+    return compile_ahead(source, defines, compute).result()
+
+
+def compile_ahead(source: str, defines: Sequence[tuple[str, int]], compute: tuple[int, int]) -> "Future[bytes]":
+    """Begin to compile in a thread what `compiled` will return. A kernel takes NVRTC about a second, in which it does
+    not hold Python's lock."""
     target = f"sm_{compute[0]}{compute[1]}{'a' if compute == (9, 0) else ''}"
     options = [f"--gpu-architecture={target}", "-default-device", *(f"-D{key}={value}" for key, value in defines)]
     key = hashlib.sha256("\n".join([source, str(torch.version.cuda), *options]).encode()).hexdigest()
+    with _lock:
+        if key not in _futures:
+            _futures[key] = _pool().submit(_cached, key, source, options)
+        return _futures[key]
+
+
+def _cached(key: str, source: str, options: Sequence[str]) -> bytes:
     kept, name = get_cache_manager(key), "kernel.cubin"
     place = kept.get_file(name) or kept.put(_compile(source, options), name, binary=True)
     return Path(place).read_bytes()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))), "nvrtc")
 
 
 def _compile(source: str, options: Sequence[str]) -> bytes:

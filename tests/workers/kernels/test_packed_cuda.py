@@ -13,7 +13,7 @@ from workers.ops.activation import silu_mul  # noqa: E402
 from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from workers.ops.packed.cuda.kernels_cuda import packed_cuda  # noqa: E402
 from workers.ops.packed.cuda.product_cuda import CudaPackedProduct  # noqa: E402
-from workers.ops.packed.cuda.tiles import FewRowsTiles, WideTiles  # noqa: E402
+from workers.ops.packed.cuda.tiles import FewRowsTiles, ManyRowsTiles, Tiles, WideTiles  # noqa: E402
 from workers.ops.packed.product import choose_product  # noqa: E402
 from workers.ops.packed.tiles import packed_workspace_size  # noqa: E402
 from workers.ops.packed.weight import dequantize  # noqa: E402
@@ -23,22 +23,24 @@ HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE.compiles_cuda, reason="needs a Hopper GPU and NVRTC")]
 
-TILES: list[FewRowsTiles | WideTiles] = [
+TILES: list[Tiles] = [
     FewRowsTiles(1, 1, 8, 2, 16),
     FewRowsTiles(1, 4, 4, 1, 4, rounded=True),
     FewRowsTiles(2, 2, 4, 3, 8, programs=2),
     FewRowsTiles(4, 4, 2, 8, 4, rounded=True),
     FewRowsTiles(8, 4, 2, 5, 4, rounded=True),
     WideTiles(32, True, 3, 2),
-    WideTiles(64, True, 1, 4, 0),
+    WideTiles(64, True, 1, 4),
     WideTiles(128, False, 4, 3),
     WideTiles(256, False, 2, 2),
+    ManyRowsTiles(128, 5),
+    ManyRowsTiles(256, 3),
 ]
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_are_those_of_float64(tiles: FewRowsTiles | WideTiles, dtype: torch.dtype) -> None:
+def test_products_are_those_of_float64(tiles: Tiles, dtype: torch.dtype) -> None:
     """Outputs that fill no tile, fewer steps than stages, zeros, scales of a row, and rows that fill no tile."""
     if isinstance(tiles, FewRowsTiles):
         most, bound = 8 * tiles.row_tiles, (DENSE_BOUND if tiles.rounded else BOUND)[dtype]
@@ -59,7 +61,7 @@ def test_products_are_those_of_float64(tiles: FewRowsTiles | WideTiles, dtype: t
 
 
 @pytest.mark.parametrize("tiles", [tiles for tiles in TILES if tiles.outputs > 64], ids=str)
-def test_gated_products_are_those_of_float64(tiles: FewRowsTiles | WideTiles) -> None:
+def test_gated_products_are_those_of_float64(tiles: Tiles) -> None:
     most = 8 * tiles.row_tiles if isinstance(tiles, FewRowsTiles) else tiles.block_m
     for n, k in ((384, 512), (1280, 1024)):
         weight = weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE)

@@ -1,4 +1,4 @@
-"""Products with int4 weights by `few_rows.cu` (small-batch) and `wide.cu` (large-batch)."""
+"""Products with int4 weights by `few_rows.cu` (few rows), `wide.cu` (up to 256) and `many_rows.cu` (more)."""
 
 from functools import cache
 from pathlib import Path
@@ -7,26 +7,27 @@ import torch
 from torch import Tensor
 
 from attention.capability import Capability
-from attention.ops.cuda_source import Kernel, load, tensor_map
+from attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map
 from workers.ops.blocks import cdiv
-from workers.ops.packed.cuda.tiles import STEP, FewRowsTiles, WideTiles
-from workers.ops.packed.order_rows_triton import order_rows
+from workers.ops.packed.cuda.tiles import MAX_ROWS, STEP, FewRowsTiles, ManyRowsTiles, Tiles, WideTiles, cuda_tiles
 from workers.ops.packed.weight import TILE, PackedWeight
+
+_NAMES = {FewRowsTiles: "few_rows", WideTiles: "wide", ManyRowsTiles: "many_rows"}  # of kernels and their files
 
 
 @cache
-def source_of(tiles: FewRowsTiles | WideTiles, half: bool) -> str:
+def source_of(tiles: Tiles, half: bool) -> str:
     """Return the source of the kernel for these tiles, including the functions that both kernels use."""
     folder = Path(__file__).parent
-    name, extra = ("few_rows.cu", "") if isinstance(tiles, FewRowsTiles) else ("wide.cu", _wgmma(tiles.block_m, half))
-    return (folder / "packed.cuh").read_text() + extra + (folder / name).read_text()
+    extra = "" if isinstance(tiles, FewRowsTiles) else _wgmma(tiles.block_m, half)
+    return (folder / "packed.cuh").read_text() + extra + (folder / f"{_NAMES[type(tiles)]}.cu").read_text()
 
 
 def packed_cuda(
     x: Tensor,
     weight: PackedWeight,
     bias: Tensor | None,
-    tiles: FewRowsTiles | WideTiles,
+    tiles: Tiles,
     out: Tensor,
     gated: bool = False,
 ) -> Tensor:
@@ -48,18 +49,21 @@ def packed_cuda(
     assert weight.out_features == n * (1 + gated) and not (gated and (n % TILE or bias is not None))
     if rows == 0:
         return out
-    grid = [cdiv(n, tiles.outputs // (1 + gated)), tiles.splits]
+    if isinstance(tiles, ManyRowsTiles):
+        grid, cluster = [2 * tiles.num_clusters(rows, weight.out_features)], (2, 1)
+    else:
+        grid, cluster = [cdiv(n, tiles.outputs // (1 + gated)), tiles.splits], (1, tiles.splits)
     inputs: list[object] = []
     if isinstance(tiles, FewRowsTiles):
         assert rows <= 8 * tiles.row_tiles
         inputs += [x, rows, x.stride(0)]
     else:
-        ordered = order_rows(x)
-        inputs += [tensor_map(ordered, TILE, tiles.block_m), rows]
+        inputs += [tensor_map(x, TILE, tiles.block_m), rows]
+    if isinstance(tiles, WideTiles):
         grid.append(cdiv(rows, tiles.block_m))
     _kernel(tiles, x.get_device(), gated, x.dtype == torch.float16, weight.zeros is not None).launch(
         grid,
-        (1, tiles.splits),
+        cluster,
         Capability.of(x.device).supports_pdl,
         *(*inputs, weight.codes, weight.scales, weight.zeros, bias, out, n),
         *(cdiv(weight.out_features, TILE), k // STEP, 0 if weight.group == k else weight.group // STEP),
@@ -67,9 +71,26 @@ def packed_cuda(
     return out
 
 
-def _kernel(tiles: FewRowsTiles | WideTiles, device: int, gated: bool, half: bool, zeros: bool) -> Kernel:
-    name, defines = ("few_rows" if isinstance(tiles, FewRowsTiles) else "wide"), tiles.defines(gated, half, zeros)
-    return load(device, source_of(tiles, half), name, defines, tiles.threads, tiles.shared_bytes(zeros))
+def compile_products(weight: PackedWeight) -> None:
+    """Begin to compile the kernels for every number of rows: a step would wait a second for each that is missing."""
+    compute = Capability.of(weight.codes.device).compute
+    assert compute is not None
+    half = weight.scales.dtype == torch.float16
+    _compile_products(weight.out_features, weight.in_features, half, weight.zeros is not None, compute)
+
+
+@cache
+def _compile_products(n: int, k: int, half: bool, zeros: bool, compute: tuple[int, int]) -> None:
+    for gated in (False, True) if n > k else (False,):  # gate and up projections have more outputs than inputs
+        for rows in (1, 16, 32, *range(64, MAX_ROWS + 1, 64)):  # of each 64, all have the same tiles
+            tiles = cuda_tiles(rows, n, k, gated)
+            if tiles is not None:
+                compile_ahead(source_of(tiles, half), tiles.defines(gated, half, zeros), compute)
+
+
+def _kernel(tiles: Tiles, device: int, gated: bool, half: bool, zeros: bool) -> Kernel:
+    defines = tiles.defines(gated, half, zeros)
+    return load(device, source_of(tiles, half), _NAMES[type(tiles)], defines, tiles.threads, tiles.shared_bytes(zeros))
 
 
 def _wgmma(rows: int, half: bool) -> str:

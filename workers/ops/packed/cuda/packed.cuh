@@ -87,6 +87,22 @@ __device__ __forceinline__ void decode(u32 (&a)[4], u32 word, u32 s0, u32 s1, u3
         a[r] = v;
     }
 }
+// Codes of 64 inputs in their own order, for operands of which the other one is in the rows' order: word k of n has inputs
+// 16 k to 16 k + 15. `load` gave q, whose words are those of `weight.py`: lanes of a quad exchange them.
+__device__ __forceinline__ void natural(u32* n, const uint4& q) {
+    const int t = threadIdx.x % 4;
+    const u32 bytes = t % 2 ? 0x3715 : 0x6240;
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+        const u32 first = s ? q.z : q.x, second = s ? q.w : q.y;
+        const u32 kept = t < 2 ? first : second, given = t < 2 ? second : first;
+        const u32 beside = __shfl_xor_sync(~0u, kept, 1), across = __shfl_xor_sync(~0u, given, 2);
+        const u32 diagonal = __shfl_xor_sync(~0u, given, 3);
+        const u32 own = __byte_perm(kept, beside, bytes), other = __byte_perm(across, diagonal, bytes);
+        n[2 * s] = t < 2 ? own : other;
+        n[2 * s + 1] = t < 2 ? other : own;
+    }
+}
 __device__ __forceinline__ u32 twice(u32 pair, int high) {
     u32 v;
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(v) : "r"(pair), "r"(high ? 0x3232 : 0x1010));

@@ -6,14 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.ops.packed.cuda.kernels_cuda import packed_cuda
-from workers.ops.packed.cuda.tiles import FewRowsTiles, WideTiles, cuda_tiles
+from workers.ops.packed.cuda.kernels_cuda import compile_products, packed_cuda
+from workers.ops.packed.cuda.tiles import Tiles, cuda_tiles
 from workers.ops.packed.product_triton import TritonPackedProduct, aligned
 
 
 @dataclass(frozen=True)
 class CudaPackedProduct(TritonPackedProduct):
     """Fields: see `TritonPackedProduct`."""
+
+    def __post_init__(self) -> None:
+        if not self.deterministic:
+            compile_products(self.weight)
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         tiles = self._tiles(x, False)
@@ -30,7 +34,7 @@ class CudaPackedProduct(TritonPackedProduct):
         out = torch.empty((x.shape[0], self.weight.out_features // 2), dtype=x.dtype, device=x.device)
         return packed_cuda(aligned(x), self.weight, None, tiles, out, gated=True)
 
-    def _tiles(self, x: Tensor, gated: bool) -> FewRowsTiles | WideTiles | None:
+    def _tiles(self, x: Tensor, gated: bool) -> Tiles | None:
         if x.dtype != self.weight.scales.dtype or self.deterministic:
             return None
         return cuda_tiles(x.shape[0], self.weight.out_features, self.weight.in_features, gated)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from workers.ops.blocks import cdiv, next_power_of_2
+from workers.ops.gemm.tiles import MULTIPROCESSORS
 from workers.ops.packed.weight import TILE
 
 STEP = 128  # inputs of a stage
@@ -65,14 +66,12 @@ class WideTiles:
 
     splits: programs of a cluster, which share a sum (split K).
     stages: of 128 inputs, in shared memory.
-    in_flight: wgmma groups that a warp group leaves pending.
     """
 
     block_m: int
     paired: bool
     splits: int
     stages: int
-    in_flight: int = 1
 
     threads = 384
 
@@ -92,10 +91,45 @@ class WideTiles:
             ("ROWS", self.block_m),
             ("STAGES", self.stages),
             ("SPLITS", self.splits),
-            ("INFLIGHT", self.in_flight),
             ("ROUNDED", 1),
             *_common(gated, half, zeros, self.shared_bytes(zeros)),
         )
+
+
+@dataclass(frozen=True)
+class ManyRowsTiles:
+    """Tiles of `many_rows.cu`: 128 outputs by `block_m` rows, for each of a cluster's two programs.
+
+    block_m: 128 or 256.
+    stages: of 128 inputs, in shared memory.
+    """
+
+    block_m: int
+    stages: int
+
+    threads = 384
+    outputs = 2 * TILE
+
+    def shared_bytes(self, zeros: bool) -> int:
+        stage = 256 * self.block_m + 64 * self.outputs + 256 * (1 + zeros)
+        return self.stages * stage + 8192 + 16 * self.stages
+
+    def defines(self, gated: bool, half: bool, zeros: bool) -> tuple[tuple[str, int], ...]:
+        """See `FewRowsTiles.defines`."""
+        return (
+            ("ROWS", self.block_m),
+            ("STAGES", self.stages),
+            ("ROUNDED", 1),
+            *_common(gated, half, zeros, self.shared_bytes(zeros)),
+        )
+
+    def num_clusters(self, rows: int, n: int) -> int:
+        """Return the number of clusters for a weight [n, k]: each computes several tiles if there are more."""
+        pairs = cdiv(cdiv(n, self.outputs), 2)
+        return min(MULTIPROCESSORS // 2, pairs * cdiv(rows, self.block_m))
+
+
+Tiles = FewRowsTiles | WideTiles | ManyRowsTiles
 
 
 def _common(gated: bool, half: bool, zeros: bool, shared_bytes: int) -> tuple[tuple[str, int], ...]:
@@ -117,7 +151,7 @@ _FEW_ROWS: dict[tuple[int, str], tuple[int, int, int, int]] = {
 _PROGRAMS = 90  # sums are split until there are at least so many
 
 # (block_m, paired, stages) by rows, rounded up to a power of two, and form of the product. A layer's products take 120
-# us with Triton's kernels and 95 with these at 64 rows, 160 and 126 at 128, 277 and 210 at 256.
+# us with Triton's kernels and 95 with these at 64 rows, 160 and 126 at 128, 277 and 201 at 256.
 _WIDE: dict[tuple[int, str], tuple[int, bool, int]] = {
     (32, "gated"): (32, True, 4),
     (32, "more outputs"): (32, True, 4),
@@ -129,19 +163,33 @@ _WIDE: dict[tuple[int, str], tuple[int, bool, int]] = {
     (128, "more outputs"): (128, False, 5),
     (128, "as many"): (128, False, 5),
     (128, "more inputs"): (128, True, 4),
-    (256, "gated"): (256, False, 3),
     (256, "more outputs"): (256, False, 3),
     (256, "as many"): (128, False, 5),
     (256, "more inputs"): (128, False, 5),
 }
 
+# For more rows: microseconds of 128 inputs of a tile on an H200, and of the rest of a tile. A layer of Llama-3.1-8B
+# takes 352 us with the tiles of least time at 512 rows, 629 at 1,024 and 1,242 at 2,048; dequantised and multiplied by
+# cuBLAS 516, 774 and 1,327, in bf16 317, 593 and 1,186.
+_MANY_ROWS: dict[ManyRowsTiles | WideTiles, float] = {
+    ManyRowsTiles(256, 3): 1.42,
+    ManyRowsTiles(128, 5): 0.92,
+    WideTiles(256, False, 1, 3): 1.5,
+    WideTiles(128, True, 1, 4): 1.5,
+    WideTiles(128, False, 1, 5): 0.95,
+}
+_TILE_US, _SPLIT_US = 3.0, 1.5
+MAX_ROWS = 4096  # at 8,192, dequantising and cuBLAS take 4 % less
 
-def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> FewRowsTiles | WideTiles | None:
-    """Return tiles for a weight [n, k]; None if the kernels do not serve it or Triton's are faster."""
-    if k % STEP or (gated and n % (2 * TILE)):
+
+def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> Tiles | None:
+    """Return tiles for a weight [n, k]; None if the kernels do not serve it or other kernels are faster."""
+    if k % STEP or (gated and n % (2 * TILE)) or rows > MAX_ROWS:
         return None
     bucket, steps = max(8, next_power_of_2(rows)), k // STEP
     form = "gated" if gated else "more outputs" if n > k else "more inputs" if k > n else "as many"
+    if bucket > 256 or (bucket, form) == (256, "gated"):
+        return _many_rows_tiles(rows, n, steps)
     if (bucket, form) in _WIDE:
         block_m, paired, stages = _WIDE[bucket, form]
         wide = WideTiles(block_m, paired, 1, stages)
@@ -154,6 +202,22 @@ def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> FewRowsTiles | WideTil
         splits *= 2
     stages = min(stages, cdiv(cdiv(steps, splits), warps_k) * warps_k)
     return FewRowsTiles(bucket // 8, warps_n, warps_k, splits, stages, programs)
+
+
+def _many_rows_tiles(rows: int, n: int, steps: int) -> Tiles:
+    """Return the tiles with the least time for `steps` times 128 inputs, if all multiprocessors take equally many."""
+    times: dict[Tiles, float] = {}
+    for tiles, step_us in _MANY_ROWS.items():
+        count = cdiv(n, tiles.outputs) * cdiv(rows, tiles.block_m)
+        if isinstance(tiles, WideTiles) and 0 < rows % tiles.block_m <= tiles.block_m // 2:
+            continue  # at 384 rows, such a last tile made tiles of 256 rows slower than they are at 512
+        for splits in (1, 2, 3, 4) if isinstance(tiles, WideTiles) else (1,):
+            if splits > 1 and (count * splits > MULTIPROCESSORS or 2 * splits > steps):
+                continue
+            us = cdiv(steps, splits) * step_us + _TILE_US + _SPLIT_US * (splits > 1)
+            split = replace(tiles, splits=splits) if isinstance(tiles, WideTiles) else tiles
+            times[split] = cdiv(count * splits, MULTIPROCESSORS) * us
+    return min(times, key=times.__getitem__)
 
 
 def _wide_splits(tiles: int, steps: int) -> int:

@@ -1,11 +1,11 @@
-// y = x W^T, or silu(x G^T) * (x U^T), for 17 to 256 rows and int4 weights. `kernels_cuda` compiles it, and generates
+// y = x W^T, or silu(x G^T) * (x U^T), for 17 to 512 rows and int4 weights. `kernels_cuda` compiles it, and generates
 // the device function `wgmma`.
 //
 // Macros: `WideTiles` in tiles.py. JW: blocks of 64 outputs of each of two warp groups (GATED: the first computes gate,
 // the second up projections). ROWS: block_m, 32 to 256. HALF: float16, else bfloat16. ZEROS: weights have zeros.
 //
-// One warp of the third group copies codes, scales and, by a tensor map, the rows of `order_rows`. The other groups
-// decode codes into wgmma's first operand, in registers. Copying rows by one thread, 4 or 256 bytes at a time, took
+// One warp of the third group copies codes, scales and, by a tensor map, rows. The other groups decode codes into
+// wgmma's first operand, in registers, one product ahead. Copying rows by one thread, 4 or 256 bytes at a time, took
 // twice as long (tests/bench/EXPERIMENTS.md).
 
 constexpr int WN = 2 * JW;
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) wide(
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane / 4;
     if (warp >= CONSUMERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int mover = warp - CONSUMERS / 32, mine = lane % WN, half = blocks / 2;
@@ -88,11 +88,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) wide(
         for (int j = 0; j < JW; j++)
 #pragma unroll
             for (int r = 0; r < 4 * RT; r++) acc[j][r] = 0.f;
-        for (int s = 0; s < count; s++) {
+        // Codes and scales of a stage, and its first operands.
+        u32 words[JW][8], s0[JW], s1[JW], z0[JW], z1[JW], a[2][JW][4];
+        auto decode_step = [&](int k) {
+#pragma unroll
+            for (int j = 0; j < JW; j++) decode(a[k % 2][j], words[j][k], s0[j], s1[j], z0[j], z1[j]);
+        };
+        auto open = [&](int s) {
             const int slot = s % STAGES;
-            const u32 at = base + slot * STAGE, weights = at + X;
+            const u32 weights = base + slot * STAGE + X;
             wait(full + 8 * slot, (s / STAGES) & 1);
-            u32 s0[JW], s1[JW], z0[JW], z1[JW];
 #pragma unroll
             for (int j = 0; j < JW; j++) {
                 u32 pair;
@@ -102,29 +107,32 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) wide(
                 asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(weights + CODES + 128 * (WN + group * JW + j) + 16 * g + 4 * i));
                 z0[j] = twice(pair, 0) | MINUS, z1[j] = twice(pair, 1) | MINUS;
 #endif
+                natural(words[j], load(weights + 4096 * (group * JW + j) + 512 * i + 16 * lane));
+                natural(words[j] + 4, load(weights + 4096 * (group * JW + j) + 2048 + 512 * i + 16 * lane));
             }
-            const u64 b = descriptor(at);
+            decode_step(0);
+        };
+        if (count > 0) open(0);
+#pragma unroll 1
+        for (int s = 0; s < count; s++) {
+            const u64 b = descriptor(base + s % STAGES * STAGE);
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
-                uint4 q[JW];
+            for (int k = 0; k < 8; k++) {
 #pragma unroll
-                for (int j = 0; j < JW; j++) q[j] = load(weights + 4096 * (group * JW + j) + 2048 * c + 512 * i + 16 * lane);
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    u32 a[JW][4];
-#pragma unroll
-                    for (int j = 0; j < JW; j++)
-                        decode(a[j], k == 0 ? q[j].x : k == 1 ? q[j].y : k == 2 ? q[j].z : q[j].w, s0[j], s1[j], z0[j], z1[j]);
-                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-                    for (int j = 0; j < JW; j++) wgmma(acc[j], a[j], b + (c * ROWS * 128 + k * 32) / 16);
-                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(INFLIGHT) : "memory");
+                for (int j = 0; j < JW; j++) {  // an operand that is written after the fence makes wgmma wait
+                    u32(&now)[4] = a[k % 2][j];
+                    asm volatile("" : "+r"(now[0]), "+r"(now[1]), "+r"(now[2]), "+r"(now[3])::"memory");
                 }
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                for (int j = 0; j < JW; j++) wgmma(acc[j], a[k % 2][j], b + (k / 4 * ROWS * 128 + k % 4 * 32) / 16);
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                if (k < 7) decode_step(k + 1);
+                else if (s + 1 < count) open(s + 1);
             }
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            __syncwarp();
-            if (lane == 0) arrive(empty + 8 * slot);
+            if (lane == 0) arrive(empty + 8 * (s % STAGES));
         }
         asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 #pragma unroll

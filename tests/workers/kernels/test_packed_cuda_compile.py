@@ -1,0 +1,57 @@
+"""What NVRTC makes of the CUDA products with int4 weights for Hopper. Needs no GPU."""
+
+import re
+import subprocess
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention.capability import Capability
+from attention.ops import cuda_source
+from tests.attention.ops.test_few_rows_cuda import HOPPER, nvrtc_here
+from workers.ops.packed.cuda.kernels_cuda import compile_products, source_of
+from workers.ops.packed.cuda.tiles import ManyRowsTiles, WideTiles, cuda_tiles
+from workers.ops.packed.weight import empty
+
+pytestmark = pytest.mark.skipif(nvrtc_here() is None, reason="needs the wheel nvidia-cuda-nvrtc")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    "tiles",
+    [WideTiles(32, True, 1, 4), WideTiles(128, False, 2, 5), ManyRowsTiles(128, 5), ManyRowsTiles(256, 3)],
+    ids=str,
+)
+def test_weights_are_decoded_while_tensor_cores_multiply(
+    tiles: WideTiles | ManyRowsTiles, gated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the compiler finds an operand written too late, it waits for each product: 37 % of the time at 512 rows."""
+    triton = pytest.importorskip("triton", reason="triton's package has the disassembler")
+    monkeypatch.setattr(cuda_source, "nvrtc_path", nvrtc_here)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = tmp_path / "kernel.cubin"
+    code.write_bytes(cuda_source.compiled(source_of(tiles, False), tiles.defines(gated, False, False), HOPPER))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    sass = subprocess.run([tool, "--dump-sass", code], capture_output=True, text=True, check=True).stdout
+    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", sass)
+    assert (waits.count("1"), waits.count("0")) == (8, 1), "of 8 products of 16 inputs in a stage"
+
+
+def test_kernels_for_every_number_of_rows_are_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step would compile is compiled already, in threads, once."""
+    monkeypatch.setattr(cuda_source, "nvrtc_path", nvrtc_here)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    futures: dict[str, Future[bytes]] = {}
+    monkeypatch.setattr(cuda_source, "_futures", futures)
+    monkeypatch.setattr(Capability, "of", lambda device: Capability("cuda", HOPPER, frozenset({"triton", "nvrtc"})))
+    weight = empty(256, 1024, 128, "int4", torch.device("cpu"), torch.bfloat16, False, False)
+    compile_products(weight)
+    codes = [future.result() for future in futures.values()]
+    assert codes and all(code.startswith(b"\x7fELF") for code in codes)
+    for rows in (1, 16, 17, 100, 300, 2000, 4096):
+        tiles = cuda_tiles(rows, 256, 1024, False)
+        if tiles is not None:
+            cuda_source.compiled(source_of(tiles, False), tiles.defines(False, False, False), HOPPER)
+    assert len(futures) == len(codes)

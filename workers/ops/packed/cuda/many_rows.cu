@@ -1,0 +1,249 @@
+// y = x W^T, or silu(x G^T) * (x U^T), for hundreds of rows and int4 weights. `kernels_cuda` compiles it, and generates
+// the device function `wgmma`.
+//
+// Macros: `ManyRowsTiles` in tiles.py. ROWS: block_m, 128 or 256. GATED: the first warp group computes gate, the second
+// up projections. HALF: float16, else bfloat16. ZEROS: weights have zeros.
+//
+// Each program computes 128 outputs by ROWS rows at a time, and several such tiles one after the other. Two programs of
+// a cluster compute different outputs of the same rows, and each copies half of the rows' inputs to both, since L2 would
+// limit the product. One warp copies; copies for the next tile begin before this tile's results are stored.
+
+constexpr int RT = ROWS / 8, X = ROWS * 256, CODES = 8192, STAGE = X + CODES, SCALES = 256 * (1 + ZEROS);
+constexpr int SCALE_RING = STAGES * STAGE, STAGING = SCALE_RING + STAGES * SCALES, BARRIERS = STAGING + 8192;
+static_assert(SHARED_BYTES >= BARRIERS + 16 * STAGES, "tiles.py");
+constexpr int CONSUMERS = 256, MOVERS = 128;
+constexpr int ROW_TILES_AT_ONCE = 8;  // whose inputs stay in L2 while weights pass
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+__device__ __forceinline__ u64 descriptor(u32 at) {
+    return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+// Arrive at the barrier of one of the cluster's programs.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [a];\n}" ::"r"(barrier), "r"(rank)
+        : "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ u32 pair_of(float low, float high) { return (u32)rounded(low) | (u32)rounded(high) << 16; }
+__device__ __forceinline__ u32 gated_pair(u32 gates, u32 ups) {
+    float v[2];
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+        float gate = number(gates, p);
+        v[p] = nearest(gate / (1.f + __expf(-gate))) * number(ups, p);
+    }
+    return pair_of(v[0], v[1]);
+}
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
+    const __grid_constant__ TensorMap x, int all_rows, const char* __restrict__ codes,
+    const char* __restrict__ scales, const char* __restrict__ zeros, const u16* __restrict__ bias,
+    u16* __restrict__ out, int n_out, int blocks, int steps, int group_steps) {
+    extern __shared__ __align__(1024) char memory[];
+    const u32 base = (u32)__cvta_generic_to_shared(memory);
+    const u32 full = base + BARRIERS, empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % 2;
+    const int row_tiles = (all_rows + ROWS - 1) / ROWS, pairs = ((GATED ? blocks / 2 : (blocks + 1) / 2) + 1) / 2;
+    const int tiles = row_tiles * pairs, clusters = gridDim.x / 2;
+    // The outputs and first row of a tile: rows change first.
+    auto place = [&](int index, int& output_tile, int& first_row) {
+        const int group = index / (ROW_TILES_AT_ONCE * pairs), inside = index - group * ROW_TILES_AT_ONCE * pairs;
+        const int height = min(ROW_TILES_AT_ONCE, row_tiles - group * ROW_TILES_AT_ONCE);
+        output_tile = inside / height * 2 + rank;
+        first_row = (group * ROW_TILES_AT_ONCE + inside % height) * ROWS;
+    };
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            init(full + 8 * s, 1);
+            init(empty + 8 * s, 2 * CONSUMERS / 32);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    cluster_sync();
+    if (warp >= CONSUMERS / 32) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (warp == CONSUMERS / 32) {
+            int output_tile, first_row;
+            const char *my_codes = 0, *my_scales = 0;
+            auto open = [&](int index) {
+                place(index, output_tile, first_row);
+                const int mine = lane % 2, half = blocks / 2;
+                int block;
+                if (GATED) block = mine * half + min(output_tile, half - 1);
+                else block = min(output_tile * 2 + mine, blocks - 1);
+                my_codes = codes + (u64)block * steps * 4096;
+                my_scales = (lane < 4 ? scales : zeros) + (u64)block * (group_steps ? steps / group_steps : 1) * 128;
+            };
+            auto weights = [&](int s, int slot) {
+                const u32 barrier = full + 8 * slot;
+                if (lane == 0) expect(barrier, CODES + SCALES + X);
+                __syncwarp();
+                if (lane < 2) copy(base + slot * STAGE + X + 4096 * lane, my_codes + (u64)s * 4096, 4096, barrier);
+                else if (lane < 4 + 2 * ZEROS)
+                    copy(
+                        base + SCALE_RING + slot * SCALES + 128 * (lane - 2),
+                        my_scales + (group_steps ? s / group_steps : 0) * 128, 128, barrier);
+            };
+            auto inputs = [&](int s, int slot) {
+                if (lane == 0)
+                    asm volatile(
+                        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+                            base + slot * STAGE + rank * (ROWS * 128)),
+                        "l"(&x), "r"(s * 128 + rank * 64), "r"(first_row), "r"(full + 8 * slot), "h"((u16)3)
+                        : "memory");
+            };
+            int index = blockIdx.x / 2, turn = 0;
+            const int ahead = index < tiles ? min(STAGES, steps) : 0;
+            if (ahead) open(index);
+            for (int s = 0; s < ahead; s++) weights(s, s);
+            asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            for (int s = 0; s < ahead; s++) inputs(s, s);
+            for (; index < tiles; index += clusters) {
+                open(index);
+                for (int s = 0; s < steps; s++, turn++) {
+                    if (turn < ahead) continue;
+                    const int slot = turn % STAGES;
+                    wait(empty + 8 * slot, (turn / STAGES + 1) & 1);
+                    weights(s, slot);
+                    inputs(s, slot);
+                }
+            }
+        }
+        __syncwarp();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int g = lane / 4, group = warp / 4, i = warp % 4;
+        const u32 staging = base + STAGING + 1024 * warp, theirs = base + STAGING + 1024 * (warp ^ 4);
+        const u32 to = staging + (lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16;
+        const bool aligned = n_out % 8 == 0;
+        auto release = [&](int turn) {
+            if (lane < 2) arrive_at(empty + 8 * (turn % STAGES), lane);
+        };
+        int turn = 0;
+        for (int index = blockIdx.x / 2; index < tiles; index += clusters) {
+            int output_tile, first_row;
+            place(index, output_tile, first_row);
+            float acc[4 * RT];
+#pragma unroll
+            for (int r = 0; r < 4 * RT; r++) acc[r] = 0.f;
+            // Codes and scales of the next stage, and its first operand.
+            u32 words[8], s0, s1, z0 = ZERO, z1 = ZERO, a[2][4];
+            auto open = [&](int turn) {
+                const int slot = turn % STAGES;
+                const u32 at = base + slot * STAGE + X + 4096 * group + 512 * i + 16 * lane;
+                const u32 ring = base + SCALE_RING + slot * SCALES + 128 * group + 16 * g + 4 * i;
+                wait(full + 8 * slot, (turn / STAGES) & 1);
+                u32 pair;
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(ring));
+                s0 = twice(pair, 0), s1 = twice(pair, 1);
+#if ZEROS
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(ring + 256));
+                z0 = twice(pair, 0) | MINUS, z1 = twice(pair, 1) | MINUS;
+#endif
+                natural(words, load(at));
+                natural(words + 4, load(at + 2048));
+                decode(a[0], words[0], s0, s1, z0, z1);
+            };
+            open(turn);
+#pragma unroll 1
+            for (int s = 0; s < steps; s++, turn++) {
+                const u64 b = descriptor(base + turn % STAGES * STAGE);
+#pragma unroll
+                for (int k = 0; k < 8; k++) {
+                    u32(&now)[4] = a[k % 2];  // an operand that is written after the fence makes wgmma wait
+                    asm volatile("wgmma.fence.sync.aligned;"
+                                 : "+r"(now[0]), "+r"(now[1]), "+r"(now[2]), "+r"(now[3])::"memory");
+                    wgmma(acc, now, b + (k / 4 * ROWS * 128 + k % 4 * 32) / 16);
+                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                    if (k < 7) decode(a[(k + 1) % 2], words[k + 1], s0, s1, z0, z1);
+                    else if (s + 1 < steps) open(turn + 1);
+                }
+                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                release(turn);
+            }
+
+            const int column = (output_tile * (GATED ? 1 : 2) + (GATED ? 0 : group)) * 64 + 16 * i;
+            const int rows = min(ROWS, all_rows - first_row);
+            // Store 32 rows: pairs of rows of tile m + j at outputs g and g + 8.
+            auto store = [&](const u32 (&v)[8], int m) {
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+                    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                                     to + 512 * j),
+                                 "r"(v[4 * j]), "r"(v[4 * j + 1]), "r"(v[4 * j + 2]), "r"(v[4 * j + 3])
+                                 : "memory");
+                __syncwarp();
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const uint4 eight = load(staging + 512 * j + 16 * lane);
+                    const int row = m * 8 + 16 * j + lane / 2, first = column + lane % 2 * 8;
+                    u16* place = out + (u64)(first_row + row) * n_out + first;
+                    if (row >= rows) continue;
+                    if (aligned && first < n_out)
+                        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(eight.x),
+                                     "r"(eight.y), "r"(eight.z), "r"(eight.w)
+                                     : "memory");
+                    else
+#pragma unroll
+                        for (int e = 0; e < 8; e++)
+                            if (first + e < n_out) {
+                                u32 word = e < 2 ? eight.x : e < 4 ? eight.y : e < 6 ? eight.z : eight.w;
+                                place[e] = (u16)(word >> (e % 2 * 16));
+                            }
+                }
+                __syncwarp();
+            };
+#if GATED
+            // The first warp group multiplies the first half of the rows, the second the other half.
+#pragma unroll
+            for (int m = 0; m < RT / 2; m += 4) {
+                u32 own[8];
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const int first = 4 * (m + j / 2) + j % 2 * 2, second = first + 2 * RT;
+                    own[j] = group ? pair_of(acc[second], acc[second + 1]) : pair_of(acc[first], acc[first + 1]);
+                    const u32 given = group ? pair_of(acc[first], acc[first + 1]) : pair_of(acc[second], acc[second + 1]);
+                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(staging + 128 * j + 4 * lane), "r"(given) : "memory");
+                }
+                asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+                u32 v[8];
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    u32 other;
+                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(other) : "r"(theirs + 128 * j + 4 * lane) : "memory");
+                    v[j] = group ? gated_pair(other, own[j]) : gated_pair(own[j], other);
+                }
+                asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+                store(v, m + group * (RT / 2));
+            }
+#else
+            float low = 0.f, high = 0.f;
+            if (bias) {
+                if (column + g < n_out) low = number(bias[column + g], 0);
+                if (column + g + 8 < n_out) high = number(bias[column + g + 8], 0);
+            }
+#pragma unroll
+            for (int m = 0; m < RT; m += 4) {
+                u32 v[8];
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const int first = 4 * (m + j / 2) + j % 2 * 2;
+                    const float added = j % 2 ? high : low;
+                    v[j] = pair_of(acc[first] + added, acc[first + 1] + added);
+                }
+                store(v, m);
+            }
+#endif
+        }
+    }
+    cluster_sync();
+}
