@@ -46,6 +46,19 @@ class MLPMatch:
     activation: str
 
 
+class RandomNumbers:
+    """Numbers on the CPU in float32, whatever torch's defaults are while a model is built."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+
+
 def match_norm(module: nn.Module, dtype: torch.dtype) -> NormMatch | None:
     """Return Aerie's norm that gives the module's results in float32, and the nearest ones in `dtype`; None if there is
     none. module: its only parameter, if it is to match, is `weight`."""
@@ -53,11 +66,11 @@ def match_norm(module: nn.Module, dtype: torch.dtype) -> NormMatch | None:
     alone = len(module._parameters) == 1 and not module._buffers and not module._modules
     if not alone or weight is None or weight.dim() != 1:
         return None
-    size, generator = weight.shape[0], torch.Generator().manual_seed(0)
+    size, random = weight.shape[0], RandomNumbers(0)
     with torch.device("cpu"), torch.no_grad():
-        scales = torch.tensor([1e-4, 1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2])[:_ROWS, None]  # small ones show epsilon
-        x = (torch.randn(_ROWS, size, generator=generator) + 0.3) * scales
-        given = 0.5 + torch.rand(size, generator=generator)
+        scales = torch.logspace(-4, 2, _ROWS, dtype=torch.float32).unsqueeze(1)  # small ones show epsilon
+        x = (random.normal(_ROWS, size) + 0.3) * scales
+        given = 0.5 + random.uniform(size)
         expected = _result(_with_weight(module, given), x)
         if expected is None:
             return None
@@ -101,24 +114,24 @@ def match_gated_mlp(module: nn.Module) -> MLPMatch | None:
 def _is_gated(
     module: nn.Module, linears: dict[str, nn.Linear], gates: tuple[str, ...], down: str, activation: str
 ) -> bool:
-    generator = torch.Generator().manual_seed(0)
+    random = RandomNumbers(0)
     wide = _WIDE if len(gates) == 2 else 2 * _WIDE
     with torch.device("cpu"), torch.no_grad():
-        small = {name: _random_linear(linears[name], _NARROW, wide, generator) for name in gates}
-        small[down] = _random_linear(linears[down], _WIDE, _NARROW, generator)
+        small = {name: _random_linear(linears[name], _NARROW, wide, random) for name in gates}
+        small[down] = _random_linear(linears[down], _WIDE, _NARROW, random)
         narrow = _copy(module)
         narrow._modules |= small
-        x = torch.randn(_ROWS, _NARROW, generator=generator)
+        x = random.normal(_ROWS, _NARROW)
         inner = torch.cat([small[name](x) for name in gates], dim=-1)
         expected = small[down](ACTIVATIONS[activation].reference(inner))
         found = _result(narrow, x.unsqueeze(0))  # as models call it: [1, rows, hidden]
     return found is not None and _is_close(expected, found.squeeze(0))
 
 
-def _random_linear(like: nn.Linear, inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
+def _random_linear(like: nn.Linear, inputs: int, outputs: int, random: RandomNumbers) -> nn.Linear:
     linear = nn.Linear(inputs, outputs, like.bias is not None, dtype=torch.float32)
     for parameter in linear.parameters():
-        parameter.normal_(generator=generator)
+        parameter.copy_(random.normal(*parameter.shape))
     return linear
 
 

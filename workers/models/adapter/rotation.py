@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.rotation import rotate
+from workers.models.adapter.matching import RandomNumbers
 
 _WORD = "rotary"  # in the names of transformers' functions that rotate
 _RTOL, _ATOL = 1e-4, 1e-5  # float32 rounding
@@ -113,14 +114,14 @@ def _is_pair(found: Any) -> bool:
 def _has_equal_halves(angles: _Angles) -> bool:
     """Whether the second half of cos and sin, over the last dimension, repeats the first: tried with random
     frequencies."""
-    generator = torch.Generator().manual_seed(0)
+    random = RandomNumbers(0)
     with torch.device("cpu"), torch.no_grad():
         module = copy.copy(angles.module)
         module._buffers = {
-            name: None if buffer is None else torch.rand(buffer.shape, generator=generator).to(buffer.dtype)
+            name: None if buffer is None else random.uniform(*buffer.shape).to(buffer.dtype)
             for name, buffer in angles.module._buffers.items()
         }
-        found = _called(module.forward, _on_cpu(angles.given, generator), _on_cpu(angles.named, generator))
+        found = _called(module.forward, _on_cpu(angles.given, random), _on_cpu(angles.named, random))
     if not _is_pair(found):
         return False
     halves = [each.chunk(2, dim=-1) for each in found]
@@ -132,11 +133,11 @@ def _rotates_alike(call: _Rotation) -> bool:
     q, k, cos, sin = call.given[:4]
     if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)) or (q.dim(), cos.dim(), sin.dim()) != (4, 3, 3):
         return False
-    generator = torch.Generator().manual_seed(1)
+    random = RandomNumbers(1)
     with torch.device("cpu"), torch.no_grad():
-        q, k = (torch.randn(each.shape, generator=generator) for each in (q, k))
+        q, k = (random.normal(*each.shape) for each in (q, k))
         half = (*cos.shape[:-1], cos.shape[-1] // 2)
-        cos, sin = (torch.randn(half, generator=generator) for _ in range(2))
+        cos, sin = (random.normal(*half) for _ in range(2))
         both = (torch.cat((each, each), dim=-1) for each in (cos, sin))
         found = _called(call.function, (q, k, *both, *call.given[4:]), call.named)
         expected = [rotate(each[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1)[None] for each in (q, k)]
@@ -146,16 +147,16 @@ def _rotates_alike(call: _Rotation) -> bool:
     )
 
 
-def _on_cpu(given: Any, generator: torch.Generator) -> Any:
+def _on_cpu(given: Any, random: RandomNumbers) -> Any:
     """Return arguments with random numbers, or positions, in place of tensors on the meta device."""
     if isinstance(given, dict):
-        return {name: _on_cpu(each, generator) for name, each in given.items()}
+        return {name: _on_cpu(each, random) for name, each in given.items()}
     if isinstance(given, tuple):
-        return tuple(_on_cpu(each, generator) for each in given)
+        return tuple(_on_cpu(each, random) for each in given)
     if not isinstance(given, Tensor):
         return given
     if given.is_floating_point():
-        return torch.randn(given.shape, generator=generator)
+        return random.normal(*given.shape)
     return torch.arange(given.numel()).view(given.shape)
 
 

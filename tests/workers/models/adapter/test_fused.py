@@ -28,6 +28,7 @@ from workers.models.adapter.matching import match_gated_mlp, match_norm
 from workers.models.adapter.model import TransformersModel
 from workers.models.adapter.rotation import RotationRecorder
 from workers.models.decoder import Decoder
+from workers.models.loading import _default_dtype as default_dtype
 from workers.models.loading import read_target_config
 from workers.scheduling.plan import SamplingParams
 from workers.span import Span
@@ -35,14 +36,16 @@ from workers.span import Span
 CPU = torch.device("cpu")
 
 
-def made(folder: Path, kind: str, **options: Any) -> tuple[AdapterConfig, TransformersModel]:
-    """The adapter's configuration, and its model on the meta device."""
+def made(
+    folder: Path, kind: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[AdapterConfig, TransformersModel]:
+    """The adapter's configuration, and its model on the meta device. dtype: torch's default while it is built."""
     known_config(kind, **options).save_pretrained(folder)
     set_field(folder, "architectures", [architecture_of(kind)])
     source = ModelSource(path=str(folder), device="cpu", implementation="transformers")
     config = read_target_config(source, 1)
     assert isinstance(config, AdapterConfig)
-    with torch.device("meta"):
+    with torch.device("meta"), default_dtype(dtype):
         return config, TransformersModel(config, SOLO, 8, CPU)
 
 
@@ -71,6 +74,15 @@ def test_modules_that_match_are_replaced(
     assert (counts[GatedMLP], counts[Merged]) == (mlps, merged)
     assert sum(isinstance(module, RMSNorm) for module in model.modules()) == norms
     assert sum(call.rotary is not None for call in config.calls) == rotations
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_modules_are_compared_in_float32_whatever_the_models_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Of Gemma's norms, the weight + 1 in bfloat16 would not be the same norm."""
+    for kind, norm in (("seed_oss", RMSNorm), ("gemma", ZeroCentredRMSNorm)):
+        _, model = made(tmp_path / kind, kind, dtype)
+        counts = Counter(type(module) for module in model.modules())
+        assert (counts[GatedMLP], counts[Merged], counts[norm]) == (4, 4, 9)
 
 
 class Norm(nn.Module):
