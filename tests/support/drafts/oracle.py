@@ -33,6 +33,7 @@ from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.distributed.tp_group import SOLO
 from workers.engine_layout import EngineLayout
+from workers.runner.build import build_rank
 from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.graphs.first_graphs import graphed_strategy
 from workers.runner.layout import EnginePlan
@@ -226,8 +227,8 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
         scheduler=SchedulerConfig(max_running=5, max_step_tokens=case.max_step_tokens),
     )
     spec = dataclasses.replace(spec, worker=worker_config)
-    engine_plan = engine_with(spec, shapes, case.captured)
-    layout = engine_plan.layout
+    built = build_rank(spec.worker, engine_with(spec, shapes, case.captured), 0, "")
+    worker, layout = built.worker, built.layout
     scheduler = Scheduler(
         worker_config.scheduler,
         worker_config.cache,
@@ -237,8 +238,9 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
         layout.shapes,
         layout.lookahead,
         choose_shape=lambda shapes: rng.randrange(len(shapes)) if len(shapes) > 2 else shapes.default,
+        num_snapshots=layout.num_snapshots if layout.bytes_per_snapshot else None,
+        window=layout.window_sizes,
     )
-    worker = build_worker(spec, engine_plan)
     if case.captured and spec.worker.model.device == "cpu":  # on a GPU they are graphs anyway
         capture(worker, layout)
     rank = WatchedRank(worker, oracle, scheduler, shapes)

@@ -1,7 +1,9 @@
 """Rounds with block drafts: the same tokens as without, drafts that the published module gives, and draft KV that is
 exact whatever the scheduler does."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,10 @@ from tests.speculative import test_backends
 from tests.speculative.conftest import Pair
 from tests.speculative.test_decoding import GREEDY, accepted_share, run
 from tests.support.drafts.block_reference import BlockHead, BlockReference, head_for, make_block_head
-from tests.support.drafts.oracle import Case, Oracle, run_case, tiny_spec
+from tests.support.drafts.oracle import Case, Oracle, run_case
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
-from workers.config import PLAIN, RoundShapes, SchedulerConfig
+from workers.config import PLAIN, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
@@ -162,36 +164,52 @@ CASES = [
     Case(page_size=16, num_pages=13, max_step_tokens=5, speculating=1.0, prefix_cache=True),
     Case(page_size=4, num_pages=55, max_step_tokens=64, speculating=0.6, prefix_cache=True, captured=True),
 ]
-QUICK = {("changing", 0)}
-CROSS = [
-    pytest.param(name, seed, marks=() if (name, seed) in QUICK else SLOW)
-    for name in SHAPES
-    for seed in range(len(CASES))
+# head -> kind, and the target's architecture
+HEADS = {
+    "DFlash": ("dflash", "Llama"),
+    "DSpark": ("dspark", "Llama"),
+    "DFlash2": ("dflash2", "Llama"),
+    "DSpark of a hybrid": ("dspark", "Qwen3_5"),
+    "DFlash of a hybrid": ("dflash", "Qwen3_5"),
+}
+QUICK = {("DFlash", "changing", 0), ("DSpark of a hybrid", "changing", 2)}
+ROWS = [
+    *(("DFlash", name, seed) for name in SHAPES for seed in range(len(CASES))),
+    *((head, "changing", seed) for head in HEADS if head != "DFlash" for seed in range(len(CASES))),
+    *((head, name, 1) for head in ("DSpark", "DFlash2") for name in ("chain", "tree")),
 ]
+CROSS = [pytest.param(*row, marks=() if row in QUICK else SLOW) for row in ROWS]
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
-    folder = tmp_path_factory.mktemp("oracle")
-    tiny = tiny_spec(folder)
-    target = folder / "target"
-    return replace(
-        tiny, speculative=chain(make_block_head(folder / "d", target, head_for(target, from_anchor=True), copying=True))
-    )
+def oracle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[EngineSpec, Oracle]]:
+    """Returns the engine of a head, and its oracle for shapes of this name. Each is made once."""
+
+    @cache
+    def spec_of(head: str) -> EngineSpec:
+        kind, architecture = HEADS[head]
+        folder = tmp_path_factory.mktemp("oracle")
+        target = make_target(folder / "target", calm=0.01, architecture=architecture)
+        block = head_for(target, from_anchor=True, kind=kind)
+        drafted = chain(make_block_head(folder / "d", target, block, copying=True))
+        model = ModelSource(path=str(target), dtype="float32", device="cpu")
+        return EngineSpec(WorkerConfig(model, measure_costs=False), replace(drafted, method=kind))  # type: ignore[arg-type]
+
+    @cache
+    def found(head: str, name: str) -> tuple[EngineSpec, Oracle]:
+        return spec_of(head), Oracle(spec_of(head), SHAPES[name])
+
+    return found
 
 
-@pytest.fixture(scope="module")
-def oracles(spec: EngineSpec) -> dict[str, Oracle]:
-    return {name: Oracle(spec, shapes) for name, shapes in SHAPES.items()}
-
-
-@pytest.mark.parametrize("name,seed", CROSS)
+@pytest.mark.parametrize("head,name,seed", CROSS)
 def test_drafts_and_their_kv_are_those_of_the_text_alone(
-    spec: EngineSpec, oracles: dict[str, Oracle], name: str, seed: int
+    oracle_of: Callable[[str, str], tuple[EngineSpec, Oracle]], head: str, name: str, seed: int
 ) -> None:
     """Under random arrivals, aborts, preemptions, resumptions and prefix hits."""
-    case = replace(CASES[seed], num_requests=4 if (name, seed) in QUICK else 6)
-    rank = run_case(spec, oracles[name], case, SHAPES[name], seed)
+    case = replace(CASES[seed], num_requests=4 if (head, name, seed) in QUICK else 6)
+    spec, oracle = oracle_of(head, name)
+    rank = run_case(spec, oracle, case, SHAPES[name], seed)
     assert rank.num_kv > 30 and rank.num_drafts > 0
     assert not rank.faults, "\n".join(rank.faults[:5])
 
