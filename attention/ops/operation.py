@@ -7,6 +7,9 @@
         \"\"\"The contract: what is computed, shapes, dtypes, what is written in place, limits, source.\"\"\"
         ...  # the reference, in torch
 
+`@operation(..., contract=check)` calls `check` with the arguments of every call. It asserts what the kernels demand, so
+that tests on a CPU, which run the reference, find what a GPU would refuse. Checks are cheap and read no values.
+
 A call of `rms_norm` runs the first implementation that supports the device and the arguments, else the reference. The
 device is that of the first tensor argument, or of the first tensor in a dataclass argument. A CUDA graph keeps the
 choice made at its capture. `tests/ops` tests every implementation against the reference; `python -m workers.ops` prints
@@ -66,10 +69,17 @@ class Operation(Generic[P, R]):
     """An operation, called like its reference.
 
     reference: the operation in torch, which runs if no implementation supports the device and the arguments.
+    contract: called with the arguments of every call; raises AssertionError for what a kernel would refuse.
     """
 
-    def __init__(self, reference: Callable[P, R], implementations: tuple[Implementation, ...]) -> None:
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        implementations: tuple[Implementation, ...],
+        contract: Callable[..., None] | None = None,
+    ) -> None:
         self.reference = reference
+        self.contract = contract
         self.implementations = implementations
         self._of_device: dict[torch.device, tuple[Implementation, ...]] = {}
         self.name = f"{reference.__module__}.{reference.__name__}"
@@ -77,6 +87,8 @@ class Operation(Generic[P, R]):
         OPERATIONS.append(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.contract is not None:
+            self.contract(*args, **kwargs)
         for implementation in self._known(args, kwargs):
             if implementation.serves is None or implementation.serves(*args, **kwargs):
                 result: R = implementation.function(*args, **kwargs)
@@ -108,6 +120,8 @@ OPERATIONS: list[Operation[..., Any]] = []
 """All operations that have been imported."""
 
 
-def operation(*implementations: Implementation) -> Callable[[Callable[P, R]], Operation[P, R]]:
-    """Make the decorated function an operation's contract and reference."""
-    return lambda reference: Operation(reference, implementations)
+def operation(
+    *implementations: Implementation, contract: Callable[..., None] | None = None
+) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Make the decorated function an operation's contract and reference. contract: see `Operation`."""
+    return lambda reference: Operation(reference, implementations, contract)

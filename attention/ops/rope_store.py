@@ -1,6 +1,7 @@
 """Norms per head, RoPE (arXiv 2104.09864, half-split layout), and the write of k and v to their pages: `rope_store`.
 `rope` is for q alone."""
 
+import torch
 from torch import Tensor
 
 from attention.fp8 import write_rows
@@ -13,6 +14,33 @@ from attention.views import LayerKV
 
 def _is_power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
+
+
+def _check_rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> None:
+    rows, _, head_dim = q.shape
+    assert q.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == sin.shape and 2 * cos.shape[1] <= head_dim
+    assert index.dtype == torch.int64 and index.shape == (rows,) and index.is_contiguous()
+    for weight in () if norms is None else (norms.q, norms.k):
+        assert weight is None or (weight.shape == (head_dim,) and weight.is_contiguous())
+
+
+def _check_rope_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    kv: LayerKV,
+    slot_mapping: Tensor,
+    norms: HeadNorms | None = None,
+) -> None:
+    _check_rope(q, cos, sin, index, norms)
+    assert k.stride(2) == v.stride(2) == 1 and q.dtype == k.dtype == v.dtype and k.shape == v.shape
+    assert q.shape[0] == k.shape[0] and q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2]
+    assert kv.k.is_contiguous() and kv.v.is_contiguous()
+    assert slot_mapping.dtype == torch.int64 and slot_mapping.shape == index.shape and slot_mapping.is_contiguous()
 
 
 @operation(
@@ -32,6 +60,7 @@ def _is_power_of_two(size: int) -> bool:
         ),
         "no norms; head_dim and rotated dimensions powers of two",
     ),
+    contract=_check_rope_store,
 )
 def rope_store(
     q: Tensor,
@@ -81,6 +110,7 @@ def rope_store(
         lambda q, cos, sin, index, norms=None: norms is None and _is_power_of_two(cos.shape[1]),
         "no norms; rotated dimensions a power of two",
     ),
+    contract=_check_rope,
 )
 def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> Tensor:
     """Return rotated q, as `rope_store` does, for a layer that attends to the KV of an earlier layer.

@@ -152,8 +152,6 @@ def rope_store(
     norms: HeadNorms,
 ) -> Tensor:
     """`attention.ops.rope_store.rope_store` with norms."""
-    assert k.stride(2) == v.stride(2) == 1 and q.dtype == k.dtype == v.dtype and k.shape == v.shape
-    assert kv.k.is_contiguous() and kv.v.is_contiguous() and slot_mapping.is_contiguous()
     return _launch(q, k, v, cos, sin, index, kv, slot_mapping, norms)
 
 
@@ -175,10 +173,6 @@ def _launch(
 ) -> Tensor:
     rows, num_heads, head_dim = q.shape
     num_kv_heads, half = 1 if k is None else k.shape[1], cos.shape[-1]
-    assert q.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous() and index.is_contiguous()
-    assert cos.dtype == sin.dtype == torch.float32 and 2 * half <= head_dim
-    for weight in (norms.q, norms.k):
-        assert weight is None or (weight.shape == (head_dim,) and weight.is_contiguous())
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = num_heads // num_kv_heads
     heads = query_heads(group, head_dim)

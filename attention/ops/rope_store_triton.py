@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of `rope_store` and `rope` without norms: one launch between the QKV GEMM and attention."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -86,9 +85,6 @@ def rope_store(
     """`attention.ops.rope_store.rope_store`; q in place."""
     rows, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads
-    assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
-    assert cos.dtype == sin.dtype == torch.float32 and 2 * cos.shape[-1] <= head_dim and index.is_contiguous()
-    assert kv.k.is_contiguous() and kv.v.is_contiguous() and slot_mapping.is_contiguous()
     _rope_store[(rows, num_kv_heads)](
         q,
         k,
@@ -123,8 +119,6 @@ def rope_store(
 def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: None = None) -> Tensor:
     """`attention.ops.rope_store.rope`; in place."""
     rows, num_heads, head_dim = q.shape
-    assert q.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous() and index.is_contiguous()
-    assert cos.dtype == sin.dtype == torch.float32 and 2 * cos.shape[-1] <= head_dim
     nothing = (None,) * 2
     _rope_store[(rows, num_heads)](
         q,

@@ -45,5 +45,22 @@ def test_an_implementation_that_does_not_serve_the_arguments_is_passed_over() ->
     assert sizes(Pair("", torch.zeros(3)), times=4) == 12
 
 
+def test_every_call_keeps_the_contract_whichever_implementation_runs() -> None:
+    def check(pair: Pair, times: int) -> None:
+        assert pair.first.is_contiguous(), pair.name
+
+    @operation(
+        Implementation("other", "tests.ops.test_operation:negative", lambda here: here.type == "meta"), contract=check
+    )
+    def sizes(pair: Pair, times: int) -> int:
+        return pair.first.shape[0] * times
+
+    for device in ("cpu", "meta"):
+        whole = torch.zeros(2, 3, device=device)
+        assert abs(sizes(Pair(device, whole), 2)) == 4
+        with pytest.raises(AssertionError, match=device):
+            sizes(Pair(device, whole.t()), times=2)
+
+
 def negative(pair: Pair, times: int) -> int:
     return -pair.first.shape[0] * times

@@ -177,12 +177,19 @@ class DenseLinearMethod(LinearMethod):
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         assert self._gemm is not None, "call finish first"
         assert isinstance(x, Tensor), "fp8_inputs is None"
+        self._check(x)
         return self._gemm.multiply(x, bias, out)
 
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
         assert self._gemm is not None, "call finish first"
         assert isinstance(x, Tensor), "fp8_inputs is None"
+        self._check(x)
         return self._gemm.multiply_gated(x)
+
+    def _check(self, x: Tensor) -> None:
+        """Assert what GPU kernels demand of inputs, and torch's GEMM does not."""
+        assert x.dim() == 2 and x.shape[1] == self.shape.in_features and x.stride(1) == 1, "[rows, in_features]"
+        assert x.dtype == self.dtype
 
 
 class UnquantizedLinearMethod(DenseLinearMethod):

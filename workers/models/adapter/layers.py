@@ -15,7 +15,7 @@ from workers.layers.experts_method import UnquantizedExperts
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, kv_head_span, rank_span
 from workers.layers.linear_method import DenseLinearMethod, check_plain
-from workers.layers.vocab import VocabEmbedding
+from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.models.adapter.survey import AttentionCall
 from workers.ops.experts.route import RouterLogits, Routing
@@ -67,6 +67,14 @@ class Rows(RowParallelLinear):
         # not into the all-reduce buffer: a model may still need one product when it computes the next
         part = self.method.multiply(rows, self.bias if self.group.rank == 0 else None)
         return self.group.all_reduce(part).view(*x.shape[:-1], part.shape[-1])
+
+
+class Head(LMHead):
+    """Vocabulary head: x [..., hidden_size] -> logits [..., shard size]."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = super().forward(hidden.flatten(0, -2))
+        return logits.view(*hidden.shape[:-1], logits.shape[-1])
 
 
 class Embedding(VocabEmbedding):
@@ -229,9 +237,8 @@ class Passing:
 
     def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:
         self._context: ForwardContext | None = None
-        self._still = {
-            size: (torch.ones(1, size // 2, device=device), torch.zeros(1, size // 2, device=device)) for size in sizes
-        }
+        zeros = {size: torch.zeros(1, size // 2, dtype=torch.float32, device=device) for size in sizes}
+        self._still = {size: (torch.ones_like(each), each) for size, each in zeros.items()}
         self._rotation: tuple[Tensor, ...] = ()
         self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by id: the model's cos, and our cos and sin
         self._rows: dict[bool, Tensor] = {}

@@ -15,7 +15,7 @@ from workers.layers.forward_context import ForwardContext
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.models.adapter.config import AdapterConfig, transformers_config
-from workers.models.adapter.layers import PagedAttention, Passing, own_tensors
+from workers.models.adapter.layers import Head, PagedAttention, Passing, own_tensors
 from workers.models.adapter.replace import put_layers
 from workers.models.adapter.rotation import rebind
 from workers.models.adapter.streams import capture_streams
@@ -52,7 +52,7 @@ class TransformersModel(TargetModel):
         embedding = theirs.get_input_embeddings()
         assert isinstance(embedding, VocabEmbedding), "put there"
         tied = embedding if config.tie_embeddings else None
-        theirs.set_output_embeddings(LMHead(config.vocab_size, config.hidden_size, group, tied, head.bias is not None))
+        theirs.set_output_embeddings(Head(config.vocab_size, config.hidden_size, group, tied, head.bias is not None))
         self.theirs = theirs
         self.embed_tokens = embedding
         self.lm_head = _Head(theirs)  # type: ignore[assignment]
