@@ -78,6 +78,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     block.add_argument(
         "--gamma", type=_above_zero, default=4.0, help="depth k of the loss weighs exp(-(k - 1) / gamma)"
     )
+    block.add_argument(
+        "--random-depths", action="store_true", help="also train shorter blocks: each block's depth is drawn at random"
+    )
     text = parser.add_argument_group("training text")
     text.add_argument("--regenerate", action="store_true", help="train on the target's own answers to the prompts")
     text.add_argument("--regenerated", type=Path, help="an earlier regenerated.jsonl, instead of --regenerate")

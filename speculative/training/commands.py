@@ -44,7 +44,7 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
         covered = vocabulary.coverage(samples)
         print(f"draft: {len(samples)} answers; its vocabulary covers {covered:.2%} of their tokens")
     try:
-        losses = train_draft(head, target, vocabulary, samples, held_samples, options, **vars(draft.unrolling()))
+        losses = train_draft(head, target, vocabulary, samples, held_samples, options, draft.unrolling())
     except TrainingInterrupted:
         if options.should_save:
             draft.save(head, vocabulary, arguments.output)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from speculative.config import BLOCK_METHODS
 from speculative.drafts.eagle3_checkpoint import offsets
 from speculative.training import TrainingError
 from speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
@@ -113,11 +114,13 @@ class Unrolling:
 
     num_steps: steps of the loss; step s has the weight step_decay ** s.
     max_anchors: positions of a batch that a block starts at, drawn at random; None for chains, which start at all.
+    random_depths: each block has a depth of its own, drawn from 1 to num_steps; false: all have num_steps.
     """
 
     num_steps: int
     step_decay: float
     max_anchors: int | None = None
+    random_depths: bool = False
 
 
 class DraftKind(ABC):
@@ -126,6 +129,8 @@ class DraftKind(ABC):
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         self.arguments, self.target = arguments, target
+        if arguments.random_depths and arguments.method not in BLOCK_METHODS:
+            raise TrainingError(f"random_depths: is of {', '.join(BLOCK_METHODS)}; leave it out")
 
     def refuse_head_options(self, method: str) -> None:
         """Raise TrainingError for options of EAGLE-3 heads. method: this kind's name."""
@@ -206,21 +211,17 @@ def train_draft(
     samples: Sequence[Sample],
     held: Sequence[Sample],
     options: FitArguments,
-    *,
-    num_steps: int,
-    step_decay: float,
-    max_anchors: int | None = None,
+    unrolling: Unrolling,
 ) -> list[float]:
-    """Train the head in place with the loss that `Unrolling` describes, and return the logged losses. held: samples to
+    """Train the head in place with the loss that `unrolling` describes, and return the logged losses. held: samples to
     measure acceptance on."""
     target.eval().requires_grad_(False)
-    unrolling = Unrolling(num_steps, step_decay, max_anchors)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         return head.batch_loss(model, target, vocabulary, batch, unrolling)
 
     def evaluate() -> dict[str, float]:
-        return measure_acceptance(head, target, vocabulary, held, num_steps, options.batch_tokens).report()
+        return measure_acceptance(head, target, vocabulary, held, unrolling.num_steps, options.batch_tokens).report()
 
     return fit(head, samples, loss_of, options, title="draft", evaluate=evaluate if held else None)
 

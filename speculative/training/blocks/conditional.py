@@ -90,7 +90,7 @@ class ConvolvedLayer(BlockLayer):
         sizes = method.model.hidden_size, method.taps, method.group_size
         self.attention_conv, self.mlp_conv = BlockConvolution(*sizes), BlockConvolution(*sizes)
 
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor | None) -> Tensor:
         normed = self.input_layernorm(x)
         before, after = self.attention_conv.kernels(normed)
         attended = self.self_attn(self.attention_conv.convolve(normed, before), *others)

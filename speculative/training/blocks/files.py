@@ -178,7 +178,8 @@ class BlockKind(DraftKind):
 
     def unrolling(self) -> Unrolling:
         decay = math.exp(-1 / self.arguments.gamma)
-        return Unrolling(self.method.form.max_depth, decay, self.arguments.anchors)
+        arguments = self.arguments
+        return Unrolling(self.method.form.max_depth, decay, arguments.anchors, arguments.random_depths)
 
     def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
         head = build_block_head(self.target, self.method, self.objective, self.arguments.seed)

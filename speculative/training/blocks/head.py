@@ -38,11 +38,20 @@ class BlockAttention(nn.Module):
         self.o_proj = linear(model.num_heads * model.head_dim, model.hidden_size)
         self.q_norm, self.k_norm = (RMSNorm(model.head_dim, eps=model.rms_eps) for _ in range(2))
 
-    def forward(self, x: Tensor, context: Tensor, angles: Tensor, context_angles: Tensor, visible: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        angles: Tensor,
+        context_angles: Tensor,
+        visible: Tensor,
+        within: Tensor | None = None,
+    ) -> Tensor:
         """Return [B, M, R, H].
 
         x: [B, M, R, H] blocks. context: [B, T, H]. angles: [B, M, R, head_dim / 2]. context_angles: [T, head_dim / 2].
-        visible: [B, M, T] bool, the context of each block.
+        visible: [B, M, T] bool, the context of each block. within: [B, M, R] bool, the rows of each block that its rows
+        see; None for all.
         """
         batch, blocks, rows, _ = x.shape
         shape = (batch, blocks * rows, -1, self.head_dim)
@@ -65,11 +74,13 @@ class BlockAttention(nn.Module):
         )
         by_block = (*query.shape[:3], blocks, rows, -1)
         block_scores = query.view(by_block) @ own_key.transpose(-1, -2)
+        if within is not None:
+            block_scores = block_scores.masked_fill(~within[:, None, None, :, None], float("-inf"))
         scores = torch.cat((context_scores, block_scores.flatten(3, 4)), dim=-1)
         weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
         attended = weights[..., : context.shape[1]] @ context_value.transpose(1, 2).unsqueeze(2)
-        within = weights[..., context.shape[1] :].reshape(by_block) @ own_value
-        attended = attended + within.flatten(3, 4)
+        own = weights[..., context.shape[1] :].reshape(by_block) @ own_value
+        attended = attended + own.flatten(3, 4)
         mixed: Tensor = self.o_proj(attended.flatten(1, 2).transpose(1, 2).reshape(batch, blocks, rows, -1))
         return mixed
 
@@ -90,7 +101,7 @@ class BlockLayer(nn.Module):
             RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2)
         )
 
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), *others)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return x
@@ -154,11 +165,11 @@ class BlockHead(TrainedDraft):
         return list(torch.cat(parts, dim=1).unbind(2))
 
     def forward(  # type: ignore[override]
-        self, embeddings: Tensor, captured: Tensor, anchors: Tensor, previous: Tensor
+        self, embeddings: Tensor, captured: Tensor, anchors: Tensor, previous: Tensor, depths: Tensor | None = None
     ) -> BlockScores:
         """Return the scores of the blocks after anchors [B, M], [B, M, S, ..]; previous: [B, M, S] int64, the token
-        before the one that each row predicts."""
-        return self.score(self.states(embeddings, captured, anchors, previous.shape[2]), previous)
+        before the one that each row predicts. depths: see `states`."""
+        return self.score(self.states(embeddings, captured, anchors, previous.shape[2], depths), previous)
 
     def score(self, states: Tensor, previous: Tensor) -> BlockScores:
         """Return the scores of rows. states: [.., H]. previous: [..] int64, the token before."""
@@ -168,9 +179,12 @@ class BlockHead(TrainedDraft):
         """Return the tokens [..] that the engine drafts."""
         return scores.logits.argmax(-1)
 
-    def states(self, embeddings: Tensor, captured: Tensor, anchors: Tensor, num_steps: int) -> Tensor:
+    def states(
+        self, embeddings: Tensor, captured: Tensor, anchors: Tensor, num_steps: int, depths: Tensor | None = None
+    ) -> Tensor:
         """The states [B, M, num_steps, H] of blocks whose newest token is n + 1, for the positions n in anchors [B, M]
-        int64; their context is the features of positions 0..n."""
+        int64; their context is the features of positions 0..n. depths: [B, M] int64, up to which a block's states are
+        those of a block of that depth, and meaningless below; None: num_steps for all."""
         batch, length, hidden = embeddings.shape
         rows = num_steps + (not self.method.form.from_anchor)
         context = self.hidden_norm(self.fc(captured))
@@ -181,8 +195,9 @@ class BlockHead(TrainedDraft):
         angles = (anchors.unsqueeze(2) + 1 + steps).unsqueeze(3) * self.frequencies
         positions = torch.arange(length, device=anchors.device)
         visible = positions <= anchors.unsqueeze(2)
+        within = None if depths is None else steps < depths.unsqueeze(2) + (rows - num_steps)
         for layer in self.layers:
-            x = layer(x, context, angles, positions.unsqueeze(1) * self.frequencies, visible)
+            x = layer(x, context, angles, positions.unsqueeze(1) * self.frequencies, visible, within)
         states: Tensor = self.norm(x[:, :, rows - num_steps :])
         return states
 

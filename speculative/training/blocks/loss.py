@@ -64,7 +64,8 @@ class BlockTargets:
     anchors: [B, M] int64.
     previous: [B, M, S] int64, the tokens before the predicted ones.
     probabilities: [B, M, S, vocabulary] float32, the target's.
-    counted: [B, M, S] bool, false after the end of the text.
+    counted: [B, M, S] bool, false after the end of the text and below the block's depth.
+    depths: [B, M] int64, the blocks' own depths; None if all have S.
     """
 
     embeddings: Tensor
@@ -73,6 +74,7 @@ class BlockTargets:
     previous: Tensor
     probabilities: Tensor
     counted: Tensor
+    depths: Tensor | None
 
 
 @torch.no_grad()
@@ -83,8 +85,13 @@ def block_targets(head: TrainedDraft, target: PreTrainedModel, batch: Batch, unr
     length = batch.tokens.shape[1]
     mask = attention_masks(target.config, length, batch.tokens.device)
     output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
-    positions = anchors.unsqueeze(2) + 1 + torch.arange(unrolling.num_steps, device=anchors.device)
+    steps = torch.arange(unrolling.num_steps, device=anchors.device)
+    positions = anchors.unsqueeze(2) + 1 + steps
     counted = live.unsqueeze(2) & (positions + 1 < batch.lengths[:, None, None])
+    depths = None
+    if unrolling.random_depths:
+        depths = torch.randint(1, unrolling.num_steps + 1, anchors.shape, device=anchors.device)
+        counted &= steps < depths.unsqueeze(2)
     flat = positions.clamp(max=length - 1).flatten(1)
     states = output.last_hidden_state.gather(1, flat.unsqueeze(2).expand(-1, -1, output.last_hidden_state.shape[2]))
     logits = target.get_output_embeddings()(states).float()
@@ -95,6 +102,7 @@ def block_targets(head: TrainedDraft, target: PreTrainedModel, batch: Batch, unr
         batch.tokens.gather(1, flat).view(positions.shape),
         torch.softmax(logits, dim=-1).view(*positions.shape, -1),
         counted,
+        depths,
     )
 
 
@@ -109,7 +117,7 @@ def block_loss(
     """Return the loss of blocks after random positions, a float32 scalar: a mean over steps, of which step s has the
     weight `step_decay ** s`. model: the head, wrapped if there are several processes; it returns `BlockScores`."""
     blocks = block_targets(head, target, batch, unrolling)
-    scores = model(blocks.embeddings, blocks.captured, blocks.anchors, blocks.previous)
+    scores = model(blocks.embeddings, blocks.captured, blocks.anchors, blocks.previous, blocks.depths)
     losses, rejection = row_losses(scores.logits, blocks.probabilities, objective)
     if scores.unary is not None:
         losses = (losses + row_losses(scores.unary, blocks.probabilities, Objective())[0]) / 2

@@ -28,7 +28,7 @@ from speculative.training.blocks.files import (
     read_block_config,
 )
 from speculative.training.blocks.head import BlockHead
-from speculative.training.blocks.loss import Objective, block_loss, draw_anchors
+from speculative.training.blocks.loss import Objective, block_loss, block_targets, draw_anchors
 from speculative.training.commands import load_target
 from speculative.training.draft import DraftVocabulary, Unrolling, view_target
 from speculative.training.rows import read_conversations
@@ -130,6 +130,39 @@ def test_blocks_start_where_a_chain_can_start(sizes: list[tuple[int, int]], most
     assert len(drawn) == sum(min(count, anchors.shape[1]) for count in per_text)
 
 
+def test_blocks_of_a_depth_of_their_own_are_shorter_blocks(target: PreTrainedModel, head: BlockHead) -> None:
+    """Down to its depth; else a head that is trained on random depths would be drafted with otherwise."""
+    batch = collate([Sample(tuple(range(5, 25)), 4), Sample(tuple(range(40, 51)), 3)])
+    view = view_target(target, batch, head, DraftVocabulary.of(torch.arange(VOCAB_SIZE), VOCAB_SIZE))
+    num_steps = head.method.form.max_depth
+    anchors, depths = torch.tensor([[5, 9, 14], [3, 8, 5]]), torch.tensor([[1, 2, num_steps], [2, 1, num_steps - 1]])
+    states = head.states(view.embeddings, view.captured, anchors, num_steps, depths)
+    whole = head.states(view.embeddings, view.captured, anchors, num_steps)
+    for row, column in itertools.product(range(2), range(3)):
+        depth = int(depths[row, column])
+        alone = head.states(view.embeddings, view.captured, anchors, depth)[row, column]
+        torch.testing.assert_close(states[row, column, :depth], alone, atol=1e-5, rtol=1e-5)
+        longer = (whole[row, column, :depth] - alone).abs().max()
+        assert longer == 0 if depth == num_steps else longer > 1e-3
+
+
+def test_the_loss_of_random_depths_counts_no_row_below_them(target: PreTrainedModel, head: BlockHead) -> None:
+    batch = collate([Sample(tuple(range(5, 25)), 4)])
+    torch.manual_seed(1)
+    blocks = block_targets(head, target, batch, Unrolling(head.method.form.max_depth, 0.7, 1000, random_depths=True))
+    assert blocks.depths is not None and set(blocks.depths.flatten().tolist()) == set(
+        range(1, head.method.form.max_depth + 1)
+    )
+    steps = torch.arange(head.method.form.max_depth)
+    assert not (blocks.counted & (steps >= blocks.depths.unsqueeze(2))).any() and blocks.counted[..., 0].any()
+    torch.manual_seed(1)
+    loss = block_loss(
+        head, Objective(0.5), head, target, batch, Unrolling(head.method.form.max_depth, 0.7, 1000, random_depths=True)
+    )
+    torch.manual_seed(1)
+    assert loss != block_loss(head, Objective(0.5), head, target, batch, Unrolling(blocks.counted.shape[2], 0.7, 1000))
+
+
 def test_the_loss_is_that_of_each_row_by_itself(target: PreTrainedModel, head: BlockHead) -> None:
     batch = collate([Sample(tuple(range(5, 25)), 4), Sample(tuple(range(40, 51)), 3)])
     unrolling = Unrolling(head.method.form.max_depth, 0.7, max_anchors=1000)
@@ -190,7 +223,7 @@ def test_heads_are_trained_saved_measured_and_read_by_the_engine(
     text = f"--regenerated {tmp_path}/dflash/regenerated.jsonl"
     chosen = {
         "dflash": ("--regenerate --steps 25 --anchors 9", 5),
-        "dspark": (f"{text} --steps 25 --tv-weight 0.5", 6),
+        "dspark": (f"{text} --steps 25 --tv-weight 0.5 --random-depths", 6),
         "dflash2": (f"{text} --steps 100000 --minutes 0.02", 5),
     }
     for method, (how, depth) in chosen.items():
@@ -260,6 +293,7 @@ def test_a_time_limit_ends_the_schedule_and_steps_may_end_it_earlier() -> None:
         ("--block-size 64", "block_size.*from 1 to 63"),
         ("--regenerated nowhere.jsonl", "regenerated=nowhere.jsonl: no such file; use --regenerate first"),
         ("--regenerate --regenerated nowhere.jsonl", "give it or --regenerate, not both"),
+        ("--method eagle3 --random-depths", "random_depths: is of dflash, dspark, dflash2; leave it out"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -18,7 +18,14 @@ from transformers import (
 
 from speculative.drafts.eagle3 import Eagle3
 from speculative.training import generation
-from speculative.training.draft import AcceptanceTally, DraftVocabulary, add_rounds, measure_acceptance, train_draft
+from speculative.training.draft import (
+    AcceptanceTally,
+    DraftVocabulary,
+    Unrolling,
+    add_rounds,
+    measure_acceptance,
+    train_draft,
+)
 from speculative.training.eagle3 import Eagle3Head
 from speculative.training.eagle3_files import build_head, choose_vocabulary, draft_config, read_draft_config
 from speculative.training.generation import generate_answers, until_stop
@@ -73,7 +80,7 @@ def train(
     samples: list[Sample],
     arguments: FitArguments,
 ) -> list[float]:
-    return train_draft(head, target, vocabulary, samples, [], arguments, num_steps=3, step_decay=0.8)
+    return train_draft(head, target, vocabulary, samples, [], arguments, Unrolling(3, 0.8))
 
 
 def test_training_reduces_the_loss(
