@@ -76,7 +76,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     from transformers import AutoModelForCausalLM
 
     made = make_pair(tmp_path_factory.mktemp("served"), request.param)
-    pair = replace(made, prompts=[prompt[:40] for prompt in made.prompts[:8]])
+    pair = replace(made, prompts=[prompt[:40] for prompt in made.prompts[:6]])
     keys = [(i, k) for i in range(len(pair.prompts)) for k in range(len(SAMPLINGS))]
     with local_engine(pair.spec(None, CacheConfig(16, 300, prefix_cache=False))) as engine:
         prompts, samplings = [pair.prompts[i] for i, _ in keys], [SAMPLINGS[k] for _, k in keys]
