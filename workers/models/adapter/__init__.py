@@ -10,6 +10,7 @@ siblings   finds linear layers with the same input
 matching   finds modules that compute what our fused operations do
 layers     our layers: linear, experts, embedding, attention
 fused      our layers that have fewer kernels than theirs: merged linear layers, gated MLPs
+blocks     decoder layers whose residual addition is one launch with a norm
 replace    puts our layers into the model
 ranks      tries a rank's share of a model on the meta device
 model      `TransformersModel`, the target that the runner calls

@@ -71,17 +71,17 @@ def match_norm(module: nn.Module, dtype: torch.dtype) -> NormMatch | None:
         scales = torch.logspace(-4, 2, _ROWS, dtype=torch.float32).unsqueeze(1)  # small ones show epsilon
         x = (random.normal(_ROWS, size) + 0.3) * scales
         given = 0.5 + random.uniform(size)
-        expected = _result(_with_weight(module, given), x)
+        expected = result_of(_with_weight(module, given), x)
         if expected is None:
             return None
         equal = [
             (kind, added, full, eps)
             for kind, added, full in _NORMS
             for eps in _numbers_of(module)
-            if _is_close(rms_norm.reference(x, given + added, eps), expected)
+            if is_close(rms_norm.reference(x, given + added, eps), expected)
         ]
         x, given = x.to(dtype), given.to(dtype)
-        rounded = _result(_with_weight(module, given), x)
+        rounded = result_of(_with_weight(module, given), x)
         if not equal or rounded is None or rounded.dtype != dtype:
             return None
 
@@ -119,13 +119,13 @@ def _is_gated(
     with torch.device("cpu"), torch.no_grad():
         small = {name: _random_linear(linears[name], _NARROW, wide, random) for name in gates}
         small[down] = _random_linear(linears[down], _WIDE, _NARROW, random)
-        narrow = _copy(module)
+        narrow = copied(module)
         narrow._modules |= small
         x = random.normal(_ROWS, _NARROW)
         inner = torch.cat([small[name](x) for name in gates], dim=-1)
         expected = small[down](ACTIVATIONS[activation].reference(inner))
-        found = _result(narrow, x.unsqueeze(0))  # as models call it: [1, rows, hidden]
-    return found is not None and _is_close(expected, found.squeeze(0))
+        found = result_of(narrow, x.unsqueeze(0))  # as models call it: [1, rows, hidden]
+    return found is not None and is_close(expected, found.squeeze(0))
 
 
 def _random_linear(like: nn.Linear, inputs: int, outputs: int, random: RandomNumbers) -> nn.Linear:
@@ -136,19 +136,19 @@ def _random_linear(like: nn.Linear, inputs: int, outputs: int, random: RandomNum
 
 
 def _with_weight(module: nn.Module, weight: Tensor) -> Any:
-    other = _copy(module)
+    other = copied(module)
     other._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     return other
 
 
-def _copy(module: nn.Module) -> Any:
+def copied(module: nn.Module) -> Any:
     """Return a copy whose parameters and submodules can be replaced without a change of `module`."""
     other = copy.copy(module)
     other._parameters, other._modules = dict(module._parameters), dict(module._modules)
     return other
 
 
-def _result(module: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
+def result_of(module: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
     """Return the result of a module of transformers; None if it cannot be called so."""
     try:
         found = module(x)
@@ -157,7 +157,7 @@ def _result(module: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+def is_close(ours: Tensor, theirs: Tensor) -> bool:
     return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.allclose(ours, theirs, _RTOL, _ATOL)
 
 

@@ -14,6 +14,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey
+from workers.models.adapter.blocks import fuse_blocks
 from workers.models.adapter.config import AdapterConfig, transformers_config
 from workers.models.adapter.layers import Head, PagedAttention, Passing, own_tensors
 from workers.models.adapter.replace import put_layers
@@ -49,6 +50,7 @@ class TransformersModel(TargetModel):
         if not isinstance(head, nn.Linear):
             raise UnservableError(f"is a {type(theirs).__name__}, which has no vocabulary head")
         put_layers(theirs, config, group)
+        fuse_blocks(theirs, [call.module for call in config.calls])
         embedding = theirs.get_input_embeddings()
         assert isinstance(embedding, VocabEmbedding), "put there"
         tied = embedding if config.tie_embeddings else None
