@@ -46,9 +46,6 @@ def _sigmoid_mul(
 def sigmoid_mul(x: Tensor, gate: Tensor, added: Tensor | None = None) -> Tensor:
     """`workers.ops.activation.sigmoid_mul`."""
     rows, heads, size = x.shape
-    assert x.is_contiguous() and gate.shape[:2] == x.shape[:2] and gate.shape[2] in (1, size)
-    assert gate.stride(2) == 1 or gate.shape[2] == 1
-    assert added is None or (added.is_contiguous() and added.shape == x.shape)
     out, block = torch.empty_like(x), min(_BLOCK, triton.next_power_of_2(size))
     if rows:
         _sigmoid_mul[(rows * heads, triton.cdiv(size, block))](

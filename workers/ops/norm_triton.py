@@ -87,13 +87,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`workers.ops.norm.add_rms_norm`; x and residual contiguous."""
-    assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape and x.dtype == residual.dtype
+    """`workers.ops.norm.add_rms_norm`."""
     return _launch(x, residual, weight, eps, has_residual=True)
 
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, has_residual: bool) -> Tensor:
-    assert weight.is_contiguous() and x.shape[-1] == weight.shape[0]
     size, out = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(size)
     _add_norm[(x.numel() // size,)](
@@ -112,17 +110,16 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, has_residua
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`workers.ops.activation.silu_mul`, for contiguous gate_up."""
+    """`workers.ops.activation.silu_mul`."""
     return _gated(gate_up, gelu=False)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """`workers.ops.activation.gelu_mul`, for contiguous gate_up."""
+    """`workers.ops.activation.gelu_mul`."""
     return _gated(gate_up, gelu=True)
 
 
 def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
-    assert gate_up.is_contiguous() and gate_up.dim() == 2
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))

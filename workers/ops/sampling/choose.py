@@ -12,7 +12,13 @@ from workers.ops.sampling.gumbel import Draws
 from workers.ops.vocabulary.largest import finite_choice
 
 
-@operation(Implementation("triton", "workers.ops.sampling.choose_triton:choose", on_gpu))
+def _check(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> None:
+    assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point()
+    for each in () if limits is None else (limits.peaks, limits.gaps):
+        assert each.shape == logits.shape[:1] and each.is_contiguous()
+
+
+@operation(Implementation("triton", "workers.ops.sampling.choose_triton:choose", on_gpu), contract=_check)
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
     """Return each row's largest perturbed logit and its column; the largest logit for greedy rows.
 

@@ -79,7 +79,6 @@ def _choose(
 
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
     """`workers.ops.sampling.choose.choose`."""
-    assert logits.stride(1) == 1
     rows, size = logits.shape
     # with few rows, small parts fill the device; the result does not depend on it
     part = 4 * TILE if rows > 8 else TILE

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
-from workers.ops.sampling.filters import Filters
+from workers.ops.sampling.filters import Filters, check_rows
 from workers.ops.sampling.gumbel import Draws
 
 LEVELS = 32  # from the best token down to 2^-31 of its probability
@@ -19,7 +19,15 @@ DROPPED = 1024.0  # subtracted from the scores of filtered tokens; does not chan
 PART = 4096  # columns per part
 
 
-@operation(Implementation("triton", "workers.ops.sampling.draft_scores_triton:count_levels", on_gpu))
+def _check_scores(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> None:
+    assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point()
+    assert ids.shape == logits.shape[1:] and ids.dtype == torch.int64 and ids.is_contiguous()
+    assert summary is None or summary.dtype == torch.float32
+
+
+@operation(
+    Implementation("triton", "workers.ops.sampling.draft_scores_triton:count_levels", on_gpu), contract=check_rows
+)
 def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
     """Summarise the parts of a vocabulary shard.
 
@@ -40,7 +48,7 @@ def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
     return torch.cat((peak, counts[..., :LEVELS]), dim=2)
 
 
-@operation(Implementation("triton", "workers.ops.sampling.draft_scores_triton:perturb", on_gpu))
+@operation(Implementation("triton", "workers.ops.sampling.draft_scores_triton:perturb", on_gpu), contract=_check_scores)
 def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
     """Return logits / temperature + noise, with filtered tokens below all others; greedy rows unchanged.
 

@@ -106,7 +106,6 @@ def _lowest_kept(
 
 def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
     """`workers.ops.sampling.draft_scores.count_levels`."""
-    assert logits.stride(1) == 1 and slots.is_contiguous()
     rows, size = logits.shape
     parts = triton.cdiv(size, PART)
     summary = torch.empty((rows, parts, SUMMARY), dtype=torch.float32, device=logits.device)
@@ -193,7 +192,6 @@ def _perturb(
 
 def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
     """`workers.ops.sampling.draft_scores.perturb`."""
-    assert logits.stride(1) == 1 and ids.is_contiguous()
     rows, size = logits.shape
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
     filtered = summary is not None

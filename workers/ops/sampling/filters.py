@@ -62,7 +62,18 @@ class Limits:
     gaps: Tensor
 
 
-@operation(Implementation("triton", "workers.ops.sampling.filters_triton:find_limits", on_gpu))
+def check_rows(logits: Tensor, slots: Tensor, *rest: object) -> None:
+    """The contract of operations on R rows of logits of each of B requests.
+
+    logits: [B * R, n], any floating dtype, last stride 1.
+    slots: [B] int64, contiguous.
+    """
+    assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point()
+    assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+    assert logits.shape[0] % max(slots.shape[0], 1) == 0
+
+
+@operation(Implementation("triton", "workers.ops.sampling.filters_triton:find_limits", on_gpu), contract=check_rows)
 def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
     """Return the limits of each row. They do not depend on other rows of the batch.
 

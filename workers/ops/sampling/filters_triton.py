@@ -210,7 +210,6 @@ def _limits(
 
 def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
     """`workers.ops.sampling.filters.find_limits`."""
-    assert logits.stride(1) == 1 and slots.is_contiguous()
     rows, size = logits.shape
     device, parts = logits.device, triton.cdiv(size, PART)
     temperature, top_p, min_p, *top_k = filters.arguments()

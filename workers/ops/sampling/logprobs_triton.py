@@ -33,7 +33,6 @@ def _summarize(x_ptr, x_stride, size, norm_ptr, peak_ptr, PART: tl.constexpr, BL
 
 def norms_and_top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`workers.ops.sampling.logprobs.norms_and_top`."""
-    assert logits.stride(1) == 1
     rows, size = logits.shape
     parts, blocks = triton.cdiv(size, PART), triton.cdiv(size, BLOCK)
     norms = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

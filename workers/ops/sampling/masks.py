@@ -4,11 +4,17 @@ import torch
 from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
+from workers.ops.sampling.filters import check_rows
 
 FREE = -1  # `index` of slots without a grammar
 
 
-@operation(Implementation("triton", "workers.ops.sampling.masks_triton:apply_masks", on_gpu))
+def _check(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
+    check_rows(logits, slots)
+    assert index.dtype == words.dtype == torch.int32 and index.is_contiguous() and words.is_contiguous()
+
+
+@operation(Implementation("triton", "workers.ops.sampling.masks_triton:apply_masks", on_gpu), contract=_check)
 def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
     """Set the logits of forbidden tokens to minus infinity.
 

@@ -39,7 +39,6 @@ def _apply_masks(
 
 def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
     """`workers.ops.sampling.masks.apply_masks`."""
-    assert logits.stride(1) == 1 and slots.is_contiguous() and words.is_contiguous()
     rows, size = logits.shape
     _apply_masks[(rows, triton.cdiv(size, BLOCK))](
         logits,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
+from workers.ops.sampling.filters import check_rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,20 @@ class PenaltyTables:
     shapes_logits: Tensor
 
 
-@operation(Implementation("triton", "workers.ops.sampling.penalties_triton:apply_penalties", on_gpu))
+def _check(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tables: PenaltyTables,
+    path: Tensor | None = None,
+    path_tokens: Tensor | None = None,
+) -> None:
+    check_rows(logits, slots)
+    assert tables.output_counts.shape[1] == logits.shape[1] and (path is None) == (path_tokens is None)
+    assert positions.dtype == torch.int64 and positions.numel() == logits.shape[0]
+
+
+@operation(Implementation("triton", "workers.ops.sampling.penalties_triton:apply_penalties", on_gpu), contract=_check)
 def apply_penalties(
     logits: Tensor,
     slots: Tensor,

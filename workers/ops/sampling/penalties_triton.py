@@ -76,7 +76,6 @@ def apply_penalties(
     """`workers.ops.sampling.penalties.apply_penalties`."""
     rows, size = logits.shape
     counts, prompt, bias = tables.output_counts, tables.in_prompt, tables.bias
-    assert logits.stride(1) == 1 and counts.shape[1] == size and slots.is_contiguous()
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
     shapes, prompt = tables.shapes_logits.view(torch.int8), prompt.view(torch.int8)
     nodes = 0 if path is None else path.shape[2]

@@ -31,6 +31,12 @@ class CommitTables:
     output_counts: Tensor
 
 
+def _check(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) -> None:
+    assert slots.dtype == tokens.dtype == counts.dtype == torch.int64
+    assert tokens.dim() == 2 and tokens.shape[0] == slots.shape[0] == counts.shape[0]
+    assert slots.is_contiguous() and tokens.is_contiguous() and tables.stop_ids.is_contiguous()
+
+
 @operation(
     Implementation(
         "triton",
@@ -38,7 +44,8 @@ class CommitTables:
         on_gpu,
         serves=lambda slots, tokens, counts, tables: tokens.shape[1] == 1,
         limits="one token a request; `speculative` commits accepted paths in its own kernel",
-    )
+    ),
+    contract=_check,
 )
 def commit(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) -> tuple[Tensor, Tensor]:
     """Append tokens to slots. Return the number of committed tokens and the finish reason of each request.

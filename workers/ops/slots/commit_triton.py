@@ -121,7 +121,6 @@ def _commit_one(
 
 def commit_one(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) -> tuple[Tensor, Tensor]:
     """`workers.ops.slots.commit.commit` for one token per request."""
-    assert tokens.is_contiguous() and tokens.numel() == slots.shape[0] and tables.stop_ids.is_contiguous()
     counts, finish = torch.empty((2, slots.shape[0]), dtype=torch.int64, device=slots.device).unbind(0)
     flags = tables.finished.view(torch.int8)
     _commit_one[(slots.shape[0],)](

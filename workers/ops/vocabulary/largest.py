@@ -8,7 +8,11 @@ from attention.ops.operation import Implementation, on_gpu, operation
 NOT_FINITE = -(1 << 40)  # column of a row whose largest logit is NaN or plus infinity
 
 
-@operation(Implementation("triton", "workers.ops.vocabulary.largest_triton:largest", on_gpu))
+def _check(logits: Tensor, checked: bool = False) -> None:
+    assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point()
+
+
+@operation(Implementation("triton", "workers.ops.vocabulary.largest_triton:largest", on_gpu), contract=_check)
 def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
     """Return each row's largest logit and its column, the smallest among equals.
 

@@ -57,7 +57,6 @@ def combine(values: Tensor, indices: Tensor, size: int, broken: int) -> tuple[Te
 
 def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
     """`workers.ops.vocabulary.largest.largest`."""
-    assert logits.dim() == 2 and logits.stride(1) == 1
     rows, size = logits.shape
     parts = triton.cdiv(size, BLOCK)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

@@ -8,6 +8,10 @@ from attention.ops.operation import Implementation, on_gpu, operation
 MAX_K = 16  # the kernel finds the tokens one by one
 
 
+def _check(logits: Tensor, k: int) -> None:
+    assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point() and 1 <= k <= logits.shape[1]
+
+
 @operation(
     Implementation(
         "triton",
@@ -15,7 +19,8 @@ MAX_K = 16  # the kernel finds the tokens one by one
         on_gpu,
         serves=lambda logits, k: k <= MAX_K,
         limits=f"k up to {MAX_K}",
-    )
+    ),
+    contract=_check,
 )
 def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the k largest log-probabilities, best first, their columns, and logsumexp.

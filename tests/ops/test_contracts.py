@@ -1,0 +1,54 @@
+"""A CPU refuses inputs that a GPU's kernel would refuse or misread, though the torch references take them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from workers.ops.activation import gelu_mul, sigmoid_mul, silu_mul
+from workers.ops.norm import add_rms_norm, rms_norm
+from workers.ops.sampling.logprobs import norms_and_top
+from workers.ops.sampling.masks import apply_masks
+from workers.ops.vocabulary.largest import largest
+from workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
+
+
+def strided(*shape: int) -> Tensor:
+    """Zeros whose last stride is 2."""
+    return torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+def masked(logits: Tensor, slots: Tensor) -> None:
+    index = torch.full((3,), -1, dtype=torch.int32)
+    apply_masks(logits, slots, index, torch.zeros(1, 1, dtype=torch.int32), 0)
+
+
+ROWS, WEIGHT, SLOTS = torch.zeros(3, 6), torch.ones(6), torch.zeros(3, dtype=torch.int64)
+REFUSED: dict[str, Callable[[], object]] = {
+    "add_rms_norm, a strided residual": lambda: add_rms_norm(ROWS, strided(3, 6), WEIGHT, 1e-5),
+    "add_rms_norm, a residual of another dtype": lambda: add_rms_norm(ROWS.half(), ROWS.clone(), WEIGHT, 1e-5),
+    "rms_norm, a weight of the other 16-bit dtype": lambda: rms_norm(ROWS.half(), WEIGHT.bfloat16(), 1e-5),
+    "silu_mul, columns of a wider matrix": lambda: silu_mul(torch.zeros(3, 8)[:, :6]),
+    "silu_mul, another dimension": lambda: silu_mul(ROWS[None]),
+    "gelu_mul, columns of a wider matrix": lambda: gelu_mul(torch.zeros(3, 8)[:, :6]),
+    "sigmoid_mul, a strided x": lambda: sigmoid_mul(strided(3, 2, 4), torch.zeros(3, 2, 4)),
+    "largest, another dimension": lambda: largest(ROWS[None]),
+    "topk_log_softmax, strided logits": lambda: topk_log_softmax(strided(3, 6), 2),
+    "norms_and_top, strided logits": lambda: norms_and_top(strided(3, 6), 2),
+    "apply_masks, slots of int32": lambda: masked(ROWS.clone(), SLOTS.int()),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_cpu_refuses_what_a_kernel_refuses(case: str) -> None:
+    with pytest.raises(AssertionError):
+        REFUSED[case]()
+
+
+def test_inputs_within_the_contracts_pass() -> None:
+    add_rms_norm(ROWS, ROWS.clone(), WEIGHT, 1e-5)
+    rms_norm(strided(3, 6), WEIGHT, 1e-5)
+    sigmoid_mul(torch.zeros(3, 2, 4), torch.zeros(3, 2, 1))
+    largest(torch.zeros(3, 8)[:, :6])
+    masked(ROWS.clone(), SLOTS)
