@@ -9,9 +9,9 @@ tokens per CPU second by draft and text, and each adaptive arm's rate over the b
 of all drafts. Each ratio stands twice: as measured, and with one mean time for all rounds of a shape, which differences
 between cores disturb less. Answers that differ from those without a draft are counted.
 
---record puts batch size 1 into the table "Tokens a round, by draft and text" of `results.jsonl`: every arm but new
-static ones of shapes between the least and the whole. Under an adaptive arm stands its rate over the best static arm's
-of the same draft, by mean times if they are known.
+--record puts batch size 1 into the table "Tokens a round, by draft and text" of `results.jsonl`, without new rows of
+static shapes between the least and the whole and of adaptive shapes with a branch. Under an adaptive arm stands its
+rate over the best static arm's of the same draft, by mean times if they are known.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tests.bench.results import FIGURES, Figure, figures
 TABLE = "Tokens a round, by draft and text"
 COLUMNS = {"gsm8k": "GSM8K", "mt_bench": "MT-Bench", "humaneval": "HumanEval", "JSON to copy": "JSON"}
 OF_BEST = "share-of-best"  # one word: the pages of figures have a limit of words
-BETWEEN = ("2/1/3", "4/1/5", "4/2/8", "6/2/8", "suffix/3", "suffix/7")
+BETWEEN = ("2/1/3", "4/1/5", "4/2/8", "6/2/8", "suffix/3", "suffix/7", "adaptive+8")
 COMMAND = "python -m tests.bench draft_methods --model pair hybrid --prompts 8 --data EVAL"
 
 
