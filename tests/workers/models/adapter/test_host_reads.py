@@ -1,0 +1,65 @@
+"""A pass of a model of transformers reads no value on the host and has no shape that depends on values: on a GPU it
+would wait, or end the recording of a CUDA graph.
+
+    pytest -m slow tests/workers/models/adapter/test_host_reads.py    # every kind
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.target_answers import served_answers
+from tests.workers.models.adapter.test_every_decoder import EQUAL, OUTCOMES, make
+from tests.workers.models.test_targets import worker_of
+from workers.models.adapter.model import TransformersModel, _Head
+
+QUICK = ("gemma", "llama", "mixtral")
+_READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.bincount", "aten.masked_select", "aten._unique")
+
+
+class _RefuseReads(TorchDispatchMode):
+    """Raises AssertionError for an operation that reads values on the host, or has a mask as an index."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert not str(func).startswith(_READS), f"{func}: a value is read on the host"
+        indices = torch.utils._pytree.tree_leaves(args[1:2]) if "index" in str(func) else []
+        assert not any(isinstance(each, torch.Tensor) and each.dtype is torch.bool for each in indices), f"{func}: mask"
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_reads(monkeypatch: pytest.MonkeyPatch, owner: type, passes: list[str]) -> None:
+    forward: Any = owner.forward  # type: ignore[attr-defined]
+
+    def checked(self: Any, *given: Any, **named: Any) -> Any:
+        passes.append(owner.__name__)
+        with _RefuseReads():
+            return forward(self, *given, **named)
+
+    monkeypatch.setattr(owner, "forward", checked)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # transformers' GPT-BigCode
+@pytest.mark.parametrize(
+    "kind",
+    [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in OUTCOMES[EQUAL].split() if each not in QUICK)],
+)
+def test_a_pass_reads_nothing_on_the_host(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    make(tmp_path, kind)
+    passes: list[str] = []
+    for owner in (TransformersModel, _Head):
+        refuse_reads(monkeypatch, owner, passes)
+    served_answers(worker_of(tmp_path))
+    assert set(passes) == {"TransformersModel", "_Head"}
+
+
+def test_a_read_is_refused() -> None:
+    with _RefuseReads(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        torch.ones(1).item()
+    with _RefuseReads(), pytest.raises(AssertionError, match="index.Tensor: mask"):
+        torch.ones(2)[torch.ones(2) > 0]
