@@ -18,7 +18,7 @@ BELOW: dict[str, set[str]] = {
     "logs": set(),
     "transport": {"linux"},
     "http": {"linux", "logs", "transport"},
-    "coordinator": {"transport"},
+    "coordinator": {"linux", "transport"},
     "parallel": set(),
     "config": {"http", "parallel"},
     "start_log": {"linux", "logs"},

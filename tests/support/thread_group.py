@@ -39,7 +39,7 @@ class ThreadGroup(TPGroup):
         return everyone
 
     def all_gather_last(self, x: Tensor) -> Tensor:
-        return self.all_gather(x).movedim(0, -2).flatten(-2)
+        return self.all_gather(x).movedim(0, -2).flatten(-2).contiguous()
 
 
 def on_ranks(size: int, function: Callable[[TPGroup], T]) -> list[T]:

@@ -60,10 +60,10 @@ class TPGroup:
         return out.view(self.size, *x.shape)
 
     def all_gather_last(self, x: Tensor) -> Tensor:
-        """[..., size * n] from x [..., n]: the ranks' shards of the last dimension side by side."""
+        """[..., size * n] from x [..., n], contiguous: the ranks' shards of the last dimension side by side."""
         if self.process_group is None:
             return x
-        return self.all_gather(x).movedim(0, -2).flatten(-2)
+        return self.all_gather(x).movedim(0, -2).flatten(-2).contiguous()
 
 
 # torch 2.13 deprecates the old name with a warning per call; torch 2.11 has no other.

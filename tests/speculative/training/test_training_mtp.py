@@ -124,7 +124,7 @@ def test_what_cannot_be_trained_further_is_refused(
     tmp_path: Path, model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     save_deepseek(model, tokenizer, tmp_path)
-    nothing = dict.fromkeys(("draft_vocab", "intermediate_size", "head_flags"))
+    nothing = dict.fromkeys(("draft_vocab", "intermediate_size", "head_flags", "random_depths"))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(TrainingError, match="draft_vocab=64: is of EAGLE-3 heads; leave it out with --method mtp"):
         DRAFTS["mtp"](argparse.Namespace(target=tmp_path, **nothing | {"draft_vocab": 64}), reference)
