@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
                          "f"(v.z), "f"(v.w)
                          : "memory");
         }
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_sync();
 #endif
     auto sum = [&](int cell) {
 #if SPLITS > 1
@@ -223,6 +223,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
         }
     }
 #if SPLITS > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_sync();
 #endif
 }

@@ -13,22 +13,13 @@ constexpr int SCALE_RING = STAGES * STAGE, STAGING = SCALE_RING + STAGES * SCALE
 static_assert(SHARED_BYTES >= BARRIERS + 16 * STAGES, "tiles.py");
 constexpr int CONSUMERS = 256, MOVERS = 128;
 constexpr int ROW_TILES_AT_ONCE = 8;  // whose inputs stay in L2 while weights pass
-struct alignas(64) TensorMap {
-    u64 words[16];
-};
 
-__device__ __forceinline__ u64 descriptor(u32 at) {
-    return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
 // Arrive at the barrier of one of the cluster's programs.
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [a];\n}" ::"r"(barrier), "r"(rank)
         : "memory");
-}
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 __device__ __forceinline__ u32 pair_of(float low, float high) { return (u32)rounded(low) | (u32)rounded(high) << 16; }
 __device__ __forceinline__ u32 gated_pair(u32 gates, u32 ups) {

@@ -1,4 +1,4 @@
-// Device functions of `few_rows.cu` and `wide.cu`: barriers, copies, decoding.
+// Device functions of `few_rows.cu`, `wide.cu` and `many_rows.cu`: barriers, copies, decoding.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -31,6 +31,17 @@ __device__ __forceinline__ void copy16(u32 to, const void* from) {
 // Arrive when this thread's copies have completed.
 __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// A tensor map of the driver.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+// The second operand of `wgmma`: rows of 64 inputs with 128-byte swizzle.
+__device__ __forceinline__ u64 descriptor(u32 at) {
+    return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
 __device__ __forceinline__ uint4 load(u32 from) {
     uint4 v;

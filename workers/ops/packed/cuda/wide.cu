@@ -16,14 +16,7 @@ constexpr int MEMORY = SHARED_BYTES - 16 * STAGES;  // barriers follow it
 static_assert(MEMORY >= STAGES * STAGE && MEMORY >= CELLS * 512, "tiles.py");
 constexpr int OWN = GATED ? WN / 2 : WN;
 constexpr int CONSUMERS = 256, MOVERS = 128;
-struct alignas(64) TensorMap {
-    u64 words[16];
-};
 
-
-__device__ __forceinline__ u64 descriptor(u32 at) {
-    return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
 extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) wide(
     const __grid_constant__ TensorMap x, int all_rows, const char* __restrict__ codes,
     const char* __restrict__ scales, const char* __restrict__ zeros, const u16* __restrict__ bias,
@@ -148,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) wide(
         asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
     }
 #if SPLITS > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_sync();
 #endif
     if (warp < CONSUMERS / 32) {
         auto sum = [&](int cell) {
@@ -189,6 +182,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) wide(
         }
     }
 #if SPLITS > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_sync();
 #endif
 }
