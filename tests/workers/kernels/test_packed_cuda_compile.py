@@ -27,7 +27,8 @@ pytestmark = pytest.mark.skipif(nvrtc_here() is None, reason="needs the wheel nv
 def test_weights_are_decoded_while_tensor_cores_multiply(
     tiles: WideTiles | ManyRowsTiles, gated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the compiler finds an operand written too late, it waits for each product: 37 % of the time at 512 rows."""
+    """Where the compiler finds an operand written too late, it waits for each product: tiles of 128 rows took 870
+    us for 758, a layer of Llama-3.1-8B at 1,024 rows."""
     triton = pytest.importorskip("triton", reason="triton's package has the disassembler")
     monkeypatch.setattr(cuda_source, "nvrtc_path", nvrtc_here)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

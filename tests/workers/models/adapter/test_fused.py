@@ -79,7 +79,7 @@ def test_modules_that_match_are_replaced(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_modules_are_compared_in_float32_whatever_the_models_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Of Gemma's norms, the weight + 1 in bfloat16 would not be the same norm."""
+    """Gemma adds 1 to the weight in float32. Added in bfloat16, the norm would be another one."""
     for kind, norm in (("seed_oss", RMSNorm), ("gemma", ZeroCentredRMSNorm)):
         _, model = made(tmp_path / kind, kind, dtype)
         counts = Counter(type(module) for module in model.modules())
