@@ -1,5 +1,6 @@
 """Every family of targets and every kind of draft on a GPU: answers are a CPU's, captured rounds are eager ones, and a
-round waits for nothing. Tiny models, in float32 but for experts, so that only near ties may differ."""
+round waits for nothing. Tiny models in float32, so that only near ties may differ; experts in bfloat16, without near
+ties of routers."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.gpu.test_gpu_hybrids import on_gpu
 from tests.speculative.test_backends import RefuseHostReads, step_of
+from tests.support.clear_routers import check_greedy_in_bfloat16, clear_routers
 from tests.support.drafts.block_reference import head_for, make_block_head
 from tests.support.engine_plans import build_worker
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
@@ -34,8 +36,12 @@ def own(architecture: str) -> Callable[[Path], Path]:
     return lambda folder: make_target(folder / "target", calm=0.01, architecture=architecture)
 
 
+def own_experts(architecture: str) -> Callable[[Path], Path]:
+    return lambda folder: clear_routers(make_target(folder / "target", architecture=architecture))
+
+
 def gpt_oss_in_mxfp4(folder: Path) -> Path:
-    return mxfp4(make_target(folder / "source", architecture="GptOss"), folder / "target")
+    return mxfp4(clear_routers(make_target(folder / "source", architecture="GptOss")), folder / "target")
 
 
 DENSE: dict[str, Callable[[Path], Path]] = {
@@ -57,9 +63,9 @@ ADAPTED = (  # each shows something that the others do not have
     "youtu",  # values of another size than keys
 )
 EXPERTS: dict[str, Callable[[Path], Path]] = {  # which a GPU multiplies in bfloat16 only
-    **{name: own(name) for name in ("GptOss", "Glm4Moe", "Qwen2Moe")},
+    **{name: own_experts(name) for name in ("GptOss", "Glm4Moe", "Qwen2Moe")},
     "gpt-oss in MXFP4": gpt_oss_in_mxfp4,
-    "adapter": lambda folder: make_known(folder / "target", "mixtral"),
+    "adapter": lambda folder: clear_routers(make_known(folder / "target", "mixtral")),
 }
 
 
@@ -136,13 +142,14 @@ def test_graphs_of_the_adapter_emit_what_eager_rounds_emit(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_graphs_over_experts_emit_what_eager_rounds_emit(tmp_path: Path, name: str) -> None:
+def test_rounds_over_experts_emit_what_transformers_finds_most_likely(tmp_path: Path, name: str) -> None:
+    """Captured and eager. Answers of the two are not compared: products in bfloat16 round otherwise in batches of other
+    sizes, and which requests share a batch depends on time."""
     target = EXPERTS[name](tmp_path)
     spec = spec_of(target, eagle3(tmp_path, target, TREE))
-    eager, graphed = (answers(on_gpu(spec, graphs, "bfloat16"), PLAIN) for graphs in (False, True))
-    one = dataclasses.replace(spec.worker, scheduler=dataclasses.replace(spec.worker.scheduler, max_running=1))
-    alone = answers(on_gpu(dataclasses.replace(spec, worker=one), False, "bfloat16"), PLAIN)
-    assert different(graphed, eager) <= 1 + different(alone, eager), "padded rows change more than a smaller batch does"
+    exact = target / "plain" if (target / "plain").exists() else target
+    for graphs in (False, True):
+        check_greedy_in_bfloat16(prompts(), answers(on_gpu(spec, graphs, "bfloat16"), PLAIN), exact)
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
