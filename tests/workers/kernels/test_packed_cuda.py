@@ -13,7 +13,7 @@ from workers.ops.activation import silu_mul  # noqa: E402
 from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from workers.ops.packed.cuda.kernels_cuda import packed_cuda  # noqa: E402
 from workers.ops.packed.cuda.product_cuda import CudaPackedProduct  # noqa: E402
-from workers.ops.packed.cuda.tiles import FewRowsTiles, ManyRowsTiles, Tiles, WideTiles  # noqa: E402
+from workers.ops.packed.cuda.tiles import SHARED_SUMS, FewRowsTiles, ManyRowsTiles, Tiles, WideTiles  # noqa: E402
 from workers.ops.packed.product import choose_product  # noqa: E402
 from workers.ops.packed.tiles import packed_workspace_size  # noqa: E402
 from workers.ops.packed.weight import dequantize  # noqa: E402
@@ -34,6 +34,7 @@ TILES: list[Tiles] = [
     WideTiles(128, False, 4, 3),
     WideTiles(256, False, 2, 2),
     ManyRowsTiles(128, 5),
+    ManyRowsTiles(192, 3),
     ManyRowsTiles(256, 3),
 ]
 
@@ -41,12 +42,16 @@ TILES: list[Tiles] = [
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_are_those_of_float64(tiles: Tiles, dtype: torch.dtype) -> None:
-    """Outputs that fill no tile, fewer steps than stages, zeros, scales of a row, and rows that fill no tile."""
+    """Outputs that fill no tile, fewer steps than stages, zeros, scales of a row, and rows that fill no tile. Clusters
+    of `many_rows.cu` share tiles, of which there are fewer or more than clusters."""
     if isinstance(tiles, FewRowsTiles):
         most, bound = 8 * tiles.row_tiles, (DENSE_BOUND if tiles.rounded else BOUND)[dtype]
     else:
         most, bound = 3 * tiles.block_m, DENSE_BOUND[dtype]
-    for (n, k), (group, zeros) in product(((70, 384), (640, 2048)), ((128, False), (0, True))):
+    shapes = [(70, 384), (640, 2048), *([(8960, 1024)] if isinstance(tiles, ManyRowsTiles) else [])]
+    workspace = Workspace.of_size(*SHARED_SUMS, DEVICE)
+    workspace.part.fill_(float("nan"))
+    for (n, k), (group, zeros) in product(shapes, ((128, False), (0, True))):
         weight = weight_of(n, k, "int4", group, zeros, dtype, DEVICE)
         exact = dequantize(weight, torch.float32).double()
         bias = torch.randn(n, device=DEVICE).to(dtype)
@@ -54,15 +59,17 @@ def test_products_are_those_of_float64(tiles: Tiles, dtype: torch.dtype) -> None
             x = torch.randn(rows, 2 * k, device=DEVICE).to(dtype)[:, :k]
             expected = x.double() @ exact.T + bias.double()
             out = torch.full((rows, n), float("nan"), dtype=dtype, device=DEVICE)
-            packed_cuda(x, weight, bias, tiles, out)
+            packed_cuda(x, weight, bias, workspace, tiles, out)
             assert error(out, expected) < bound, (n, k, group, rows)
             again = torch.empty_like(out)
-            assert torch.equal(out, packed_cuda(x, weight, bias, tiles, again)), "equal inputs, other bits"
+            assert torch.equal(out, packed_cuda(x, weight, bias, workspace, tiles, again)), "equal inputs, other bits"
+            assert not workspace.tickets.any()
 
 
 @pytest.mark.parametrize("tiles", [tiles for tiles in TILES if tiles.outputs > 64], ids=str)
 def test_gated_products_are_those_of_float64(tiles: Tiles) -> None:
     most = 8 * tiles.row_tiles if isinstance(tiles, FewRowsTiles) else tiles.block_m
+    workspace = Workspace.of_size(*SHARED_SUMS, DEVICE)
     for n, k in ((384, 512), (1280, 1024)):
         weight = weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE)
         exact = dequantize(weight, torch.float32).double()
@@ -70,7 +77,7 @@ def test_gated_products_are_those_of_float64(tiles: Tiles) -> None:
             x = torch.randn(rows, k, device=DEVICE).bfloat16()
             expected = silu_mul((x.double() @ exact.T).float()).double()
             out = torch.full((rows, n // 2), float("nan"), dtype=x.dtype, device=DEVICE)
-            packed_cuda(x, weight, None, tiles, out, gated=True)
+            packed_cuda(x, weight, None, workspace, tiles, out, gated=True)
             # two roundings before the product, one after
             assert error(out, expected) < 2 * DENSE_BOUND[torch.bfloat16], (n, k, rows)
 
@@ -81,9 +88,9 @@ def test_products_of_known_models_are_those_of_float64(n: int, k: int) -> None:
     workspace = Workspace.of_size(*packed_workspace_size([(n, k)]), DEVICE)
     ours = choose_product(weight, GEMMOptions(workspace, packed=True))
     assert isinstance(ours, CudaPackedProduct)
-    x, exact = torch.randn(257, k, device=DEVICE).bfloat16(), dequantize(weight, torch.float32).double()
+    x, exact = torch.randn(400, k, device=DEVICE).bfloat16(), dequantize(weight, torch.float32).double()
     expected = x.double() @ exact.T
-    for rows in (*range(1, 65, 3), 8, 16, 32, 65, 100, 128, 129, 256, 257):
+    for rows in (*range(1, 65, 3), 8, 16, 32, 65, 100, 128, 129, 256, 257, 400):
         bound = (BOUND if rows <= 16 else DENSE_BOUND)[torch.bfloat16]
         assert error(ours.multiply(x[:rows], None), expected[:rows]) < bound, rows
         gated = silu_mul(expected[:rows].float()).double()

@@ -6,6 +6,7 @@ from itertools import product
 
 from workers.ops.blocks import cdiv, next_power_of_2
 from workers.ops.gemm.tiles import MULTIPROCESSORS
+from workers.ops.packed.cuda.tiles import SHARED_SUMS
 
 MAX_STREAM_ROWS = 32
 MAX_BLOCK_ROWS = 512  # beyond, dequantising and cuBLAS are faster
@@ -206,7 +207,7 @@ def outputs_at_once(n: int, k: int) -> int:
 
 def packed_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return cells and tickets for weights of these shapes [N, K]."""
-    cells = num_tickets = 0
+    cells, num_tickets = SHARED_SUMS
     for n, k in shapes:
         cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2), fixed_tiles(n, k).part_cells(n))
         num_tickets = max(num_tickets, cdiv(n, _TILE))

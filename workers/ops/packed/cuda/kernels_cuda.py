@@ -1,4 +1,4 @@
-"""Products with int4 weights by `few_rows.cu` (up to 32 rows), `wide.cu` (from 17) and `many_rows.cu` (from 129)."""
+"""Products with int4 weights by `few_rows.cu` (up to 32 rows), `wide.cu` (17 to 64) and `many_rows.cu` (more)."""
 
 from functools import cache
 from pathlib import Path
@@ -9,7 +9,17 @@ from torch import Tensor
 from attention.capability import Capability
 from attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map
 from workers.ops.blocks import cdiv
-from workers.ops.packed.cuda.tiles import MAX_ROWS, STEP, FewRowsTiles, ManyRowsTiles, Tiles, WideTiles, cuda_tiles
+from workers.ops.gemm.workspace import Workspace
+from workers.ops.packed.cuda.tiles import (
+    MAX_ROWS,
+    SHARED_SUMS,
+    STEP,
+    FewRowsTiles,
+    ManyRowsTiles,
+    Tiles,
+    WideTiles,
+    cuda_tiles,
+)
 from workers.ops.packed.weight import TILE, PackedWeight
 
 _NAMES = {FewRowsTiles: "few_rows", WideTiles: "wide", ManyRowsTiles: "many_rows"}  # of kernels and their files
@@ -27,6 +37,7 @@ def packed_cuda(
     x: Tensor,
     weight: PackedWeight,
     bias: Tensor | None,
+    workspace: Workspace,
     tiles: Tiles,
     out: Tensor,
     gated: bool = False,
@@ -38,6 +49,7 @@ def packed_cuda(
     weight: int4 without `row_scale`, in_features a multiple of 128, groups a multiple of 128 or all inputs, scales in
         x's dtype.
     bias: [N] in x's dtype, or None.
+    workspace: at least `SHARED_SUMS`, which `ManyRowsTiles` need.
     out: [rows, N] or [rows, N / 2] in x's dtype, contiguous.
 
     Reference: `workers.ops.packed.product.packed_product`.
@@ -50,7 +62,8 @@ def packed_cuda(
     if rows == 0:
         return out
     if isinstance(tiles, ManyRowsTiles):
-        grid, cluster = [2 * tiles.num_clusters(rows, weight.out_features)], (2, 1)
+        assert workspace.part.numel() >= SHARED_SUMS[0] and workspace.tickets.numel() >= SHARED_SUMS[1]
+        grid, cluster = [2 * tiles.num_clusters(rows, weight.out_features, k // STEP)], (2, 1)
     else:
         grid, cluster = [cdiv(n, tiles.outputs // (1 + gated)), tiles.splits], (1, tiles.splits)
     inputs: list[object] = []
@@ -67,6 +80,7 @@ def packed_cuda(
         Capability.of(x.device).supports_pdl,
         *(*inputs, weight.codes, weight.scales, weight.zeros, bias, out, n),
         *(cdiv(weight.out_features, TILE), k // STEP, 0 if weight.group == k else weight.group // STEP),
+        *((workspace.part, workspace.tickets) if isinstance(tiles, ManyRowsTiles) else ()),
     )
     return out
 

@@ -1,12 +1,19 @@
 // y = x W^T, or silu(x G^T) * (x U^T), for hundreds of rows and int4 weights. `kernels_cuda` compiles it, and generates
 // the device function `wgmma`.
 //
-// Macros: `ManyRowsTiles` in tiles.py. ROWS: block_m, 128 or 256. GATED: the first warp group computes gate, the second
+// Macros: `ManyRowsTiles` in tiles.py. ROWS: block_m. GATED: the first warp group computes gate, the second
 // up projections. HALF: float16, else bfloat16. ZEROS: weights have zeros.
 //
 // Each program computes 128 outputs by ROWS rows at a time, and several such tiles one after the other. Two programs of
 // a cluster compute different outputs of the same rows, and each copies half of the rows' inputs to both, since L2 would
 // limit the product. One warp copies; copies for the next tile begin before this tile's results are stored.
+//
+// If the tiles do not fill all clusters equally often (`rest`), the first ones are shared out by inputs (stream-K): each
+// cluster gets equally many stages, one after the other, of one to three tiles. It begins with its last tile, of which a
+// later cluster may have the other inputs, stores that tile's sums in `part` and sets its flags. The cluster that has a
+// tile's last inputs adds what earlier ones stored, and sets their flags back to 0. Nobody waits for a later cluster,
+// and those sums were the first that the earlier clusters computed. The other tiles follow, all clusters at the same
+// inputs, so that they find rows in L2.
 
 constexpr int RT = ROWS / 8, X = ROWS * 256, CODES = 8192, STAGE = X + CODES, SCALES = 256 * (1 + ZEROS);
 constexpr int SCALE_RING = STAGES * STAGE, STAGING = SCALE_RING + STAGES * SCALES, BARRIERS = STAGING + 8192;
@@ -20,6 +27,17 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
         "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [a];\n}" ::"r"(barrier), "r"(rank)
         : "memory");
+}
+__device__ __forceinline__ void store_sums(float* to, float a, float b, float c, float d) {
+    asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+__device__ __forceinline__ float4 load_sums(const float* from) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
 }
 __device__ __forceinline__ u32 pair_of(float low, float high) { return (u32)rounded(low) | (u32)rounded(high) << 16; }
 __device__ __forceinline__ u32 gated_pair(u32 gates, u32 ups) {
@@ -35,13 +53,26 @@ __device__ __forceinline__ u32 gated_pair(u32 gates, u32 ups) {
 extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
     const __grid_constant__ TensorMap x, int all_rows, const char* __restrict__ codes,
     const char* __restrict__ scales, const char* __restrict__ zeros, const u16* __restrict__ bias,
-    u16* __restrict__ out, int n_out, int blocks, int steps, int group_steps) {
+    u16* __restrict__ out, int n_out, int blocks, int steps, int group_steps, float* __restrict__ part,
+    u32* __restrict__ flags) {
     extern __shared__ __align__(1024) char memory[];
     const u32 base = (u32)__cvta_generic_to_shared(memory);
     const u32 full = base + BARRIERS, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % 2;
     const int row_tiles = (all_rows + ROWS - 1) / ROWS, pairs = ((GATED ? blocks / 2 : (blocks + 1) / 2) + 1) / 2;
-    const int tiles = row_tiles * pairs, clusters = gridDim.x / 2;
+    const int tiles = row_tiles * pairs, clusters = gridDim.x / 2, cluster = blockIdx.x / 2;
+    // The first `shared` tiles are shared out by stages: this cluster has stages `low` to `high` of all their stages.
+    const int rest = tiles % clusters, shared = rest && tiles > clusters ? rest + clusters : rest;
+    const int share = (shared * steps + clusters - 1) / clusters;
+    const int low = min(cluster * share, shared * steps), high = min(low + share, shared * steps);
+    // Tiles in the order in which this cluster computes them, and which stages of them.
+    const int first_tile = low < high ? (high - 1) / steps : shared + cluster;
+    auto next_tile = [&](int index) {
+        if (index >= shared) return index + clusters;
+        return index > low / steps ? index - 1 : shared + cluster;
+    };
+    auto first_stage = [&](int index) { return index < shared ? max(low - index * steps, 0) : 0; };
+    auto end_stage = [&](int index) { return index < shared ? min(high - index * steps, steps) : steps; };
     // The outputs and first row of a tile: rows change first.
     auto place = [&](int index, int& output_tile, int& first_row) {
         const int group = index / (ROW_TILES_AT_ONCE * pairs), inside = index - group * ROW_TILES_AT_ONCE * pairs;
@@ -90,16 +121,18 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
                         "l"(&x), "r"(s * 128 + rank * 64), "r"(first_row), "r"(full + 8 * slot), "h"((u16)3)
                         : "memory");
             };
-            int index = blockIdx.x / 2, turn = 0;
-            const int ahead = index < tiles ? min(STAGES, steps) : 0;
+            int index = first_tile, turn = 0;
+            const int ahead = index < tiles ? min(STAGES, end_stage(index) - first_stage(index)) : 0;
             if (ahead) open(index);
-            for (int s = 0; s < ahead; s++) weights(s, s);
+            const int start = first_stage(index);
+            for (int s = 0; s < ahead; s++) weights(start + s, s);
             asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
             asm volatile("griddepcontrol.wait;" ::: "memory");
-            for (int s = 0; s < ahead; s++) inputs(s, s);
-            for (; index < tiles; index += clusters) {
+            for (int s = 0; s < ahead; s++) inputs(start + s, s);
+            for (; index < tiles; index = next_tile(index)) {
                 open(index);
-                for (int s = 0; s < steps; s++, turn++) {
+                const int end = end_stage(index);
+                for (int s = first_stage(index); s < end; s++, turn++) {
                     if (turn < ahead) continue;
                     const int slot = turn % STAGES;
                     wait(empty + 8 * slot, (turn / STAGES + 1) & 1);
@@ -119,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
             if (lane < 2) arrive_at(empty + 8 * (turn % STAGES), lane);
         };
         int turn = 0;
-        for (int index = blockIdx.x / 2; index < tiles; index += clusters) {
+        for (int index = first_tile; index < tiles; index = next_tile(index)) {
+            const int start = first_stage(index), end = end_stage(index);
             int output_tile, first_row;
             place(index, output_tile, first_row);
             float acc[4 * RT];
@@ -145,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
             };
             open(turn);
 #pragma unroll 1
-            for (int s = 0; s < steps; s++, turn++) {
+            for (int s = start; s < end; s++, turn++) {
                 const u64 b = descriptor(base + turn % STAGES * STAGE);
 #pragma unroll
                 for (int k = 0; k < 8; k++) {
@@ -156,10 +190,38 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
                     if (k < 7) decode(a[(k + 1) % 2], words[k + 1], s0, s1, z0, z1);
-                    else if (s + 1 < steps) open(turn + 1);
+                    else if (s + 1 < end) open(turn + 1);
                 }
                 asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
                 release(turn);
+            }
+            auto sums_of = [&](int program) { return part + ((u64)program * RT * CONSUMERS + threadIdx.x) * 4; };
+            if (end < steps) {
+                float* to = sums_of(blockIdx.x);
+#pragma unroll
+                for (int r = 0; r < RT; r++)
+                    store_sums(to + r * CONSUMERS * 4, acc[4 * r], acc[4 * r + 1], acc[4 * r + 2], acc[4 * r + 3]);
+                __syncwarp();
+                if (lane == 0)
+                    asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flags + blockIdx.x * 8 + warp)
+                                 : "memory");
+                continue;
+            }
+            for (int other = start ? index * steps / share : cluster; other < cluster; other++) {
+                u32* flag = flags + (other * 2 + rank) * 8 + warp;
+                if (lane == 0) {
+                    u32 stored;
+                    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(stored) : "l"(flag) : "memory");
+                    while (!stored);
+                    *flag = 0;
+                }
+                __syncwarp();
+                const float* from = sums_of(other * 2 + rank);
+#pragma unroll
+                for (int r = 0; r < RT; r++) {
+                    const float4 v = load_sums(from + r * CONSUMERS * 4);
+                    acc[4 * r] += v.x, acc[4 * r + 1] += v.y, acc[4 * r + 2] += v.z, acc[4 * r + 3] += v.w;
+                }
             }
 
             const int column = (output_tile * (GATED ? 1 : 2) + (GATED ? 0 : group)) * 64 + 16 * i;

@@ -25,14 +25,14 @@ class CudaPackedProduct(TritonPackedProduct):
             return super().multiply(x, bias, out)
         if out is None:
             out = torch.empty((x.shape[0], self.weight.out_features), dtype=x.dtype, device=x.device)
-        return packed_cuda(aligned(x), self.weight, bias, tiles, out)
+        return packed_cuda(aligned(x), self.weight, bias, self.workspace, tiles, out)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         tiles = self._tiles(x, True)
         if tiles is None:
             return super().multiply_gated(x)
         out = torch.empty((x.shape[0], self.weight.out_features // 2), dtype=x.dtype, device=x.device)
-        return packed_cuda(aligned(x), self.weight, None, tiles, out, gated=True)
+        return packed_cuda(aligned(x), self.weight, None, self.workspace, tiles, out, gated=True)
 
     def _tiles(self, x: Tensor, gated: bool) -> Tiles | None:
         if x.dtype != self.weight.scales.dtype or self.deterministic:

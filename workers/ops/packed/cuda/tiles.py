@@ -9,6 +9,10 @@ from workers.ops.packed.weight import TILE
 STEP = 128  # inputs of a stage
 _MAX_CLUSTER = 8  # portable cluster size on Hopper
 _ROW_BYTES = 256 + 64  # bytes of a row in a stage of `few_rows.cu`
+_MAX_CLUSTERS = MULTIPROCESSORS // 2  # of `many_rows.cu`, which have two programs each
+_MIN_SHARE = 4  # stages of a cluster: adding the sums of shorter ones takes longer than multiplying
+SHARED_SUMS = 2 * _MAX_CLUSTERS * 128 * 256, 2 * _MAX_CLUSTERS * 8
+"""Cells and tickets of the workspace of `many_rows.cu`: a tile's sums for each program, and a flag for each warp."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class WideTiles:
 class ManyRowsTiles:
     """Tiles of `many_rows.cu`: 128 outputs by `block_m` rows, for each of a cluster's two programs.
 
-    block_m: 128 or 256.
+    block_m: a multiple of 64, at most 256.
     stages: of 128 inputs, in shared memory.
     """
 
@@ -123,10 +127,23 @@ class ManyRowsTiles:
             *_common(gated, half, zeros, self.shared_bytes(zeros)),
         )
 
-    def num_clusters(self, rows: int, n: int) -> int:
-        """Return the number of clusters for a weight [n, k]: each computes several tiles if there are more."""
-        pairs = cdiv(cdiv(n, self.outputs), 2)
-        return min(MULTIPROCESSORS // 2, pairs * cdiv(rows, self.block_m))
+    def num_pairs(self, rows: int, n: int) -> int:
+        """Return the number of pairs of tiles for `n` outputs; a cluster computes one pair at a time."""
+        return cdiv(cdiv(n, self.outputs), 2) * cdiv(rows, self.block_m)
+
+    def num_clusters(self, rows: int, n: int, steps: int) -> int:
+        """Return the number of clusters for a weight [n, 128 `steps`]."""
+        return min(_MAX_CLUSTERS, max(1, self.num_pairs(rows, n) * steps // _MIN_SHARE))
+
+    def us(self, rows: int, n: int, steps: int) -> float:
+        """Return the microseconds that the product takes on an H200, as predicted by `_STEP_US` and its neighbours."""
+        pairs, clusters = self.num_pairs(rows, n), self.num_clusters(rows, n, steps)
+        rest, sums = pairs % clusters, 0
+        if rest:
+            share = cdiv((rest + clusters * (pairs > clusters)) * steps, clusters)
+            sums = cdiv(steps, share)
+        tile_us = (_TILE_US * cdiv(pairs, clusters) + _SUM_US * sums) * self.block_m / 256
+        return cdiv(pairs * steps, clusters) * _STEP_US[self.block_m] + tile_us
 
 
 Tiles = FewRowsTiles | WideTiles | ManyRowsTiles
@@ -151,7 +168,7 @@ _FEW_ROWS: dict[tuple[int, str], tuple[int, int, int, int]] = {
 _PROGRAMS = 90  # sums are split until there are at least so many
 
 # (block_m, paired, stages) by rows, rounded up to a power of two, and form of the product. A layer's products take 120
-# us with Triton's kernels and 95 with these at 64 rows, 160 and 126 at 128, 277 and 201 at 256.
+# us with Triton's kernels and 95 with these at 64 rows.
 _WIDE: dict[tuple[int, str], tuple[int, bool, int]] = {
     (32, "gated"): (32, True, 4),
     (32, "more outputs"): (32, True, 4),
@@ -159,26 +176,14 @@ _WIDE: dict[tuple[int, str], tuple[int, bool, int]] = {
     (64, "more outputs"): (64, True, 6),
     (64, "as many"): (64, False, 4),
     (64, "more inputs"): (64, True, 6),
-    (128, "gated"): (128, True, 4),
-    (128, "more outputs"): (128, False, 5),
-    (128, "as many"): (128, False, 5),
-    (128, "more inputs"): (128, True, 4),
-    (256, "more outputs"): (256, False, 3),
-    (256, "as many"): (128, False, 5),
-    (256, "more inputs"): (128, False, 5),
 }
 
-# For more rows: microseconds of 128 inputs of a tile on an H200, and of the rest of a tile. A layer of Llama-3.1-8B
-# takes 352 us with the tiles of least time at 512 rows, 629 at 1,024 and 1,242 at 2,048; dequantised and multiplied by
-# cuBLAS 516, 774 and 1,327, in bf16 317, 593 and 1,186.
-_MANY_ROWS: dict[ManyRowsTiles | WideTiles, float] = {
-    ManyRowsTiles(256, 3): 1.42,
-    ManyRowsTiles(128, 5): 0.92,
-    WideTiles(256, False, 1, 3): 1.5,
-    WideTiles(128, True, 1, 4): 1.5,
-    WideTiles(128, False, 1, 5): 0.95,
-}
-_TILE_US, _SPLIT_US = 3.0, 1.5
+# `many_rows.cu`: microseconds of 128 inputs by block_m, of storing a tile of 256 rows, and of adding one sum of such a
+# tile; fitted to 80 products of Llama-3.1-8B, 128 to 1,200 rows. Its layer takes 136 us at 128 rows, 285 at 384, 504 at
+# 700, 621 at 1,024 and 1,230 at 2,048 (bf16 143, 268, 456, 607 and 1,198).
+_STEP_US = {128: 0.84, 192: 1.08, 256: 1.31}
+_TILE_US, _SUM_US = 6.1, 1.3
+_MANY_ROWS = ManyRowsTiles(128, 5), ManyRowsTiles(192, 3), ManyRowsTiles(256, 3)
 MAX_ROWS = 4096  # at 8,192, dequantising and cuBLAS take 3 % less
 
 
@@ -188,8 +193,8 @@ def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> Tiles | None:
         return None
     bucket, steps = max(8, next_power_of_2(rows)), k // STEP
     form = "gated" if gated else "more outputs" if n > k else "more inputs" if k > n else "as many"
-    if bucket > 256 or (bucket, form) == (256, "gated"):
-        return _many_rows_tiles(rows, n, steps)
+    if bucket > 64:
+        return min(_MANY_ROWS, key=lambda tiles: tiles.us(rows, n, steps))
     if (bucket, form) in _WIDE:
         block_m, paired, stages = _WIDE[bucket, form]
         wide = WideTiles(block_m, paired, 1, stages)
@@ -202,22 +207,6 @@ def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> Tiles | None:
         splits *= 2
     stages = min(stages, cdiv(cdiv(steps, splits), warps_k) * warps_k)
     return FewRowsTiles(bucket // 8, warps_n, warps_k, splits, stages, programs)
-
-
-def _many_rows_tiles(rows: int, n: int, steps: int) -> Tiles:
-    """Return the tiles with the least time for `steps` times 128 inputs, if all multiprocessors take equally many."""
-    times: dict[Tiles, float] = {}
-    for tiles, step_us in _MANY_ROWS.items():
-        count = cdiv(n, tiles.outputs) * cdiv(rows, tiles.block_m)
-        if isinstance(tiles, WideTiles) and 0 < rows % tiles.block_m <= tiles.block_m // 2:
-            continue  # at 384 rows, such a last tile made tiles of 256 rows slower than they are at 512
-        for splits in (1, 2, 3, 4) if isinstance(tiles, WideTiles) else (1,):
-            if splits > 1 and (count * splits > MULTIPROCESSORS or 2 * splits > steps):
-                continue
-            us = cdiv(steps, splits) * step_us + _TILE_US + _SPLIT_US * (splits > 1)
-            split = replace(tiles, splits=splits) if isinstance(tiles, WideTiles) else tiles
-            times[split] = cdiv(count * splits, MULTIPROCESSORS) * us
-    return min(times, key=times.__getitem__)
 
 
 def _wide_splits(tiles: int, steps: int) -> int:

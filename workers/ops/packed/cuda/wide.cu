@@ -1,4 +1,4 @@
-// y = x W^T, or silu(x G^T) * (x U^T), for int4 weights and 17 rows or more. `kernels_cuda` compiles it, and generates
+// y = x W^T, or silu(x G^T) * (x U^T), for int4 weights and 17 to 64 rows. `kernels_cuda` compiles it, and generates
 // the device function `wgmma`.
 //
 // Macros: `WideTiles` in tiles.py. JW: blocks of 64 outputs of each of two warp groups (GATED: the first computes gate,
