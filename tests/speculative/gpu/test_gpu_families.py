@@ -15,12 +15,12 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.gpu.test_gpu_hybrids import on_gpu
 from tests.speculative.test_backends import RefuseHostReads, step_of
-from tests.support.clear_routers import check_greedy_in_bfloat16, clear_routers
 from tests.support.drafts.block_reference import head_for, make_block_head
 from tests.support.engine_plans import build_worker
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.known_models import make_known
 from tests.support.target_answers import head_for as head_for_streams
+from tests.support.targets.clear_routers import check_greedy_in_bfloat16, clear_routers
 from tests.support.tiny_models import VOCAB, make_eagle3, make_target
 from tests.workers.models.test_gpt_oss import mxfp4
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig

@@ -1,4 +1,4 @@
-"""`tests.support.clear_routers` on a CPU: right experts pass in bfloat16, experts that are wrong in a row do not."""
+"""Models with clear routers on a CPU: right experts pass in bfloat16, experts that are wrong in a row do not."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from speculative.build import EngineSpec
 from speculative.local import local_engine
-from tests.support.clear_routers import check_greedy_in_bfloat16, clear_routers
 from tests.support.known_models import make_known
 from tests.support.slow import slow
+from tests.support.targets.clear_routers import check_greedy_in_bfloat16, clear_routers
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import GREEDY, prompts, worker_of
 from workers.layers import experts_method
