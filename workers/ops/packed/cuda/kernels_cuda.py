@@ -1,4 +1,4 @@
-"""Products with int4 weights by `few_rows.cu` (up to 32 rows), `wide.cu` (17 to 64) and `many_rows.cu` (more)."""
+"""Products with int4 weights by `few_rows.cu` (up to 32 rows), `wide.cu` (17 to 32) and `many_rows.cu` (more)."""
 
 from functools import cache
 from pathlib import Path
@@ -96,7 +96,7 @@ def compile_products(weight: PackedWeight) -> None:
 @cache
 def _compile_products(n: int, k: int, half: bool, zeros: bool, compute: tuple[int, int]) -> None:
     for gated in (False, True) if n > k else (False,):  # gate and up projections have more outputs than inputs
-        for rows in (1, 16, 32, *range(64, MAX_ROWS + 1, 64)):  # of each 64, all have the same tiles
+        for rows in (1, 16, *range(32, MAX_ROWS + 1, 32)):  # of each 32, all have the same tiles
             tiles = cuda_tiles(rows, n, k, gated)
             if tiles is not None:
                 compile_ahead(source_of(tiles, half), tiles.defines(gated, half, zeros), compute)

@@ -19,6 +19,7 @@ constexpr int RT = ROWS / 8, X = ROWS * 256, CODES = 8192, STAGE = X + CODES, SC
 constexpr int SCALE_RING = STAGES * STAGE, STAGING = SCALE_RING + STAGES * SCALES, BARRIERS = STAGING + 8192;
 static_assert(SHARED_BYTES >= BARRIERS + 16 * STAGES, "tiles.py");
 constexpr int CONSUMERS = 256, MOVERS = 128;
+constexpr int AT_ONCE = RT % 8 ? 2 : 4;  // tiles of 8 rows that a warp stores at once
 constexpr int ROW_TILES_AT_ONCE = 8;  // whose inputs stay in L2 while weights pass
 
 // Arrive at the barrier of one of the cluster's programs.
@@ -226,17 +227,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
 
             const int column = (output_tile * (GATED ? 1 : 2) + (GATED ? 0 : group)) * 64 + 16 * i;
             const int rows = min(ROWS, all_rows - first_row);
-            // Store 32 rows: pairs of rows of tile m + j at outputs g and g + 8.
-            auto store = [&](const u32 (&v)[8], int m) {
+            // Store AT_ONCE tiles of 8 rows: pairs of rows of tile m + j / 2 at outputs g and g + 8.
+            auto store = [&](const u32 (&v)[2 * AT_ONCE], int m) {
 #pragma unroll
-                for (int j = 0; j < 2; j++)
+                for (int j = 0; j < AT_ONCE / 2; j++)
                     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                                      to + 512 * j),
                                  "r"(v[4 * j]), "r"(v[4 * j + 1]), "r"(v[4 * j + 2]), "r"(v[4 * j + 3])
                                  : "memory");
                 __syncwarp();
 #pragma unroll
-                for (int j = 0; j < 2; j++) {
+                for (int j = 0; j < AT_ONCE / 2; j++) {
                     const uint4 eight = load(staging + 512 * j + 16 * lane);
                     const int row = m * 8 + 16 * j + lane / 2, first = column + lane % 2 * 8;
                     u16* place = out + (u64)(first_row + row) * n_out + first;
@@ -258,19 +259,19 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
 #if GATED
             // The first warp group multiplies the first half of the rows, the second the other half.
 #pragma unroll
-            for (int m = 0; m < RT / 2; m += 4) {
-                u32 own[8];
+            for (int m = 0; m < RT / 2; m += AT_ONCE) {
+                u32 own[2 * AT_ONCE];
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
+                for (int j = 0; j < 2 * AT_ONCE; j++) {
                     const int first = 4 * (m + j / 2) + j % 2 * 2, second = first + 2 * RT;
                     own[j] = group ? pair_of(acc[second], acc[second + 1]) : pair_of(acc[first], acc[first + 1]);
                     const u32 given = group ? pair_of(acc[first], acc[first + 1]) : pair_of(acc[second], acc[second + 1]);
                     asm volatile("st.shared.u32 [%0], %1;" ::"r"(staging + 128 * j + 4 * lane), "r"(given) : "memory");
                 }
                 asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-                u32 v[8];
+                u32 v[2 * AT_ONCE];
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
+                for (int j = 0; j < 2 * AT_ONCE; j++) {
                     u32 other;
                     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(other) : "r"(theirs + 128 * j + 4 * lane) : "memory");
                     v[j] = group ? gated_pair(other, own[j]) : gated_pair(own[j], other);
@@ -285,10 +286,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
                 if (column + g + 8 < n_out) high = number(bias[column + g + 8], 0);
             }
 #pragma unroll
-            for (int m = 0; m < RT; m += 4) {
-                u32 v[8];
+            for (int m = 0; m < RT; m += AT_ONCE) {
+                u32 v[2 * AT_ONCE];
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
+                for (int j = 0; j < 2 * AT_ONCE; j++) {
                     const int first = 4 * (m + j / 2) + j % 2 * 2;
                     const float added = j % 2 ? high : low;
                     v[j] = pair_of(acc[first] + added, acc[first + 1] + added);

@@ -104,7 +104,7 @@ class WideTiles:
 class ManyRowsTiles:
     """Tiles of `many_rows.cu`: 128 outputs by `block_m` rows, for each of a cluster's two programs.
 
-    block_m: a multiple of 64, at most 256.
+    block_m: a multiple of 32, at most 256.
     stages: of 128 inputs, in shared memory.
     """
 
@@ -167,23 +167,15 @@ _FEW_ROWS: dict[tuple[int, str], tuple[int, int, int, int]] = {
 }
 _PROGRAMS = 90  # sums are split until there are at least so many
 
-# (block_m, paired, stages) by rows, rounded up to a power of two, and form of the product. A layer's products take 120
-# us with Triton's kernels and 95 with these at 64 rows.
-_WIDE: dict[tuple[int, str], tuple[int, bool, int]] = {
-    (32, "gated"): (32, True, 4),
-    (32, "more outputs"): (32, True, 4),
-    (64, "gated"): (64, True, 6),
-    (64, "more outputs"): (64, True, 6),
-    (64, "as many"): (64, False, 4),
-    (64, "more inputs"): (64, True, 6),
-}
+# For 17 to 32 rows, gated or with more outputs than inputs: a layer's products take 91.3 us, with `many_rows.cu` 94.6.
+_WIDE = WideTiles(32, True, 1, 4)
 
 # `many_rows.cu`: microseconds of 128 inputs by block_m, of storing a tile of 256 rows, and of adding one sum of such a
 # tile; fitted to 80 products of Llama-3.1-8B, 128 to 1,200 rows. Its layer takes 136 us at 128 rows, 285 at 384, 504 at
 # 700, 621 at 1,024 and 1,230 at 2,048 (bf16 143, 268, 456, 607 and 1,198).
-_STEP_US = {128: 0.84, 192: 1.08, 256: 1.31}
+_STEP_US = {64: 0.68, 96: 0.76, 128: 0.84, 192: 1.08, 256: 1.31}
 _TILE_US, _SUM_US = 6.1, 1.3
-_MANY_ROWS = ManyRowsTiles(128, 5), ManyRowsTiles(192, 3), ManyRowsTiles(256, 3)
+_MANY_ROWS = [ManyRowsTiles(block_m, stages) for block_m, stages in ((64, 8), (96, 6), (128, 5), (192, 3), (256, 3))]
 MAX_ROWS = 4096  # at 8,192, dequantising and cuBLAS take 3 % less
 
 
@@ -193,12 +185,10 @@ def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> Tiles | None:
         return None
     bucket, steps = max(8, next_power_of_2(rows)), k // STEP
     form = "gated" if gated else "more outputs" if n > k else "more inputs" if k > n else "as many"
-    if bucket > 64:
+    if bucket > 32:
         return min(_MANY_ROWS, key=lambda tiles: tiles.us(rows, n, steps))
-    if (bucket, form) in _WIDE:
-        block_m, paired, stages = _WIDE[bucket, form]
-        wide = WideTiles(block_m, paired, 1, stages)
-        return replace(wide, splits=_wide_splits(cdiv(n, wide.outputs) * cdiv(rows, block_m), steps))
+    if bucket == 32 and (gated or n > k):
+        return replace(_WIDE, splits=_wide_splits(cdiv(n, _WIDE.outputs), steps))
     if (bucket // 8, form) not in _FEW_ROWS:
         return None
     warps_n, warps_k, stages, programs = _FEW_ROWS[bucket // 8, form]
