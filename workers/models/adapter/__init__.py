@@ -8,7 +8,9 @@ refusals   why a model is not served
 config     `AdapterConfig`, made of these
 siblings   finds linear layers with the same input
 matching   finds modules that compute what our fused operations do
-layers     our layers: linear, experts, embedding, attention
+routers    finds routers of experts that choose as our operation does
+layers     our layers: linear, embedding, attention
+experts    our experts
 fused      our layers that have fewer kernels than theirs: merged linear layers, gated MLPs
 blocks     decoder layers whose residual addition is one launch with a norm
 replace    puts our layers into the model

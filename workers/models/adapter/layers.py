@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,21 +9,15 @@ from torch import Tensor, nn
 
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
-from workers.layers.experts import Experts
-from workers.layers.experts_method import UnquantizedExperts
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, kv_head_span, rank_span
 from workers.layers.linear_method import DenseLinearMethod, check_plain
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.models.adapter.survey import AttentionCall
-from workers.ops.experts.route import RouterLogits, Routing
-from workers.ops.gemm.workspace import GEMMOptions
+from workers.ops.experts.route import TokenSlots
 from workers.ops.rotary import Angles
 from workers.span import Span
-
-_UNLIKELY = -1e30  # logit of an expert that is not chosen; its softmax is 0
-_LEAST_WEIGHT = 1e-30  # of a chosen expert
 
 
 class Columns(ColumnParallelLinear):
@@ -87,57 +80,6 @@ class Embedding(VocabEmbedding):
     def forward(self, ids: Tensor) -> Tensor:
         rows = super().forward(ids)
         return rows if self._scale == 1.0 else rows * torch.tensor(self._scale, dtype=rows.dtype)
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Experts that the model's own router has chosen; used instead of `RouterLogits`."""
-
-    chosen: Tensor
-    weight: Tensor
-
-    def choose(self) -> tuple[Tensor, Tensor]:
-        return self.chosen, self.weight
-
-
-class GivenExperts(Experts):
-    """Experts that the model's own router chooses.
-
-    experts_per_token: experts that the router chooses for a row.
-    """
-
-    def __init__(self, experts: nn.Module, group: TPGroup, experts_per_token: int) -> None:
-        stacked: Tensor = experts.down_proj  # type: ignore[assignment]
-        super().__init__(stacked.shape[0], stacked.shape[1], stacked.shape[2], group, experts_per_token)
-        self._group = group
-        self._routing = Routing(self.shape.held.total, experts_per_token, normalise=True)
-
-    def forward(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """x: [..., hidden_size]. chosen: [rows, experts of a token] int64. weight: [rows, experts of a token], not
-        negative."""
-        rows, weight = x.flatten(0, -2), weight.float()
-        if isinstance(self.method, UnquantizedExperts):
-            part = self.method.multiply(rows, _Given(chosen, weight))  # type: ignore[arg-type]
-        else:
-            part = self.method.multiply(rows, logits_of(chosen, weight, self._routing))
-            part = (part * weight.sum(-1, keepdim=True)).to(x.dtype)
-        return self._group.all_reduce(part).view(x.shape)
-
-    def finish(self, options: GEMMOptions) -> None:
-        """Pack nothing of unquantised weights, which are multiplied by `_Given`."""
-        if not isinstance(self.method, UnquantizedExperts):
-            super().finish(options)
-
-
-def logits_of(chosen: Tensor, weight: Tensor, routing: Routing) -> RouterLogits:
-    """Return logits from which `routing` chooses these experts, with these weights over their sum. Kernels for
-    quantised experts choose from logits.
-
-    chosen: [rows, experts of a token] int64.
-    weight: [rows, experts of a token] float32, not negative.
-    """
-    others = weight.new_full((weight.shape[0], routing.num_experts), _UNLIKELY)
-    return RouterLogits(others.scatter(1, chosen, weight.clamp(min=_LEAST_WEIGHT).log()), None, routing)
 
 
 class Leaf(WeightedModule):
@@ -259,6 +201,14 @@ class Passing:
         """Return q and k as they are. Replaces a model's function that rotates them, `AttentionCall.rotary`."""
         self._rotation = q, k, cos, sin
         return q, k
+
+    def live(self) -> TokenSlots | None:
+        """Return the marks of the pass's padding rows; None outside a pass."""
+        context = self._context
+        if context is None:
+            return None
+        mapping = context.slot_mapping if context.live_mapping is None else context.live_mapping
+        return TokenSlots(mapping, context.pool.page_size)
 
     def deferred(self, q: Tensor, k: Tensor) -> Angles:
         """Return the angles of the last `defer`, which was of q and k."""

@@ -49,7 +49,7 @@ class TransformersModel(TargetModel):
         head = theirs.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UnservableError(f"is a {type(theirs).__name__}, which has no vocabulary head")
-        put_layers(theirs, config, group)
+        put_layers(theirs, config, group, self._passing)
         fuse_blocks(theirs, [call.module for call in config.calls])
         embedding = theirs.get_input_embeddings()
         assert isinstance(embedding, VocabEmbedding), "put there"

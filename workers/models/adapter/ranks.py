@@ -9,7 +9,7 @@ from torch import Tensor
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import LinearBase, kv_head_span, rank_span
 from workers.models.adapter.config import AdapterConfig
-from workers.models.adapter.layers import GivenExperts
+from workers.models.adapter.experts import GivenExperts
 from workers.models.adapter.model import TransformersModel
 from workers.models.adapter.survey import NUM_ROWS, AttentionCall, decoder, keep_angles, reason_of
 

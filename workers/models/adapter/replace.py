@@ -1,5 +1,7 @@
 """Puts Aerie's layers into a model of transformers."""
 
+from collections.abc import Hashable
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -7,9 +9,19 @@ from transformers import PreTrainedModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span, rank_span
 from workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
+from workers.models.adapter.experts import GivenExperts
 from workers.models.adapter.fused import GatedMLP, Merged, Part, can_merge
-from workers.models.adapter.layers import Columns, Embedding, GivenExperts, Leaf, LeafEmbedding, Rows, own_tensors
+from workers.models.adapter.layers import (
+    Columns,
+    Embedding,
+    Leaf,
+    LeafEmbedding,
+    Passing,
+    Rows,
+    own_tensors,
+)
 from workers.models.adapter.matching import match_gated_mlp, match_norm
+from workers.models.adapter.routers import MatchedRouter, RouterMatch, RouterShell, find_router, hidden_of, traits_of
 from workers.models.adapter.survey import UnservableError, are_experts, is_plain_embedding
 from workers.quantization.quant_method import Unquantized
 from workers.span import Span
@@ -19,15 +31,16 @@ _ROWS = ("rowwise", "rowwise_split_input")
 _WHOLE = (None, "replicated_with_grad_allreduce", "mla_kv_a_proj")  # the last differs in its gradient alone
 
 
-def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup) -> None:
-    """Replace, in place, gated MLPs, RMSNorms, linear layers, experts and the token embedding; other modules with
-    tensors become a `Leaf`. Raises UnservableError for an unknown word of the tensor-parallel plan."""
-    _Replacement(model, config, group).run()
+def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup, passing: Passing) -> None:
+    """Replace, in place, experts and their routers, gated MLPs, RMSNorms, linear layers and the token embedding; other
+    modules with tensors become a `Leaf`. Raises UnservableError for an unknown word of the tensor-parallel plan."""
+    _Replacement(model, config, group, passing).run()
 
 
 class _Replacement:
-    def __init__(self, model: PreTrainedModel, config: AdapterConfig, group: TPGroup) -> None:
+    def __init__(self, model: PreTrainedModel, config: AdapterConfig, group: TPGroup, passing: Passing) -> None:
         self._model, self._config, self._group, self._plan = model, config, group, dict(config.plan)
+        self._live = passing.live
         self._is_quantised = not isinstance(config.quant, Unquantized)
         self._kv_heads = {
             f"{call.module}.{name}": call.num_kv_heads for call in config.calls for name in KV_PROJECTIONS
@@ -36,6 +49,7 @@ class _Replacement:
     def run(self) -> None:
         model = self._model
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._put_experts()
         for path, module in list(model.named_modules()):
             mlp = self._gated_mlp(path, module)
             if mlp is not None:
@@ -48,8 +62,6 @@ class _Replacement:
                 self._put(path, Embedding(module, self._group))
             elif type(module) is nn.Linear:
                 self._put(path, self._linear(path, module))
-            elif self._config.experts is not None and are_experts(module):
-                self._put(path, GivenExperts(module, self._group, self._config.experts_per_token))
             elif own_tensors(module) and not _is_ours(module):
                 norm = match_norm(module, torch.get_default_dtype())
                 if norm is not None:
@@ -57,6 +69,27 @@ class _Replacement:
                     continue
                 kind = LeafEmbedding if is_plain_embedding(module) else Leaf
                 module.__class__ = type(type(module).__name__, (kind, type(module)), {})
+
+    def _put_experts(self) -> None:
+        if self._config.experts is None:
+            return
+        known: dict[Hashable, tuple[str, RouterMatch] | None] = {}
+        for path, module in list(self._model.named_modules()):
+            if not are_experts(module):
+                continue
+            parent, _, name = path.rpartition(".")
+            block = self._model.get_submodule(parent)
+            traits = traits_of(block)
+            if traits not in known:
+                known[traits] = find_router(block, name)
+            router = known[traits]
+            if router is not None and router[1].linear is not None and self._is_quantised:
+                router = None  # its linear layer may be quantised
+            if router is not None:
+                where, match = router
+                ours = MatchedRouter(match, hidden_of(block.get_submodule(where), match), self._live)
+                self._put(f"{parent}.{where}", ours if match.linear is None else RouterShell(match.linear, ours))
+            self._put(path, GivenExperts(module, self._group, self._config.experts_per_token, router is not None))
 
     def _put(self, path: str, new: nn.Module) -> None:
         parent, _, name = path.rpartition(".")

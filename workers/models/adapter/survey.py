@@ -157,7 +157,7 @@ def is_plain_embedding(module: nn.Module) -> bool:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Whether `workers.models.adapter.layers.GivenExperts` can replace the module: experts with a SiLU gate, stacked
+    """Whether `workers.models.adapter.experts.GivenExperts` can replace the module: experts with a SiLU gate, stacked
     as usual in transformers."""
     wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     plain = getattr(type(module), "_apply_gate", None) is _default_apply_gate

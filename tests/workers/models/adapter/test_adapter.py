@@ -24,7 +24,7 @@ from tests.workers.models.test_targets import by_transformers, by_us, worker_of
 from workers.config import ModelSource, WorkerConfig
 from workers.distributed.tp_group import TPGroup
 from workers.layers.vocab import VocabShard
-from workers.models.adapter.layers import logits_of
+from workers.models.adapter.experts import logits_of
 from workers.models.config import ModelConfig
 from workers.models.loading import read_target_config
 from workers.ops.experts.route import Routing

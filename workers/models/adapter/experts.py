@@ -1,0 +1,70 @@
+"""Aerie's experts in a transformers model, chosen by the model's router or by Aerie's."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.experts import Experts
+from workers.layers.experts_method import UnquantizedExperts
+from workers.ops.experts.route import RouterLogits, Routing
+from workers.ops.gemm.workspace import GEMMOptions
+
+_UNLIKELY = -1e30  # logit of an expert that is not chosen; its softmax is 0
+_LEAST_WEIGHT = 1e-30  # of a chosen expert
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Experts that the model's own router has chosen; used instead of `RouterLogits`."""
+
+    chosen: Tensor
+    weight: Tensor
+
+    def choose(self) -> tuple[Tensor, Tensor]:
+        return self.chosen, self.weight
+
+
+class GivenExperts(Experts):
+    """Experts that the model's own router chooses, or a `workers.models.adapter.routers.MatchedRouter`.
+
+    experts_per_token: experts that the router chooses for a row.
+    is_routed: the router is a `MatchedRouter`.
+    """
+
+    def __init__(self, experts: nn.Module, group: TPGroup, experts_per_token: int, is_routed: bool) -> None:
+        stacked: Tensor = experts.down_proj  # type: ignore[assignment]
+        super().__init__(stacked.shape[0], stacked.shape[1], stacked.shape[2], group, experts_per_token)
+        self._group, self._is_routed = group, is_routed
+        self._routing = Routing(self.shape.held.total, experts_per_token, normalise=True)
+
+    def forward(self, x: Tensor, chosen: Tensor | RouterLogits, weight: Tensor | RouterLogits) -> Tensor:
+        """x: [..., hidden_size]. chosen: [rows, experts of a token] int64. weight: [rows, experts of a token], not
+        negative. Both are the router's logits if `is_routed`."""
+        rows = x.flatten(0, -2)
+        if isinstance(chosen, RouterLogits) or isinstance(weight, RouterLogits):
+            assert isinstance(chosen, RouterLogits), "a router returns them in both places"
+            return self._group.all_reduce(self.method.multiply(rows, chosen)).view(x.shape)
+        weight = weight.float()
+        if isinstance(self.method, UnquantizedExperts):
+            part = self.method.multiply(rows, _Given(chosen, weight))  # type: ignore[arg-type]
+        else:
+            part = self.method.multiply(rows, logits_of(chosen, weight, self._routing))
+            part = (part * weight.sum(-1, keepdim=True)).to(x.dtype)
+        return self._group.all_reduce(part).view(x.shape)
+
+    def finish(self, options: GEMMOptions) -> None:
+        """Pack nothing of unquantised weights that are multiplied by `_Given`."""
+        if self._is_routed or not isinstance(self.method, UnquantizedExperts):
+            super().finish(options)
+
+
+def logits_of(chosen: Tensor, weight: Tensor, routing: Routing) -> RouterLogits:
+    """Return logits from which `routing` chooses these experts, with these weights over their sum. Kernels for
+    quantised experts choose from logits.
+
+    chosen: [rows, experts of a token] int64.
+    weight: [rows, experts of a token] float32, not negative.
+    """
+    others = weight.new_full((weight.shape[0], routing.num_experts), _UNLIKELY)
+    return RouterLogits(others.scatter(1, chosen, weight.clamp(min=_LEAST_WEIGHT).log()), None, routing)

@@ -1,0 +1,230 @@
+"""Routers of experts that compute what `workers.ops.experts.route` does: found by comparing results on random rows.
+
+A replaced router returns its logits in place of chosen experts and weights. `GivenExperts` passes them to the experts'
+operation, which chooses as in an own class.
+"""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.layers.routing import Router
+from workers.models.adapter.matching import RandomNumbers, copied
+from workers.ops.experts.route import SCORINGS, RouterLogits, Routing, TokenSlots, route
+
+_ROWS = 64  # random rows; a router that chooses otherwise does so for some of them
+_SPREAD = 3.0  # standard deviation of random logits
+_RTOL, _ATOL = 1e-4, 1e-6  # float32 rounding of logits, and of weights made of them
+_WEIGHT, _BIAS = "weight", "e_score_correction_bias"
+
+
+@dataclass(frozen=True)
+class RouterMatch:
+    """How a module is a router.
+
+    routing: chooses the same experts, with the same weights.
+    order: what the module returns, of "logits", "weight" and "chosen".
+    linear: name of the submodule that computes the logits; None if the module does.
+    given: the bias is the module's second argument, not its tensor.
+    """
+
+    routing: Routing
+    order: tuple[str, ...]
+    linear: str | None
+    given: bool
+
+
+class MatchedRouter(Router):
+    """Replaces a router. Its experts are a `GivenExperts`.
+
+    live: returns the marks of the running pass's padding rows.
+    """
+
+    def __init__(self, match: RouterMatch, hidden_size: int, live: Callable[[], TokenSlots | None]) -> None:
+        super().__init__(hidden_size, match.routing)
+        self._order, self._live = match.order, live
+        if match.given:
+            self.e_score_correction_bias = None
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor | RouterLogits, ...]:  # type: ignore[override]
+        """x: [..., hidden_size]. bias: [num_experts], if the router has none of its own."""
+        router = super().forward(x.flatten(0, -2), self._live())
+        if bias is not None:
+            router = replace(router, bias=bias.float())
+        return tuple(router.values if name == "logits" else router for name in self._order)
+
+
+class RouterShell(nn.Module):
+    """Replaces a router whose logits a submodule computes, so that its tensors keep their names."""
+
+    def __init__(self, name: str, router: MatchedRouter) -> None:
+        super().__init__()
+        self._name = name
+        self.add_module(name, router)
+
+    def forward(self, *given: Tensor) -> Any:
+        return self._modules[self._name](*given)  # type: ignore[misc]
+
+
+def find_router(block: nn.Module, experts: str) -> tuple[str, RouterMatch] | None:
+    """Return the name of the router of the experts, and how it is one. None if none matches, or if the block does more
+    with a router's results than pass them to the experts.
+
+    block: the module of transformers that calls both, on the meta device.
+    experts: name of the experts in it.
+    """
+    for name, child in block.named_children():
+        for flat in (True, False):
+            match = match_router(child, flat) if name != experts else None
+            if match is not None and _only_passes(block, name, experts, match, flat):
+                return name, match
+    return None
+
+
+def traits_of(block: nn.Module) -> Hashable:
+    """Return what `find_router` depends on, so that layers of one kind are searched once."""
+
+    def traits(module: nn.Module) -> Hashable:
+        plain = [pair for pair in vars(module).items() if isinstance(pair[1], int | float | str)]
+        shapes = [(name, tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()]
+        return type(module), tuple(plain), tuple(shapes)
+
+    return tuple((name, traits(module)) for name, module in block.named_modules())
+
+
+def hidden_of(router: nn.Module, match: RouterMatch) -> int:
+    """Return the inputs of a router of transformers."""
+    weight = _holder(router, match.linear)._parameters[_WEIGHT]
+    assert weight is not None, "matched"
+    return weight.shape[1]
+
+
+def _holder(router: nn.Module, linear: str | None) -> nn.Module:
+    return router if linear is None else router.get_submodule(linear)
+
+
+def match_router(module: nn.Module, flat: bool) -> RouterMatch | None:
+    """Return how the module is a router; None if it is none. flat: it gets [rows, hidden_size], else [1, rows, ...]."""
+    children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+    linear = children[0] if len(children) == 1 and not module._parameters else None
+    if linear is None and children:
+        return None
+    holder = _holder(module, linear)
+    weight = holder._parameters.get(_WEIGHT)
+    tensors = {*module._parameters, *module._buffers} - {_WEIGHT}
+    plain = linear is None or (type(holder) is nn.Linear and holder.bias is None)
+    if weight is None or weight.dim() != 2 or not tensors <= {_BIAS} or not plain:
+        return None
+    arguments = [each for each in inspect.signature(module.forward).parameters.values() if each.default is each.empty]
+    given = len(arguments) == 2
+    if len(arguments) > 2 or (given and tensors):
+        return None
+    with torch.device("cpu"), torch.no_grad():
+        random = RandomNumbers(0)
+        rows = random.normal(_ROWS, weight.shape[1])
+        full = random.normal(*weight.shape) * (_SPREAD * weight.shape[1] ** -0.5)
+        bias = random.uniform(weight.shape[0]) - 0.5 if given or tensors else None
+        x = rows if flat else rows.unsqueeze(0)
+        found = _result(_with_tensors(module, linear, full, bias), x, bias if given else None)
+        if found is None:
+            return None
+        order, dense, num_chosen = found
+        for routing in _candidates(module, weight.shape[0], num_chosen, bias is not None):
+            chosen, share = route(rows @ full.T, bias, routing)
+            ours = torch.zeros_like(dense).scatter_(1, chosen, share)
+            if torch.allclose(ours, dense, _RTOL, _ATOL):
+                return RouterMatch(routing, order, linear, given)
+    return None
+
+
+def _with_tensors(module: nn.Module, linear: str | None, weight: Tensor, bias: Tensor | None) -> Any:
+    other = copied(module)
+    if linear is not None:
+        holder = other._modules[linear] = copied(other._modules[linear])
+        holder._parameters[_WEIGHT] = nn.Parameter(weight, requires_grad=False)
+        return other
+    other._parameters[_WEIGHT] = nn.Parameter(weight, requires_grad=False)
+    if bias is not None and _BIAS in other._parameters:
+        other._parameters[_BIAS] = nn.Parameter(bias, requires_grad=False)
+    elif bias is not None and _BIAS in other._buffers:
+        other._buffers = other._buffers | {_BIAS: bias}
+    return other
+
+
+def _result(module: Any, x: Tensor, bias: Tensor | None) -> tuple[tuple[str, ...], Tensor, int] | None:
+    """Return the order of the module's results, the weight of each expert in each row, and the number of chosen
+    experts; None if the module does not return logits, weights and chosen experts."""
+    try:
+        found = module(x, *(() if bias is None else (bias,)))
+    except Exception:  # a model's own code may raise anything
+        return None
+    if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, Tensor) for each in found):
+        return None
+    flat = [each.reshape(-1, each.shape[-1]) for each in found]
+    order = tuple(_kind_of(each, flat) for each in flat)
+    if sorted(order) != ["chosen", "logits", "weight"]:
+        return None
+    by_kind = dict(zip(order, flat, strict=True))
+    chosen, weight, logits = by_kind["chosen"], by_kind["weight"], by_kind["logits"]
+    if any(each.shape[0] != _ROWS for each in flat):
+        return None
+    dense = torch.zeros(logits.shape, dtype=torch.float32).scatter_(1, chosen, weight.float())
+    return order, dense, chosen.shape[1]
+
+
+def _kind_of(result: Tensor, results: list[Tensor]) -> str:
+    if not result.is_floating_point():
+        return "chosen"
+    return "logits" if result.shape[1] == max(each.shape[1] for each in results) else "weight"
+
+
+def _candidates(module: nn.Module, num_experts: int, num_chosen: int, has_bias: bool) -> Iterator[Routing]:
+    """Yield the routings that the module may have; sizes and factors are among its attributes."""
+    values = list(vars(module).values())
+    factors = [1.0, *(value for value in values if isinstance(value, float) and value > 0.0 and value != 1.0)]
+    sizes = {value for value in values if type(value) is int and 0 < value <= num_experts}
+    cuts = [(n, few, best) for n in sizes for few in sizes for best in (1, 2) if few < n and num_experts % n == 0]
+    for (num_groups, few, best), scoring, normalise, factor in product(
+        [(1, 1, 1), *cuts], SCORINGS, (False, True), factors
+    ):
+        size = num_experts // num_groups
+        if best <= size and num_chosen <= few * size:
+            yield Routing(
+                num_experts, num_chosen, scoring, num_groups, few, best, has_bias, normalise=normalise, scale=factor
+            )
+
+
+class _Mark:
+    """A router's result that a block only passes on."""
+
+
+def _only_passes(block: nn.Module, router: str, experts: str, match: RouterMatch, flat: bool) -> bool:
+    """Whether `block` calls its experts once, with results that its router has made of rows of the shape `flat`."""
+    mark, num_experts = _Mark(), match.routing.num_experts
+    calls: list[bool] = []
+
+    class Marks(nn.Module):
+        def forward(self, x: Tensor, *bias: Tensor) -> tuple[Any, ...]:
+            calls.append((x.dim() == 2) == flat and len(bias) == match.given)
+            logits = x.new_empty(x.flatten(0, -2).shape[0], num_experts)
+            return tuple(logits if name == "logits" else mark for name in match.order)
+
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, chosen: Any, weight: Any) -> Tensor:
+            calls.append(chosen is mark and weight is mark)
+            return x
+
+    other = copied(block)
+    other._modules |= {router: Marks(), experts: Takes()}
+    x = torch.empty(1, 3, hidden_of(block.get_submodule(router), match), device="meta")
+    try:
+        with torch.no_grad():
+            other(x)
+    except Exception:  # a model's own code may raise anything
+        return False
+    return calls == [True, True]
