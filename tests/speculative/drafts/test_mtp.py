@@ -1,6 +1,7 @@
 """The module for multi-token prediction that comes with DeepSeek-V3 and GLM: the same states as transformers', the
 same answers with it as without, and refusals."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,16 +9,19 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import plan_engine, plan_weights
+from speculative.build import EngineSpec, check_weights, plan_engine, plan_weights
 from speculative.config import SpeculativeConfig
 from speculative.drafts.loading import load_draft
 from speculative.drafts.mtp_deepseek import DeepseekMtp
 from speculative.drafts.registry import read_draft
+from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited
 from tests.support.drafts.mtp import FEW_PAGES, answers, check_answers, check_fp8_states, check_states, read_mtp
+from tests.support.slow import slow
 from tests.support.tiny_models import add_mtp, make_target
 from tests.workers.layers.test_block_fp8 import quantised
+from tests.workers.models.test_targets import GREEDY, by_transformers, prompts, worker_of
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.models.loading import load_target, read_target_config
@@ -135,3 +139,22 @@ def test_what_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
     whole = load_target(source, read_target_config(source, 1), SOLO, CPU, 64)
     with pytest.raises(ValueError, match=r"missing: model.layers.2.\S+, .*more$"):
         load_draft(read(target), source, whole, SOLO, CPU, 64)
+
+
+@pytest.mark.parametrize("architecture", ["Glm4Moe", *slow("DeepseekV3", "Glm4MoeLite")])
+def test_a_module_drafts_for_a_target_of_transformers_modules(tmp_path: Path, architecture: str) -> None:
+    """`--model-impl transformers`. The module's tensors were unexpected, and the start ended."""
+    target = make_target(tmp_path / "t", calm=0.01, architecture=architecture)
+    add_mtp(target, copying=True)
+    accepted = {}
+    for implementation in ("auto", "transformers"):
+        worker = worker_of(target)
+        model = dataclasses.replace(worker.model, implementation=implementation)
+        spec = EngineSpec(dataclasses.replace(worker, model=model), SpeculativeConfig("", "mtp", 3, 1, 4))
+        check_weights(spec, plan_engine(spec))
+        with local_engine(spec) as engine:
+            found = engine.generate(prompts(), GREEDY, 4)
+        assert [request.output for request in found] == by_transformers(target)
+        accepted[implementation] = [request.acceptance_histogram for request in found]
+    assert accepted["transformers"] == accepted["auto"]
+    assert sum(sum(histogram[1:]) for histogram in accepted["auto"]) > 0

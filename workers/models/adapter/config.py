@@ -19,7 +19,15 @@ from attention.lazy_import import load
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
-from workers.models.adapter.names import TransformersNames, conversions, expert_names, part_names, renamings
+from workers.models.adapter.names import (
+    TransformersNames,
+    conversions,
+    expert_names,
+    part_names,
+    prefixes_of,
+    renamings,
+    unused_tensors,
+)
 from workers.models.adapter.refusals import check_class, check_layers, check_model
 from workers.models.adapter.siblings import Group, groups_of, record_linear_calls
 from workers.models.adapter.streams import path_of_layers, record_shapes
@@ -50,7 +58,7 @@ class AdapterConfig(ModelConfig):
     plan: transformers' tensor-parallel plan: (pattern of module paths, how ranks share the module).
     cut: (name, size) of the sizes that ranks share.
     experts_per_token: that routers choose for a row; 1 without experts.
-    renamed, experts, parts: see `workers.models.adapter.names`.
+    renamed, experts, parts, unused, prefixes: see `workers.models.adapter.names`.
     siblings: paths of linear layers with the same input (`workers.models.adapter.siblings`).
     layers: path of the list of layers that drafts can read (`workers.models.adapter.streams`); None: they cannot.
     """
@@ -65,6 +73,8 @@ class AdapterConfig(ModelConfig):
     layers: str | None
     siblings: tuple[Group, ...] = ()
     parts: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
 
     @property
     def served_by(self) -> str:
@@ -121,7 +131,15 @@ class AdapterConfig(ModelConfig):
 def weight_names(config: AdapterConfig) -> TransformersNames:
     """Return what the checkpoint calls the model's tensors."""
     ignored = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_embeddings else ()))
-    return TransformersNames({}, ignored=ignored, renamed=config.renamed, experts=config.experts, parts=config.parts)
+    return TransformersNames(
+        {},
+        ignored=ignored,
+        renamed=config.renamed,
+        experts=config.experts,
+        parts=config.parts,
+        unused=config.unused,
+        prefixes=config.prefixes,
+    )
 
 
 def is_known(architecture: str) -> bool:
@@ -182,6 +200,8 @@ def _read(text: str, source: str) -> AdapterConfig:
         layers=path_of_layers(calls, shapes, hidden),
         siblings=groups_of(linear_calls),
         parts=() if raw == whole else part_names(model),
+        unused=unused_tensors(model, config, len(calls)),
+        prefixes=prefixes_of(model),
     )
 
 

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
+from workers.models.config_fields import MAX_LAYERS
 from workers.models.name_map import NameMap
 
 OURS = "theirs."  # prefix of a transformers module path in ours
+_NUM_MODULES = ("num_nextn_predict_layers", "num_mtp_layers")  # fields with the number of MTP modules
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -53,6 +55,22 @@ def part_names(model: PreTrainedModel) -> tuple[str, ...]:
     return (*heads, *(f"{base}.{name}." for name, _ in inner.named_children()))
 
 
+def unused_tensors(model: PreTrainedModel, config: PreTrainedConfig, num_layers: int) -> tuple[str, ...]:
+    """Return patterns (`re.search`) of tensors that published checkpoints have and the decoder does not: transformers'
+    own patterns, and MTP modules, which are stored as layers after the decoder's."""
+    found = [*(model._keys_to_ignore_on_load_unexpected or ()), r"(^|\.)position_ids$"]
+    number = next((vars(config)[name] for name in _NUM_MODULES if vars(config).get(name) is not None), 0)
+    found += [rf"(^|\.)layers\.{num_layers + index}\." for index in range(min(int(number), MAX_LAYERS))]
+    return tuple(sorted(found))
+
+
+def prefixes_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the prefix of the decoder's base, then those of the other modules beside it. Checkpoints of the base alone
+    (GPT-2's) have names without a prefix."""
+    base = model.base_model_prefix
+    return (f"{base}.", *(f"{name}." for name, _ in model.named_children() if name != base))
+
+
 # Prefixes of a decoder's base in checkpoints of models of images and text; the first match is used.
 _INNER = ("language_model.model.", "model.language_model.model.", "model.language_model.", "model.text_model.")
 _INNER_HEADS = ("language_model.lm_head.", "model.language_model.lm_head.")
@@ -65,11 +83,15 @@ class TransformersNames(NameMap):
     renamed: see `renamings`.
     experts: see `expert_names`.
     parts: see `part_names`; empty for a text-only model, of which every tensor is loaded.
+    unused: see `unused_tensors`. They apply only to tensors that the decoder does not have.
+    prefixes: see `prefixes_of`.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
     experts: tuple[str, ...] | None = None
     parts: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
 
     def module_name(self, path: str, part: str = "", expert: int | None = None) -> str:
         name = path.removeprefix(OURS)
@@ -79,14 +101,16 @@ class TransformersNames(NameMap):
         return f"{name.rpartition('.')[0]}.{part}" if part else name
 
     def ignores(self, name: str) -> bool:
-        return super().ignores(name) or bool(self.parts) and not name.startswith(self.parts)
+        is_other = bool(self.parts) and not name.startswith(self.parts)
+        return super().ignores(name) or is_other or any(re.search(pattern, name) for pattern in self.unused)
 
     def canonical(self, name: str) -> str:
         if self.parts:
             name = self._alone(name)
         for pattern, new in self._patterns_renamed:
             name = pattern.sub(new, name)
-        return name
+        is_bare = bool(self.prefixes) and not self.parts and not name.startswith(self.prefixes)
+        return f"{self.prefixes[0]}{name}" if is_bare else name
 
     def _alone(self, name: str) -> str:
         """Return the name that a tensor of the decoder has in a text-only model; other names as they are."""
