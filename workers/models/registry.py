@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "Qwen2VLForConditionalGeneration": "qwen.qwen_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen.qwen_vl",
     "Qwen3VLForConditionalGeneration": "qwen.qwen_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen.qwen_vl_moe",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
     "MistralForCausalLM": "mistral",

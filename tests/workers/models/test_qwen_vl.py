@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from speculative.config import SpeculativeConfig
 from tests.support.slow import slow
+from tests.support.target_answers import CHAIN, head_for
 from tests.support.tiny_models import VOCAB
 from tests.workers.models.test_targets import by_us, prompts
 from workers.config import ModelSource
@@ -46,6 +48,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
     ),
 }
+KINDS["qwen3_vl_moe"] = (
+    KINDS["qwen3_vl"][0] | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    KINDS["qwen3_vl"][1],
+)
 
 
 def make(folder: Path, kind: str) -> Any:
@@ -92,3 +98,34 @@ def test_fields_may_stand_beside_the_towers(tmp_path: Path) -> None:
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw.pop("text_config") | raw))
     assert read_target_config(source, 1) == nested
+
+
+@pytest.mark.parametrize("as_published", [True, False])
+def test_experts_of_the_text_part_are_served(tmp_path: Path, as_published: bool) -> None:
+    """On one and two ranks, with chains and suffix drafts; stacked with inputs first, as published, and with outputs
+    first, as transformers 5 saves them."""
+    target = tmp_path / "target"
+    expected = tokens_of(make(target, "qwen3_vl_moe"))
+    path = str(target / "model.safetensors")
+    tensors = load_file(path)
+    stacked = {name: each for name, each in tensors.items() if ".experts." in name}
+    assert len(stacked) == 6 and {tuple(each.shape) for each in stacked.values()} == {(6, 80, 64), (6, 64, 40)}
+    if as_published:
+        tensors |= {name: each.mT.contiguous() for name, each in stacked.items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    assert by_us(target) == expected
+    if not as_published:
+        return
+    head = head_for(read_target_config(ModelSource(path=path.rpartition("/")[0]), 1), tmp_path)
+    assert by_us(target, 2, SpeculativeConfig(str(head), "eagle3", *CHAIN)) == expected
+    assert by_us(target, 2, SpeculativeConfig(method="suffix")) == expected
+
+
+def test_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
+    make(tmp_path, "qwen3_vl_moe")
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    raw["text_config"]["moe_intermediate_size"] = 48
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"experts\.down_proj .* has shape \(6, 64, 40\), config.json implies"):
+        by_us(tmp_path)

@@ -21,14 +21,14 @@ def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
     text = text_part(config, source)
     architecture = architecture_of(text)
     generation = "Qwen3" if architecture.startswith("Qwen3") else "Qwen2"
-    dense = llama.read_config(_with_rope(text) | {"architectures": [f"{generation}ForCausalLM"]}, source)
+    dense = llama.read_config(with_rope(text) | {"architectures": [f"{generation}ForCausalLM"]}, source)
     return replace(dense, architecture=architecture)
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
     """See `workers.models.llama.is_served`."""
     text = config.get("text_config")
-    return llama.is_served(_with_rope(text if isinstance(text, dict) else config))
+    return llama.is_served(with_rope(text if isinstance(text, dict) else config))
 
 
 def weight_names(config: LlamaConfig) -> NameMap:
@@ -36,7 +36,7 @@ def weight_names(config: LlamaConfig) -> NameMap:
     return replace(names, ignored=(*names.ignored, "visual.*", "model.visual.*"))
 
 
-def _with_rope(text: Mapping[str, Any]) -> dict[str, Any]:
+def with_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with RoPE in place of M-RoPE, which older files name as a kind."""
     changed = dict(text)
     for key in _ROPE:
