@@ -10,6 +10,7 @@ from workers.layers.linear_method import check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.ops.fp8.norm import fp8_rms_norm
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.ops.norm import add_rms_norm, rms_norm
 from workers.span import Span
 
@@ -64,6 +65,16 @@ class RMSNorm(WeightedModule):
         self.weight.data.copy_(full)
 
     def fill_dummy(self, generator: torch.Generator) -> None:
+        self.weight.data.fill_(1.0)
+
+
+class UnitRMSNorm(RMSNorm):
+    """RMSNorm without a weight in the checkpoint: all ones."""
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return ()
+
+    def finish(self, options: GEMMOptions) -> None:
         self.weight.data.fill_(1.0)
 
 

@@ -20,6 +20,7 @@ class RopeConfig:
         "yarn" (arXiv 2309.00071) divides frequencies with fewer than beta_slow turns in the original length, leaves
         those with more than beta_fast turns, and blends between.
         "proportional" (Gemma 4) rotates only the fastest dimensions, at the whole head's frequencies / `factor`.
+        "none" rotates nothing (layers of Llama 4 without RoPE).
     truncate: round the bounds of YaRN's blend to whole dimensions.
     proportion: share of a head's dimensions that "proportional" rotates.
     magnitude: factor on cos and sin, so q . k is scaled by its square.
@@ -64,6 +65,8 @@ def rotary_tables(
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return [head_dim / 2] float32 radians per position, on the CPU."""
     steps = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    if rope.kind == "none":
+        return torch.zeros_like(steps)
     if rope.kind == "linear":
         return steps / rope.factor
     if rope.kind == "proportional":

@@ -2,6 +2,7 @@
 
 registry   architecture -> family; `family` what a family's file says
 llama      Llama 2 and 3, Qwen2, Qwen3 (dense)
+llama4     Llama 4's text part, up to its attention chunk
 deepseek   DeepSeek-V2 and V3: latent attention and mixtures of experts
 qwen       Qwen's mixtures of experts and hybrids
 glm        GLM's mixtures of experts

@@ -94,6 +94,17 @@ def _stacked(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
     return [part for expert in full for part in expert.chunk(parts)]
 
 
+def outputs_first(packed: Packed, outputs: int, inputs: int) -> Packed:
+    """Return the rule for matrices of either layout; those of equal sizes have inputs first, as published."""
+
+    def split(full: Tensor, kind: str) -> list[Tensor]:
+        if full.dim() != 3 or set(full.shape[1:]) != {outputs, inputs}:
+            raise WrongTensorError(f"has shape {tuple(full.shape)}, config.json implies matrices of {inputs}x{outputs}")
+        return list(packed.split(full.mT if full.shape[1] == inputs else full, kind))
+
+    return replace(packed, split=split)
+
+
 def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
     """Return the rules of a `NameMap` for a layer's experts as gpt-oss stacks them, with gate and up rows interleaved:
     MXFP4 blocks, scales and biases; or transposed 16-bit weights and biases. theirs: the layer's name in the

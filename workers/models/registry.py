@@ -13,6 +13,8 @@ Family = ModelFamily[Any]  # of its own configuration
 # Key: config.json's "architectures". Value: the module in this folder with its FAMILY, imported on use.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
+    "Llama4ForCausalLM": "llama4.model",
+    "Llama4ForConditionalGeneration": "llama4.model",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
     "Qwen3MoeForCausalLM": "qwen.qwen3_moe",

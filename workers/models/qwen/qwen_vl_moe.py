@@ -4,15 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from workers.layers.weighted import WrongTensorError
 from workers.models.config import text_part
 from workers.models.config_fields import architecture_of
 from workers.models.family import ModelFamily
 from workers.models.llama import text_weight_names
-from workers.models.moe import stacked_experts
-from workers.models.name_map import NameMap, Packed
+from workers.models.moe import outputs_first, stacked_experts
+from workers.models.name_map import NameMap
 from workers.models.qwen import qwen3_moe, qwen_vl
 from workers.models.qwen.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -41,19 +38,8 @@ def weight_names(config: Qwen3MoeConfig) -> NameMap:
         moe.rules,
         aliases=names.aliases,
         ignored=(*moe.ignored, "visual.*", "model.visual.*"),
-        packed=(_outputs_first(gate_up, 2 * width, hidden), _outputs_first(down, hidden, width)),
+        packed=(outputs_first(gate_up, 2 * width, hidden), outputs_first(down, hidden, width)),
     )
-
-
-def _outputs_first(packed: Packed, outputs: int, inputs: int) -> Packed:
-    """Return the rule for matrices of either layout; those of equal sizes have inputs first, as published."""
-
-    def split(full: Tensor, kind: str) -> list[Tensor]:
-        if full.dim() != 3 or set(full.shape[1:]) != {outputs, inputs}:
-            raise WrongTensorError(f"has shape {tuple(full.shape)}, config.json implies matrices of {inputs}x{outputs}")
-        return list(packed.split(full.mT if full.shape[1] == inputs else full, kind))
-
-    return replace(packed, split=split)
 
 
 FAMILY = ModelFamily(read_config, Qwen3MoeForCausalLM, weight_names, is_served)

@@ -98,14 +98,15 @@ class RouterLogits:
 
     def choose(self) -> tuple[Tensor, Tensor]:
         """Return `route` of these logits, with scaled weights. Ignores `live`."""
-        chosen, weight = route(self._whole()[:, : self.routing.num_experts], self.bias, self.routing)
+        chosen, weight = route(self.logits()[:, : self.routing.num_experts], self.bias, self.routing)
         return chosen, weight if self.expert_scales is None else weight * self.expert_scales[chosen]
 
     def shared_gate(self) -> Tensor:
         """Return the logit of the shared experts' weight: [rows, 1] float32."""
-        return self._whole()[:, self.routing.num_experts : self.routing.num_experts + 1]
+        return self.logits()[:, self.routing.num_experts : self.routing.num_experts + 1]
 
-    def _whole(self) -> Tensor:
+    def logits(self) -> Tensor:
+        """Return `values` without parts: [rows, num_logits] float32."""
         return self.values if self.values.dim() == 2 else self.values.sum(0)
 
 

@@ -255,7 +255,6 @@ def test_a_head_is_refused_where_layers_pass_on_several_streams(tmp_path: Path) 
         ("roberta", {"is_decoder": True, "tie_word_embeddings": False}, "counts positions (roberta.embeddings) from"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}, "layers of conv"),
         ("minimax", {}, "layers of linear_attention"),
-        ("llama4_text", {}, "layers of chunked_attention"),
         ("deepseek_v32", {}, "layers of deepseek_sparse_attention"),
         ("emu3", {}, "model_type='emu3_text_model', of which transformers has no causal language model"),
         ("dbrx", {}, "reads numbers from the device in a pass"),
