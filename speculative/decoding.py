@@ -21,7 +21,7 @@ from speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.drafts.guidance import Guidance
 from speculative.ops.acceptance import accept_commit
 from speculative.ops.suffix_match import MatchLimits
-from speculative.step_parts import Finals, Rounds, TargetPass, emitted
+from speculative.step_parts import Finals, Rounds, TargetPass, emitted, ids_after
 from speculative.suffix.drafts import SuffixDrafts
 from speculative.tree.nodes import RoundRows
 from speculative.tree.shape import TreeShape
@@ -206,7 +206,7 @@ class SpeculativeDecoding(CuttableStrategy):
         ids = joined(
             (
                 rounds.committed.commit.tokens.flatten() if rounds else None,
-                _next_ids(chunks, finals) if chunks else None,
+                ids_after(chunks, finals) if chunks else None,
             )
         )
         features = joined((rounds.features if rounds else None, passed.chunk_features if chunks else None))
@@ -288,16 +288,3 @@ class SpeculativeDecoding(CuttableStrategy):
         last = accepted.path.gather(1, accepted.num_drafts.unsqueeze(1)).squeeze(1) if accepted else None
         roots = torch.zeros_like(finals.commit.counts) if finals else None
         return Guidance(self._masks, batch.draft_slots, joined((last, roots)), self._slots.bonus[batch.draft_slots])
-
-
-def _next_ids(chunks: PromptChunks, finals: Finals | None) -> Tensor:
-    """Return [rows] int64: the token after each chunk row, which the draft combines with the row's feature."""
-    after_chunk = chunks.next_ids
-    if finals is not None:
-        of_finals, others = after_chunk[: chunks.num_finals], after_chunk[chunks.num_finals :]
-        first = finals.commit.tokens.squeeze(1)
-        after_chunk = torch.cat((torch.where(of_finals < 0, first, of_finals), others))
-    # not every chunk of a captured step has rows, so that rows ask for their chunk, not chunks for their row
-    chunk = chunks.batch.row_chunks().clamp_max(after_chunk.shape[0] - 1)
-    row = torch.arange(chunk.shape[0], device=chunk.device)
-    return torch.where(row == chunks.batch.last_row_indices[chunk], after_chunk[chunk], chunks.ids.roll(-1))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from speculative.ops.acceptance import Committed
 from speculative.tree.nodes import RoundRows
-from workers.runner.batch import StepBatch, StepTensors, joined
+from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
 from workers.sampling.prompt_logprobs import PromptRanking
 from workers.sampling.sampler import Logprobs, Sampled, logprobs_of
 from workers.slots.slot_table import Commit
@@ -103,3 +103,16 @@ def _logprobs(rounds: Rounds | None, finals: Finals | None, columns: int, num_lo
         logits.append(finals.sampled.logits.expand(-1, columns, -1))
         tokens.append(F.pad(finals.commit.tokens, (0, columns - 1)))
     return logprobs_of(torch.cat(logits), torch.cat(tokens), num_logprobs) if logits else None
+
+
+def ids_after(chunks: PromptChunks, finals: Finals | None) -> Tensor:
+    """Return [rows] int64: the token after each chunk row, which the draft combines with the row's feature."""
+    after_chunk = chunks.next_ids
+    if finals is not None:
+        of_finals, others = after_chunk[: chunks.num_finals], after_chunk[chunks.num_finals :]
+        first = finals.commit.tokens.squeeze(1)
+        after_chunk = torch.cat((torch.where(of_finals < 0, first, of_finals), others))
+    # not every chunk of a captured step has rows, so that rows ask for their chunk, not chunks for their row
+    chunk = chunks.batch.row_chunks().clamp_max(after_chunk.shape[0] - 1)
+    row = torch.arange(chunk.shape[0], device=chunk.device)
+    return torch.where(row == chunks.batch.last_row_indices[chunk], after_chunk[chunk], chunks.ids.roll(-1))

@@ -27,8 +27,8 @@ from workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError,
 from workers.models.config import ModelConfig
 from workers.models.config_fields import flag_of, section_of, size_of
 from workers.models.decoder import DecoderOutput, in_default_dtype
-from workers.models.gemma import gemma4
-from workers.models.gemma.gemma4 import Gemma4Config, Heads, make_layer
+from workers.models.gemma.gemma4 import make_layer, weight_names
+from workers.models.gemma.gemma4_config import Gemma4Config, Heads, read_config
 from workers.models.layer_kinds import SLIDING
 from workers.models.name_map import NameMap
 
@@ -110,7 +110,7 @@ class Gemma4Assistant(DraftMethod):
     def weight_names(self) -> NameMap:
         """Map checkpoint names to parameters. The checkpoint's embedding is used as vocabulary head only, if they are
         tied."""
-        names = gemma4.weight_names(dataclasses.replace(self.model, tie_embeddings=False))
+        names = weight_names(dataclasses.replace(self.model, tie_embeddings=False))
         rules = {
             "pre_projection": "pre_projection",
             "post_projection": "post_projection",
@@ -135,7 +135,7 @@ def _read_layers(raw: Mapping[str, Any], source: str) -> Gemma4Config:
             f"{source}: num_kv_shared_layers={shared}: all {count} layers of an assistant attend to the target's KV; "
             "correct it, or download the checkpoint again"
         )
-    own = gemma4.read_config({**raw, "text_config": {**text, "num_kv_shared_layers": 0}}, source)
+    own = read_config({**raw, "text_config": {**text, "num_kv_shared_layers": 0}}, source)
     others = {
         "hidden_size_per_layer_input": own.input_size,
         "enable_moe_block": own.experts is not None,

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod, check_plain
+from workers.layers.shared_experts import shared_columns, shared_rows, with_shared
 from workers.layers.weighted import check_shape
 from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
 from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.experts.grouped import Biases, experts_one_by_one, grouped_experts, local_expert_ids
 from workers.ops.experts.route import RouterLogits
-from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
 from workers.ops.experts.weights import ExpertWeights
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
@@ -48,7 +48,7 @@ class ExpertsShape:
 
     def stacked(self, one: LinearShape, dtype: torch.dtype) -> Tensor:
         """Allocate [num_experts, rows, columns] with spare memory after it for the shared experts
-        (`workers.ops.experts.shared.with_shared`)."""
+        (`workers.layers.shared_experts.with_shared`)."""
         return torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)[
             : self.num_experts
         ]

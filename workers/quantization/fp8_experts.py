@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from attention.fp8 import FP8
 from workers.layers.experts_method import DenseExperts, ExpertsShape
 from workers.layers.linear_method import LinearMethod, LinearShape, Part
+from workers.layers.shared_experts import shared_columns, shared_rows, with_shared
 from workers.ops.experts.fused import choose_experts, fuses
 from workers.ops.experts.gated import SWIGLU
-from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
 from workers.ops.experts.weights import ExpertWeights
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.quantization.fp8_linear import Fp8Linear

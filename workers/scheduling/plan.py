@@ -122,9 +122,8 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt chunk of a slot.
+    """A prompt chunk of a slot, from position `start`.
 
-    start: position of the first token.
     tokens: int32 bytes.
     next_token: the prompt token after the chunk, for the draft; -1 for the last chunk, after which the step samples the
         first output token.
@@ -159,15 +158,15 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     shape: index of the tree shape to verify. Of a tree drafted in a larger shape, the nodes of this shape are verified.
         From `ShapeChoice`. -> the strategy, `GraphKeys`
     next_shape: index of the tree shape to draft; 0: none. From `ShapeChoice`. -> as shape
-    drafting: uint8 per entry of the result (rounds, then last chunks): 1 where a tree of `next_shape` is drafted; empty
-        if nothing is drafted. Other entries only write draft KV of their committed tokens. Without a draft model
-        (`RoundShapes.model_free`) rounds of shape 0 draft, too. -> `PlanBatches`
+    drafting: uint8 per entry of the result (rounds, then last chunks): 1 where a tree of `next_shape` is drafted, else
+        only draft KV of committed tokens is written; empty: all 0. Without a draft model (`RoundShapes.model_free`)
+        rounds of shape 0 draft, too. -> `PlanBatches`
     max_kv_len: host-side bound above all positions that this step reads or writes. From `PlanBuilder`. -> attention
         backends
     page_updates: int32 triples (slot, index in its page table, page), at most one per entry of a table. Page 0, the
         dummy page, replaces a page that was taken back. From `SlotPages`. -> `SlotTable`
-    cleared_pages, cleared_window_pages: int32, pages to zero before the step. They may hold NaN, which attention's
-        multiplication of masked values by zero does not remove. From `SlotPages`. -> `KVPool`
+    cleared_pages, cleared_window_pages: int32, pages to zero before the step: they may hold NaN, which remains NaN
+        when attention multiplies it by zero. From `SlotPages`. -> `KVPool`
     inits: requests that enter slots. From `PlanBuilder`. -> `SlotTable`, `SlotGrammars`
     chunks: prompt chunks. From `PrefillPlanner`. -> `PlanBatches`; `PlanTiming` reads whether there are any
     grammars: grammars of waiting requests, to compile ahead. From `GrammarQueue`. -> `SlotGrammars`
@@ -246,11 +245,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why one request must end. Other requests are not affected.
-
-    message: for the client.
-    is_invalid: the request asks for something impossible (HTTP 400); else an internal error (500).
-    """
+    """Why one request must end, told to its client. is_invalid: it asks for the impossible (HTTP 400), else 500."""
 
     message: str
     is_invalid: bool = False

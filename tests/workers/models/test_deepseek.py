@@ -27,10 +27,10 @@ from workers.layers.experts import Experts
 from workers.layers.experts_method import UnquantizedExperts
 from workers.layers.forward_context import make_context
 from workers.layers.rotary import RotaryTable
+from workers.layers.shared_experts import with_room
 from workers.models.deepseek import DeepseekConfig
 from workers.models.loading import read_target_config
 from workers.models.registry import family_of
-from workers.ops.experts.shared import with_room
 
 CPU = torch.device("cpu")
 V2, V3 = {"architecture": "DeepseekV2"}, {"architecture": "DeepseekV3"}

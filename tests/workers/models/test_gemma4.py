@@ -19,7 +19,7 @@ from tests.support.target_answers import as_text_part, check_chains_and_cached_p
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us, requests_of
 from workers.config import ModelSource
-from workers.models.gemma.gemma4 import Gemma4Config
+from workers.models.gemma.gemma4_config import Gemma4Config
 from workers.models.loading import read_target_config
 from workers.runner.backends import ModelShape
 

@@ -1,7 +1,7 @@
 """Mixture of experts: from router logits to the weighted sum of each row's experts.
 
 router_gemm      a router's logits in float32
-route            chooses experts per row: torch; route_triton: one launch
+route            chooses experts per row: torch; route_triton: one launch (kernel of a row: route_row_triton)
 norm_route       residual addition, norm and routing of one row, in one launch
 grouped          the sum of experts in torch, the reference
 fused            the interface of the fused experts; fused_triton chooses the kernels by number of rows
@@ -10,5 +10,4 @@ few_rows_triton  up to 16 rows, in two launches (kernels: few_row_products_trito
 many_rows_triton more rows, sorted by expert (order_triton): BLOCK_M below 64 for verified batches
                  (short_blocks_triton), 64 for prompts (tall_blocks_triton)
 gate_products_triton  gate and up projections for few_row_products_triton and short_blocks_triton
-shared           joins shared experts to the routed ones
 """

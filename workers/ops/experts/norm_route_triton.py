@@ -11,7 +11,7 @@ from attention.ops.pdl import pdl_wait
 from attention.ops.rms_norm_triton import inverse_rms, scaled_by
 from workers.ops.experts.norm_route import Norm, NormedAndRouted, RouterWeights
 from workers.ops.experts.route import Routed, TokenSlots
-from workers.ops.experts.route_triton import route_row
+from workers.ops.experts.route_row_triton import route_row
 from workers.ops.gemm.splits_triton import comes_last
 from workers.ops.gemm.workspace import Workspace
 

@@ -4,7 +4,7 @@ weight    `PackedWeight`: `pack` builds one from a checkpoint's codes, `dequanti
 product   y = x W^T + b; cuda: int4 on Hopper; product_triton chooses a kernel by the number of rows:
   stream_triton      up to 32 rows: streams the codes into tensor cores (stream_steps_triton,
                      fragments_triton, decode_ptx, sums_triton)
-  blocks_triton      up to 512 rows: blocks of 64 outputs, by wgmma (order_rows_triton)
+  blocks_triton      up to 512 rows: blocks of 64 outputs, by wgmma (block_weights_triton, order_rows_triton)
   dequantize_triton  more rows, with cuda more than 4,096: dequantises some outputs at a time for cuBLAS
 tiles     tile sizes, and the workspace
 experts   the weighted sum of each row's experts; experts_triton chooses kernels by the number of rows

@@ -1,0 +1,231 @@
+"""Gemma 4's configuration."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from attention.capability import Capability
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup
+from attention.scores import ScoreRule
+from workers.distributed.tp_group import TPGroup
+from workers.layers.linear import kv_head_span
+from workers.layers.rotary import RopeConfig
+from workers.models import llama
+from workers.models.config import rope_of, text_part
+from workers.models.config_fields import MAX_EXPERTS, architecture_of, flag_of, number_of, section_of, size_of
+from workers.models.layer_kinds import FULL, SLIDING, windows_of
+from workers.models.llama import LlamaConfig
+from workers.models.moe import check_experts_device
+from workers.ops.activation import ACTIVATIONS
+from workers.ops.experts.route import Routing
+
+# transformers' defaults for fields that config.json leaves out.
+_COMMON: dict[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Gemma4": {"max_position_embeddings": 131072, "sliding_window": 512, "hidden_size_per_layer_input": 256},
+    "Gemma4Unified": {"max_position_embeddings": 262144, "sliding_window": 1024},
+}
+_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+_PERIOD = 6  # layers per layer without a window, which is the last of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Heads of the layers of one kind.
+
+    keys_as_values: see `workers.layers.attention.Attention`.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    keys_as_values: bool = False
+
+
+@dataclass(frozen=True)
+class BesideExperts:
+    """Experts beside each MLP. width: intermediate size of an expert."""
+
+    routing: Routing
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(LlamaConfig):
+    """See `LlamaConfig`.
+
+    num_kv_heads, head_dim: of the first layer.
+    heads: of each layer.
+    windows: each layer's window in tokens; None: it attends to all.
+    kinds: each layer's `layer_types`.
+    num_shared: number of last layers without KV of their own; each reads the KV of the last layer of its kind before
+        them.
+    shared_width: intermediate size of the MLPs of those layers.
+    input_size: size of a layer's own embedding (per-layer embedding); 0: none.
+    logit_cap: see `LMHead`.
+    activation: of MLPs and experts.
+    """
+
+    heads: tuple[Heads, ...]
+    windows: tuple[int | None, ...]
+    kinds: tuple[str, ...]
+    num_shared: int
+    shared_width: int
+    input_size: int
+    experts: BesideExperts | None
+    logit_cap: float | None
+    activation: str
+
+    def kv_layer(self, layer: int) -> int | None:
+        """Return the layer whose KV `layer` attends to; None: its own."""
+        return None if layer < self.num_layers - self.num_shared else self.last_kv_layer(self.kinds[layer])
+
+    def last_kv_layer(self, kind: str) -> int:
+        """Return the last layer of that kind with KV of its own."""
+        return max(i for i in range(self.num_layers - self.num_shared) if self.kinds[i] == kind)
+
+    def mlp_width(self, layer: int) -> int:
+        return self.intermediate_size if self.kv_layer(layer) is None else self.shared_width
+
+    def score_rule(self, layer: int) -> ScoreRule:
+        return ScoreRule(1.0, window=self.windows[layer])
+
+    def with_whole_experts(self, source: str) -> Self:
+        return super().with_whole_experts(source) if self.experts is None else replace(self, whole_experts=True)
+
+    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
+        if self.experts is not None:
+            check_experts_device(device, dtype, source)
+
+    @property
+    def cut_sizes(self) -> dict[str, int]:
+        sizes = {"intermediate_size": self.intermediate_size}
+        if self.experts is None:
+            return sizes
+        if self.whole_experts:
+            return sizes | {"num_experts": self.experts.routing.num_experts}
+        return sizes | {"moe_intermediate_size": self.experts.width}
+
+    def check_shards(self, tensor_parallel: int, source: str) -> None:
+        for heads in dict.fromkeys(self.heads):
+            one = replace(self, heads=(), num_kv_heads=heads.num_kv_heads)
+            super(Gemma4Config, one).check_shards(tensor_parallel, source)
+
+    def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+        layers: dict[HeadsLayout, list[int]] = {}
+        for layer in range(self.num_layers - self.num_shared):
+            heads = self.heads[layer]
+            first, end = kv_head_span(heads.num_kv_heads, TPGroup(0, tensor_parallel))
+            layers.setdefault(HeadsLayout(end - first, heads.head_dim, dtype), []).append(layer)
+        return tuple(LayerGroup(tuple(which), layout) for layout, which in layers.items())
+
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        inputs = super().linear_inputs(tensor_parallel)
+        for heads in dict.fromkeys(self.heads):
+            name = f"num_attention_heads * head_dim ({heads.head_dim})"
+            inputs[name] = self.num_heads * heads.head_dim // tensor_parallel
+        if self.experts is not None:
+            inputs["moe_intermediate_size"] = self.experts.width // (1 if self.whole_experts else tensor_parallel)
+        return inputs | ({"hidden_size_per_layer_input": self.input_size} if self.input_size else {})
+
+
+def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
+    """Read the configuration of a text model, or the text_config of a model of images, sound and text. Raises
+    ValueError for settings that are not supported."""
+    kind = "Gemma4Unified" if architecture_of(config).startswith("Gemma4Unified") else "Gemma4"
+    given = {key: value for key, value in text_part(config, source).items() if value is not None}
+    config = _COMMON | _DEFAULTS[kind] | given
+    activation = str(config["hidden_activation"])
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{source}: hidden_activation={activation!r} is not supported; it is one of {known}")
+    if config.get("use_bidirectional_attention") == "all":
+        raise ValueError(f"{source}: use_bidirectional_attention='all': tokens that see later ones are not served")
+    dense = llama.read_config({**config, "hidden_act": "silu", "rope_parameters": None}, source)
+    kinds = _kinds(config, dense.num_layers)
+    windows = windows_of(config | {"layer_types": list(kinds)}, dense.num_layers, dense.max_position, source)
+    heads = _heads(config, kinds, source)
+    num_shared = size_of(config, "num_kv_shared_layers", source, 0, least=0)
+    if not set(kinds).issubset(kinds[: dense.num_layers - num_shared]):
+        raise ValueError(
+            f"{source}: config.json: num_kv_shared_layers={num_shared}: leaves no layer of each kind with KV to share; "
+            "correct it, or download the checkpoint again"
+        )
+    twice = 2 if flag_of(config, "use_double_wide_mlp", source) else 1
+    cap = config.get("final_logit_softcapping")
+    own = vars(dense) | {"qk_norm": True, "num_kv_heads": heads[0].num_kv_heads, "head_dim": heads[0].head_dim}
+    return Gemma4Config(
+        **own,
+        heads=heads,
+        windows=windows,
+        kinds=kinds,
+        num_shared=num_shared,
+        shared_width=twice * dense.intermediate_size,
+        input_size=size_of(config, "hidden_size_per_layer_input", source, 0, least=0),
+        experts=_experts(config, source) if flag_of(config, "enable_moe_block", source) else None,
+        logit_cap=None if cap is None else number_of(config, "final_logit_softcapping", source, 1.0),
+        activation=activation,
+    )
+
+
+def _kinds(config: dict[str, Any], num_layers: int) -> tuple[str, ...]:
+    """Return each layer's kind. The last layer never has a window, whatever config.json says."""
+    usual = [SLIDING if (i + 1) % _PERIOD else FULL for i in range(num_layers)]
+    kinds = config.get("layer_types") or usual
+    return (*kinds[:-1], FULL) if isinstance(kinds, list) else (FULL,)
+
+
+def _heads(config: dict[str, Any], kinds: tuple[str, ...], source: str) -> tuple[Heads, ...]:
+    """Return each layer's heads. transformers writes sizes that differ by layer to per_layer_config; published files
+    have global_head_dim and num_global_key_value_heads."""
+    given = section_of(config, "rope_parameters", source)
+    rope = {
+        kind: rope_of({"rope_parameters": _ROPES[kind] | dict(section_of(given, kind, source))}, source)
+        for kind in set(kinds)
+    }
+    by_layer, k_eq_v = section_of(config, "per_layer_config", source), flag_of(config, "attention_k_eq_v", source)
+    general = {key: config[key] for key in ("head_dim", "num_key_value_heads")}
+    at_full = {"head_dim": config["global_head_dim"]}
+    if k_eq_v and "num_global_key_value_heads" in config:
+        at_full["num_key_value_heads"] = config["num_global_key_value_heads"]
+    heads = []
+    for layer, kind in enumerate(kinds):
+        own = by_layer.get(str(layer), {}) if by_layer else at_full if kind == FULL else {}
+        sizes = general | dict(own)
+        heads.append(
+            Heads(
+                num_kv_heads=size_of(sizes, "num_key_value_heads", source),
+                head_dim=size_of(sizes, "head_dim", source, least=2),
+                rope=rope[kind],
+                keys_as_values=k_eq_v and kind == FULL,
+            )
+        )
+    return tuple(heads)
+
+
+def _experts(config: dict[str, Any], source: str) -> BesideExperts:
+    routing = Routing(
+        num_experts=size_of(config, "num_experts", source, most=MAX_EXPERTS),
+        experts_per_token=size_of(config, "top_k_experts", source),
+        normalise=True,
+        scales_experts=True,
+    )
+    routing.check(source)
+    return BesideExperts(routing, size_of(config, "moe_intermediate_size", source))
