@@ -1,8 +1,8 @@
-// y = x W^T, or silu(x G^T) * (x U^T), for hundreds of rows and int4 weights. `kernels_cuda` compiles it, and generates
+// y = x W^T, or silu(x G^T) * (x U^T), for more than 32 rows and int4 weights. `kernels_cuda` compiles it, and generates
 // the device function `wgmma`.
 //
-// Macros: `ManyRowsTiles` in tiles.py. ROWS: block_m. GATED: the first warp group computes gate, the second
-// up projections. HALF: float16, else bfloat16. ZEROS: weights have zeros.
+// Macros: `ManyRowsTiles` in tiles.py. ROWS: block_m. GATED: the first warp group computes gate, the second up
+// projections. HALF: float16, else bfloat16. ZEROS: weights have zeros.
 //
 // Each program computes 128 outputs by ROWS rows at a time, and several such tiles one after the other. Two programs of
 // a cluster compute different outputs of the same rows, and each copies half of the rows' inputs to both, since L2 would
