@@ -12,6 +12,7 @@ from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 CHAIN = SpeculativeConfig(str(MODELS / "draft"), num_steps=3, top_k=1, num_draft_tokens=4)
 TREE = SpeculativeConfig(str(MODELS / "draft"), num_steps=5, top_k=4, num_draft_tokens=16)
 BLOCK_TREE = SpeculativeConfig(str(MODELS / "dspark"), "dspark", num_steps=8, top_k=4, num_draft_tokens=16)
+DFLASH2_TREE = SpeculativeConfig(str(MODELS / "dflash2"), "dflash2", num_steps=7, top_k=4, num_draft_tokens=16)
 
 
 def embedded_spec(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.embedded import BLOCK_TREE, TREE
+from tests.support.embedded import BLOCK_TREE, DFLASH2_TREE, TREE
 from tests.support.simulation.answers import Answers, Pair, PairRank, Slot
 from tests.support.simulation.shapes import misread
 from workers.config import RoundShapes
@@ -31,13 +31,16 @@ RECORDED = Path(__file__).with_name("texts.json")
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 PER_NAT = 10  # digits of a recorded min-entropy are tenths of a nat
 DRAFTS = {
-    name: dataclasses.replace(config, adaptive=True) for name, config in {"dspark": BLOCK_TREE, "eagle3": TREE}.items()
+    name: dataclasses.replace(config, adaptive=True)
+    for name, config in {"dspark": BLOCK_TREE, "eagle3": TREE, "dflash2": DFLASH2_TREE}.items()
 }
 BATCHES = (1, 8, 32)
 # CPU ms of a round at one request, as `python -m tests.bench draft_methods` had them on two machines
 ROUND_MS = {
     "plain": 13.0, "2/1/3": 21.0, "4/1/5": 24.0, "8/4/16": 37.5, "3/1/4": 23.5, "4/2/8": 31.0, "5/4/16": 38.0,
 }  # fmt: skip
+# those of DFlash2, whose head is smaller than DSpark's
+DFLASH2_MS = {"2/1/3": 19.4, "4/1/5": 23.0, "6/2/8": 27.5, "7/4/16": 32.0}
 ROW_MS = 0.55, 0.8  # of each further request's row: up to 8 requests, and to 32
 HOST_MS = 0.3
 
@@ -76,9 +79,9 @@ def recorded(draft: str) -> dict[str, list[Answer]]:
 
 
 def costs_of(shapes: RoundShapes) -> CostTable:
-    rounds = []
+    rounds, round_ms = [], ROUND_MS | (DFLASH2_MS if shapes.drafted_by == "dflash2" else {})
     for shape in shapes.shapes:
-        alone = ROUND_MS[shape.name]
+        alone = round_ms[shape.name]
         at_8 = alone + 7 * ROW_MS[0] * shape.width
         rounds.append(RoundCosts(BATCHES, (alone, at_8, at_8 + 24 * ROW_MS[1] * shape.width), (1e-4,) * 3))
     default = rounds[shapes.default].ms

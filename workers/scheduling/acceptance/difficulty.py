@@ -21,9 +21,11 @@ RECENT_WINDOW = 64.0  # of the mean over all requests, in steps
 DRAFTED_WINDOW = 2048.0  # of a family's mean, in its rounds with drafts
 REQUEST_PRIOR = 8.0  # weight, in rounds, of the mean over all requests in a request's own mean
 FAMILY_PRIOR = 32.0  # weight, in rounds, of the mean over all families in a family's mean
-SLOPE = 2.5  # first estimate of the slope: the log odds of acceptance that a request loses with each nat
+# First estimate of the slope: the log odds of acceptance that a request loses with each nat of its running mean. Whole
+# answers of the embedded pair lose 2.0 to 2.4 with each nat of their own mean.
+SLOPE = 1.8
 SLOPE_ERROR = 0.4  # standard error of SLOPE
-RESIDUAL_VARIANCE = 0.1  # variance of requests' log odds that min-entropy does not explain
+RESIDUAL_VARIANCE = 0.4  # variance of requests' log odds that min-entropy does not explain
 MAX_SLOPE = 5.0
 MAX_LOG_ODDS = 2.2  # bound on `log_odds`, either way
 MIN_INFORMATION = 0.5  # added to a request's variance, which is 0 if all its drafts or none were accepted
@@ -46,6 +48,9 @@ class Difficulty:
         self._by_slot = np.zeros((2, num_slots))  # sums of nats and of rounds, decayed, as in the two below
         self._recent = np.zeros(2)
         self._drafted = np.zeros((2, num_families))
+        self._used = np.zeros((num_families, num_slots))  # differences in nats that `log_odds` last used
+        # of each request's rounds with drafts: variance of the hits times difference used, and variance
+        self._weighed = np.zeros((2, num_slots))
 
     def count(self, steps: Sequence[tuple[int, Ints, Ints, Floats]], current: Ints) -> None:
         """Add the rounds of some steps, in their order, to the means.
@@ -71,8 +76,13 @@ class Difficulty:
 
     def log_odds(self, slots: Ints) -> Floats:
         """Return [families, n]: what to add to a family's log odds of acceptance for the request in each slot."""
-        added: Floats = np.clip(-self.slope * self._difference(slots), -MAX_LOG_ODDS, MAX_LOG_ODDS)
+        self._used[:, slots] = difference = self._difference(slots)
+        added: Floats = np.clip(-self.slope * difference, -MAX_LOG_ODDS, MAX_LOG_ODDS)
         return added
+
+    def weigh(self, family: int, variance: Floats) -> None:
+        """Record how much rounds with drafts of a family tell about the slope. variance: [num_slots] of their hits."""
+        self._weighed += variance * self._used[family], variance
 
     def ended(self, slots: Ints, family: int, excess: Floats, information: Floats) -> None:
         """Fit the slope to requests that have ended, and forget their means.
@@ -81,15 +91,19 @@ class Difficulty:
         family: the family of the last rounds with drafts; the requests are compared with its mean.
         excess: [n] accepted drafts of each request minus the number expected with its `log_odds`.
         information: [n] expected variance of that number; 0 for a request without drafts, which is skipped.
+
+        The excess is explained by the differences that the expected number was computed with (`weigh`), which may be
+        far from those that the requests ended with.
         """
-        difference = self._difference(slots)[family]
+        weighed, total = self._weighed[:, slots]
+        difference = np.where(total > 0.0, weighed / np.maximum(total, 1e-9), self._difference(slots)[family])
         for nats, more, variance in zip(difference.tolist(), excess.tolist(), information.tolist(), strict=True):
             if variance > 0.0:
                 error = nats**2 * self._slope_variance + 1.0 / (variance + MIN_INFORMATION) + RESIDUAL_VARIANCE
                 gain = self._slope_variance * nats / error
                 self.slope = min(max(self.slope - gain * more / (variance + MIN_INFORMATION), 0.0), MAX_SLOPE)
                 self._slope_variance *= 1.0 - gain * nats
-        self._by_slot[:, slots] = 0.0
+        self._by_slot[:, slots] = self._weighed[:, slots] = self._used[:, slots] = 0.0
 
     def _difference(self, slots: Ints) -> Floats:
         """Return [families, n]: each request's mean min-entropy minus the family's; 0 before any round with drafts."""

@@ -13,21 +13,13 @@ import numpy.typing as npt
 
 from workers.config import RoundShapes
 from workers.scheduling.acceptance.difficulty import Difficulty
+from workers.scheduling.acceptance.request_odds import RequestOdds, kept_and_added
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 ENGINE_WINDOW = 2048.0  # rounds after which the engine's estimate has forgotten all but 1 / e
-REQUEST_WINDOW = 64.0  # rounds after which a request's own estimate has forgotten all but 1 / e
-REQUEST_PRIOR = 8.0  # weight, in drafts, of the engine's estimate in a request's ratio over all depths
-DEPTH_PRIOR = 24.0  # weight, in rounds, of the ratio over all depths in the ratio of one depth
-MAX_RATIO = 50.0  # bound on a request's odds relative to the engine's, over all depths, either way
-SPREAD = 0.5  # standard deviation of requests' log odds around the engine's, before any request has ended
-SPREAD_PRIOR = 4.0  # weight of SPREAD in its later estimate, in requests
-SPREAD_INFORMATION = 5.0  # variance of the accepted drafts of each of these SPREAD_PRIOR requests
-SPREAD_WINDOW = 32.0  # ended requests after which an earlier one's weight in that estimate is 1 / e
-MAX_SPREAD = 1.5  # bound on that estimate
 SHAPE_PRIOR = 4.0  # minimum weight, in rounds, of the estimate that another shape or the depth above implies
 OTHERS_PRIOR = 32.0  # maximum weight that the other shape's own rounds add, one each
 OTHERS_COUNT = 512.0  # rounds of another shape that lower the error as much as one round of this shape
@@ -35,7 +27,6 @@ FIRST_CHANCE = 0.7  # probability of depth 1 before any round
 UPPER_ERRORS = 1.5  # standard errors from an estimate to its upper confidence bound
 MAX_REPORTS = 256  # steps whose reports are counted together
 MARGIN = 1e-3  # estimates stay this far from 0 and 1
-EPSILON = 1e-9  # avoids 0 / 0
 
 
 class Survival:
@@ -48,10 +39,9 @@ class Survival:
     few rounds, a depth's estimate follows that of the depth above, and a tree's follows the chain's: 1 - (1 - q)^b for
     a chain's q, where b is 1 for chains and grows with the tree's width.
 
-    A request's estimate is the engine's, with the odds changed by two factors:
+    A request's estimate is the engine's, with the odds changed by two factors, which apply to every shape:
     - the difficulty of its text, which rounds without drafts show too (`Difficulty`);
-    - its own accepted drafts relative to the expected number. This ratio applies to every shape. A depth that the
-      request has rarely reached follows the ratio over all its depths.
+    - accepted drafts relative to the expected number, of recent requests and of its own (`RequestOdds`).
 
     An upper confidence bound also allows for how much requests differ, because a new one may have another kind of text.
     """
@@ -72,12 +62,8 @@ class Survival:
         self._hits = np.zeros((count, self._max_depth))
         self._trials = np.zeros((count, self._max_depth))
         self._chances = self._estimate()
-        self._counts = np.zeros((3, self._max_depth, num_slots))  # hits, trials, expected hits
-        information = SPREAD_PRIOR * SPREAD_INFORMATION
-        squared = information * SPREAD_INFORMATION
-        # sums over ended requests: (hits - expected)^2, information, information^2; see `_variance`
-        self._ended = np.array([information + squared * SPREAD**2, information, squared])
-        self._numbers = np.full(num_slots, -1, np.int64)  # of the requests that `_counts` is about
+        self._requests = RequestOdds(self._max_depth, num_slots)
+        self._numbers = np.full(num_slots, -1, np.int64)  # of the requests that have the slots
         self._last = 0  # the family that ran last
         self._reports: list[tuple[int, Ints, Ints, Ints, npt.NDArray[np.int32]]] = []  # not counted yet
         self._difficulty = Difficulty(num_slots, count)
@@ -119,6 +105,9 @@ class Survival:
     def _count_entropies(self) -> None:
         if self._entropies:
             self._difficulty.count(self._entropies, self._numbers)
+            plain = [slots[self._numbers[slots] == of] for family, slots, of, _ in self._entropies if family < 0]
+            if plain:
+                self._requests.count_plain(np.bincount(np.concatenate(plain), minlength=len(self._numbers)))
             self._entropies = []
 
     def _count_reports(self) -> None:
@@ -145,7 +134,7 @@ class Survival:
         # minimum: counts of other shapes and depths decay at an eighth of the pace
         age = np.full(self._hits.shape, num_seen / ENGINE_WINDOW / 8)
         np.maximum(age[family], engine_trials / ENGINE_WINDOW, out=age[family])
-        kept, added = _kept_and_added(age)
+        kept, added = kept_and_added(age)
         self._hits *= kept
         self._trials *= kept
         self._hits[family] += engine_hits * added[family]
@@ -153,18 +142,10 @@ class Survival:
         # the expected hits come from an estimate that includes these rounds
         weight = SHAPE_PRIOR * self._chances[family]
         chances = (self._hits[family] + weight) / (self._trials[family] + SHAPE_PRIOR)
-        num_slots = len(self._numbers)
-        current = self._numbers[slots] == numbers  # False where another request has the slot now
-        kept, added = _kept_and_added(np.bincount(slots[current], minlength=num_slots) / REQUEST_WINDOW)
-        cells = self._column * num_slots + slots
-        new = np.empty(self._counts.shape)
-        for of_request, outcome in zip(new, (hits, trials), strict=False):
-            counts = np.bincount(cells[outcome & current], minlength=of_request.size)
-            np.multiply(counts.reshape(of_request.shape), added, out=of_request)
         odds = (chances / (1.0 - chances))[:, None] * np.exp(self._log_odds[family])
-        np.multiply(new[1], odds / (1.0 + odds), out=new[2])
-        self._counts *= kept
-        self._counts += new
+        current = self._numbers[slots] == numbers  # False where another request has the slot now
+        variance = self._requests.count(slots, hits, trials, current, odds)
+        self._difficulty.weigh(family, variance)
         self._last = family
 
     def age(self, num_rounds: int) -> None:
@@ -195,50 +176,23 @@ class Survival:
         self._log_odds[:, slots] = self._difficulty.log_odds(slots)
         evidence = self._trials + (SHAPE_PRIOR + self._trials.max(0) / OTHERS_COUNT)
         odds = odds_and_bounds(chances, evidence)[..., None] * np.exp(self._log_odds[:, None, slots])
-        odds *= self._odds_ratios(slots)
-        odds[1] *= np.exp(UPPER_ERRORS * self._own_errors(slots) / math.sqrt(len(slots)))
+        self._requests.update()
+        of_last = chances[self._last, :, None]
+        of_last = of_last / (1.0 - of_last) * np.exp(self._log_odds[self._last, slots])
+        odds *= self._requests.factors(slots, of_last)
+        odds[1] *= np.exp(UPPER_ERRORS * self._requests.errors(slots) / math.sqrt(len(slots)))
         survival = (odds / (1.0 + odds)).cumprod(2).sum(3).cumsum(2)  # [2, families, depth]
         total[:, 1:] += survival[:, self._family[1:], self._depth[1:] - 1]
         return total[0], total[1]
-
-    def _odds_ratios(self, slots: Ints) -> Floats:
-        """Return [depth, n]: factors on the odds of acceptance by the requests' own rounds, beyond the engine's
-        estimate and the difficulty of their texts."""
-        chances = self._chances[self._last][:, None]
-        expected_odds = chances / (1.0 - chances) * np.exp(self._log_odds[self._last, slots])
-        hits, trials, expected = self._counts[:, :, slots]
-        total = trials.sum(0)
-        usual = REQUEST_PRIOR * np.where(total > 0, expected.sum(0) / np.maximum(total, EPSILON), 0.5)
-        over_all = _odds_ratio(hits.sum(0) + usual, total + REQUEST_PRIOR, expected.sum(0) + usual)
-        odds = expected_odds * np.clip(over_all, 1.0 / MAX_RATIO, MAX_RATIO)
-        own, engine = (DEPTH_PRIOR * each / (1.0 + each) for each in (odds, expected_odds))
-        return _odds_ratio(hits + own, trials + DEPTH_PRIOR, expected + engine)
-
-    def _own_errors(self, slots: Ints) -> Floats:
-        """Return [n]: the standard deviation of the logarithm of each request's factor on the odds. It falls from the
-        spread of requests towards 0 with the request's own rounds."""
-        _, trials, expected = self._counts[:, :, slots].sum(1)
-        variance = self._variance()
-        found: Floats = np.sqrt(variance / (1.0 + variance * _information(trials, expected)))
-        return found
-
-    def _variance(self) -> float:
-        """Return the variance v of requests' log odds around the engine's. If a request's hits have variance I, the
-        mean of (hits - expected)^2 is I + v * I^2."""
-        squares, information, squared = self._ended.tolist()
-        return float(min(max((squares - information) / squared, 0.0), MAX_SPREAD**2))
 
     def _clear_reused(self, slots: Ints, numbers: Ints) -> None:
         """Where a slot has a new request, learn from the former one and forget its counts."""
         changed = self._numbers[slots] != numbers
         if changed.any():
             self._count_entropies()
-            hits, trials, expected = self._counts[:, :, slots[changed]].sum(1)
-            information = _information(trials, expected)
-            self._difficulty.ended(slots[changed], self._last, hits - expected, information)
-            ended = np.array(((hits - expected) ** 2, information, information**2))
-            self._ended = self._ended * math.exp(-np.count_nonzero(information) / SPREAD_WINDOW) + ended.sum(1)
-            self._counts[:, :, slots[changed]] = self._log_odds[:, slots[changed]] = 0.0
+            former = slots[changed]
+            self._difficulty.ended(former, self._last, *self._requests.ended(former))
+            self._log_odds[:, former] = 0.0
             self._numbers[slots] = numbers
 
     def _estimate(self) -> Floats:
@@ -256,18 +210,6 @@ class Survival:
         return np.minimum(np.maximum(found, MARGIN), 1.0 - MARGIN)
 
 
-def _information(trials: Floats, expected: Floats) -> Floats:
-    """Return the expected variance of requests' hits. It is also the Fisher information about their log odds."""
-    found: Floats = expected * (1.0 - expected / np.maximum(trials, EPSILON))
-    return found
-
-
-def _odds_ratio(hits: Floats, trials: Floats, expected: Floats) -> Floats:
-    """Return the odds of `hits` among `trials` relative to those of `expected`."""
-    ratio: Floats = hits * (trials - expected) / ((trials - hits) * expected)
-    return ratio
-
-
 def odds_and_bounds(chances: Floats, evidence: Floats) -> Floats:
     """Return [2, ...]: the odds of estimated probabilities, and of their upper confidence bounds.
 
@@ -278,10 +220,3 @@ def odds_and_bounds(chances: Floats, evidence: Floats) -> Floats:
     both = np.stack((chances, np.minimum(chances + UPPER_ERRORS * errors, 1.0 - MARGIN)))
     odds: Floats = both / (1.0 - both)
     return odds
-
-
-def _kept_and_added(age: Floats) -> tuple[Floats, Floats]:
-    """Return the factors on old counts and on new ones when new rounds decay the counts by `age` windows. New rounds
-    arrive one after the other, so earlier ones decay, too; their factor is the mean."""
-    kept = np.exp(-age)
-    return kept, (1.0 - kept + EPSILON) / (age + EPSILON)

@@ -87,10 +87,12 @@ def test_each_family_is_compared_with_the_rounds_that_it_was_learnt_from() -> No
     assert of_easy < -1.5 and abs(of_hard) < 0.3
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_plain_rounds_tell_that_a_text_has_become_easy(draft: str) -> None:
+@pytest.mark.parametrize(
+    ("draft", "mean", "low"), [("dspark", 0.98, 0.93), ("eagle3", 0.965, 0.92), ("dflash2", 0.955, 0.88)]
+)
+def test_plain_rounds_tell_that_a_text_has_become_easy(draft: str, mean: float, low: float) -> None:
     """Steps 200 to 600 of each kind of text, one after the other, one request at a time. When only drafts told what
-    they were worth, means were 0.952 and 0.941, the lowest 0.81 and 0.73."""
+    they were worth, means were 0.952 (DSpark) and 0.941 (EAGLE-3), the lowest 0.81 and 0.73."""
     shapes, found = DRAFTS[draft].shapes, []
     answers = {kind: [each for each in some if each.num_tokens > 1] for kind, some in recorded(draft).items()}
     for order in in_orders(list(answers), 4):
@@ -98,4 +100,4 @@ def test_plain_rounds_tell_that_a_text_has_become_easy(draft: str) -> None:
         for kind in order:
             stream.run(answers[kind], 200)
             found.append(stream.run(answers[kind], 400).share)
-    assert np.mean(found) > 0.965 and min(found) > 0.9, found
+    assert np.mean(found) > mean and min(found) > low, found
