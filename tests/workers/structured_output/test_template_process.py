@@ -3,14 +3,16 @@
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.support import MODELS
+from tests.support import MODELS, ROOT
 from workers.structured_output.mask_process import template_process
 from workers.structured_output.mask_process.template_process import LOWEST_PRIORITY, Kind, Template, Work
 
@@ -56,6 +58,17 @@ def test_trials_are_behind_ranks_in_the_scheduling_group_of_ranks() -> None:
         assert set(niceness(pid).values()) == set(niceness(forked).values()) == {LOWEST_PRIORITY}
         assert os.getsid(pid) == os.getsid(forked) == os.getsid(0)
         assert os.getpgid(pid) == os.getpgid(forked) == pid
+
+
+def test_a_template_imports_no_transformers_and_leaves_it_to_be_imported() -> None:
+    """It would take longer than the compiler itself, in two processes of each server."""
+    program = (
+        "import sys; from workers.structured_output.mask_process import template_process; template_process._import(); "
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'transformers', 'xgrammar'})); "
+        "import transformers; print(transformers.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:2] == ["['xgrammar']", version("transformers")], done.stdout + done.stderr
 
 
 @contextlib.contextmanager
