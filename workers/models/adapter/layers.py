@@ -19,6 +19,8 @@ from workers.ops.experts.route import TokenSlots
 from workers.ops.rotary import Angles
 from workers.span import Span
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of models
+
 
 class Columns(ColumnParallelLinear):
     """Linear layer whose outputs ranks share: x [..., in] -> [..., out].
@@ -76,10 +78,12 @@ class Embedding(VocabEmbedding):
     def __init__(self, embedding: nn.Embedding, group: TPGroup) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, group)
         self._scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
+        # scalars on the host, which kernels take as arguments; rounded as transformers does
+        self._rounded = {dtype: torch.tensor(self._scale, dtype=dtype, device="cpu") for dtype in _DTYPES}
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = super().forward(ids)
-        return rows if self._scale == 1.0 else rows * torch.tensor(self._scale, dtype=rows.dtype)
+        return rows if self._scale == 1.0 else rows * self._rounded[rows.dtype]
 
 
 class Leaf(WeightedModule):

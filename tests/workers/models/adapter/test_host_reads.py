@@ -1,5 +1,5 @@
-"""A pass of a model of transformers reads no value on the host and has no shape that depends on values: on a GPU it
-would wait, or end the recording of a CUDA graph.
+"""A pass of a model of transformers reads no value on the host, copies none from it, and has no shape that depends on
+values: on a GPU it would wait, or end the recording of a CUDA graph.
 
     pytest -m slow tests/workers/models/adapter/test_host_reads.py    # every kind
 """
@@ -32,12 +32,17 @@ class _RefuseReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def refuse_tensor(*_: Any, **__: Any) -> None:
+    raise AssertionError("torch.tensor(...): a copy from the host in each pass")
+
+
 def refuse_reads(monkeypatch: pytest.MonkeyPatch, owner: type, passes: list[str]) -> None:
     forward: Any = owner.forward  # type: ignore[attr-defined]
 
     def checked(self: Any, *given: Any, **named: Any) -> Any:
         passes.append(owner.__name__)
-        with _RefuseReads():
+        with monkeypatch.context() as patch, _RefuseReads():
+            patch.setattr(torch, "tensor", refuse_tensor)
             return forward(self, *given, **named)
 
     monkeypatch.setattr(owner, "forward", checked)
@@ -63,3 +68,14 @@ def test_a_read_is_refused() -> None:
         torch.ones(1).item()
     with _RefuseReads(), pytest.raises(AssertionError, match="index.Tensor: mask"):
         torch.ones(2)[torch.ones(2) > 0]
+
+
+def test_a_tensor_from_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Copies(torch.nn.Module):
+        def forward(self) -> torch.Tensor:
+            return torch.tensor(1.0)
+
+    refuse_reads(monkeypatch, Copies, [])
+    with pytest.raises(AssertionError, match="a copy from the host"):
+        Copies()()
+    assert torch.tensor(1.0) == 1.0
