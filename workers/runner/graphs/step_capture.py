@@ -91,7 +91,7 @@ class StepCapture:
         self._recorder = recorder
         self._has_states = has_states
         self._kinds_run: set[GraphKey] = set()
-        self._shared: dict[str, Tensor] = {}
+        self._shared: dict[tuple[str, torch.dtype], Tensor] = {}
         self._outgrown: list[Tensor] = []  # smaller buffers, which earlier graphs still use
 
     def dry_run(self, key: GraphKey, ahead: CompileAhead) -> None:
@@ -173,10 +173,12 @@ class StepCapture:
             return dataclasses.replace(passed, **shared)
         if passed.nbytes < _MIN_SHARED_BYTES:
             return passed
-        held = self._shared.get(path)
+        held = self._shared.get((path, passed.dtype))
         if held is None or held.numel() < passed.numel():
             self._outgrown += [] if held is None else [held]
-            held = self._shared[path] = torch.empty(passed.numel(), dtype=passed.dtype, device=passed.device)
+            held = self._shared[path, passed.dtype] = torch.empty(
+                passed.numel(), dtype=passed.dtype, device=passed.device
+            )
         return held[: passed.numel()].view(passed.shape).copy_(passed)
 
 
