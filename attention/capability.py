@@ -19,6 +19,7 @@ GENERATIONS = (
     (10, 0),
     (9, 0),
 )  # one of each GPU generation that tables distinguish
+MULTIPROCESSORS = 132  # of an H100 or H200, for which tiles are chosen
 _FP8_MAJORS = (9, 10)  # GPUs whose tensor cores multiply FP8 in our kernels
 _LIBRARIES = ("triton", "flashinfer")
 _NVRTC = "nvrtc"  # among the libraries: of torch's CUDA, see `nvrtc_path`

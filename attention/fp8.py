@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+FP8_MAX = 448.0  # the largest number
 WEIGHT_UNIT = 32768.0  # see `weight_unit`
 
 

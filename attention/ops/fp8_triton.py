@@ -4,6 +4,10 @@
 import triton
 import triton.language as tl
 
+from attention import fp8
+
+FP8_MAX = tl.constexpr(fp8.FP8_MAX)
+
 
 @triton.jit
 def to_fp8(x, INTERPRETED: tl.constexpr):
@@ -12,7 +16,7 @@ def to_fp8(x, INTERPRETED: tl.constexpr):
     Triton's interpreter (3.6) loses the carry of a rounding and all subnormals. So x is rounded by float32 additions
     first: to four significant bits, or to multiples of 2^-9.
     """
-    x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         split = x * 1048577.0
         x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, split - (split - x))

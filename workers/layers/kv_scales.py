@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from attention.fp8 import KVScales
+from attention.fp8 import FP8_MAX, KVScales
 from workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,10 @@ def warn_of_missing(model: nn.Module, name: str) -> None:
     if missing:
         logger.warning(
             "%s: KV is kept in FP8, and the checkpoint has no k_scale and v_scale of %d layers: they get 1, and "
-            "numbers beyond 448 saturate",
+            "numbers beyond %g saturate",
             name,
             len(missing),
+            FP8_MAX,
         )
 
 

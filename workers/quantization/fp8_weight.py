@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.capability import Capability
-from attention.fp8 import FP8
+from attention.fp8 import FP8, FP8_MAX
 from workers.layers.linear_method import Part
 from workers.layers.weighted import WrongTensorError, check_shape
 
@@ -131,4 +131,4 @@ def dummy_scale(fan_in: int) -> float:
 def fill_dummy(weight: Tensor, generator: torch.Generator) -> None:
     """Fill weight [rows, columns] with normal numbers, through a bfloat16 copy."""
     values = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-    weight.copy_(values.normal_(0.0, _DUMMY_DEVIATION, generator=generator).clamp_(-448.0, 448.0))
+    weight.copy_(values.normal_(0.0, _DUMMY_DEVIATION, generator=generator).clamp_(-FP8_MAX, FP8_MAX))

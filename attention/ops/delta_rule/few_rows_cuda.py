@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
+from attention.capability import MULTIPROCESSORS, Capability
 from attention.ops.cuda_source import load
 from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
 
 _LOAD = 8  # bfloat16 numbers in a load of 16 bytes
-_MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def tiles_of(programs: int) -> Tiles:
     """Return the tiles for a number of programs: up to one per multiprocessor have eight warps; of more, three with
     four warps share one. H200, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1, 8 and 32: eight warps take 6.9,
     32 and 132 us, four take 8.5, 22 and 88."""
-    return Tiles(8, 1) if programs <= _MULTIPROCESSORS else Tiles(4, 3)
+    return Tiles(8, 1) if programs <= MULTIPROCESSORS else Tiles(4, 3)
 
 
 @cache

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.capability import MULTIPROCESSORS
 from attention.ops.delta_rule.formulas_triton import (
     NORM_EPS,
     PRECISION,
@@ -185,9 +186,6 @@ def _delta_few_rows(
         tl.store(at, o.to(out_ptr.dtype.element_ty), mask=writes)
 
 
-FEW_PROGRAMS = 132  # one per multiprocessor
-
-
 @dataclass(frozen=True)
 class FewRowTiles:
     """Tiles of the kernel.
@@ -207,7 +205,7 @@ def few_row_tiles(value_dim: int, programs: int) -> FewRowTiles:
     """Return the tiles. One program per multiprocessor has eight warps that hold the whole state; of more programs,
     three with four warps share one. H100, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1 and 8: 13 and 49 us
     with eight warps, 22 and 42 with four."""
-    if programs <= FEW_PROGRAMS:
+    if programs <= MULTIPROCESSORS:
         return FewRowTiles(value_dim, 8, True, None)
     return FewRowTiles(min(value_dim, 32), 4, False, 168)
 

@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 
 from attention.ops import interpreter_triton
+from attention.ops.delta_rule import formulas
 
 PRECISION = tl.constexpr("tf32x3")  # about the precision of float32
 INTERPRETED = tl.constexpr(interpreter_triton.INTERPRETED)
-NORM_EPS = tl.constexpr(1e-6)  # epsilon of the l2 norms of q and k
+NORM_EPS = tl.constexpr(formulas.NORM_EPS)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from attention.capability import MULTIPROCESSORS  # noqa: E402
 from attention.fp8 import FP8  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.ops.activation import silu_mul  # noqa: E402
@@ -27,7 +28,7 @@ from workers.ops.fp8.tiles import (  # noqa: E402
     fp8_wide_tiles,
     fp8_workspace_size,
 )
-from workers.ops.gemm.tiles import MULTIPROCESSORS, SHARED_BYTES  # noqa: E402
+from workers.ops.gemm.tiles import SHARED_BYTES  # noqa: E402
 from workers.ops.gemm.workspace import Workspace  # noqa: E402
 
 pytestmark = MARKS

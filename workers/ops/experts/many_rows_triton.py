@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attention.capability import MULTIPROCESSORS
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.experts.order_triton import ExpertOrder, bins_of, order_by_expert
@@ -40,7 +41,7 @@ from workers.ops.experts.weights import (
     block_of,
 )
 from workers.ops.fp8.rows import Fp8Rows
-from workers.ops.gemm.tiles import MULTIPROCESSORS, SHARED_BYTES
+from workers.ops.gemm.tiles import SHARED_BYTES
 
 _MAX_PARTIAL_BYTES = 1 << 28  # bound on scratch for the results per row and expert
 _MAX_HELD = 4  # steps of a down projection for which a program keeps its rows in registers

@@ -4,8 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
+from attention.capability import MULTIPROCESSORS
 from workers.ops.gemm.skinny_triton import skinny_gemm
-from workers.ops.gemm.tiles import FIXED_ROWS, MAX_ROWS, MULTIPROCESSORS, SkinnyGemmTiles
+from workers.ops.gemm.tiles import FIXED_ROWS, MAX_ROWS, SkinnyGemmTiles
 from workers.ops.gemm.workspace import Workspace
 
 _MAX_ROWS = 512  # beyond, cuBLAS is used

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from attention.capability import MULTIPROCESSORS
 from attention.fp8 import FP8
 from workers.ops.experts.route import MAX_LISTED
 from workers.ops.fp8.rows import GROUP
-from workers.ops.gemm.tiles import MULTIPROCESSORS
 from workers.span import Span
 
 MAX_FEW_ROWS = MAX_LISTED  # 16: the smallest tile of a tensor core

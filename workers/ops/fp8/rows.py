@@ -14,7 +14,7 @@ from attention.fp8 import FP8, FP8_MAX
 from attention.ops.operation import Implementation, on_gpu, operation
 
 GROUP = 128  # columns of a row that share a scale
-_SMALLEST = 1e-12  # minimum magnitude for a scale, which keeps rows of zeros zero
+SMALLEST = 1e-12  # minimum magnitude for a scale, which keeps rows of zeros zero
 _ALIGNED = 16  # rows; scales stored by group are padded to a multiple, so that Triton compiles one kernel
 
 
@@ -78,7 +78,7 @@ def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated:
         x = F.silu(gate) * up
     out = Fp8Rows.empty(x.shape[0], x.shape[1], by_group, rows_together, x.device)
     groups = x.float().view(x.shape[0], -1, GROUP if by_group else x.shape[1])
-    scales = groups.abs().amax(-1).clamp(min=_SMALLEST) / FP8_MAX
+    scales = groups.abs().amax(-1).clamp(min=SMALLEST) / FP8_MAX
     out.scales.copy_(scales)
     out.values.copy_((groups / scales.unsqueeze(-1)).to(FP8).flatten(1))
     return out

@@ -5,19 +5,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.fp8_triton import to_fp8
+from attention.ops.fp8_triton import FP8_MAX, to_fp8
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
+from workers.ops.fp8 import rows as reference
 from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.norm_triton import num_warps
 
 _COLUMNS = 1024  # per program
+SMALLEST = tl.constexpr(reference.SMALLEST)
 
 
 @triton.jit
 def scale_of(x, AXIS: tl.constexpr):
     """Return the scale of x along an axis; above 0 even for zeros."""
-    return tl.maximum(tl.max(tl.abs(x), AXIS), 1e-12) / 448.0
+    return tl.maximum(tl.max(tl.abs(x), AXIS), SMALLEST) / FP8_MAX
 
 
 @triton.jit

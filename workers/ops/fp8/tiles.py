@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from attention.capability import MULTIPROCESSORS
 from workers.ops.blocks import cdiv, next_power_of_2
 from workers.ops.fp8.rows import GROUP
-from workers.ops.gemm.tiles import MAX_SPLITS, MULTIPROCESSORS, SHARED_BYTES
+from workers.ops.gemm.tiles import MAX_SPLITS, SHARED_BYTES
 
 MAX_ROWS = 128  # limit of `workers.ops.fp8.gemm_triton`
 MIN_WIDE_ROWS = 65  # with scales per group, `workers.ops.fp8.gemm_wide_triton` is faster from here on

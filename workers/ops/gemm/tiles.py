@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from attention.capability import MULTIPROCESSORS
 from workers.ops.blocks import cdiv, next_power_of_2
 
 MAX_ROWS = 128  # beyond, cuBLAS is faster, see tests/bench/RESULTS.md
 MAX_GATED_ROWS = 256  # higher, because gated products save a kernel
 INPUT_STEP = 64  # divisor of K of all weights with tiles
 FIXED_ROWS = 64  # per launch of `fixed_rows`
-MULTIPROCESSORS = 132  # of an H100 or H200
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
 

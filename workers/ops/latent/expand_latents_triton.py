@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attention.capability import MULTIPROCESSORS
 from attention.fp8 import FP8
 from attention.ops.fp8_triton import widened
 from attention.ops.interpreter_triton import INTERPRETED
-from workers.ops.gemm.tiles import MULTIPROCESSORS
 
 
 @triton.jit(do_not_specialize=["num_chunks"])

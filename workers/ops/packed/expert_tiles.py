@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from attention.capability import MULTIPROCESSORS
 from workers.ops.experts.weights import ExpertSizes
-from workers.ops.gemm.tiles import MULTIPROCESSORS
 from workers.ops.packed.weight import BITS, TILE, PackedWeight
 
 MAX_LISTED_ROWS = 8

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from attention.capability import MULTIPROCESSORS
 from workers.ops.blocks import cdiv, next_power_of_2
-from workers.ops.gemm.tiles import MULTIPROCESSORS
 from workers.ops.packed.cuda.tiles import SHARED_SUMS
 
 MAX_STREAM_ROWS = 32

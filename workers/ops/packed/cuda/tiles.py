@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from attention.capability import MULTIPROCESSORS
 from workers.ops.blocks import cdiv, next_power_of_2
-from workers.ops.gemm.tiles import MULTIPROCESSORS
 from workers.ops.packed.weight import TILE
 
 STEP = 128  # inputs of a stage
