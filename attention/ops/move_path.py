@@ -11,6 +11,14 @@ def _are_alike(tensors: tuple[Tensor, ...], *_: object) -> bool:
     return len(tensors) <= 2 and tensors[0].shape == tensors[-1].shape and tensors[0].dtype == tensors[-1].dtype
 
 
+def _check(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.is_contiguous() and tensor.shape[:3] == tensors[0].shape[:3]
+    assert page_table.dim() == 2 and page_table.stride(1) == 1 and page_table.dtype == length.dtype == torch.int32
+    assert length.shape == page_table.shape[:1] == path.shape[:1] and length.is_contiguous()
+    assert path.dim() == 2 and path.dtype == torch.int64 and path.is_contiguous()
+
+
 @operation(
     Implementation(
         "triton",
@@ -18,7 +26,8 @@ def _are_alike(tensors: tuple[Tensor, ...], *_: object) -> bool:
         on_gpu,
         _are_alike,
         "one tensor, or two of the same shape and type",
-    )
+    ),
+    contract=_check,
 )
 def move_path(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
     """Copy the tokens at positions length[b] + path[b, j] to length[b] + j, in place, where path[b, j] > j.

@@ -12,7 +12,24 @@ def map_rows(batch: DecodeBatch | PrefillBatch, page_size: int) -> tuple[Tensor,
     return map_decode_rows(batch, page_size) if isinstance(batch, DecodeBatch) else map_prefill_rows(batch, page_size)
 
 
-@operation(Implementation("triton", "attention.ops.slot_mapping_triton:map_decode_rows", on_gpu))
+def _check_decode(batch: DecodeBatch, page_size: int) -> None:
+    table, prefix_len = batch.page_table, batch.prefix_len
+    assert table.dim() == 2 and table.stride(1) == 1 and table.dtype == prefix_len.dtype == torch.int32
+    assert prefix_len.shape == table.shape[:1] and prefix_len.is_contiguous()
+    assert 1 <= batch.rows <= batch.suffix_len
+
+
+def _check_prefill(batch: PrefillBatch, page_size: int) -> None:
+    table, starts = batch.page_table, batch.starts
+    assert table.dim() == 2 and table.stride(1) == 1 and table.dtype == torch.int32
+    assert starts.shape == table.shape[:1] and batch.qo_indptr.shape == (starts.shape[0] + 1,)
+    for each in (batch.qo_indptr, starts) if batch.kept_from is None else (batch.qo_indptr, starts, batch.kept_from):
+        assert each.dtype == torch.int32 and each.is_contiguous()
+
+
+@operation(
+    Implementation("triton", "attention.ops.slot_mapping_triton:map_decode_rows", on_gpu), contract=_check_decode
+)
 def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """Map the rows of a round.
 
@@ -23,7 +40,9 @@ def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]
     return positions.flatten(), token_indices(batch.page_table, positions, page_size).flatten()
 
 
-@operation(Implementation("triton", "attention.ops.slot_mapping_triton:map_prefill_rows", on_gpu))
+@operation(
+    Implementation("triton", "attention.ops.slot_mapping_triton:map_prefill_rows", on_gpu), contract=_check_prefill
+)
 def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """Map the rows of prompt chunks; padding rows get 0 and 0. Rows before `kept_from` write to page 0.
 

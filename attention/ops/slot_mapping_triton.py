@@ -70,7 +70,6 @@ def _map_prefill_rows(
 
 def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """`attention.ops.slot_mapping.map_decode_rows`."""
-    assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous()
     positions, slots = _outputs(batch.num_rows, batch.prefix_len.device)
     _map_decode_rows[(batch.num_requests,)](
         batch.prefix_len,
@@ -89,9 +88,7 @@ def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]
 
 def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """`attention.ops.slot_mapping.map_prefill_rows`."""
-    assert batch.page_table.stride(1) == 1 and batch.qo_indptr.is_contiguous() and batch.starts.is_contiguous()
     kept_from = batch.kept_from
-    assert kept_from is None or kept_from.is_contiguous()
     positions, slots = _outputs(batch.num_rows, batch.starts.device)
     _map_prefill_rows[(triton.cdiv(batch.num_rows, BLOCK),)](
         batch.qo_indptr,

@@ -54,7 +54,18 @@ class Committed:
     reported: Tensor
 
 
-@operation(Implementation("triton", "speculative.ops.acceptance_triton:accept_commit", on_gpu))
+def _check(
+    slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
+) -> None:
+    assert chosen.dim() == 2 and chosen.dtype == torch.int64 and chosen.is_contiguous() and chosen.shape[1] <= 63
+    assert slots.shape == chosen.shape[:1] and slots.dtype == torch.int64 and slots.is_contiguous()
+    for field in (tree.tokens, tree.parents, tree.depths, tree.masks):
+        assert field.shape == chosen.shape and field.dtype == torch.int64
+        assert field.stride(1) == 1 or chosen.shape[1] == 1
+        assert field.stride(0) == tree.tokens.stride(0) or chosen.shape[0] <= 1
+
+
+@operation(Implementation("triton", "speculative.ops.acceptance_triton:accept_commit", on_gpu), contract=_check)
 def accept_commit(
     slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
 ) -> Committed:
@@ -141,7 +152,7 @@ def _along_path(tree: Tree, chosen: Tensor, accepted: Tensor, max_depth: int) ->
     node = torch.arange(width, device=accepted.device).expand(batch, width)
     path = torch.zeros((batch, max_depth + 2), dtype=torch.int64, device=accepted.device)
     path.scatter_(1, torch.where(accepted, tree.depths, max_depth + 1), node)
-    path = path[:, : max_depth + 1]
+    path = path[:, : max_depth + 1].contiguous()
     num_drafts = torch.where(accepted, tree.depths, 0).amax(1)
     below = tree.tokens.gather(1, path.roll(-1, dims=1)).clamp_min(0)
     column = torch.arange(max_depth + 1, device=accepted.device)

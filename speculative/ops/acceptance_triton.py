@@ -147,8 +147,6 @@ def accept_commit(
     """`speculative.ops.acceptance.accept_commit`."""
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
     fields = (tree.tokens, tree.parents, tree.depths, tree.masks)
-    assert all(f.stride(1) == 1 and f.stride(0) == fields[0].stride(0) and f.dtype == torch.int64 for f in fields)
-    assert chosen.is_contiguous() and width <= 63
     path, tokens, rows = torch.empty((3, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)
     facts = torch.empty((5, batch), dtype=torch.int64, device=chosen.device)
     num_drafts, counts, finish, newest, reported = facts.unbind(0)

@@ -12,7 +12,42 @@ from speculative.tree.nodes import Children, Level
 from workers.structured_output.guide_table import NOWHERE, GuideTable
 
 
-@operation(Implementation("triton", "speculative.ops.guides_triton:begin", on_gpu))
+def _check_states(guides: GuideTable, slots: Tensor, states: Tensor) -> None:
+    assert guides.blocks.stride(1) == 1 and guides.index.is_contiguous()
+    assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+    assert states.shape[:1] == slots.shape and states.dtype == torch.int32 and states.is_contiguous()
+
+
+def _check_begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> None:
+    assert guides.blocks.stride(1) == 1 and guides.index.is_contiguous()
+    assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+    assert nodes.shape == bonus.shape == slots.shape and nodes.dtype == bonus.dtype == torch.int64
+
+
+def _check_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> None:
+    _check_states(guides, slots, states)
+    assert tokens.shape == slots.shape and tokens.dtype == torch.int64
+
+
+def _check_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level) -> None:
+    _check_states(guides, slots, states)
+    assert level.tokens.is_contiguous() and level.parent.is_contiguous()
+
+
+def _check_mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, states: Tensor, ids: Tensor) -> None:
+    _check_states(guides, slots, states)
+    assert logits.shape == (states.numel(), ids.shape[0]) and logits.stride(1) == 1
+    assert words.dtype == torch.int32 and words.is_contiguous() and ids.dtype == torch.int64 and ids.is_contiguous()
+
+
+def _check_children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children, unlikely: float) -> None:
+    _check_states(guides, slots, states)
+    assert (
+        found.ids.shape[0] == states.numel() and found.ids.is_contiguous() and found.log_probabilities.is_contiguous()
+    )
+
+
+@operation(Implementation("triton", "speculative.ops.guides_triton:begin", on_gpu), contract=_check_begin)
 def begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> Tensor:
     """Return the states of requests after their newest token.
 
@@ -27,7 +62,7 @@ def begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> Te
     return follow(guides, slots, states, bonus.unsqueeze(1))
 
 
-@operation(Implementation("triton", "speculative.ops.guides_triton:follow_chain", on_gpu))
+@operation(Implementation("triton", "speculative.ops.guides_triton:follow_chain", on_gpu), contract=_check_chain)
 def follow_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens of a chain's next level, forced where the grammar allows only one, and the states after them.
 
@@ -40,7 +75,7 @@ def follow_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tens
     return chosen.squeeze(1), follow(guides, slots, states, chosen)
 
 
-@operation(Implementation("triton", "speculative.ops.guides_triton:follow_level", on_gpu))
+@operation(Implementation("triton", "speculative.ops.guides_triton:follow_level", on_gpu), contract=_check_level)
 def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level) -> Tensor:
     """Return the states after the nodes of a tree's level.
 
@@ -53,7 +88,7 @@ def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level
     return follow(guides, slots, above, level.tokens)
 
 
-@operation(Implementation("triton", "speculative.ops.guides_triton:mask", on_gpu))
+@operation(Implementation("triton", "speculative.ops.guides_triton:mask", on_gpu), contract=_check_mask)
 def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, states: Tensor, ids: Tensor) -> None:
     """Set the logits of forbidden tokens to minus infinity, in states whose masks are known.
 
@@ -70,7 +105,7 @@ def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, state
     logits.masked_fill_(~allowed & (rows >= 0).unsqueeze(1), float("-inf"))
 
 
-@operation(Implementation("triton", "speculative.ops.guides_triton:children", on_gpu))
+@operation(Implementation("triton", "speculative.ops.guides_triton:children", on_gpu), contract=_check_children)
 def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children, unlikely: float) -> Children:
     """Return proposals in which a forced token is the first of its row, with log-probability 0.
 

@@ -95,7 +95,6 @@ def _launch(
     rows = tokens.shape[1]
     states = torch.empty(tokens.shape, dtype=torch.int32, device=tokens.device)
     forced = torch.empty_like(tokens) if force else tokens
-    assert guides.blocks.stride(1) == 1 and all(t.is_contiguous() for t in (guides.index, slots, above, tokens))
     _follow[(tokens.shape[0],)](
         guides.blocks,
         guides.blocks.stride(0),
@@ -170,7 +169,6 @@ def _mask(
 def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, states: Tensor, ids: Tensor) -> None:
     """`speculative.ops.guides.mask`."""
     rows, size = logits.shape
-    assert logits.stride(1) == 1 and words.is_contiguous() and ids.is_contiguous() and ids.shape[0] == size
     _mask[(rows, triton.cdiv(size, BLOCK))](
         logits,
         logits.stride(0),
@@ -238,7 +236,6 @@ def _children(
 def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children, unlikely: float) -> Children:
     """`speculative.ops.guides.children`."""
     ids, scores = torch.empty_like(found.ids), torch.empty_like(found.log_probabilities)
-    assert found.ids.is_contiguous() and found.log_probabilities.is_contiguous() and states.is_contiguous()
     _children[(ids.shape[0],)](
         guides.blocks,
         guides.blocks.stride(0),

@@ -7,7 +7,13 @@ from attention.ops.operation import Implementation, on_gpu, operation
 from workers.ops.norm import rms_norm
 
 
-@operation(Implementation("triton", "speculative.ops.head_input_triton:head_input", on_gpu))
+def _check(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float) -> None:
+    assert ids.shape == hidden.shape[:1] and ids.dtype == torch.int64 and ids.is_contiguous()
+    for each in (table, hidden, table_weight, hidden_weight):
+        assert each.shape[-1] == table.shape[1] and each.dtype == table.dtype and each.is_contiguous()
+
+
+@operation(Implementation("triton", "speculative.ops.head_input_triton:head_input", on_gpu), contract=_check)
 def head_input(
     ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:

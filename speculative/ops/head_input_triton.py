@@ -46,8 +46,6 @@ def head_input(
 ) -> Tensor:
     """`speculative.ops.head_input.head_input`."""
     rows, size = hidden.shape
-    assert all(t.is_contiguous() for t in (ids, table, hidden, table_weight, hidden_weight))
-    assert table.dtype == hidden.dtype == table_weight.dtype and table.shape[1] == size
     out = torch.empty((rows, 2 * size), dtype=hidden.dtype, device=hidden.device)
     block = triton.next_power_of_2(size)
     _head_input[(rows, 2)](

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.capability import Capability
 from attention.ops.operation import Implementation, on_gpu, operation
-from speculative.tree.nodes import NO_TOKEN, Tree
+from speculative.tree.nodes import NO_TOKEN, Tree, check_trees
 
 
 def _on_host(here: Capability) -> bool:
@@ -31,7 +31,37 @@ class MatchLimits:
     longest: int
 
 
-@operation(Implementation("triton", "speculative.ops.suffix_match_triton:record_tokens", on_gpu))
+def _check_slots(slots: Tensor, chains: Tensor) -> None:
+    assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+    assert chains.dim() == 2 and chains.dtype == torch.int64 and chains.is_contiguous()
+
+
+def _check_tokens(
+    history: Tensor, slots: Tensor, length: Tensor, tokens: Tensor, counts: Tensor, chains: Tensor
+) -> None:
+    _check_slots(slots, chains)
+    assert history.dtype == length.dtype == torch.int32 and history.is_contiguous() and length.is_contiguous()
+    assert tokens.shape[:1] == counts.shape == length.shape == slots.shape and tokens.dtype == torch.int64
+    assert tokens.is_contiguous() and counts.is_contiguous()
+
+
+def _check_history(
+    history: Tensor, slots: Tensor, seq_len: Tensor, limits: MatchLimits, chains: Tensor, max_tokens: int
+) -> None:
+    _check_slots(slots, chains)
+    assert history.dtype == seq_len.dtype == torch.int32 and history.is_contiguous() and seq_len.is_contiguous()
+    assert limits.shortest >= 1
+
+
+def _check_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
+    _check_slots(slots, chains)
+    check_trees(trees)
+    assert first >= 1 and first + chains.shape[1] <= trees.tokens.shape[1] <= 63
+
+
+@operation(
+    Implementation("triton", "speculative.ops.suffix_match_triton:record_tokens", on_gpu), contract=_check_tokens
+)
 def record_tokens(
     history: Tensor, slots: Tensor, length: Tensor, tokens: Tensor, counts: Tensor, chains: Tensor
 ) -> Tensor:
@@ -59,6 +89,7 @@ def record_tokens(
 @operation(
     Implementation("triton", "speculative.ops.suffix_match_triton:find_matches", on_gpu),
     Implementation("numpy", "speculative.ops.suffix_match_host:find_matches", _on_host),
+    contract=_check_history,
 )
 def find_matches(
     history: Tensor, slots: Tensor, seq_len: Tensor, limits: MatchLimits, chains: Tensor, max_tokens: int
@@ -94,7 +125,9 @@ def find_matches(
     return torch.where(is_match, found, 0).squeeze(1)
 
 
-@operation(Implementation("triton", "speculative.ops.suffix_match_triton:attach_chains", on_gpu))
+@operation(
+    Implementation("triton", "speculative.ops.suffix_match_triton:attach_chains", on_gpu), contract=_check_chains
+)
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
     """Add each slot's chain to its tree as a branch, in the nodes from `first` on.
 

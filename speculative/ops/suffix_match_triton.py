@@ -48,7 +48,6 @@ def record_tokens(
 ) -> Tensor:
     """`speculative.ops.suffix_match.record_tokens`."""
     batch, width, num_nodes = tokens.shape[0], tokens.shape[1], chains.shape[1]
-    assert tokens.is_contiguous() and history.is_contiguous() and chains.is_contiguous()
     equal = torch.empty(batch, dtype=torch.int64, device=slots.device)
     _record_tokens[(batch,)](
         history,
@@ -132,7 +131,6 @@ def find_matches(
     """`speculative.ops.suffix_match.find_matches`. Programs loop over the slot's text, so the grid does not depend on
     its length, and a captured step works for any."""
     batch, num_nodes = slots.shape[0], chains.shape[1]
-    assert history.is_contiguous() and chains.is_contiguous() and limits.shortest >= 1
     programs = min(_MAX_PROGRAMS, triton.next_power_of_2(triton.cdiv(history.shape[1], _BLOCK)))
     best = torch.empty((batch, programs), dtype=torch.int64, device=slots.device)
     length = torch.empty(batch, dtype=torch.int64, device=slots.device)
@@ -201,9 +199,7 @@ def _attach_chains(
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
     """`speculative.ops.suffix_match.attach_chains`. One program of one warp per request."""
     fields, num_nodes = (trees.tokens, trees.parents, trees.depths, trees.masks), chains.shape[1]
-    assert all(field.is_contiguous() for field in fields) and chains.is_contiguous()
     width = fields[0].shape[1]
-    assert first >= 1 and first + num_nodes <= width <= 63
     _attach_chains[(slots.shape[0],)](
         *fields,
         slots,

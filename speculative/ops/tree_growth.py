@@ -4,12 +4,29 @@ import torch
 from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
-from speculative.tree.nodes import Candidates, Children, Level, Tree
+from speculative.tree.nodes import Candidates, Children, Level, Tree, check_trees
 
 MAX_CUT_CANDIDATES = 256  # the kernel compares all pairs of candidates
 
 
-@operation(Implementation("triton", "speculative.ops.tree_growth_triton:grow", on_gpu))
+def _check_level(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> None:
+    assert children.ids.shape == children.log_probabilities.shape
+    assert children.ids.is_contiguous() and children.log_probabilities.is_contiguous()
+    assert (
+        candidates.tokens.is_contiguous() and candidates.scores.is_contiguous() and candidates.parents.is_contiguous()
+    )
+    for each in () if above is None else (above.scores, above.candidate, above.mask):
+        assert each.shape[1] == children.ids.shape[1] and each.is_contiguous()
+
+
+def _check_cut(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
+    check_trees(trees)
+    assert width <= trees.tokens.shape[1] and slots.dtype == bonus.dtype == torch.int64 and slots.is_contiguous()
+    for each in (candidates.tokens, candidates.scores, candidates.parents):
+        assert each.shape == candidates.scores.shape and each.is_contiguous()
+
+
+@operation(Implementation("triton", "speculative.ops.tree_growth_triton:grow", on_gpu), contract=_check_level)
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
     """Add the children of a level to the candidates, and return the k best of them as the next level.
 
@@ -32,10 +49,10 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
         over = above.candidate.repeat_interleave(k, dim=1)
     scores, columns = scores.flatten(1), slice(first, first + parents * k)
     candidates.tokens[:, columns], candidates.scores[:, columns], candidates.parents[:, columns] = tokens, scores, over
-    best, chosen = (t[:, :k] for t in torch.sort(scores, dim=1, descending=True, stable=True))
+    best, chosen = (t[:, :k].contiguous() for t in torch.sort(scores, dim=1, descending=True, stable=True))
     parent = chosen // k
     bits = torch.ones(k, dtype=torch.int64, device=device) << (first_bit + torch.arange(k, device=device))
-    mask = bits.expand(batch, k) if above is None else above.mask.gather(1, parent) | bits
+    mask = bits.repeat(batch, 1) if above is None else above.mask.gather(1, parent) | bits
     rows_above = torch.arange(batch, device=device).unsqueeze(1) * parents + parent
     return Level(tokens.gather(1, chosen), best, chosen + first, mask, rows_above.flatten())
 
@@ -47,7 +64,8 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
         on_gpu,
         lambda trees, slots, bonus, candidates, width: candidates.scores.shape[1] <= MAX_CUT_CANDIDATES,
         f"at most {MAX_CUT_CANDIDATES} candidates",
-    )
+    ),
+    contract=_check_cut,
 )
 def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
     """Replace the trees of some slots by the `best_tree` of their candidates.

@@ -87,8 +87,6 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
         torch.empty(batch * k, dtype=torch.int64, device=device),
     )
     over = above or level
-    assert children.ids.is_contiguous() and children.log_probabilities.is_contiguous()
-    assert over.scores.is_contiguous() and over.candidate.is_contiguous() and over.mask.is_contiguous()
     _grow[(batch,)](
         children.log_probabilities,
         children.ids,
@@ -173,8 +171,7 @@ def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates
     """`speculative.ops.tree_growth.write_best`."""
     fields = (trees.tokens, trees.parents, trees.depths, trees.masks)
     batch, num_candidates = candidates.scores.shape
-    assert num_candidates <= MAX_CUT_CANDIDATES and width <= fields[0].shape[1]
-    assert all(f.is_contiguous() and f.shape == fields[0].shape for f in fields)
+    assert num_candidates <= MAX_CUT_CANDIDATES
     _cut[(batch,)](
         candidates.tokens,
         candidates.scores,

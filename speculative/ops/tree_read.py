@@ -4,10 +4,32 @@ import torch
 from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
-from speculative.tree.nodes import NO_TOKEN, RoundRows, Tree, trimmed
+from speculative.tree.nodes import NO_TOKEN, RoundRows, Tree, check_trees, trimmed
 
 
-@operation(Implementation("triton", "speculative.ops.tree_read_triton:read_trees", on_gpu))
+def _check_read(
+    trees: Tree,
+    slots: Tensor,
+    width: int,
+    max_depth: int,
+    as_chain: bool,
+    seq_len: Tensor,
+    mask_words: Tensor | None = None,
+) -> None:
+    check_trees(trees)
+    assert width <= trees.tokens.shape[1] and seq_len.dtype == torch.int32 and seq_len.is_contiguous()
+    assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+    if mask_words is not None:
+        assert mask_words.shape[:2] == (slots.shape[0], width) and mask_words.shape[2] % 2 == 0
+        assert mask_words.dtype == torch.uint16 and mask_words.is_contiguous()
+
+
+def _check_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
+    check_trees(trees)
+    assert slots.dim() == 1 and slots.dtype == bonus.dtype == torch.int64 and slots.is_contiguous()
+
+
+@operation(Implementation("triton", "speculative.ops.tree_read_triton:read_trees", on_gpu), contract=_check_read)
 def read_trees(
     trees: Tree,
     slots: Tensor,
@@ -26,13 +48,11 @@ def read_trees(
     seq_len     [num_slots + 1] int32, committed KV tokens
     mask_words  [B, width, words] uint16, contiguous, words even, written: the low 16 * words bits of each node's mask,
                 lowest first; None: not needed
-    ->          trees of `width` nodes
+    ->          trees of `width` nodes, their fields contiguous
     """
-    tree = trimmed(
-        Tree(*(each[slots, :width] for each in (trees.tokens, trees.parents, trees.depths, trees.masks))),
-        max_depth,
-        as_chain,
-    )
+    fields = (each[slots, :width] for each in (trees.tokens, trees.parents, trees.depths, trees.masks))
+    tree = trimmed(Tree(*fields), max_depth, as_chain)
+    tree = Tree(*(each.contiguous() for each in (tree.tokens, tree.parents, tree.depths, tree.masks)))
     if mask_words is not None:
         bits = tree.masks.contiguous().view(torch.uint16).view(*mask_words.shape[:2], 4)
         mask_words.copy_(bits[..., : mask_words.shape[2]])
@@ -41,7 +61,7 @@ def read_trees(
     return RoundRows(tree, length, tree.tokens.clamp_min(0).flatten(), positions, mask_words)
 
 
-@operation(Implementation("triton", "speculative.ops.tree_read_triton:write_roots", on_gpu))
+@operation(Implementation("triton", "speculative.ops.tree_read_triton:write_roots", on_gpu), contract=_check_roots)
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
     """Reset the trees of some slots to their root, the newest token.
 

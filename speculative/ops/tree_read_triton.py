@@ -71,13 +71,11 @@ def read_trees(
     """`speculative.ops.tree_read.read_trees`."""
     fields = (trees.tokens, trees.parents, trees.depths, trees.masks)
     batch, device = slots.shape[0], slots.device
-    assert all(f.is_contiguous() for f in fields) and width <= fields[0].shape[1]
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)
     ids, positions = torch.empty((2, batch * width), dtype=torch.int64, device=device).unbind(0)
     length = torch.empty(batch, dtype=torch.int32, device=device)
     words = 0
     if mask_words is not None:
-        assert mask_words.shape[:2] == (batch, width) and mask_words.is_contiguous() and mask_words.shape[2] % 2 == 0
         words = mask_words.shape[2] // 2
     _read_trees[(batch,)](
         slots,
@@ -115,7 +113,6 @@ def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
     """`speculative.ops.tree_read.write_roots`."""
     tokens = trees.tokens
     width = tokens.shape[1]
-    assert tokens.is_contiguous() and slots.is_contiguous()
     _write_roots[(slots.shape[0],)](
         slots,
         bonus,

@@ -104,6 +104,12 @@ class Children:
     target_ids: Tensor | None
 
 
+def check_trees(trees: Tree) -> None:
+    """Assert what kernels demand of the trees of slots: contiguous fields of one shape. Reads no values."""
+    for field in (trees.tokens, trees.parents, trees.depths, trees.masks):
+        assert field.shape == trees.tokens.shape and field.dtype == torch.int64 and field.is_contiguous()
+
+
 def chain(root: Tensor, tokens: Tensor) -> Tree:
     """Return trees without branches: root [B], then tokens [B, W - 1] int64."""
     batch, width = tokens.shape[0], tokens.shape[1] + 1

@@ -1,13 +1,19 @@
 """A CPU refuses inputs that a GPU's kernel would refuse or misread, though the torch references take them."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.test_implementations import CASES
+from workers.distributed.tp_group import SOLO
 from workers.ops.activation import gelu_mul, sigmoid_mul, silu_mul
 from workers.ops.norm import add_rms_norm, rms_norm
+from workers.ops.packed.product import PackedProduct
+from workers.ops.packed.weight import pack
 from workers.ops.sampling.logprobs import norms_and_top
 from workers.ops.sampling.masks import apply_masks
 from workers.ops.vocabulary.largest import largest
@@ -38,6 +44,76 @@ REFUSED: dict[str, Callable[[], object]] = {
     "norms_and_top, strided logits": lambda: norms_and_top(strided(3, 6), 2),
     "apply_masks, slots of int32": lambda: masked(ROWS.clone(), SLOTS.int()),
 }
+
+
+# Of each operation an argument, or a field of one, that its kernel reads with a last stride of 1.
+STRIDED = (
+    ("accept_commit", 2, ""),
+    ("attach_chains", 2, ""),
+    ("begin", 1, ""),
+    ("children", 3, "ids"),
+    ("commit_rows", 2, ""),
+    ("delta_rule_chunks", 4, ""),
+    ("delta_rule_chunks", 3, "starts"),
+    ("delta_rule_rounds", 0, "qkv"),
+    ("delta_rule_rounds", 1, "conv"),
+    ("expand_latents", 3, ""),
+    ("find_matches", 0, ""),
+    ("follow_chain", 1, ""),
+    ("follow_level", 3, "tokens"),
+    ("fp8_rms_norm", 0, ""),
+    ("grow", 2, "log_probabilities"),
+    ("head_input", 1, ""),
+    ("head_products", 0, ""),
+    ("latent_values", 0, ""),
+    ("map_decode_rows", 0, "page_table"),
+    ("map_prefill_rows", 0, "starts"),
+    ("mask", 2, ""),
+    ("move_path", 3, ""),
+    ("norm_route", 0, ""),
+    ("normed_latents", 0, ""),
+    ("packed_expert_products", 0, ""),
+    ("quantize_rows", 0, ""),
+    ("read_trees", 0, "parents"),
+    ("record_tokens", 3, ""),
+    ("router_gemm", 1, ""),
+    ("write_best", 0, "tokens"),
+    ("write_roots", 0, "tokens"),
+)
+
+
+def with_strides(argument: Any, field: str) -> Any:
+    """The argument with the same numbers, the last stride of the tensor, or of that field, being 2."""
+    if field:
+        return replace(argument, **{field: with_strides(getattr(argument, field), "")})
+    return torch.stack((argument, argument), -1)[..., 0]
+
+
+def last_size(argument: Any, field: str) -> int:
+    return int((getattr(argument, field) if field else argument).shape[-1])
+
+
+@pytest.mark.parametrize("operation,position,field", STRIDED)
+def test_a_cpu_refuses_strides_that_a_kernel_does_not_read(operation: str, position: int, field: str) -> None:
+    given = (case.arguments(torch.device("cpu")) for case in CASES if case.operation.__name__ == operation)
+    arguments = list(next(each for each in given if last_size(each[position], field) > 1))
+    arguments[position] = with_strides(arguments[position], field)
+    with pytest.raises(AssertionError):
+        next(case for case in CASES if case.operation.__name__ == operation).operation(*arguments)
+
+
+def test_a_cpu_refuses_rows_that_few_bit_kernels_do_not_load() -> None:
+    """Rows that begin at addresses which are no multiples of 16 bytes."""
+    codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.ones(64, 1, dtype=torch.bfloat16)
+    product = PackedProduct(pack(codes, scales, None, None, 32, "int4"))
+    with pytest.raises(AssertionError, match="aligned"):
+        product.multiply(torch.zeros(3, 36, dtype=torch.bfloat16)[:, :32], None)
+    assert product.multiply(torch.zeros(3, 32, dtype=torch.bfloat16), None).shape == (3, 64)
+
+
+def test_ranks_sum_contiguous_tensors_alone() -> None:
+    with pytest.raises(AssertionError):
+        SOLO.all_reduce(strided(2, 3))
 
 
 @pytest.mark.parametrize("case", REFUSED)

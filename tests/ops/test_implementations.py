@@ -67,6 +67,14 @@ def test_an_implementation_is_its_reference(case: Case, implementation: Implemen
         _compare(case, ours[position], expected[position])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+def test_contracts_accept_the_cases() -> None:
+    """So that nothing that a kernel is tested with is refused on a CPU."""
+    for case in CASES:
+        if id(case) in QUICK and case.operation.contract is not None:
+            case.operation.contract(*case.arguments(torch.device("cpu")))
+
+
 def test_few_rows_have_every_value_or_every_pair() -> None:
     rows = [*itertools.product((1, 2, 3), "abc", "fg"), ("padding",)]
     pairs, values = ([rows[i] for i in sorted(cover(rows, strength))] for strength in (2, 1))

@@ -121,7 +121,9 @@ def test_a_chain_joins_the_tree_where_its_path_leaves_it(data: st.DataObject) ->
 def test_a_text_that_repeats_itself_is_continued() -> None:
     history = torch.tensor([[7, 8, 9, 7, 8, 9, 7, 0, 0, 0]], dtype=torch.int32)
     chains = torch.zeros((1, 6), dtype=torch.int64)
-    length = find_matches(history, torch.tensor([0]), torch.tensor([6]), MatchLimits(2, 8), chains, 10)
+    length = find_matches(
+        history, torch.tensor([0]), torch.tensor([6], dtype=torch.int32), MatchLimits(2, 8), chains, 10
+    )
     assert (length.item(), chains.tolist()) == (4, [[8, 9, 7, 8, 9, 7]])
 
 
@@ -129,5 +131,7 @@ def test_a_text_that_repeats_itself_is_continued() -> None:
 def test_a_text_without_a_match_proposes_nothing(seq_len: int) -> None:
     history = torch.arange(10, dtype=torch.int32).unsqueeze(0)
     chains = torch.zeros((1, 3), dtype=torch.int64)
-    length = find_matches(history, torch.tensor([0]), torch.tensor([seq_len]), MatchLimits(1, 8), chains, 10)
+    length = find_matches(
+        history, torch.tensor([0]), torch.tensor([seq_len], dtype=torch.int32), MatchLimits(1, 8), chains, 10
+    )
     assert (length.item(), chains.tolist()) == (0, [[NO_TOKEN] * 3])

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from workers.distributed.tp_group import TPGroup
+from workers.distributed.tp_group import TPGroup, side_by_side
 
 T = TypeVar("T")
 
@@ -29,6 +29,7 @@ class ThreadGroup(TPGroup):
     exchange: _Exchange = field(default_factory=lambda: _Exchange(1))
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
         return self.all_gather(x).sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ class ThreadGroup(TPGroup):
         return everyone
 
     def all_gather_last(self, x: Tensor) -> Tensor:
-        return self.all_gather(x).movedim(0, -2).flatten(-2).contiguous()
+        return side_by_side(self.all_gather(x))
 
 
 def on_ranks(size: int, function: Callable[[TPGroup], T]) -> list[T]:

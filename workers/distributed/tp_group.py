@@ -32,7 +32,8 @@ class TPGroup:
     shared: SharedMemory | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of x over the ranks, in place; the same bits on every rank."""
+        """Sum of x, which must be contiguous, over the ranks, in place; the same bits on every rank."""
+        assert x.is_contiguous()
         if self.shared is not None:
             self.shared.all_reduce(x)
         elif self.process_group is not None and (self.custom is None or not self.custom.all_reduce(x)):
@@ -63,7 +64,12 @@ class TPGroup:
         """[..., size * n] from x [..., n], contiguous: the ranks' shards of the last dimension side by side."""
         if self.process_group is None:
             return x
-        return self.all_gather(x).movedim(0, -2).flatten(-2).contiguous()
+        return side_by_side(self.all_gather(x))
+
+
+def side_by_side(gathered: Tensor) -> Tensor:
+    """[..., size * n] from [size, ..., n], contiguous: the ranks' shards of the last dimension side by side."""
+    return gathered.movedim(0, -2).flatten(-2).contiguous()
 
 
 # torch 2.13 deprecates the old name with a warning per call; torch 2.11 has no other.

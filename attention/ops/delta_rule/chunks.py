@@ -15,6 +15,7 @@ from attention.ops.delta_rule.tables import (
     DeltaRows,
     DeltaWeights,
     LayerState,
+    check_layer,
     fits_kernels,
 )
 from attention.ops.operation import Implementation, on_gpu, operation
@@ -50,8 +51,18 @@ def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) 
     return fits_kernels(kept)
 
 
+def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor) -> None:
+    check_layer(rows, weights, kept, out)
+    chunks = tables.slots.shape[0]
+    assert tables.qo_indptr.shape == (chunks + 1,) and tables.slots.dtype == tables.snapshot_entry.dtype == torch.int64
+    for each in (tables.qo_indptr, tables.starts, tables.snapshot_at):
+        assert each.dtype == torch.int32 and each.is_contiguous()
+    assert tables.slots.is_contiguous() and tables.snapshot_entry.is_contiguous()
+
+
 @operation(
-    Implementation("triton", "attention.ops.delta_rule.chunks_triton:delta_rule_chunks", on_gpu, _fits, KERNEL_LIMITS)
+    Implementation("triton", "attention.ops.delta_rule.chunks_triton:delta_rule_chunks", on_gpu, _fits, KERNEL_LIMITS),
+    contract=_check,
 )
 def delta_rule_chunks(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor

@@ -264,8 +264,6 @@ def delta_rule_chunks(
 ) -> None:
     """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Allocates `scratch_bytes`. tiles: default `chunk_tiles`."""
     heads, num_rows, num_chunks = kept.heads, out.shape[0], tables.slots.shape[0]
-    assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
-    assert weights.conv.is_contiguous() and kept.state.is_contiguous() and kept.conv.is_contiguous()
     dtype, device = scratch_dtype(heads, rows.qkv.dtype), out.device
     x = torch.empty((num_rows, heads.channels), dtype=dtype, device=device)
     w = torch.empty((num_rows, heads.value_heads, heads.key_dim), dtype=dtype, device=device)

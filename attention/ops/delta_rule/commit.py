@@ -7,7 +7,15 @@ from attention.ops.delta_rule.tables import HISTORY, DeltaState
 from attention.ops.operation import Implementation, on_gpu, operation
 
 
-@operation(Implementation("triton", "attention.ops.delta_rule.commit_triton:commit_rows", on_gpu))
+def _check(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
+    assert slots.dtype == path.dtype == torch.int64 and counts.dtype in (torch.int32, torch.int64)
+    assert slots.dim() == 1 and slots.shape == counts.shape and slots.is_contiguous() and counts.is_contiguous()
+    assert path.dim() == 2 and path.shape[0] == slots.shape[0] and path.stride(1) == 1
+    assert path.shape[1] <= kept.committed.shape[2]
+    assert kept.conv.is_contiguous() and kept.pending.is_contiguous() and kept.committed.is_contiguous()
+
+
+@operation(Implementation("triton", "attention.ops.delta_rule.commit_triton:commit_rows", on_gpu), contract=_check)
 def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
     """Make the accepted path of a round the committed rows of its slots, in all layers. Called once, after the pass.
 

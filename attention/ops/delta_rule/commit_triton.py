@@ -54,10 +54,6 @@ def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -
     """`attention.ops.delta_rule.commit.commit_rows`."""
     heads, (batch, depth) = kept.heads, path.shape
     layers = kept.conv.shape[0]
-    assert path.stride(1) == 1 and slots.is_contiguous() and counts.is_contiguous()
-    assert depth <= kept.committed.shape[2] and all(
-        e.is_contiguous() for e in (kept.conv, kept.pending, kept.committed)
-    )
     _commit_rows[(triton.cdiv(heads.row_size, BLOCK), layers, batch)](
         kept.conv, kept.pending, kept.committed, kept.count, slots, path, counts,
         kept.padding_slot, kept.conv.stride(0), kept.pending.stride(0), kept.committed.stride(0), path.stride(0),

@@ -77,10 +77,6 @@ def delta_rule_rounds(
 ) -> None:
     """`attention.ops.delta_rule.rounds.delta_rule_rounds` for a few rows per request."""
     batch, width = tables.mask.shape
-    assert tables.mask.stride(1) == 1 and tables.slots.is_contiguous() and tables.prefix_len.is_contiguous()
-    assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
-    assert weights.conv.is_contiguous() and width <= kept.pending.shape[1]
-    assert all(each.is_contiguous() for each in (kept.state, kept.conv, kept.pending, kept.committed))
     early = Capability.of(out.device).supports_pdl
     tiles = tiles_of(kept.heads.value_heads * batch)
     defines = constants_of(rows, weights, kept, width, tiles, early)

@@ -14,6 +14,7 @@ from attention.ops.delta_rule.tables import (
     DeltaWeights,
     LayerState,
     RoundTables,
+    check_layer,
     fits_kernels,
 )
 from attention.ops.operation import Implementation, on_gpu, operation
@@ -44,6 +45,17 @@ def _fit_a_tile(kept: LayerState, tables: RoundTables, most: int) -> bool:
     return fits and heads.key_dim == heads.value_dim == 128 and kept.state.dtype is torch.float32
 
 
+def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor) -> None:
+    check_layer(rows, weights, kept, out)
+    batch, width = tables.mask.shape
+    assert width <= kept.pending.shape[1] and rows.qkv.shape[0] == out.shape[0] == batch * width
+    assert tables.mask.stride(1) == 1 and tables.mask.dtype == tables.slots.dtype == torch.int64
+    assert tables.slots.shape == tables.prefix_len.shape == (batch,) and tables.prefix_len.dtype == torch.int32
+    assert tables.slots.is_contiguous() and tables.prefix_len.is_contiguous()
+    assert tables.snapshot_at.dtype == torch.int32 and tables.snapshot_entry.dtype == torch.int64
+    assert kept.pending.is_contiguous() and kept.committed.is_contiguous() and kept.count.dtype == torch.int32
+
+
 @operation(
     Implementation(
         "triton, one row",
@@ -67,6 +79,7 @@ def _fit_a_tile(kept: LayerState, tables: RoundTables, most: int) -> bool:
         f"R > 1; P + 2 R <= {FEW_ROWS}; dk = dv = 128; rows not float64",
     ),
     Implementation("triton", "attention.ops.delta_rule.rounds_triton:delta_rule_rounds", on_gpu, _fits, KERNEL_LIMITS),
+    contract=_check,
 )
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor

@@ -202,10 +202,6 @@ def delta_rule_rounds(
 ) -> None:
     """`attention.ops.delta_rule.rounds.delta_rule_rounds`."""
     heads, (batch, width) = kept.heads, tables.mask.shape
-    assert tables.mask.stride(1) == 1 and tables.slots.is_contiguous() and tables.prefix_len.is_contiguous()
-    assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
-    assert weights.conv.is_contiguous() and width <= kept.pending.shape[1]
-    assert all(each.is_contiguous() for each in (kept.state, kept.conv, kept.pending, kept.committed))
     path = kept.committed.shape[1]
     for tile, replays, answers in round_launches(width, path):
         part, warps = round_tiles(tile, heads.value_dim, heads.value_heads * batch)

@@ -175,10 +175,6 @@ def delta_rule_rounds(
 ) -> None:
     """`attention.ops.delta_rule.rounds.delta_rule_rounds` for one row per request."""
     heads, batch = kept.heads, tables.mask.shape[0]
-    assert tables.slots.is_contiguous() and tables.prefix_len.is_contiguous()
-    assert all(each.stride(-1) == 1 for each in (rows.qkv, rows.z, rows.b, rows.a, out))
-    assert weights.conv.is_contiguous()
-    assert all(each.is_contiguous() for each in (kept.state, kept.conv, kept.pending, kept.committed))
     _delta_step[(heads.value_heads, batch)](
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
         kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,

@@ -221,3 +221,16 @@ class ChunkTables:
     starts: Tensor
     snapshot_at: Tensor
     snapshot_entry: Tensor
+
+
+def check_layer(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, out: Tensor) -> None:
+    """Assert what the kernels demand of a layer's rows, weights and state. Reads no values."""
+    heads, dtype = kept.heads, rows.qkv.dtype
+    assert rows.qkv.shape[1] == heads.channels and out.dtype == dtype == weights.conv.dtype == kept.pending.dtype
+    for each, size in (rows.z, heads.value_dim), (rows.b, 1), (rows.a, 1), (out, heads.value_dim):
+        assert each.shape[1] == heads.value_heads * size and each.dtype == dtype and each.stride(1) == 1
+    assert rows.qkv.stride(1) == 1 and weights.conv.shape == (TAPS, heads.channels) and weights.conv.is_contiguous()
+    for weight in (weights.a_log, weights.dt_bias):
+        assert weight.shape == (heads.value_heads,) and weight.dtype == kept.state.dtype and weight.is_contiguous()
+    assert weights.norm.shape == (heads.value_dim,) and weights.norm.dtype in (dtype, torch.float32)
+    assert kept.state.is_contiguous() and kept.conv.is_contiguous()

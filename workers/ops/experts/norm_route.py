@@ -71,7 +71,25 @@ def _serves(
     return workspace is not None and x.shape[1] <= 128 * MAX_PARTS and x.shape[1] % 8 == 0
 
 
-@operation(Implementation("triton", "workers.ops.experts.norm_route_triton:norm_route", on_gpu, _serves))
+def _check(
+    x: Tensor,
+    residual: Tensor,
+    norm: Norm,
+    router: RouterWeights,
+    live: TokenSlots | None,
+    workspace: Workspace | None,
+) -> None:
+    assert x.shape == residual.shape == (1, router.weight.shape[1]) and x.dtype == residual.dtype == router.weight.dtype
+    assert x.is_contiguous() and residual.is_contiguous() and router.weight.is_contiguous()
+    assert norm.weight.shape == x.shape[1:] and norm.weight.is_contiguous()
+    assert router.weight.shape[0] == router.routing.num_logits
+    for each in (router.correction, router.expert_scales):
+        assert each is None or (each.dtype == torch.float32 and each.is_contiguous())
+
+
+@operation(
+    Implementation("triton", "workers.ops.experts.norm_route_triton:norm_route", on_gpu, _serves), contract=_check
+)
 def norm_route(
     x: Tensor,
     residual: Tensor,

@@ -7,6 +7,11 @@ from attention.ops.operation import Implementation, operation
 from workers.ops.gemm.workspace import Workspace
 
 
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace | None, deterministic: bool) -> None:
+    assert x.dim() == 2 and x.shape[1] == weight.shape[1] and x.stride(1) == 1 and x.dtype == weight.dtype
+    assert weight.is_contiguous() and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+
+
 @operation(
     Implementation(
         "triton",
@@ -14,7 +19,8 @@ from workers.ops.gemm.workspace import Workspace
         lambda here: True,
         serves=lambda x, weight, bias, workspace, deterministic: workspace is not None,
         limits="16 bits, K a multiple of 64, with a workspace",
-    )
+    ),
+    contract=_check,
 )
 def router_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace | None, deterministic: bool

@@ -1,5 +1,6 @@
 """RMSNorm that returns FP8 rows for the next GEMM, in one launch."""
 
+import torch
 from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
@@ -7,7 +8,14 @@ from workers.ops.fp8.rows import Fp8Rows, quantize_rows
 from workers.ops.norm import add_rms_norm, rms_norm
 
 
-@operation(Implementation("triton", "workers.ops.fp8.norm_triton:fp8_rms_norm", on_gpu))
+def _check(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> None:
+    assert x.dim() == 2 and x.is_contiguous() and x.shape == out.values.shape and out.values.is_contiguous()
+    assert weight.shape == x.shape[1:] and weight.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
+    for each in (residual, out.plain):
+        assert each is None or (each.is_contiguous() and each.shape == x.shape and each.dtype == x.dtype)
+
+
+@operation(Implementation("triton", "workers.ops.fp8.norm_triton:fp8_rms_norm", on_gpu), contract=_check)
 def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> Fp8Rows:
     """Return x / rms(x) * weight in FP8. With a residual, add x to it first, and return the norm of the sum.
 

@@ -65,7 +65,12 @@ class Fp8Inputs:
         return Fp8Rows(out.values, out.scales, torch.empty_like(x)) if self.plain else out
 
 
-@operation(Implementation("triton", "workers.ops.fp8.rows_triton:quantize_rows", on_gpu))
+def _check(x: Tensor, by_group: bool, rows_together: bool = False, gated: bool = False) -> None:
+    assert x.dim() == 2 and x.stride(1) == 1 and x.is_floating_point() and x.itemsize in (2, 4)
+    assert not gated or x.shape[1] % 2 == 0
+
+
+@operation(Implementation("triton", "workers.ops.fp8.rows_triton:quantize_rows", on_gpu), contract=_check)
 def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated: bool = False) -> Fp8Rows:
     """Return x in FP8; gated: silu(gate) * up in FP8.
 

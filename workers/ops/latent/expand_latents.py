@@ -8,7 +8,14 @@ from attention.fp8 import FP8
 from attention.ops.operation import Implementation, on_gpu, operation
 
 
-@operation(Implementation("triton", "workers.ops.latent.expand_latents_triton:expand_latents", on_gpu))
+def _check(rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor, scale: float = 1.0) -> None:
+    assert rows.dim() == 3 and rows.is_contiguous() and weight.is_contiguous() and rows.dtype in (weight.dtype, FP8)
+    assert weight.shape[1] % 16 == 0 and (rows.shape[2] - weight.shape[1]).bit_count() == 1
+    assert tokens.dtype == torch.int64 and tokens.is_contiguous()
+    assert ends.dtype == torch.int32 and ends.is_contiguous()
+
+
+@operation(Implementation("triton", "workers.ops.latent.expand_latents_triton:expand_latents", on_gpu), contract=_check)
 def expand_latents(
     rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:

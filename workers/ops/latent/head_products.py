@@ -5,11 +5,21 @@ from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 from attention.rotation import rotate_pairs
-from workers.ops.fp8.rows import Fp8Rows, quantize_rows
+from workers.ops.fp8.rows import GROUP, Fp8Rows, quantize_rows
 from workers.ops.rotary import Angles
 
 
-@operation(Implementation("triton", "workers.ops.latent.head_products_triton:head_products", on_gpu))
+def _check(x: Tensor, weight: Tensor, out: Tensor | Fp8Rows, angles: Angles | None = None, fixed: bool = False) -> None:
+    (rows, heads, width), (_, k, n) = x.shape, weight.shape
+    assert weight.shape[0] == heads and x.stride(2) == 1 and weight.dtype == x.dtype
+    assert (width > k) == (angles is not None)
+    if isinstance(out, Fp8Rows):
+        assert n == GROUP and width == k and out.scales.shape == (rows, heads) and out.values.is_contiguous()
+    else:
+        assert out.shape == (rows, heads, n + width - k) and out.stride(2) == 1 and out.dtype == x.dtype
+
+
+@operation(Implementation("triton", "workers.ops.latent.head_products_triton:head_products", on_gpu), contract=_check)
 def head_products(
     x: Tensor, weight: Tensor, out: Tensor | Fp8Rows, angles: Angles | None = None, fixed: bool = False
 ) -> None:

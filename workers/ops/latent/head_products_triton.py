@@ -160,9 +160,6 @@ def head_products(
     rotated = width - in_features
     scales = None if isinstance(out, Tensor) else out.scales
     values = out if isinstance(out, Tensor) else out.values.view(rows, heads, out_features)
-    assert x.stride(2) == values.stride(2) == 1 and values.shape == (rows, heads, out_features + rotated)
-    assert (rotated > 0) == (angles is not None)
-    assert scales is None or (scales.shape == (rows, heads) and out_features == GROUP and rotated == 0)
     choose = product_blocks if scales is None else rounded_blocks
     blocks = choose(FIXED_ROWS if fixed else rows, in_features, x.itemsize)
     _head_products[(triton.cdiv(out_features, blocks.n) + (rotated > 0), heads, triton.cdiv(rows, blocks.m))](

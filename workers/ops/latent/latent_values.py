@@ -17,6 +17,11 @@ def fits_values(rows: int, weight: Tensor) -> bool:
     return 0 < rows <= MAX_ROWS and weight.itemsize == 2 and fits
 
 
+def _check(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool, fixed: bool) -> None:
+    assert x.dim() == 3 and x.is_contiguous() and weight.is_contiguous() and weight.dtype == x.dtype
+    assert weight.shape == (x.shape[1] * (key_dim + GROUP), x.shape[2])
+
+
 @operation(
     Implementation(
         "triton",
@@ -28,6 +33,7 @@ def fits_values(rows: int, weight: Tensor) -> bool:
         limits=f"up to {MAX_ROWS} rows, 16 bits, a latent that is a power of two",
     ),
     Implementation("triton", "workers.ops.latent.head_products_triton:rounded_values", on_gpu),
+    contract=_check,
 )
 def latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool, fixed: bool) -> Fp8Rows:
     """Return x, the attention output, times each head's value matrix, in FP8 with scales per group.

@@ -17,7 +17,31 @@ from workers.ops.norm import rms_norm
 from workers.ops.rotary import Angles
 
 
-@operation(Implementation("triton", "workers.ops.latent.normed_latents_triton:normed_latents", on_gpu))
+def _check(
+    both: Tensor,
+    q_weight: Tensor | None,
+    row_weight: Tensor,
+    eps: float,
+    angles: Angles,
+    kv: LatentKV,
+    slot_mapping: Tensor,
+    wanted: Fp8Inputs | None = None,
+    fence: bool = True,
+) -> None:
+    rows, width = both.shape[-2], kv.rows.shape[2]
+    if both.dim() == 2:
+        assert both.stride(1) == 1 and both.dtype == row_weight.dtype
+    else:
+        assert both.dim() == 3 and both.is_contiguous() and both.dtype == torch.float32 and q_weight is not None
+    assert row_weight.shape == (kv.latent,) and row_weight.is_contiguous()
+    assert q_weight is None or (q_weight.shape == (both.shape[-1] - width,) and q_weight.is_contiguous())
+    assert kv.rows.is_contiguous() and slot_mapping.is_contiguous() and angles.index.is_contiguous()
+    assert slot_mapping.shape == angles.index.shape == (rows,) and slot_mapping.dtype == torch.int64
+    assert angles.cos.dtype == angles.sin.dtype == torch.float32 and angles.cos.shape[-1] == (width - kv.latent) // 2
+    assert angles.cos.is_contiguous() and angles.sin.is_contiguous()
+
+
+@operation(Implementation("triton", "workers.ops.latent.normed_latents_triton:normed_latents", on_gpu), contract=_check)
 def normed_latents(
     both: Tensor,
     q_weight: Tensor | None,

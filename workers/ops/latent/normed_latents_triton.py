@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of `workers.ops.latent.normed_latents`: one launch, one program per row and latent."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -107,10 +106,6 @@ def normed_latents(
     latent, width = kv.latent, kv.rows.shape[2]
     parts = both if both.dim() == 3 else both.unsqueeze(0)
     rows, q_size, rotated = parts.shape[1], parts.shape[2] - width, width - latent
-    assert parts.stride(2) == 1 and kv.rows.is_contiguous() and slot_mapping.is_contiguous()
-    assert angles.cos.dtype == torch.float32 and angles.cos.is_contiguous() and angles.sin.is_contiguous()
-    assert angles.cos.shape[-1] == rotated // 2 and angles.index.is_contiguous()
-    assert both.dim() == 2 or (q_weight is not None and both.is_contiguous() and both.dtype == torch.float32)
     plain = parts[0, :, :q_size]
     q: Tensor | Fp8Rows = plain
     if q_weight is not None:

@@ -113,7 +113,20 @@ def unserved(weights: PackedExpertWeights, dtype: torch.dtype) -> str | None:
     return None
 
 
-@operation(Implementation("triton", "workers.ops.packed.experts_triton:packed_expert_products", on_gpu, _served))
+def _check(
+    x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
+) -> None:
+    assert x.dim() == 2 and x.shape[1] == weights.size and x.is_contiguous()
+    if router.routed is None:
+        assert router.values.dtype == torch.float32 and router.values.is_contiguous()
+        assert router.values.shape[-2:] == (x.shape[0], router.routing.num_logits)
+    assert out is None or (out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous())
+
+
+@operation(
+    Implementation("triton", "workers.ops.packed.experts_triton:packed_expert_products", on_gpu, _served),
+    contract=_check,
+)
 def packed_expert_products(
     x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
 ) -> Tensor:

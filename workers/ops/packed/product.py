@@ -27,6 +27,13 @@ def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, 
     return y.to(x.dtype) if out is None else out.copy_(y)
 
 
+def check_rows(x: Tensor, weight: PackedWeight, out: Tensor | None) -> None:
+    """Assert what the kernels demand of rows, so that the reference on a CPU refuses what a GPU would refuse."""
+    assert x.dim() == 2 and x.shape[1] == weight.in_features and x.stride(1) == 1
+    assert x.stride(0) % 8 == 0 or weight.in_features % 8 != 0, "rows are aligned for loads of 16 bytes"
+    assert out is None or (out.is_contiguous() and out.dtype == x.dtype)
+
+
 @dataclass(frozen=True)
 class PackedProduct:
     """Products with one weight by the reference; base class of the implementations."""
@@ -35,6 +42,7 @@ class PackedProduct:
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """See `packed_product`."""
+        check_rows(x, self.weight, out)
         return packed_product(x, self.weight, bias, out)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
