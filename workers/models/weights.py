@@ -3,8 +3,9 @@ missing, unexpected and wrong tensors. On the meta device only headers are read;
 (`speculative.build.check_weights`)."""
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Set
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from workers.models.name_map import NameMap
 
 INDEX = "model.safetensors.index.json"
 _NAMED_IN_ERRORS = 4
+_READ_AHEAD = 256 << 20  # bytes; more gains little, and evicts pages where memory is short
+_READ_STEP = 8 << 20  # bytes of a request
 _CPU = torch.device("cpu")
 Advance = Callable[[int, int], None]  # (bytes loaded, bytes of all files)
 # PyTorch's dtypes by their names in safetensors headers.
@@ -53,10 +56,43 @@ def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Itera
         values.
     Raises ValueError, naming the file, if there are no files, the index names a missing one, or one cannot be read.
     """
-    for path in checkpoint_files(folder):
+    files = checkpoint_files(folder)
+    ahead = _ReadAhead(files) if Capability.of(device).has_memory else None
+    for path in files:
         with opened(path, device) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                yield CheckpointTensor(name, _read(file, name, device, path), path.name)
+                tensor = _read(file, name, device, path)
+                if ahead is not None:
+                    ahead.take(tensor.nbytes)
+                yield CheckpointTensor(name, tensor, path.name)
+
+
+class _ReadAhead:
+    """Asks the kernel to read files into the page cache before their tensors are copied. Page faults of a memory map
+    read little at a time, one after the other.
+
+    Measured on a disk, 4 GB, cold, 2 loaded cores: 5.4 to 9.4 s without, 4.1 to 4.8 s with; runai-model-streamer 0.17,
+    16 threads: 4.2 to 5.8 s, and twice as long as a memory map where the page cache has the files.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._parts = [(path, path.stat().st_size) for path in reversed(files)]  # still to be read; the next one last
+        self._start = 0  # of the next part in its file
+        self._ahead = 0  # bytes that were asked for and not taken; less than 0 where headers were not counted
+
+    def take(self, num_bytes: int) -> None:
+        """Ask for more, after `num_bytes` more were read."""
+        self._ahead -= num_bytes
+        while self._parts and self._ahead <= _READ_AHEAD - _READ_STEP:
+            path, size = self._parts[-1]
+            length = min(_READ_STEP, size - self._start)
+            with suppress(OSError), path.open("rb", buffering=0) as file:  # `opened` reports files that cannot be read
+                os.posix_fadvise(file.fileno(), self._start, length, os.POSIX_FADV_WILLNEED)
+            self._ahead += length
+            self._start += length
+            if self._start == size:
+                self._parts.pop()
+                self._start = 0
 
 
 def counted(tensors: Iterable[CheckpointTensor], folder: str | Path, advance: Advance) -> Iterator[CheckpointTensor]:

@@ -1,9 +1,12 @@
 """Name maps, and loading by them: parts, experts, scales beside weights, nestings, ties, and what does not fit."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import SOLO, TPGroup
@@ -11,8 +14,9 @@ from workers.layers.linear import ColumnParallelLinear, GateUpParallelLinear, QK
 from workers.layers.norm import RMSNorm
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.models import weights
 from workers.models.name_map import NameMap
-from workers.models.weights import CheckpointTensor, fill_dummy, load_weights
+from workers.models.weights import CheckpointTensor, checkpoint_tensors, fill_dummy, load_weights
 from workers.span import Span
 
 NUM_EXPERTS, HIDDEN, WIDTH = 3, 6, 4
@@ -243,3 +247,30 @@ def test_dummy_weights_are_small_and_the_same_for_the_same_seed() -> None:
     fill_dummy(other, 3)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs) and torch.isfinite(ours).all()
+
+
+def test_files_are_read_ahead_of_their_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte is asked for once, in order, and no more than the limit before its tensor is taken, since a checkpoint
+    may be larger than the memory. Headers alone are not read ahead."""
+    asked: list[tuple[str, int, int]] = []
+
+    def advise(descriptor: int, start: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        asked.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, start, length))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(weights, "_READ_AHEAD", 3000)
+    monkeypatch.setattr(weights, "_READ_STEP", 1000)
+    for file in ("a", "b"):
+        save_file({f"{file}.{i}": torch.zeros(450) for i in range(4)}, tmp_path / f"{file}.safetensors")
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert len(list(checkpoint_tensors(tmp_path, torch.device("meta")))) == 8 and not asked
+    for taken, _ in enumerate(checkpoint_tensors(tmp_path)):
+        total = sum(length for _, _, length in asked)
+        assert min((taken + 1) * 1800, sum(sizes.values()) - 1800) <= total <= (taken + 1) * 1800 + 3000
+    ends = dict.fromkeys(sizes, 0)
+    for name, start, length in asked:
+        assert start == ends[name] and length > 0
+        ends[name] += length
+    assert [name for name, _, _ in asked] == sorted(name for name, _, _ in asked)
+    assert ends["a.safetensors"] == sizes["a.safetensors"] and ends["b.safetensors"] == sizes["b.safetensors"]
