@@ -15,6 +15,7 @@ from attention.capability import is_capturing
 from attention.expansion import ExpandedChunks
 from attention.metadata import DecodeBatch, PrefillBatch
 from attention.scores import ScoreRule
+from attention.views import LatentKV, LayerKV
 
 
 class Prepared(ABC):
@@ -86,3 +87,19 @@ def assert_not_captured(name: str, device: torch.device, make: Callable[[], obje
     if is_capturing(device):
         message = f"attention backend {name!r}: a new shape under capture; run it once before that"
         raise NewUnderCaptureError(message, make)
+
+
+def check_inputs(
+    q: Tensor, kv: LayerKV | LatentKV, batch: DecodeBatch | PrefillBatch, rule: ScoreRule, sinks: Tensor | None
+) -> None:
+    """Assert what kernels demand of a layer's inputs, so that the torch backend on a CPU refuses what a GPU would
+    refuse. Reads no values."""
+    assert q.dim() == 3 and q.stride(2) == 1 and q.shape[0] == batch.num_rows and rule.scale > 0
+    if isinstance(kv, LatentKV):
+        assert kv.rows.is_contiguous() and q.shape[2] == kv.rows.shape[2]
+    else:
+        assert kv.k.is_contiguous() and kv.v.is_contiguous() and q.shape[1] % kv.k.shape[2] == 0
+    assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
+    assert batch.page_table.stride(1) == 1 and batch.page_table.dtype == torch.int32
+    if isinstance(batch, DecodeBatch):
+        assert batch.prefix_len.is_contiguous() and batch.suffix_len <= 63

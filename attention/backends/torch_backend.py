@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend, Prepared
+from attention.backend import AttentionBackend, Prepared, check_inputs
 from attention.fp8 import read_pages
 from attention.metadata import DecodeBatch, PrefillBatch, newest_columns
 from attention.scores import ScoreRule, row_weights
@@ -36,6 +36,7 @@ class _PreparedDecode(Prepared):
     hidden_of: dict[tuple[int, int | None], Tensor]
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        check_inputs(q, kv, self.batch, rule, sinks)
         batch = self.batch.through(rule.window)
         page_size = page_size_of(kv)
         pages, first = _pages_seen(batch, page_size)
@@ -98,6 +99,7 @@ class _PreparedPrefill(Prepared):
     batch: PrefillBatch
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        check_inputs(q, kv, self.batch, rule, sinks)
         batch = self.batch.through(rule.window)
         value_dim = kv.latent if isinstance(kv, LatentKV) else kv.v.shape[-1]
         out, end, chunks = q.new_empty(*q.shape[:2], value_dim), 0, self.batch.known

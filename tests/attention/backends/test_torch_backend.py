@@ -142,3 +142,19 @@ def test_token_indices_follow_the_page_table() -> None:
 def test_an_unknown_backend_names_those_that_exist() -> None:
     with pytest.raises(ValueError, match="'fa9': does not exist; choose one of .*torch"):
         build_backend("fa9", Mode.DECODE)
+
+
+@pytest.mark.parametrize("argument", ["q", "k"])
+def test_strides_that_kernels_do_not_read_are_refused(argument: str) -> None:
+    """On a CPU, too, though torch takes any."""
+    pool, table, _, _ = paged([5, 9], 4, seed=0)
+    prefix = torch.tensor([4, 8], dtype=torch.int32)
+    batch = DecodeBatch(Mode.DECODE, 1, 1, prefix, causal_mask(2, 1, CPU), table, 9)
+    prepared, kv, q = build_backend("torch", Mode.DECODE).prepare(batch), pool.layer(0), torch.zeros(2, HEADS, DIM)
+    prepared.forward(q, kv, ScoreRule(1.0))
+    if argument == "q":
+        q = torch.zeros(2, HEADS, 2 * DIM)[..., ::2]
+    else:
+        kv = dataclasses.replace(kv, k=kv.k.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(AssertionError):
+        prepared.forward(q, kv, ScoreRule(1.0))
