@@ -172,7 +172,8 @@ def test_scaled_heads_keep_their_scales_where_they_move() -> None:
     k, positions = torch.randn(4, 2, 8) * torch.tensor([1.0, 9, 0.1, 3]).view(4, 1, 1), torch.arange(4)
     at = angles(positions, 8)
     pool.store(0, torch.randn(4, 2, 8), (k, k), at.cos, at.sin, at.index, PAGE + positions)
-    pool.move_path(torch.tensor([[1]], dtype=torch.int32), torch.tensor([0]), torch.tensor([[0, 2, 3]]))
+    table, length = torch.tensor([[1]], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    pool.move_path(table, length, torch.tensor([[0, 2, 3]]))
     view = pool.layer(0)
     values = view.kv.v[1, :3].float() * view.scales.v[1, :3, :, None]
     torch.testing.assert_close(values, k[[0, 2, 3]], rtol=2.0**-4, atol=1e-4)  # three bits of mantissa
