@@ -16,7 +16,9 @@ from workers.scheduling.step_time import Step, StepTime
 
 PROMISING_ABOVE = 1 / 40  # a shape is promising if its upper bound exceeds the best rate by this share
 UPPER_ERRORS = 1.5  # standard errors of its time that a shape's upper bound is above its estimate
-RULED_OUT_ERRORS = 3.0  # a shape that is not the best with its time so many standard errors lower cannot be the best
+# A shape that is not the best with its time so many standard errors lower is not timed free of charge. The second value
+# holds where changes of shape are free, so that a probe costs less.
+RULED_OUT_ERRORS, FREE_RULED_OUT_ERRORS = 2.0, 3.0
 TIMED_ERROR = 0.12  # a shape's time is uncertain above this relative error
 
 
@@ -126,7 +128,8 @@ class Rates:
 
     def may_be_best(self, shape: int) -> bool:
         """Whether the shape would be the best one with its time `RULED_OUT_ERRORS` standard errors lower."""
-        return self.tokens[shape] / self.ms[shape] * math.exp(RULED_OUT_ERRORS * self.errors[shape]) > self.best
+        num_errors = FREE_RULED_OUT_ERRORS if self.changes_are_free else RULED_OUT_ERRORS
+        return self.tokens[shape] / self.ms[shape] * math.exp(num_errors * self.errors[shape]) > self.best
 
 
 def informed_shapes(survival: Acceptance, num_shapes: int) -> list[npt.NDArray[np.bool_]]:

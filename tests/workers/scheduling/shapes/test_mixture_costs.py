@@ -37,14 +37,14 @@ def costs_of(shapes: RoundShapes) -> CostTable:
 @pytest.mark.parametrize("means", MEANS, ids=str)
 @pytest.mark.parametrize("batch", [32, *slow(1, 8)])
 @pytest.mark.parametrize(
-    "shapes, of_none, of_best", [(CHAIN_3, 0.985, 0.96), (TREE_8, 0.96, 0.93)], ids=["chain", "tree"]
+    "shapes, of_none, of_best", [(CHAIN_3, 0.985, 0.97), (TREE_8, 0.975, 0.965)], ids=["chain", "tree"]
 )
 def test_adaptive_is_never_below_no_speculation(
     shapes: RoundShapes, of_none: float, of_best: float, batch: int, means: tuple[float, ...]
 ) -> None:
     """Requests of 80 steps follow each other, whatever a round accepts. After 200 steps a chain is at least 0.985 of
     none, which is what probes may cost; with the first 200 steps, 0.95. At one request a tree takes 3.1 plain rounds,
-    so that probes of it cost more (0.97 at 2.0 tokens a round)."""
+    so that probes of it cost more (0.981 at 2.0 tokens a round)."""
     costs, short = costs_of(shapes), []
     for mean in means:
         engine = Engine(shapes, batch, 1024, chances_of(shapes, mean), seed=batch, actual=costs, request_steps=80)

@@ -49,9 +49,9 @@ def test_plain_decoding_runs_where_it_is_best_whatever_the_start_measured(factor
 def test_after_a_loaded_start_every_load_gets_its_shape(
     shapes: RoundShapes, costs: dict[RoundShapes, CostTable], seed: int
 ) -> None:
-    """Every point of the table is off by a factor of its own, two on average. Means are 0.987 to 0.995. On a CPU, two
-    probes of the widest tree, of 300 ms beside rounds of 36, and five of the chain may fall into 300 steps of batch 32:
-    0.948. They pay over thousands of steps."""
+    """Every point of the table is off by a factor of its own, two on average. Means are 0.991 to 0.996. Formerly 0.948
+    with a CPU's trees: free probes of a tree of 300 ms beside rounds of 36, which three standard errors might make the
+    best shape, but not two."""
     found = []
     for mean in (1.0001, 2.5, 4.5):
         wrong = np.exp(np.random.default_rng(seed).normal(0.0, 0.7, (len(shapes), 6)))
@@ -62,8 +62,7 @@ def test_after_a_loaded_start_every_load_gets_its_shape(
             engine.batch = batch
             found.append((reached(engine, 300), mean, batch))
     low = sorted(found)
-    least = 0.94 if costs is CPU and shapes is TREE else 0.97
-    assert low[0][0] > least and np.mean([share for share, *_ in found]) > 0.98, low[:5]
+    assert low[0][0] > 0.97 and np.mean([share for share, *_ in found]) > 0.985, low[:5]
 
 
 @pytest.mark.parametrize("costs", [CPU, pytest.param(GPU, marks=SLOW)], ids=["cpu", "gpu"])
@@ -97,7 +96,7 @@ def test_on_a_noisy_machine_it_is_nearly_as_good() -> None:
             CHAIN, batch, 200, chances_of(CHAIN, mean), actual=CPU[CHAIN], told=told, noise=0.25, spikes=0.02
         )
         shares.append(reached(engine, 600))
-    assert min(shares) > 0.9 and np.mean(shares) > 0.97, shares
+    assert min(shares) > 0.92 and np.mean(shares) > 0.97, shares
 
 
 def test_what_probes_cost_is_bounded_and_nothing_is_out_of_reach() -> None:
