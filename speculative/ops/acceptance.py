@@ -59,7 +59,7 @@ def _check(
 ) -> None:
     assert chosen.dim() == 2 and chosen.dtype == torch.int64 and chosen.is_contiguous() and chosen.shape[1] <= 63
     assert slots.shape == chosen.shape[:1] and slots.dtype == torch.int64 and slots.is_contiguous()
-    for field in (tree.tokens, tree.parents, tree.depths, tree.masks):
+    for field in tree.fields:
         assert field.shape == chosen.shape and field.dtype == torch.int64
         assert field.stride(1) == 1 or chosen.shape[1] == 1
         assert field.stride(0) == tree.tokens.stride(0) or chosen.shape[0] <= 1

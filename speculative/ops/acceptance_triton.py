@@ -146,7 +146,7 @@ def accept_commit(
 ) -> Committed:
     """`speculative.ops.acceptance.accept_commit`."""
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
-    fields = (tree.tokens, tree.parents, tree.depths, tree.masks)
+    fields = tree.fields
     path, tokens, rows = torch.empty((3, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)
     facts = torch.empty((5, batch), dtype=torch.int64, device=chosen.device)
     num_drafts, counts, finish, newest, reported = facts.unbind(0)

@@ -12,15 +12,18 @@ from speculative.tree.nodes import Children, Level
 from workers.structured_output.guide_table import NOWHERE, GuideTable
 
 
-def _check_states(guides: GuideTable, slots: Tensor, states: Tensor) -> None:
+def _check_guides(guides: GuideTable, slots: Tensor) -> None:
     assert guides.blocks.stride(1) == 1 and guides.index.is_contiguous()
     assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+
+
+def _check_states(guides: GuideTable, slots: Tensor, states: Tensor) -> None:
+    _check_guides(guides, slots)
     assert states.shape[:1] == slots.shape and states.dtype == torch.int32 and states.is_contiguous()
 
 
 def _check_begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> None:
-    assert guides.blocks.stride(1) == 1 and guides.index.is_contiguous()
-    assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+    _check_guides(guides, slots)
     assert nodes.shape == bonus.shape == slots.shape and nodes.dtype == bonus.dtype == torch.int64
 
 

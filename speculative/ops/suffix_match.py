@@ -140,9 +140,7 @@ def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> Non
     first   number of nodes of the tree before this call, its root included; at least 1
     """
     chain, num_nodes = chains[slots], chains.shape[1]
-    tokens, parents, depths, masks = (
-        each[slots, :first] for each in (trees.tokens, trees.parents, trees.depths, trees.masks)
-    )
+    tokens, parents, depths, masks = (each[slots, :first] for each in trees.fields)
     node = torch.zeros_like(slots).unsqueeze(1)
     merged, alive = torch.zeros_like(node), torch.ones_like(node, dtype=torch.bool)
     index = torch.arange(first, device=slots.device)

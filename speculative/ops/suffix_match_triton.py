@@ -198,7 +198,7 @@ def _attach_chains(
 
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
     """`speculative.ops.suffix_match.attach_chains`. One program of one warp per request."""
-    fields, num_nodes = (trees.tokens, trees.parents, trees.depths, trees.masks), chains.shape[1]
+    fields, num_nodes = trees.fields, chains.shape[1]
     width = fields[0].shape[1]
     _attach_chains[(slots.shape[0],)](
         *fields,

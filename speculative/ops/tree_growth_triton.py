@@ -169,7 +169,7 @@ def _cut(
 
 def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
     """`speculative.ops.tree_growth.write_best`."""
-    fields = (trees.tokens, trees.parents, trees.depths, trees.masks)
+    fields = trees.fields
     batch, num_candidates = candidates.scores.shape
     assert num_candidates <= MAX_CUT_CANDIDATES
     _cut[(batch,)](

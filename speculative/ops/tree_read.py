@@ -50,11 +50,10 @@ def read_trees(
                 lowest first; None: not needed
     ->          trees of `width` nodes, their fields contiguous
     """
-    fields = (each[slots, :width] for each in (trees.tokens, trees.parents, trees.depths, trees.masks))
-    tree = trimmed(Tree(*fields), max_depth, as_chain)
-    tree = Tree(*(each.contiguous() for each in (tree.tokens, tree.parents, tree.depths, tree.masks)))
+    tree = trimmed(Tree(*(each[slots, :width] for each in trees.fields)), max_depth, as_chain)
+    tree = Tree(*(each.contiguous() for each in tree.fields))
     if mask_words is not None:
-        bits = tree.masks.contiguous().view(torch.uint16).view(*mask_words.shape[:2], 4)
+        bits = tree.masks.view(torch.uint16).view(*mask_words.shape[:2], 4)
         mask_words.copy_(bits[..., : mask_words.shape[2]])
     length = seq_len[slots]
     positions = (length.long().unsqueeze(1) + tree.depths).flatten()

@@ -69,7 +69,7 @@ def read_trees(
     mask_words: Tensor | None = None,
 ) -> RoundRows:
     """`speculative.ops.tree_read.read_trees`."""
-    fields = (trees.tokens, trees.parents, trees.depths, trees.masks)
+    fields = trees.fields
     batch, device = slots.shape[0], slots.device
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)
     ids, positions = torch.empty((2, batch * width), dtype=torch.int64, device=device).unbind(0)

@@ -28,6 +28,11 @@ class Tree:
     depths: Tensor
     masks: Tensor
 
+    @property
+    def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All of them, in this order."""
+        return self.tokens, self.parents, self.depths, self.masks
+
 
 @dataclass(frozen=True)
 class RoundRows:
@@ -106,7 +111,7 @@ class Children:
 
 def check_trees(trees: Tree) -> None:
     """Assert what kernels demand of the trees of slots: contiguous fields of one shape. Reads no values."""
-    for field in (trees.tokens, trees.parents, trees.depths, trees.masks):
+    for field in trees.fields:
         assert field.shape == trees.tokens.shape and field.dtype == torch.int64 and field.is_contiguous()
 
 

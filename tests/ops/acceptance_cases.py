@@ -53,7 +53,7 @@ def _case(top_k: int, steps: int, width: int, turn: int, synthetic: float | None
     def arguments(device: torch.device) -> tuple[object, ...]:
         tree = _trees(top_k, steps, width)
         chosen, slots = _chosen(tree, turn), torch.arange(BATCH)
-        padded = Tree(*(torch.cat((f, f[:2])).to(device) for f in (tree.tokens, tree.parents, tree.depths, tree.masks)))
+        padded = Tree(*(torch.cat((f, f[:2])).to(device) for f in tree.fields))
         slots = torch.cat((slots, torch.full((2,), BATCH + 2))).to(device)
         return slots, padded, torch.cat((chosen, chosen[:2])).to(device), _table(turn, device), steps, synthetic
 

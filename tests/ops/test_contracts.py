@@ -46,7 +46,7 @@ REFUSED: dict[str, Callable[[], object]] = {
 }
 
 
-# Of each operation an argument, or a field of one, that its kernel reads with a last stride of 1.
+# (operation, number of an argument, its field or none): a tensor whose last stride the kernel takes to be 1.
 STRIDED = (
     ("accept_commit", 2, ""),
     ("attach_chains", 2, ""),

@@ -103,7 +103,7 @@ def test_a_chain_joins_the_tree_where_its_path_leaves_it(data: st.DataObject) ->
     tree = Tree(*fields.unbind(0))
     chains = torch.tensor([chain + [NO_TOKEN] * (num_nodes - len(chain))])
     attach_chains(tree, torch.tensor([0]), chains, first)
-    for ours, former in zip((tree.tokens, tree.parents, tree.depths, tree.masks), before, strict=True):
+    for ours, former in zip(tree.fields, before, strict=True):
         assert torch.equal(ours[:, :first], former[:, :first])
         assert torch.equal(ours[:, first + num_nodes :], former[:, first + num_nodes :])
     nodes = [node for node in range(first + num_nodes) if node < first or tree.tokens[0, node] != NO_TOKEN]

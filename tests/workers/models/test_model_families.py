@@ -18,7 +18,9 @@ from workers.models.registry import ARCHITECTURES, family_of
 def test_an_unknown_architecture_names_those_that_exist(tmp_path: Path) -> None:
     folder = make_target(tmp_path / "t", num_hidden_layers=1)
     config = json.loads((folder / "config.json").read_text())
-    known = "LlamaForCausalLM, .*Qwen2ForCausalLM, Qwen3ForCausalLM, .*"
+    known = (
+        "LlamaForCausalLM, Llama4ForCausalLM, Llama4ForConditionalGeneration, Qwen2ForCausalLM, Qwen3ForCausalLM, .*"
+    )
     for architectures, name in ((["UnheardOfForCausalLM"], "UnheardOfForCausalLM"), (None, "none")):
         (folder / "config.json").write_text(json.dumps(config | {"architectures": architectures}))
         with pytest.raises(ValueError, match=f"architecture {name} is not supported as a target; .* {known}"):

@@ -208,11 +208,7 @@ class Passing:
 
     def live(self) -> TokenSlots | None:
         """Return the marks of the pass's padding rows; None outside a pass."""
-        context = self._context
-        if context is None:
-            return None
-        mapping = context.slot_mapping if context.live_mapping is None else context.live_mapping
-        return TokenSlots(mapping, context.pool.page_size)
+        return None if self._context is None else self._context.token_slots
 
     def deferred(self, q: Tensor, k: Tensor) -> Angles:
         """Return the angles of the last `defer`, which was of q and k."""

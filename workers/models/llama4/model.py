@@ -79,7 +79,7 @@ def weight_names(config: Llama4Config) -> NameMap:
     }
     return replace(
         names,
-        rules=rules | dict(names.rules) | rules,
+        rules=rules | dict(names.rules) | rules,  # these are tried first, and replace Llama's of the same name
         ignored=(*names.ignored, *_OTHERS),
         packed=(
             _halves(f"{layer}.self_attn.q_proj", config.num_heads, config.head_dim),
