@@ -30,6 +30,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from speculative.local import local_engine
+from tests.bench.prompts import random_prompts
 from tests.bench.round import (
     MODELS,
     Setting,
@@ -80,17 +81,17 @@ def grammars_of(engine: LocalEngine) -> SlotGrammars:
     return worker._grammars
 
 
-def measure(engine: LocalEngine, batch: int, setting: Setting) -> dict[str, float]:
+def measure(engine: LocalEngine, prompts: Sequence[list[int]], setting: Setting) -> dict[str, float]:
     """Milliseconds per round without and with, in turns so that both see the same machine; the best of each."""
     free = SamplingParams(setting.output_tokens, 0.0)
     kinds = {"free": free, "grammar": replace(free, grammar=GRAMMAR)}
     grammars, best = grammars_of(engine), dict.fromkeys(kinds, float("inf"))
     for sampling in kinds.values():
-        timed(engine, batch, setting, replace(sampling, max_tokens=16))
+        timed(engine, prompts, replace(sampling, max_tokens=16))
     fill_s, num_fills = grammars.fill_s, grammars.num_fills
     for _ in range(setting.repeats):
         for name, sampling in kinds.items():
-            best[name] = min(best[name], timed(engine, batch, setting, sampling).full_ms)
+            best[name] = min(best[name], timed(engine, prompts, sampling).full_ms)
     fill_ms = (grammars.fill_s - fill_s) / max(1, grammars.num_fills - num_fills) * 1e3
     return {
         "free_ms": best["free"],
@@ -147,8 +148,9 @@ def main() -> None:
         for shape in arguments.shapes:
             for batch in arguments.batches:
                 spec = engine_spec(Path(folder), shape, batch, setting, 1, cuda_graphs=True)
+                prompts = random_prompts(spec.worker.model, batch, setting.prompt_tokens)
                 with local_engine(spec) as engine:
-                    found = measure(engine, batch, setting)
+                    found = measure(engine, prompts, setting)
                 results.setdefault(shape, {})[str(batch)] = found
                 print(f"| {shape}, {batch} | " + " | ".join(f"{found[name]:.4g}" for name in names) + " |", flush=True)
                 if torch.cuda.is_available():

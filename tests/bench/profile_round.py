@@ -12,6 +12,7 @@ from pathlib import Path
 
 from speculative.local import local_engine
 from tests.bench.models import configured
+from tests.bench.prompts import random_prompts
 from tests.bench.round import MODELS, SHAPES, Setting, engine_spec, hardware, write_checkpoints
 from tests.bench.trace import by_kernel, figures, profile, start, submit
 from workers.scheduling.plan import SamplingParams
@@ -29,13 +30,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoints(Path(folder), arguments.model)
         spec = engine_spec(Path(folder), arguments.shape, batch, setting, 1, cuda_graphs=True)
+        prompts = random_prompts(spec.worker.model, batch, setting.prompt_tokens)
         with local_engine(spec) as engine:
             if arguments.prefill:
                 steps = -(-batch * setting.prompt_tokens // spec.worker.scheduler.step_token_limit)
                 engine.generate([[10] * setting.prompt_tokens] * batch, SamplingParams(1, 0.0), batch)
-                submit(engine, batch, setting.prompt_tokens, 1)
+                submit(engine, prompts, 1)
             else:
-                start(engine, batch, setting.prompt_tokens, setting.output_tokens)
+                start(engine, prompts, setting.output_tokens)
             events = profile(engine, steps)
     for name, times in by_kernel(events)[:40]:
         us = sum(times)

@@ -22,7 +22,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +39,7 @@ from tests.bench.kernels.gpu_time import copy_bytes_per_s, hardware
 from tests.bench.machine import commit
 from tests.bench.models import configured
 from tests.bench.models.published import BLOCK_DRAFTS
+from tests.bench.prompts import random_prompts
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
 from workers.config import Implementation, ModelSource, SchedulerConfig, WorkerConfig
@@ -210,13 +211,9 @@ class Run:
     full_ms: float
 
 
-def timed(engine: LocalEngine, batch: int, setting: Setting, sampling: SamplingParams) -> Run:
-    """Run one whole batch."""
-    generator = torch.Generator().manual_seed(0)
-    requests = [
-        Request(f"r{i}", torch.randint(10, 60, (setting.prompt_tokens,), generator=generator).tolist(), sampling)
-        for i in range(batch)
-    ]
+def timed(engine: LocalEngine, prompts: Sequence[list[int]], sampling: SamplingParams) -> Run:
+    """Run all prompts as one batch."""
+    requests = [Request(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
     stamps: list[float] = []  # of the last request's tokens, until the first request ends
     ended = 0
 
@@ -228,7 +225,7 @@ def timed(engine: LocalEngine, batch: int, setting: Setting, sampling: SamplingP
 
     steps = engine.scheduler.stats.num_steps
     started_s = time.perf_counter()
-    engine.run(requests, batch, listen)
+    engine.run(requests, len(requests), listen)
     seconds = time.perf_counter() - started_s
     gaps = [later - sooner for sooner, later in itertools.pairwise(stamps[PIPELINE:])]
     return Run(seconds, engine.scheduler.stats.num_steps - steps, statistics.median(gaps) * 1e3 if gaps else 0.0)
@@ -236,16 +233,17 @@ def timed(engine: LocalEngine, batch: int, setting: Setting, sampling: SamplingP
 
 def measure(spec: EngineSpec, batch: int, setting: Setting) -> dict[str, float]:
     """Figures of one shape and batch."""
+    prompts = random_prompts(spec.worker.model, batch, setting.prompt_tokens)
     started_s = time.perf_counter()
     with local_engine(spec) as engine:
         ready_s = time.perf_counter() - started_s
         short, whole = SamplingParams(1, 0.0), SamplingParams(setting.output_tokens, 0.0)
-        timed(engine, batch, setting, SamplingParams(16, 0.0))
-        prefill = min(timed(engine, batch, setting, short) for _ in range(setting.repeats + 1))
-        best = min(timed(engine, batch, setting, whole) for _ in range(setting.repeats))
+        timed(engine, prompts, SamplingParams(16, 0.0))
+        prefill = min(timed(engine, prompts, short) for _ in range(setting.repeats + 1))
+        best = min(timed(engine, prompts, whole) for _ in range(setting.repeats))
         seen = {}
         if torch.cuda.is_available() and spec.worker.tensor_parallel == 1:
-            start(engine, batch, setting.prompt_tokens, setting.output_tokens)
+            start(engine, prompts, setting.output_tokens)
             seen = figures(profile(engine, PROFILED_ROUNDS), PROFILED_ROUNDS)
     rounds, decoding_s = best.steps - prefill.steps, best.seconds - prefill.seconds
     tokens_per_s = batch * (setting.output_tokens - 1) / decoding_s

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from speculative.build import EngineSpec
 from speculative.local import local_engine
+from tests.bench.prompts import random_prompts
 from tests.bench.round import (
     Setting,
     add_engine_options,
@@ -41,14 +42,14 @@ KINDS = {
 
 def measure(spec: EngineSpec, shape: str, batch: int, setting: Setting) -> dict[str, dict[str, float]]:
     """Per kind: ms per round, and the seconds that its first batch took longer than the next, captures included."""
-    results = {}
+    prompts, results = random_prompts(spec.worker.model, batch, setting.prompt_tokens), {}
     with local_engine(spec) as engine:
-        timed(engine, batch, setting, KINDS["greedy"])
+        timed(engine, prompts, KINDS["greedy"])
         for name, kind in KINDS.items():
             short, whole = replace(kind, max_tokens=1), replace(kind, max_tokens=setting.output_tokens)
-            first, again = (timed(engine, batch, setting, replace(kind, max_tokens=16)) for _ in range(2))
-            prefill = min(timed(engine, batch, setting, short) for _ in range(2))
-            best = min(timed(engine, batch, setting, whole) for _ in range(2))
+            first, again = (timed(engine, prompts, replace(kind, max_tokens=16)) for _ in range(2))
+            prefill = min(timed(engine, prompts, short) for _ in range(2))
+            best = min(timed(engine, prompts, whole) for _ in range(2))
             ms = (best.seconds - prefill.seconds) / (best.steps - prefill.steps) * 1e3
             results[name] = {"ms_per_round": ms, "first_use_s": first.seconds - again.seconds}
             print(shape, batch, name, f"{ms:.3f} ms", flush=True)

@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,14 @@ from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
 
-def submit(engine: LocalEngine, batch: int, prompt_tokens: int, max_tokens: int) -> None:
-    for i in range(batch):
-        prompt = [10 + (7 * i + j) % 50 for j in range(prompt_tokens)]
+def submit(engine: LocalEngine, prompts: Sequence[list[int]], max_tokens: int) -> None:
+    for i, prompt in enumerate(prompts):
         engine.scheduler.submit(Request(f"p{i}", prompt, SamplingParams(max_tokens, 0.0)))
 
 
-def start(engine: LocalEngine, batch: int, prompt_tokens: int, max_tokens: int) -> None:
-    """Bring `batch` requests into steady decoding: their prompts take fewer steps than this."""
-    submit(engine, batch, prompt_tokens, max_tokens)
+def start(engine: LocalEngine, prompts: Sequence[list[int]], max_tokens: int) -> None:
+    """Bring a request for each prompt into steady decoding: the prompts take fewer steps than this."""
+    submit(engine, prompts, max_tokens)
     for _ in range(24):
         engine.step()
 

@@ -56,7 +56,7 @@ class LinearBase(WeightedModule):
     def fill_dummy(self, generator: torch.Generator) -> None:
         self.method.fill_dummy(generator)
         if self.bias is not None:
-            self.bias.data.fill_(1.0)
+            self.bias.data.zero_()
 
     def workspace_size(self) -> tuple[int, int]:
         return self.method.workspace_size()

@@ -81,7 +81,7 @@ class PackedExperts(ExpertsMethod):
         for part in self.shape.parts:
             self.scheme.dummy(self._matrix(part), part.columns.total, generator)
             if part.name in self.biases:
-                self.biases[part.name].data.fill_(1.0)
+                self.biases[part.name].data.zero_()
 
     def finish(self, options: GEMMOptions) -> None:
         if self._weights is not None:

@@ -31,6 +31,7 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench.models import hybrids
+from tests.bench.prompts import random_prompts
 from tests.bench.round import add_engine_options, commit, drafted_by, hardware, model_of, write_checkpoints
 from workers.config import ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.runner.local_engine import LocalEngine
@@ -115,20 +116,18 @@ def forced(engine: LocalEngine, shape: int | None) -> None:
     engine.scheduler.rounds.choose_shape = choose
 
 
-def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tuple[dict[str, float], dict[str, int]]:
+def measure(engine: LocalEngine, prompts: list[list[int]], num_steps: int) -> tuple[dict[str, float], dict[str, int]]:
     """Rates of every shape and of the choice, and what it chose. All arms find the prompts in the prefix cache: while
     long ones are computed the first requests would come to their end."""
     scheduler = engine.scheduler
     shapes = scheduler._shapes
-    generator = torch.Generator().manual_seed(batch)
-    prompts = torch.randint(10, 60, (batch, context), generator=generator).tolist()
     found: dict[str, float] = {}
     chosen: Counter[str] = Counter()
 
     def better(name: str, rate: float) -> None:
         found[name] = max(rate, found.get(name, 0.0))
 
-    engine.generate(prompts, SamplingParams(1, 0.0), batch)
+    engine.generate(prompts, SamplingParams(1, 0.0), len(prompts))
     # a new choice in the same object, because the planner of rounds and the results both refer to it
     vars(scheduler.shape_choice).update(vars(ShapeChoice(shapes, scheduler._config.num_slots)))
     for _ in range(PASSES):
@@ -177,7 +176,8 @@ def of_engine(
     try:
         with local_engine(spec) as engine:
             for batch, context in grid:
-                yield measure(engine, batch, context, arguments.steps)
+                prompts = random_prompts(spec.worker.model, batch, context, seed=batch)
+                yield measure(engine, prompts, arguments.steps)
     finally:
         del engine
         gc.collect()

@@ -100,9 +100,9 @@ class Leaf(WeightedModule):
         mine.data.copy_(full)
 
     def fill_dummy(self, generator: torch.Generator) -> None:
-        for _, tensor in own_tensors(self):
+        for name, tensor in own_tensors(self):
             if tensor.dim() == 1:
-                tensor.data.fill_(1.0)
+                tensor.data.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
                 tensor.data.normal_(0.0, 0.02, generator=generator)
 
