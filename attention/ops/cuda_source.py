@@ -23,6 +23,8 @@ from attention.capability import nvrtc_path
 
 _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _TENSOR_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+Defines = Sequence[tuple[str, int | float]]
+"""Macros of a source, by name. A float is a literal of type double."""
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _futures: dict[str, "Future[bytes]"] = {}  # machine code by a hash of source and options
 _lock = threading.Lock()
@@ -93,7 +95,7 @@ class Kernel:
 
 @cache
 def load(
-    device: int, source: str, name: str, defines: tuple[tuple[str, int], ...], threads: int, shared_bytes: int
+    device: int, source: str, name: str, defines: tuple[tuple[str, int | float], ...], threads: int, shared_bytes: int
 ) -> Kernel:
     """Return a kernel loaded in a device's context. Compile it unless it is in the disk cache.
 
@@ -114,12 +116,12 @@ def load(
     return Kernel(function, threads, shared_bytes)
 
 
-def compiled(source: str, defines: Sequence[tuple[str, int]], compute: tuple[int, int]) -> bytes:
+def compiled(source: str, defines: Defines, compute: tuple[int, int]) -> bytes:
     """Return machine code for a compute capability, from Triton's disk cache if possible."""
     return compile_ahead(source, defines, compute).result()
 
 
-def compile_ahead(source: str, defines: Sequence[tuple[str, int]], compute: tuple[int, int]) -> "Future[bytes]":
+def compile_ahead(source: str, defines: Defines, compute: tuple[int, int]) -> "Future[bytes]":
     """Begin to compile in a thread what `compiled` will return. A kernel takes NVRTC about a second, in which it does
     not hold Python's lock."""
     target = f"sm_{compute[0]}{compute[1]}{'a' if compute == (9, 0) else ''}"

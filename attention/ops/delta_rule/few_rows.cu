@@ -27,7 +27,7 @@ constexpr int CHUNKS = D / 8;               // 16-byte pieces of a head's channe
 constexpr int ROW_TILES = (ROWS + 15) / 16, COLUMN_TILES = (ROWS + 7) / 8;
 constexpr int STRIDE = D + 8;               // of rows for tensor cores; avoids bank conflicts
 constexpr int COEFS = (NUM_KEYS + 3) / 4 * 4;
-constexpr float NORM_EPS = 1e-6f;
+constexpr float NORM_EPS = L2_EPS;          // of the l2 norms of q and k
 constexpr float QUERY_SCALE = 0.08838834764831845f;  // 128 ** -0.5
 
 __device__ __forceinline__ float of_bf16(u16 x) { return __uint_as_float((u32)x << 16); }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attention.capability import MULTIPROCESSORS, Capability
 from attention.ops.cuda_source import load
+from attention.ops.delta_rule import formulas
 from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
 
 _LOAD = 8  # bfloat16 numbers in a load of 16 bytes
@@ -52,7 +53,7 @@ def alignment(rows: DeltaRows) -> int:
 
 def constants_of(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, width: int, tiles: Tiles, early: bool
-) -> tuple[tuple[str, int], ...]:
+) -> tuple[tuple[str, int | float], ...]:
     """Return the kernel's macros."""
     heads = kept.heads
     return (
@@ -68,6 +69,7 @@ def constants_of(
         ("PDL", int(early)),
         ("ALIGNED", alignment(rows)),
         ("SAVED_BF16", int(kept.saved_state.dtype is torch.bfloat16)),
+        ("L2_EPS", formulas.NORM_EPS),
         ("NORM_F32", int(weights.norm.dtype is torch.float32)),
     )
 

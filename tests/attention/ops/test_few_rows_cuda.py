@@ -10,7 +10,7 @@ import torch
 
 from attention.capability import Capability
 from attention.ops import cuda_source
-from attention.ops.delta_rule import few_rows_cuda
+from attention.ops.delta_rule import few_rows_cuda, formulas
 from attention.ops.delta_rule.rounds import delta_rule_rounds
 from attention.ops.delta_rule.tables import DeltaHeads, DeltaState
 from tests.support.kernels.delta_rule import random_rows, random_weights
@@ -20,7 +20,7 @@ REGISTERS_PER_SM = 1 << 16
 HOPPER = (9, 0)
 
 
-def constants(width: int, path: int, programs: int) -> tuple[tuple[str, int], ...]:
+def constants(width: int, path: int, programs: int) -> tuple[tuple[str, int | float], ...]:
     """Return the macros with which a launch compiles the kernel for a round of these sizes."""
     cpu = torch.device("cpu")
     kept = DeltaState.zeros(1, HEADS, 1, 1, max(width, path), path, torch.bfloat16, cpu).layer(0)
@@ -34,6 +34,11 @@ def test_rounds_choose_cuda_where_it_compiles() -> None:
     without = Capability("cuda", HOPPER, frozenset({"triton"}))
     names = [[each.name for each in delta_rule_rounds.serving(here)] for here in (with_compiler, without)]
     assert "cuda, few rows" in names[0] and "cuda, few rows" not in names[1]
+
+
+def test_the_kernel_is_compiled_with_the_references_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formulas, "NORM_EPS", 0.25)
+    assert dict(constants(4, 4, 48))["L2_EPS"] == 0.25
 
 
 def nvrtc_here() -> str | None:
