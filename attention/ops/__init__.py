@@ -2,6 +2,7 @@
 on every machine.
 
 operation                      what an operation is
+contracts                      checks that several operations share
 pdl                            programmatic dependent launch: the rule, and what each kernel reads before it waits
 cuda_source                    compiles, loads and launches kernels in CUDA C++
 interpreter_triton             whether Triton's interpreter runs the kernels

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.operation import Implementation, on_gpu, operation
 from speculative.tree.nodes import NO_TOKEN, Tree
 from workers.ops.sampling.gumbel import gumbel_noise
@@ -58,7 +59,8 @@ def _check(
     slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
 ) -> None:
     assert chosen.dim() == 2 and chosen.dtype == torch.int64 and chosen.is_contiguous() and chosen.shape[1] <= 63
-    assert slots.shape == chosen.shape[:1] and slots.dtype == torch.int64 and slots.is_contiguous()
+    check_slots(slots)
+    assert slots.shape == chosen.shape[:1]
     for field in tree.fields:
         assert field.shape == chosen.shape and field.dtype == torch.int64
         assert field.stride(1) == 1 or chosen.shape[1] == 1

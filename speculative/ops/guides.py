@@ -7,6 +7,7 @@ State `NOWHERE` drafts freely; slots without a guide are always in it.
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.operation import Implementation, on_gpu, operation
 from speculative.tree.nodes import Children, Level
 from workers.structured_output.guide_table import NOWHERE, GuideTable
@@ -14,7 +15,7 @@ from workers.structured_output.guide_table import NOWHERE, GuideTable
 
 def _check_guides(guides: GuideTable, slots: Tensor) -> None:
     assert guides.blocks.stride(1) == 1 and guides.index.is_contiguous()
-    assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+    check_slots(slots)
 
 
 def _check_states(guides: GuideTable, slots: Tensor, states: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.capability import Capability
+from attention.ops.contracts import check_slots
 from attention.ops.operation import Implementation, on_gpu, operation
 from speculative.tree.nodes import NO_TOKEN, Tree, check_trees
 
@@ -31,15 +32,15 @@ class MatchLimits:
     longest: int
 
 
-def _check_slots(slots: Tensor, chains: Tensor) -> None:
-    assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+def _check_slot_chains(slots: Tensor, chains: Tensor) -> None:
+    check_slots(slots)
     assert chains.dim() == 2 and chains.dtype == torch.int64 and chains.is_contiguous()
 
 
 def _check_tokens(
     history: Tensor, slots: Tensor, length: Tensor, tokens: Tensor, counts: Tensor, chains: Tensor
 ) -> None:
-    _check_slots(slots, chains)
+    _check_slot_chains(slots, chains)
     assert history.dtype == length.dtype == torch.int32 and history.is_contiguous() and length.is_contiguous()
     assert tokens.shape[:1] == counts.shape == length.shape == slots.shape and tokens.dtype == torch.int64
     assert tokens.is_contiguous() and counts.is_contiguous()
@@ -48,13 +49,13 @@ def _check_tokens(
 def _check_history(
     history: Tensor, slots: Tensor, seq_len: Tensor, limits: MatchLimits, chains: Tensor, max_tokens: int
 ) -> None:
-    _check_slots(slots, chains)
+    _check_slot_chains(slots, chains)
     assert history.dtype == seq_len.dtype == torch.int32 and history.is_contiguous() and seq_len.is_contiguous()
     assert limits.shortest >= 1
 
 
 def _check_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
-    _check_slots(slots, chains)
+    _check_slot_chains(slots, chains)
     check_trees(trees)
     assert first >= 1 and first + chains.shape[1] <= trees.tokens.shape[1] <= 63
 

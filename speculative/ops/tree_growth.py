@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.operation import Implementation, on_gpu, operation
 from speculative.tree.nodes import Candidates, Children, Level, Tree, check_trees
 
@@ -21,7 +22,8 @@ def _check_level(candidates: Candidates, above: Level | None, children: Children
 
 def _check_cut(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
     check_trees(trees)
-    assert width <= trees.tokens.shape[1] and slots.dtype == bonus.dtype == torch.int64 and slots.is_contiguous()
+    check_slots(slots)
+    assert width <= trees.tokens.shape[1] and bonus.dtype == torch.int64
     for each in (candidates.tokens, candidates.scores, candidates.parents):
         assert each.shape == candidates.scores.shape and each.is_contiguous()
 

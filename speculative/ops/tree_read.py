@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.operation import Implementation, on_gpu, operation
 from speculative.tree.nodes import NO_TOKEN, RoundRows, Tree, check_trees, trimmed
 
@@ -18,7 +19,7 @@ def _check_read(
 ) -> None:
     check_trees(trees)
     assert width <= trees.tokens.shape[1] and seq_len.dtype == torch.int32 and seq_len.is_contiguous()
-    assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+    check_slots(slots)
     if mask_words is not None:
         assert mask_words.shape[:2] == (slots.shape[0], width) and mask_words.shape[2] % 2 == 0
         assert mask_words.dtype == torch.uint16 and mask_words.is_contiguous()
@@ -26,7 +27,8 @@ def _check_read(
 
 def _check_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
     check_trees(trees)
-    assert slots.dim() == 1 and slots.dtype == bonus.dtype == torch.int64 and slots.is_contiguous()
+    check_slots(slots)
+    assert bonus.dtype == torch.int64
 
 
 @operation(Implementation("triton", "speculative.ops.tree_read_triton:read_trees", on_gpu), contract=_check_read)

@@ -1,5 +1,6 @@
 """A CPU refuses inputs that a GPU's kernel would refuse or misread, though the torch references take them."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -100,6 +101,30 @@ def test_a_cpu_refuses_strides_that_a_kernel_does_not_read(operation: str, posit
     arguments[position] = with_strides(arguments[position], field)
     with pytest.raises(AssertionError):
         next(case for case in CASES if case.operation.__name__ == operation).operation(*arguments)
+
+
+TAKE_SLOTS = sorted(
+    {(case.operation.__name__, list(inspect.signature(case.operation.reference).parameters).index("slots"), "")
+     for case in CASES if "slots" in inspect.signature(case.operation.reference).parameters}
+    | {("choose", 1, "slots"), ("delta_rule_chunks", 3, "slots"), ("delta_rule_rounds", 3, "slots"), ("perturb", 1, "slots")}
+)  # fmt: skip
+WRONG_SLOTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "int32": lambda slots: slots.int(),
+    "two dimensions": lambda slots: slots[None],
+    "strided": lambda slots: with_strides(torch.cat((slots, slots)), ""),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_SLOTS)
+@pytest.mark.parametrize("operation,position,field", TAKE_SLOTS)
+def test_a_cpu_refuses_slots_that_kernels_do_not_read(operation: str, position: int, field: str, fault: str) -> None:
+    case = next(case for case in CASES if case.operation.__name__ == operation)
+    arguments = list(case.arguments(torch.device("cpu")))
+    slots = getattr(arguments[position], field) if field else arguments[position]
+    wrong = WRONG_SLOTS[fault](slots)
+    arguments[position] = replace(arguments[position], **{field: wrong}) if field else wrong
+    with pytest.raises(AssertionError, match="slots"):
+        case.operation(*arguments)
 
 
 def test_a_cpu_refuses_rows_that_few_bit_kernels_do_not_load() -> None:

@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.delta_rule.formulas import block, convolved, gated_norm, gates, heads_of
 from attention.ops.delta_rule.tables import (
     HISTORY,
@@ -54,10 +55,11 @@ def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) 
 def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor) -> None:
     check_layer(rows, weights, kept, out)
     chunks = tables.slots.shape[0]
-    assert tables.qo_indptr.shape == (chunks + 1,) and tables.slots.dtype == tables.snapshot_entry.dtype == torch.int64
+    check_slots(tables.slots)
+    assert tables.qo_indptr.shape == (chunks + 1,) and tables.snapshot_entry.dtype == torch.int64
     for each in (tables.qo_indptr, tables.starts, tables.snapshot_at):
         assert each.dtype == torch.int32 and each.is_contiguous()
-    assert tables.slots.is_contiguous() and tables.snapshot_entry.is_contiguous()
+    assert tables.snapshot_entry.is_contiguous()
 
 
 @operation(

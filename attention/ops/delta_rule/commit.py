@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.delta_rule.tables import HISTORY, DeltaState
 from attention.ops.operation import Implementation, on_gpu, operation
 
 
 def _check(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-    assert slots.dtype == path.dtype == torch.int64 and counts.dtype in (torch.int32, torch.int64)
-    assert slots.dim() == 1 and slots.shape == counts.shape and slots.is_contiguous() and counts.is_contiguous()
+    check_slots(slots)
+    assert path.dtype == torch.int64 and counts.dtype in (torch.int32, torch.int64)
+    assert slots.shape == counts.shape and counts.is_contiguous()
     assert path.dim() == 2 and path.shape[0] == slots.shape[0] and path.stride(1) == 1
     assert path.shape[1] <= kept.committed.shape[2]
     assert kept.conv.is_contiguous() and kept.pending.is_contiguous() and kept.committed.is_contiguous()

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.delta_rule.formulas import advanced, block, convolved, gated_norm, gates, heads_of
 from attention.ops.delta_rule.tables import (
     FEW_CUDA_ROWS,
@@ -49,9 +50,10 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Rou
     check_layer(rows, weights, kept, out)
     batch, width = tables.mask.shape
     assert width <= kept.pending.shape[1] and rows.qkv.shape[0] == out.shape[0] == batch * width
-    assert tables.mask.stride(1) == 1 and tables.mask.dtype == tables.slots.dtype == torch.int64
+    check_slots(tables.slots)
+    assert tables.mask.stride(1) == 1 and tables.mask.dtype == torch.int64
     assert tables.slots.shape == tables.prefix_len.shape == (batch,) and tables.prefix_len.dtype == torch.int32
-    assert tables.slots.is_contiguous() and tables.prefix_len.is_contiguous()
+    assert tables.prefix_len.is_contiguous()
     assert tables.snapshot_at.dtype == torch.int32 and tables.snapshot_entry.dtype == torch.int64
     assert kept.pending.is_contiguous() and kept.committed.is_contiguous() and kept.count.dtype == torch.int32
 

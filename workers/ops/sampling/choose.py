@@ -6,6 +6,7 @@ argmax(logits / temperature + Gumbel noise) is an exact draw from the softmax (t
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.operation import Implementation, on_gpu, operation
 from workers.ops.sampling.filters import Limits, gaps
 from workers.ops.sampling.gumbel import Draws
@@ -13,6 +14,7 @@ from workers.ops.vocabulary.largest import finite_choice
 
 
 def _check(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> None:
+    check_slots(draws.slots)
     assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point()
     for each in () if limits is None else (limits.peaks, limits.gaps):
         assert each.shape == logits.shape[:1] and each.is_contiguous()

@@ -9,6 +9,7 @@ top-p gives every token of a level the lowest mass of the level. Min-p is exact.
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.operation import Implementation, on_gpu, operation
 from workers.ops.sampling.filters import Filters, check_rows
 from workers.ops.sampling.gumbel import Draws
@@ -20,6 +21,7 @@ PART = 4096  # columns per part
 
 
 def _check_scores(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> None:
+    check_slots(draws.slots)
     assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point()
     assert ids.shape == logits.shape[1:] and ids.dtype == torch.int64 and ids.is_contiguous()
     assert summary is None or summary.dtype == torch.float32

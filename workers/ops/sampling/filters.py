@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.operation import Implementation, on_gpu, operation
 
 UNITS = 262144.0  # units of a gap per nat; a power of two adds no rounding
@@ -69,7 +70,7 @@ def check_rows(logits: Tensor, slots: Tensor, *rest: object) -> None:
     slots: [B] int64, contiguous.
     """
     assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point()
-    assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+    check_slots(slots)
     assert logits.shape[0] % max(slots.shape[0], 1) == 0
 
 

@@ -27,7 +27,6 @@ class Draws:
 
     def arguments(self) -> tuple[Any, ...]:
         """Return tensors and strides in the argument order of kernels (`draw_of_row`)."""
-        assert self.slots.is_contiguous()
         return (
             self.slots,
             self.positions,

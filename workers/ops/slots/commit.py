@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.ops.contracts import check_slots
 from attention.ops.operation import Implementation, on_gpu, operation
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
 
@@ -32,9 +33,10 @@ class CommitTables:
 
 
 def _check(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) -> None:
-    assert slots.dtype == tokens.dtype == counts.dtype == torch.int64
+    check_slots(slots)
+    assert tokens.dtype == counts.dtype == torch.int64
     assert tokens.dim() == 2 and tokens.shape[0] == slots.shape[0] == counts.shape[0]
-    assert slots.is_contiguous() and tokens.is_contiguous() and tables.stop_ids.is_contiguous()
+    assert tokens.is_contiguous() and tables.stop_ids.is_contiguous()
 
 
 @operation(
