@@ -275,6 +275,8 @@ def test_merged_layers_give_each_its_output_in_any_order() -> None:
     rows = {"q": Span.whole(6), "k": Span.whole(4), "v": Span.whole(2)}
     merged = Merged(16, rows, bias=True)
     merged.fill_dummy(generator)
+    assert merged.bias is not None
+    merged.bias.data.fill_(1.0)
     finish_weights(merged)
     parts: list[nn.Module] = [merged, Part(merged, 1), Part(merged, 2)]
     for order in ((0, 1, 2), (2, 0, 1), (1, 1, 0, 2, 2)):
