@@ -21,7 +21,7 @@ MAX_DEVICE_TESTS = 8
 MAX_INNER_IMPORTS = 23
 MAX_MODULES = 20  # of a folder, without its subfolders
 MAX_LINES = 300  # of a product file
-MAX_LONG_FILES = 1  # files whose head says why they are longer
+MAX_LONG_FILES = 0
 _ASKS = ("is_cuda", "is_cpu", "is_meta", "is_gpu", "is_available", "get_device_capability")
 _TYPES = ("cpu", "cuda", "meta")
 

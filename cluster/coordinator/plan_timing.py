@@ -9,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from workers.scheduling.step_time import Prediction
+from workers.scheduling.timing.step import Prediction
 
 LEAD_S = 0.002  # a plan should reach rank 0 so long before the previous step ends: on a GPU it takes 1.3 ms to launch
 FIRST_MARGIN_S = 0.0025

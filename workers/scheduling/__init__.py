@@ -16,7 +16,7 @@ In the order of one step:
    capture_pacing   when another CUDA graph is captured while the engine serves
 3. Time decides how much a plan holds.
    cost_table       milliseconds of steps, as the start measured them
-   step_time        what steps take now: the table, corrected by every step that ran
+   timing           what steps take now: the table, corrected by every step that ran
    latency_budget   how long a step may take, and so how many prompt tokens it carries
 4. Acceptance and time decide the tree shape.
    shape_choice     the shape that rounds verify and draft
@@ -26,6 +26,6 @@ In the order of one step:
 5. Ranks execute the plan, and their result is applied.
    plan             `StepPlan` and `StepResult`
    sequence         state of a request, and of a step in flight
-   step_results     updates tokens, lengths and pages; reports to `step_time`, `shape_choice` and `queues.admission`
+   step_results     updates tokens, lengths and pages; reports to `timing`, `shape_choice` and `queues.admission`
    stats            an engine's counters
 """

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from workers.config import SchedulerConfig
-from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.timing.step import Step
+from workers.scheduling.timing.step_time import StepTime
 
 MIN_SHARE = 0.25  # of the target that prompts get however long rounds are
 MAX_STRETCH = 3.0  # a backlog stretches a step to at most this multiple of the target, for "auto"

@@ -13,7 +13,7 @@ from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder, Sequence
 from workers.scheduling.shared_prefixes import SharedPrefixes
 from workers.scheduling.stats import SchedulerStats
-from workers.scheduling.step_time import Prediction, Step
+from workers.scheduling.timing.step import Prediction, Step
 
 MAX_PASSED = 64  # waiting requests that a step examines for admission
 MAX_ASKED = 8  # waiting requests for whose common prefixes a step of a hybrid model plans saved states

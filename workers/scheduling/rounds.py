@@ -9,7 +9,7 @@ from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder
 from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
 from workers.scheduling.slot_lengths import Int64s, Slots
-from workers.scheduling.step_time import StepTime
+from workers.scheduling.timing.step_time import StepTime
 
 
 class RoundPlanner:

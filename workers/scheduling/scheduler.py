@@ -32,7 +32,8 @@ from workers.scheduling.slot_lengths import Slots
 from workers.scheduling.slot_pages import SlotPages
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_results import StepResults
-from workers.scheduling.step_time import Prediction, Step, StepTime
+from workers.scheduling.timing.step import Prediction, Step
+from workers.scheduling.timing.step_time import StepTime
 
 UPDATE_EVERY = 128  # steps between updates of an "auto" ITL target
 
@@ -267,9 +268,8 @@ class Scheduler:
             builder.with_prompt_logprobs,
             load,
             self.shape_choice.match_classes(slots, slot_pages.number[slots]),
+            expected=None if self.step_time is None else self.step_time.predict(load),
         )
-        if self.step_time is not None:
-            in_flight.expected = self.step_time.predict(load)
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)
         for sequence in builder.last_chunks:

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from workers.scheduling.plan import Chunk, SlotInit
 from workers.scheduling.request import Request
-from workers.scheduling.step_time import Prediction, Step
+from workers.scheduling.timing.step import Prediction, Step
 
 Int64s = npt.NDArray[np.int64]
 
@@ -119,6 +119,7 @@ class InFlightStep:
         with_prompt_logprobs: list[Sequence],
         load: Step = Step(),  # noqa: B008 - immutable
         match_classes: Int64s | None = None,
+        expected: Prediction | None = None,
     ) -> None:
         self.step = step
         self.sequences = sequences
@@ -131,7 +132,7 @@ class InFlightStep:
         self.num_drafted = np.zeros(len(sequences), np.int64)
         self.reason = reason
         self.with_prompt_logprobs = with_prompt_logprobs
-        self.expected: Prediction | None = None
+        self.expected = expected
         self.load = load
         self.match_classes = match_classes
         rest = sequences[len(round_slots) :]

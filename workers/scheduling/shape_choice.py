@@ -16,7 +16,8 @@ from workers.scheduling.acceptance.match_survival import MatchSurvival
 from workers.scheduling.acceptance.survival import Floats, Ints, Survival
 from workers.scheduling.shape_probes import FIRST_RESULTS, ShapeProbes
 from workers.scheduling.shape_rates import Load, Rates
-from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.timing.step import Step
+from workers.scheduling.timing.step_time import StepTime
 
 __all__ = ["Load", "Reason", "ShapeChoice"]
 

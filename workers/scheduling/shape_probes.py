@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from workers.scheduling.shape_rates import Acceptance, Rates, informed_shapes
-from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.timing.step import Step
+from workers.scheduling.timing.step_time import StepTime
 
 FIRST_RESULTS = 3  # steps from a shape's first round until the host has its result
 PROBING_SHARE = 1 / 150  # credit per step for probes of promising or untimed shapes, as a share of the step's time

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.scheduling.acceptance.survival import Bools, Floats, Ints
-from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.timing.step import Step
+from workers.scheduling.timing.step_time import StepTime
 
 PROMISING_ABOVE = 1 / 40  # a shape is promising if its upper bound exceeds the best rate by this share
 UPPER_ERRORS = 1.5  # standard errors of its time that a shape's upper bound is above its estimate

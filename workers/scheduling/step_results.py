@@ -22,7 +22,7 @@ from workers.scheduling.request import FinishReason, RequestOutput
 from workers.scheduling.sequence import InFlightStep, Sequence
 from workers.scheduling.shape_choice import ShapeChoice
 from workers.scheduling.stats import SchedulerStats
-from workers.scheduling.step_time import StepTime
+from workers.scheduling.timing.step_time import StepTime
 
 TOO_LATE = Failure("its grammar's next mask was not there in time")
 NOT_ENTERED = Failure("its parameters failed on another rank")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cluster.coordinator.plan_timing import FIRST_MARGIN_S, LEAD_S, PlanTiming
 from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.step_time import Prediction, Step, StepTime
+from workers.scheduling.timing.step import Prediction, Step
+from workers.scheduling.timing.step_time import StepTime
 
 COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),), (0, 1), (64,), ((15.0,), (20.0,)))
 

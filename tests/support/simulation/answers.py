@@ -31,7 +31,7 @@ from workers.scheduling.plan import (
 from workers.scheduling.request import Request
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.shape_choice import Load
-from workers.scheduling.step_time import StepTime
+from workers.scheduling.timing.step_time import StepTime
 
 SLOTS = 32
 WARM_UP_STEPS = 200

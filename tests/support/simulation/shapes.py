@@ -16,7 +16,8 @@ from speculative.config import SpeculativeConfig
 from workers.config import RoundShapes
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.shape_choice import Load, ShapeChoice
-from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.timing.step import Step
+from workers.scheduling.timing.step_time import StepTime
 
 Floats, Ints = npt.NDArray[np.float64], npt.NDArray[np.int64]
 

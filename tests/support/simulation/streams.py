@@ -17,7 +17,8 @@ from tests.support.simulation.texts import Answer
 from workers.config import RoundShapes
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.shape_choice import Load, ShapeChoice
-from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.timing.step import Step
+from workers.scheduling.timing.step_time import StepTime
 
 Floats, Int32s, Int64s = npt.NDArray[np.float64], npt.NDArray[np.int32], npt.NDArray[np.int64]
 

@@ -16,7 +16,8 @@ from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRou
 from workers.scheduling.plan import StepPlan, unpack_i32
 from workers.scheduling.request import Request, RequestState
 from workers.scheduling.sequence import Sequence
-from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.timing.step import Step
+from workers.scheduling.timing.step_time import StepTime
 
 QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other work may slow this machine
 ROUND = RoundCosts(num_requests=(1, 8), ms=(5.0, 6.0), ms_per_kv_token=(0.0, 0.0))

@@ -15,7 +15,8 @@ from workers.scheduling.queues.admission import MAX_RETRY_AFTER_S, UNKNOWN_S, Ad
 from workers.scheduling.queues.waiting_queue import QueueLoad
 from workers.scheduling.request import RequestOutput
 from workers.scheduling.scheduler import Scheduler
-from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.timing.step import Step
+from workers.scheduling.timing.step_time import StepTime
 
 CONFIG = SchedulerConfig(8, 100)
 COSTS = CostTable((RoundCosts((1, 8), (10.0, 10.0), (0.0, 0.0)),), (0,), (1, 100), ((1.0, 100.0),))

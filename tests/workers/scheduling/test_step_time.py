@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.simulation.shapes import CPU, GPU, TREE
-from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.timing.step import Step
+from workers.scheduling.timing.step_time import StepTime
 
 COSTS = GPU[TREE]
 PLAIN, CHAIN, HALF, WHOLE = range(4)
@@ -163,7 +164,7 @@ def test_whatever_is_reported_predictions_stay_numbers(reported: list[tuple[int,
 def test_a_step_takes_microseconds() -> None:
     """As a multiple of numpy's outer product of the parts; the best of many, so that others' load does not count."""
     ran, step = Ran(), rounds(CHAIN)
-    row = ran.step_time._mean + 1.0
+    row = ran.step_time._filter.mean + 1.0
 
     def best_s(function: object) -> float:
         times = []

@@ -4,7 +4,7 @@ from workers.config import RoundShapes, SchedulerConfig
 from workers.scheduling.latency_budget import LatencyBudget
 from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.request import QueueFullError, Request, RequestTooLargeError
-from workers.scheduling.step_time import Step
+from workers.scheduling.timing.step import Step
 
 MIN_ENDED = 4  # finished requests needed for an estimate of the mean answer length
 UNKNOWN_S = 5.0  # Retry-After before that

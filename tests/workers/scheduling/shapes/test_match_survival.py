@@ -12,7 +12,8 @@ from speculative.suffix.shapes import suffix_shapes
 from tests.support.simulation.shapes import CHAIN_MS, CPU_PLAIN_MS, PLAIN_MS, between, table
 from workers.scheduling.acceptance.match_survival import CLASS_STARTS, MatchSurvival
 from workers.scheduling.shape_choice import Load, ShapeChoice
-from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.timing.step import Step
+from workers.scheduling.timing.step_time import StepTime
 
 SHAPES = suffix_shapes(15, adaptive=True)
 WIDE_MS = (5.6, 8.5, 17.0, 30.0, 56.0, 108.0)  # 16 rows of a request, as estimated for Qwen3-8B on an H200

@@ -12,7 +12,7 @@ import pytest
 from tests.support.simulation.shapes import CHAIN, GPU, TREE, Engine, Ints, chances_of
 from workers.config import RoundShapes
 from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
-from workers.scheduling.step_time import StepTime
+from workers.scheduling.timing.step_time import StepTime
 
 BATCHES = (1, 4, 16, 32, 64, 128, 256)
 CASES = tuple(itertools.product((1024, 8192, 32768), (1.3, 2.0, 3.0, 4.5)))
