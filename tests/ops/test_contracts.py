@@ -106,7 +106,8 @@ def test_a_cpu_refuses_strides_that_a_kernel_does_not_read(operation: str, posit
 TAKE_SLOTS = sorted(
     {(case.operation.__name__, list(inspect.signature(case.operation.reference).parameters).index("slots"), "")
      for case in CASES if "slots" in inspect.signature(case.operation.reference).parameters}
-    | {("choose", 1, "slots"), ("delta_rule_chunks", 3, "slots"), ("delta_rule_rounds", 3, "slots"), ("perturb", 1, "slots")}
+    | {("choose", 1, "slots"), ("delta_rule_chunks", 3, "slots"), ("delta_rule_rounds", 3, "slots"),
+       ("perturb", 1, "slots")}
 )  # fmt: skip
 WRONG_SLOTS: dict[str, Callable[[Tensor], Tensor]] = {
     "int32": lambda slots: slots.int(),

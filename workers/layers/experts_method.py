@@ -11,7 +11,7 @@ from workers.layers.shared_experts import shared_columns, shared_rows, with_shar
 from workers.layers.weighted import check_shape
 from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
 from workers.ops.experts.gated import SWIGLU, GatedActivation
-from workers.ops.experts.grouped import Biases, experts_one_by_one, grouped_experts, local_expert_ids
+from workers.ops.experts.grouped import Biases, check_experts, experts_one_by_one, grouped_experts, local_expert_ids
 from workers.ops.experts.route import RouterLogits
 from workers.ops.experts.weights import ExpertWeights
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
@@ -150,6 +150,11 @@ class DenseExperts(ExpertsMethod):
     _fused: FusedExperts | None = None
     biases: Biases | None = None
 
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of inputs and results."""
+
     @abstractmethod
     def dense_weights(self) -> tuple[Tensor, Tensor]:
         """Return gate_up [experts, 2 * width, hidden_size] and down [experts, hidden_size, width], joined experts
@@ -172,7 +177,7 @@ class DenseExperts(ExpertsMethod):
             gate_up, down = self.dense_weights()
             num_shared = gate_up.shape[0] - self.shape.num_experts
             weights = ExpertWeights(gate_up, down, num_shared=num_shared, held=self.shape.held_if_some)
-            self._fused = choose_experts(weights, options, gate_up.dtype)
+            self._fused = choose_experts(weights, options, self.dtype)
 
     @property
     def is_fused(self) -> bool:
@@ -188,6 +193,7 @@ class DenseExperts(ExpertsMethod):
         return None if self._fused is None else self._fused.inputs
 
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
+        check_experts(x, router, self.shape.size, self.dtype, self.fp8_inputs, out)
         if self._fused is not None:
             return self._fused.multiply(x, router, out)
         assert isinstance(x, Tensor), "fp8_inputs is None"
@@ -225,6 +231,10 @@ class UnquantizedExperts(DenseExperts):
         self.gate_up, self.down = stacked(shape.gate_up), stacked(shape.down)
         self.gate_up_bias, self.down_bias = bias(shape.gate_up), bias(shape.down)
         self.kinds = ("weight", "bias") if shape.biased else ("weight",)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gate_up.dtype
 
     @property
     def biases(self) -> Biases | None:  # type: ignore[override]

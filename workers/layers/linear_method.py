@@ -7,6 +7,7 @@ tensors that store them, for example a weight and scales. `workers.quantization.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,11 @@ from workers.layers.weighted import WrongTensorError, check_shape
 from workers.ops.activation import silu_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.choice import TorchGEMM, choose_gemm
+from workers.ops.gemm.tiles import INPUT_STEP
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
+_ALIGNED_BYTES = 16  # of addresses that kernels load through tensor maps
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,11 +59,11 @@ class LinearShape:
             offset += span.size
         return LinearShape(tuple(parts), padding)
 
-    @property
+    @cached_property
     def out_features(self) -> int:
         return self.parts[-1].offset + self.parts[-1].rows.size + self.padding
 
-    @property
+    @cached_property
     def in_features(self) -> int:
         return self.parts[0].columns.size
 
@@ -176,20 +179,37 @@ class DenseLinearMethod(LinearMethod):
 
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         assert self._gemm is not None, "call finish first"
+        self.check(x, bias, out)
         assert isinstance(x, Tensor), "fp8_inputs is None"
-        self._check(x)
         return self._gemm.multiply(x, bias, out)
 
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
         assert self._gemm is not None, "call finish first"
+        self.check(x)
         assert isinstance(x, Tensor), "fp8_inputs is None"
-        self._check(x)
         return self._gemm.multiply_gated(x)
 
-    def _check(self, x: Tensor) -> None:
-        """Assert what GPU kernels demand of inputs, and torch's GEMM does not."""
-        assert x.dim() == 2 and x.shape[1] == self.shape.in_features and x.stride(1) == 1, "[rows, in_features]"
-        assert x.dtype == self.dtype
+    def check(self, x: Tensor | Fp8Rows, bias: Tensor | None = None, out: Tensor | None = None) -> None:
+        """Assert what GPU kernels demand of inputs, and torch's GEMM does not.
+
+        x: [rows, in_features], last stride 1; rows aligned to 16 bytes if in_features is a multiple of INPUT_STEP.
+        bias: [out_features], contiguous.
+        out: [rows, out_features], contiguous.
+        """
+        inputs, outputs = self.shape.in_features, self.shape.out_features
+        if isinstance(x, Tensor):
+            rows = x.shape[0]
+            assert x.shape == (rows, inputs) and x.stride(1) == 1, "[rows, in_features]"
+            assert x.dtype == self.dtype
+            if inputs and inputs % INPUT_STEP == 0:
+                places = x.data_ptr() | x.stride(0) * x.itemsize
+                assert places % _ALIGNED_BYTES == 0, "rows are aligned for loads of 16 bytes"
+        else:
+            assert self.fp8_inputs is not None, "the layer takes no FP8 rows"
+            self.fp8_inputs.check(x, inputs)
+            rows = x.values.shape[0]
+        assert bias is None or (bias.shape == (outputs,) and bias.is_contiguous())
+        assert out is None or (out.shape == (rows, outputs) and out.dtype == self.dtype and out.is_contiguous())
 
 
 class UnquantizedLinearMethod(DenseLinearMethod):

@@ -55,6 +55,10 @@ class Fp8Experts(DenseExperts):
         self._shared: tuple[Fp8Linear, Fp8Linear] | None = None
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
     def format(self) -> str:
         return str(self.scheme)
 

@@ -109,12 +109,17 @@ class Fp8Linear(DenseLinearMethod):
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if self._product is None:
             return super().multiply(x, bias, out)
+        self.check(x, bias, out)
         return self._product.multiply(x, bias, out)
 
     def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
-        return None if self._product is None else self._product.multiply_apart(x)
+        if self._product is None:
+            return None
+        self.check(x)
+        return self._product.multiply_apart(x)
 
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
         if self._product is None:
             return super().multiply_gated(x)
+        self.check(x)
         return self._product.multiply_gated(x, wanted)

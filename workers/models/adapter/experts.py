@@ -21,6 +21,9 @@ class _Given:
     chosen: Tensor
     weight: Tensor
 
+    def check(self, rows: int) -> None:
+        assert self.chosen.shape == self.weight.shape and self.chosen.shape[0] == rows
+
     def choose(self) -> tuple[Tensor, Tensor]:
         return self.chosen, self.weight
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from attention.ops.operation import Implementation, on_gpu
 from workers.ops.norm import add_rms_norm
 
+_WORD_BYTES = 4  # of two numbers, which kernels load and store together
 ONE_SHOT = Implementation("triton", "workers.ops.collectives.one_shot_all_reduce_triton:one_shot_all_reduce", on_gpu)
 
 
@@ -32,7 +33,23 @@ def one_shot_all_reduce(
     epochs            [capacity] int32, written; zero before the first call
     capacity          maximum rows, at most the GPU's number of multiprocessors: each holds one program
     """
+    _check(x, inbox, inboxes, epochs, out, norm)
     ONE_SHOT.function(x, inbox, inboxes, epochs, rank, out, norm)
+
+
+def _check(
+    x: Tensor, inbox: Tensor, inboxes: Tensor, epochs: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, float] | None
+) -> None:
+    (rows, width), (world,), (capacity,) = x.shape, inboxes.shape, epochs.shape
+    assert x.dtype in (torch.bfloat16, torch.float16) and width % 2 == 0 and world & (world - 1) == 0
+    assert 0 < rows <= capacity and inbox.shape == (2, capacity, world, width // 2) and inbox.is_contiguous()
+    assert inbox.dtype == inboxes.dtype == torch.int64 and epochs.dtype == torch.int32
+    residual, weight, _ = norm if norm is not None else (x, None, 0.0)
+    for each in (x, out, residual):
+        assert each.shape == x.shape and each.dtype == x.dtype and each.is_contiguous()
+        assert each.data_ptr() % _WORD_BYTES == 0, "two numbers are read as one word"
+    if weight is not None:
+        assert weight.shape == (width,) and weight.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
 
 
 def reference(parts: Sequence[Tensor], norm: tuple[Tensor, Tensor, float] | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 router_gemm      a router's logits in float32
 route            chooses experts per row: torch; route_triton: one launch (kernel of a row: route_row_triton)
 norm_route       residual addition, norm and routing of one row, in one launch
-grouped          the sum of experts in torch, the reference
+grouped          the sum of experts in torch, the reference, and checks of inputs for all implementations
 fused            the interface of the fused experts; fused_triton chooses the kernels by number of rows
 weights          layout of the weights, and tile sizes
 few_rows_triton  up to 16 rows, in two launches (kernels: few_row_products_triton)

@@ -1,4 +1,5 @@
-"""The weighted sum of each row's experts in torch: the reference, used where the fused kernels do not fit."""
+"""The weighted sum of each row's experts in torch: the reference, used where the fused kernels do not fit, and the
+contract that all implementations share."""
 
 import torch
 import torch.nn.functional as F
@@ -6,9 +7,39 @@ from torch import Tensor
 
 from workers.ops.activation import silu_mul
 from workers.ops.experts.gated import SWIGLU, GatedActivation
+from workers.ops.experts.route import MAX_LISTED, RouterLogits
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.span import Span
 
+_ALIGNED_BYTES = 16  # of addresses that kernels load through tensor maps, or in pieces of 16 bytes
 Biases = tuple[Tensor, Tensor]  # of all experts: gate_up [experts, 2 * width], down [experts, size]
+
+
+def check_experts(
+    x: Tensor | Fp8Rows,
+    router: RouterLogits,
+    size: int,
+    dtype: torch.dtype,
+    inputs: Fp8Inputs | None,
+    out: Tensor | None,
+) -> None:
+    """Assert what kernels demand of the inputs of experts.
+
+    x: [rows, size] of `dtype`, contiguous and aligned to 16 bytes; or in FP8 as `inputs`,
+        if there is one, with scales of any strides beyond MAX_LISTED rows.
+    router: of the same rows.
+    out: [rows, size] of `dtype`, contiguous; None: allocated.
+    """
+    if isinstance(x, Tensor):
+        rows = x.shape[0]
+        assert x.shape == (rows, size) and x.dtype == dtype and x.is_contiguous(), "x: [rows, size], contiguous"
+        assert x.data_ptr() % _ALIGNED_BYTES == 0, "x is aligned to 16 bytes"
+    else:
+        assert inputs is not None, "experts take no FP8 rows"
+        inputs.check(x, size, MAX_LISTED)
+        rows = x.values.shape[0]
+    router.check(rows)
+    assert out is None or (out.shape == (rows, size) and out.dtype == dtype and out.is_contiguous()), "out"
 
 
 def local_expert_ids(chosen: Tensor, held: Span) -> Tensor:

@@ -96,6 +96,23 @@ class RouterLogits:
     expert_scales: Tensor | None = None
     routed: "Routed | None" = None
 
+    def check(self, rows: int) -> None:
+        """Assert what the kernels demand of the logits, or of the chosen experts, of `rows` rows."""
+        if self.routed is not None:
+            chosen, weight = self.routed.chosen, self.routed.weight
+            assert chosen.shape == weight.shape and chosen.shape[0] == rows
+            assert chosen.is_contiguous() and weight.is_contiguous() and weight.dtype == torch.float32
+            return
+        values, routing = self.values, self.routing
+        assert values.dtype == torch.float32 and values.is_contiguous() and 2 <= values.dim() <= 3
+        assert values.shape[-2:] == (rows, routing.num_logits) and (self.bias is not None) == routing.has_bias
+        for each in (self.bias, self.expert_scales):
+            if each is not None:
+                assert each.shape == (routing.num_experts,) and each.is_contiguous() and each.dtype == torch.float32
+        if self.live is not None:
+            slots = self.live.slots
+            assert slots.shape == (rows,) and slots.dtype == torch.int64 and slots.is_contiguous()
+
     def choose(self) -> tuple[Tensor, Tensor]:
         """Return `route` of these logits, with scaled weights. Ignores `live`."""
         chosen, weight = route(self.logits()[:, : self.routing.num_experts], self.bias, self.routing)

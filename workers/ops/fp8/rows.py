@@ -58,6 +58,16 @@ class Fp8Inputs:
     many: int
     plain: bool = False
 
+    def check(self, x: Fp8Rows, size: int, many: int | None = None) -> None:
+        """Assert that x has this format, and rows of `size` numbers.
+
+        many: with more rows than this, scales may have any strides; None: `self.many`.
+        """
+        rows = x.values.shape[0]
+        assert x.values.shape == (rows, size) and x.values.dtype == FP8 and x.values.is_contiguous()
+        assert x.scales.shape == (rows, size // GROUP if self.by_group else 1) and x.scales.dtype == torch.float32
+        assert rows > (self.many if many is None else many) or x.scales.is_contiguous(), "scales are contiguous"
+
     def empty(self, x: Tensor) -> Fp8Rows:
         """Return uninitialised rows of the shape of x [rows, size]."""
         rows, size = x.shape

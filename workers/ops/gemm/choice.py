@@ -59,10 +59,15 @@ class BlockedGEMM(TorchGEMM):
 
 
 def _wants(deterministic: bool) -> Callable[[Tensor, GEMMOptions], bool]:
-    """Return the condition for the Triton kernels: a workspace, and inputs divisible by INPUT_STEP."""
-    return lambda weight, options: (
-        options.workspace is not None and options.deterministic == deterministic and weight.shape[1] % INPUT_STEP == 0
-    )
+    """Return the condition for the Triton kernels: a workspace, and inputs divisible by INPUT_STEP. Tensor maps cannot
+    be empty, so torch multiplies by a weight without inputs (a shared expert of width 0)."""
+
+    def wants(weight: Tensor, options: GEMMOptions) -> bool:
+        inputs = weight.shape[1]
+        has_workspace = options.workspace is not None and options.deterministic == deterministic
+        return has_workspace and inputs > 0 and inputs % INPUT_STEP == 0
+
+    return wants
 
 
 def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:

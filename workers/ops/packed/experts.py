@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 from workers.ops.experts.gated import SWIGLU, GatedActivation
-from workers.ops.experts.grouped import local_expert_ids
+from workers.ops.experts.grouped import check_experts, local_expert_ids
 from workers.ops.experts.route import RouterLogits
 from workers.ops.experts.weights import ExpertSizes
 from workers.ops.gemm.workspace import GEMMOptions
@@ -116,11 +116,7 @@ def unserved(weights: PackedExpertWeights, dtype: torch.dtype) -> str | None:
 def _check(
     x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
 ) -> None:
-    assert x.dim() == 2 and x.shape[1] == weights.size and x.is_contiguous()
-    if router.routed is None:
-        assert router.values.dtype == torch.float32 and router.values.is_contiguous()
-        assert router.values.shape[-2:] == (x.shape[0], router.routing.num_logits)
-    assert out is None or (out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous())
+    check_experts(x, router, weights.size, x.dtype, None, out)
 
 
 @operation(

@@ -103,6 +103,10 @@ class UnorderedIntExperts(DenseExperts):
         self._dense: tuple[Tensor, Tensor] | None = None
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
     def format(self) -> str:
         return f"{self.layout}, dequantised"
 
