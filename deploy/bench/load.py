@@ -44,18 +44,14 @@ async def run_rate(
     target: Target,
     arrivals: Sequence[Arrival],
     drain_s: float,
-    named: Sequence[str] = (),
     progress: Progress = _unwatched,
 ) -> tuple[list[Answered], float]:
     """Send every request when it is due, then wait up to drain_s for answers. Return answers in the order of arrivals,
-    and the clock's start. named: X-Request-Id of each request, if any."""
+    and the clock's start."""
     where = urlsplit(target.url)
     encrypted = where.scheme == "https"
     host, port = where.hostname or "", where.port or (443 if encrypted else 80)
-    requests = [
-        request_bytes(port, _body(arrival, target), "completions", host, request_id, target.key)
-        for arrival, request_id in zip(arrivals, named or [""] * len(arrivals), strict=True)
-    ]
+    requests = [request_bytes(port, _body(arrival, target), "completions", host, target.key) for arrival in arrivals]
     pool = Pool(host, port, encrypted)
     answers = [Answered() for _ in arrivals]
     tasks: list[asyncio.Task[None]] = []

@@ -37,16 +37,14 @@ def request_bytes(
     body: Mapping[str, Any],
     route: str = "chat/completions",
     host: str = "127.0.0.1",
-    request_id: str = "",
     key: str = "",
 ) -> bytes:
     """Return a POST request to /v1/`route`. key: the server's API key, "" for none."""
     raw = json.dumps(body).encode()
-    named = f"X-Request-Id: {request_id}\r\n" if request_id else ""
-    named += f"Authorization: Bearer {key}\r\n" if key else ""
+    authorised = f"Authorization: Bearer {key}\r\n" if key else ""
     head = (
         f"POST /v1/{route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-        f"{named}Content-Length: {len(raw)}\r\n\r\n"
+        f"{authorised}Content-Length: {len(raw)}\r\n\r\n"
     )
     return head.encode() + raw
 

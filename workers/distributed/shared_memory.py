@@ -66,18 +66,15 @@ class SharedMemory:
                 self._ends.register(descriptor, select.POLLIN)
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace x by its sum over the ranks, in their order and of 16-bit types in float32, so that all have the same
-        bits. Raises RankEndedError."""
-        flat = x.contiguous().view(-1)
+        """Replace x, contiguous, with its sum over the ranks, in their order and of 16-bit types in float32, so that
+        all have the same bits. Raises RankEndedError."""
         wide = torch.float32 if x.is_floating_point() and x.itemsize < 4 else x.dtype
-        for piece in flat.split(SLOT_BYTES // x.itemsize):  # type: ignore[no-untyped-call]
+        for piece in x.view(-1).split(SLOT_BYTES // x.itemsize):  # type: ignore[no-untyped-call]
             first, *others = self._exchange(piece)
             total = first.to(wide, copy=True)
             for other in others:
                 total += other
             piece.copy_(total)
-        if not x.is_contiguous():
-            x.copy_(flat.view(x.shape))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[ranks, *x.shape]: x of every rank. Raises RankEndedError."""
