@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Plans FlashInfer's fa3 MLA kernel on the device: assigns pieces of requests to clusters of programs, and merges to
-programs.
+"""Plans FlashInfer's fa3 MLA kernel on the device: which clusters of programs compute which pieces of requests, and
+which programs merge the partial results.
 
 The kernel is persistent. A cluster processes a list of pieces, each a tile of query rows x heads and a span of tokens.
 After a grid barrier, programs merge the rows whose pieces went to several clusters.

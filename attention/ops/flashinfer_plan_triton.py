@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Plans FlashInfer's fa2 kernels on the device: splits the work, and packs masks.
 
-FlashInfer plans on the host and copies the plan to a workspace, where its kernels read lengths and splits. A kernel
-that writes the plan there needs no lengths on the host. Format and splitting are those of FlashInfer 0.6.17
-(`attention/scheduler.cuh`, with CUDA graphs). KV is split into pieces (its KV chunks) of the fewest pages with which
-all pieces of all requests fit in the grid, and of at least 128 tokens. A tile is one piece for one tile of query rows.
+FlashInfer plans on the host, and copies the plan to the workspace from which its kernels read lengths and splits. The
+kernel here writes the same plan to the workspace on the device, so the host need not know the lengths. Format and
+splitting are those of FlashInfer 0.6.17 (`attention/scheduler.cuh`, with CUDA graphs):
+- A request's KV is split into pieces (FlashInfer's KV chunks) of equal length, in pages.
+- Pieces are as short as the grid allows, which must hold the pieces of all requests, but have at least 128 tokens.
+- A program computes a tile: one piece for one tile of query rows.
 """
 
 from dataclasses import dataclass

@@ -52,9 +52,8 @@ LIMITS = {
     4: Limits(one_shot=256 << 10, two_shot=16 << 20),
 }
 
-MAX_ROWS = (
-    112  # of ONE_SHOT, a program each: the smallest H100 has 114 multiprocessors, and all programs must fit at once
-)
+# Maximum rows of ONE_SHOT, a program each. All must fit at once, and the smallest H100 has 114 multiprocessors.
+MAX_ROWS = 112
 _MAX_WORDS = 16384  # 64-bit words that one program of ONE_SHOT holds in registers: 32 in each of 512 threads
 _OPERATORS = ("two_shot_all_reduce_", "two_shot_all_reduce_out")
 
@@ -80,9 +79,11 @@ def _fits_one_shot(ranks: int, rows: int, width: int, dtype: torch.dtype) -> boo
 class CustomAllReduce:
     """Collectives over memory that all ranks map.
 
-    Invariant: all ranks make the same calls in the same order, each rank on one stream. regions: of every rank, as this
-    device sees them, [bytes] uint8, `region_bytes` long and zero from `limits.two_shot` on; this rank's own is the
-    tensor that symmetric memory gave. group_name: of the process group that they were exchanged over.
+    All ranks make the same calls in the same order, each rank on one stream.
+
+    regions: the memory of every rank, mapped by this device: [`region_bytes`] uint8 each, zero from `limits.two_shot`
+        on. This rank's own region is the tensor that symmetric memory allocated.
+    group_name: the process group over which regions were exchanged.
     """
 
     def __init__(self, rank: int, limits: Limits, regions: Sequence[Tensor], group_name: str) -> None:

@@ -1,5 +1,6 @@
-"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1), absorbed: heads attend to latent rows.
-q is multiplied by the keys' up-projection, the attention output by the values'."""
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form. Queries are
+multiplied by the up-projection of keys, so heads attend to the cached latent rows. The output is multiplied by the
+up-projection of values."""
 
 import dataclasses
 

@@ -35,7 +35,7 @@ PhaseDone = Callable[[str], None]
 
 
 class Speculation(Protocol):
-    """What speculation adds to an engine. A plain value, equal on all ranks, until `strategy` is called."""
+    """The parts that a draft adds to an engine. A plain value, equal on all ranks; `strategy` loads the draft."""
 
     @property
     def shapes(self) -> RoundShapes:

@@ -6,8 +6,9 @@ solve      gates, and each block's triangular system: its rows w and u
 advance    block by block: the state before the block, and what the block's rows add to it
 finish     outputs and their gated norm
 
-Operands of products are of `scratch_dtype`; sums and states are float32. Blocks are computed from the chunks on the
-device, so grids are large enough for any division of the rows into that many chunks.
+Operands of products are of `scratch_dtype`; sums and states are float32. The device divides
+the chunks into blocks, and the host does not know their lengths. So grids have the maximum number of blocks for this
+many rows and chunks.
 """
 
 from dataclasses import dataclass

@@ -1,17 +1,23 @@
 """Which steps are captured as CUDA graphs, and which graph runs a batch. Pure; used by `cuda_graph`.
 
-Every graph drafts the tree shape that it verifies. A change of shape needs no other graph, because a round may verify
-any shape, whatever was drafted before (`speculative.tree_table`). So S shapes take S graphs per batch size and kind of
-sampling, not S squared.
+A graph drafts the tree shape that it verifies. A round may verify a tree of any shape, whatever shape was drafted
+before (`speculative.tree_table`). So changes of shape need no graphs of their own: S shapes take S graphs per batch
+size and kind of sampling, not S squared.
 
-Shapes between non-speculative decoding and the default (those not in `RoundShapes.unrestricted`) have fewer graphs:
-- batches are padded to powers of two;
-- greedy batches use the graphs of random sampling, which costs 0.03 ms of 5 at batch 1, and 0.1 ms of 10 at 64;
-- there are none with penalties, log-probabilities or grammars, for which the scheduler does not choose these shapes.
+Shapes other than the default and non-speculative decoding (`RoundShapes.unrestricted`) have fewer graphs:
+- Batches are padded to powers of two.
+- Greedy batches run the graphs of random sampling. That costs 0.03 of 5 ms at batch 1, and 0.1 of 10 ms at 64.
+- Batches with penalties, log-probabilities or grammars have none: the scheduler never chooses these shapes for them.
 
-64 requests take 14 graphs per such shape, and 43 each for non-speculative decoding and the default. Prompt chunks add
-48 with non-speculative rounds or none, and 72 with speculative rounds (78 if the default is not a chain). Grammars add
-21 each, and 28 with chunks. Graphs for many prompt tokens expand the latent rows of MLA models (`attention.expansion`).
+Number of graphs for 64 slots, and in brackets of those added by grammars:
+
+rounds of                 alone      with prompt chunks
+no request                -          12 (4)
+non-speculative decoding  43 (21)    36 (8)
+the default shape         43 (21)    72 (16); 78 together with the chain that replaces a tree in large batches
+any other shape           14         -
+
+Graphs for many prompt tokens expand the latent rows of MLA models (`attention.expansion`).
 """
 
 from collections.abc import Iterable, Sequence
