@@ -164,6 +164,7 @@ class PackedLinear(DenseLinearMethod):
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if self._dense is not None:
             return super().multiply(x, bias, out)
+        self.check(x, bias, out)
         assert isinstance(x, Tensor), "fp8_inputs is None"
         if len(self._packed) == 1:
             return self._packed[0].multiply(x, bias, out)
@@ -177,6 +178,7 @@ class PackedLinear(DenseLinearMethod):
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
         if self._dense is not None:
             return super().multiply_gated(x, wanted)
+        self.check(x)
         assert isinstance(x, Tensor), "fp8_inputs is None"
         if len(self._packed) > 1:
             return silu_mul(self.multiply(x, None))

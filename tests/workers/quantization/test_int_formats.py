@@ -29,6 +29,12 @@ def load(method: PackedLinear, matrices: list[Quantised], recipe: Recipe) -> Non
             method.load(kind, part, tensor)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Import compressed-tensors before Hypothesis draws: its imports use `random`, which Hypothesis refuses."""
+    int_quantized()
+
+
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
     layout = draw(st.sampled_from(["awq", "gptq", "pack-quantized", "int-quantized"]))
@@ -93,6 +99,23 @@ def test_each_block_has_one_group_and_each_input_one_place(groups: list[int]) ->
     assert torch.equal(real.sort().values, torch.arange(len(groups)))
     assert torch.equal(given_groups[real], places[~is_padding])
     assert order.block % 32 == 0 and is_padding.sum() < 32 * len(set(groups))
+
+
+def test_products_refuse_what_their_kernels_refuse() -> None:
+    recipe, shape = gptq(), LinearShape.stacked([("", Span.whole(16))], Span.whole(64))
+    method = method_of(recipe, shape)
+    load(method, [recipe.quantised(torch.randn(16, 64), 0)], recipe)
+    method.finish(GEMMOptions(packed=True))
+    x = torch.ones(3, 64)
+    assert method.multiply(x, torch.zeros(16), torch.empty(3, 16)).shape == (3, 16)
+    unaligned = torch.zeros(3 * 64 + 4)[1:-3].view(3, 64)
+    for wrong in (torch.ones(3, 128)[:, ::2], torch.ones(3, 32), x.half(), unaligned):
+        for multiply in (lambda x: method.multiply(x, None), method.multiply_gated):
+            with pytest.raises(AssertionError):
+                multiply(wrong)
+    for bias, out in ((torch.zeros(17), None), (None, torch.empty(3, 16).half()), (None, torch.empty(4, 16))):
+        with pytest.raises(AssertionError):
+            method.multiply(x, bias, out)
 
 
 def test_a_head_has_rows_of_zeros_after_its_vocabulary() -> None:
