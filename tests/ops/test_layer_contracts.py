@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from tests.ops.test_contracts import strided
 from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, region_bytes
 from workers.layers.experts_method import DenseExperts, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import DenseLinearMethod, LinearShape, UnquantizedLinearMethod
+from workers.ops.collectives.one_shot_all_reduce import ONE_SHOT, one_shot_all_reduce
 from workers.ops.experts.grouped import check_experts
-from workers.ops.experts.route import MAX_LISTED, RouterLogits, Routing, TokenSlots
+from workers.ops.experts.route import MAX_LISTED, Routed, RouterLogits, Routing, TokenSlots
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, quantize_rows
 from workers.ops.gemm.choice import TorchGEMM, choose_gemm
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
@@ -36,9 +38,13 @@ def unaligned(*shape: int) -> Tensor:
     return torch.zeros(torch.Size(shape).numel() + 4)[1:-3].view(shape)
 
 
-def router(**changes: Tensor | TokenSlots) -> RouterLogits:
+def router(**changes: Tensor | TokenSlots | Routed | None) -> RouterLogits:
     slots = TokenSlots(torch.zeros(ROWS, dtype=torch.int64), 0)
     return replace(RouterLogits(torch.zeros(ROWS, 4), torch.zeros(4), ROUTING, slots, torch.ones(4)), **changes)
+
+
+def chosen(experts: Tensor, weights: Tensor) -> RouterLogits:
+    return router(routed=Routed(experts, weights))
 
 
 WRONG_ROWS: dict[str, Tensor] = {
@@ -56,6 +62,16 @@ WRONG_ROUTERS: dict[str, RouterLogits] = {
     "a strided bias": router(bias=strided(4)),
     "scales of 16 bits": router(expert_scales=torch.ones(4).half()),
     "slots of int32": router(live=TokenSlots(torch.zeros(ROWS, dtype=torch.int32), 0)),
+    "slots of other rows": router(live=TokenSlots(torch.zeros(ROWS + 1, dtype=torch.int64), 0)),
+    "strided slots": router(live=TokenSlots(torch.zeros(2 * ROWS, dtype=torch.int64)[::2], 0)),
+    "logits of four dimensions": router(values=torch.zeros(1, 1, ROWS, 4)),
+    "no bias": router(bias=None),
+    "a bias of other experts": router(bias=torch.zeros(5)),
+    "chosen experts of other rows": chosen(torch.zeros(ROWS + 1, 2, dtype=torch.int32), torch.ones(ROWS + 1, 2)),
+    "strided experts": chosen(torch.zeros(ROWS, 4, dtype=torch.int32)[:, ::2], torch.ones(ROWS, 2)),
+    "strided weights": chosen(torch.zeros(ROWS, 2, dtype=torch.int32), torch.ones(ROWS, 4)[:, ::2]),
+    "weights of 16 bits": chosen(torch.zeros(ROWS, 2, dtype=torch.int32), torch.ones(ROWS, 2).half()),
+    "fewer weights than experts": chosen(torch.zeros(ROWS, 2, dtype=torch.int32), torch.ones(ROWS, 1)),
 }
 WRONG_RESULTS: dict[str, Tensor] = {
     "strided": strided(ROWS, SIZE),
@@ -168,7 +184,7 @@ WRONG_FP8: dict[str, tuple[Fp8Inputs, Callable[[Fp8Rows], Fp8Rows]]] = {
     "scales of groups for a weight with channels": (CHANNELS, lambda rows: rows),
     "scales of 16 bits": (BLOCKS, lambda rows: replace(rows, scales=rows.scales.half())),
     "strided values": (BLOCKS, lambda rows: replace(rows, values=torch.zeros(ROWS, 4 * SIZE, dtype=FP8)[:, ::2])),
-    "another size": (BLOCKS, lambda rows: replace(rows, values=rows.values[:, :SIZE])),
+    "another size": (BLOCKS, lambda rows: replace(rows, values=rows.values[:, :SIZE].contiguous())),
     "rows of 16 bits": (BLOCKS, lambda rows: replace(rows, values=rows.values.half())),
     "scales by group for few rows": (
         replace(BLOCKS, many=ROWS),
@@ -210,3 +226,47 @@ def test_one_shot_all_reduces_refuse_what_their_kernel_refuses() -> None:
             ranks.add_norm(x, x.clone(), other, 1e-5)
     with pytest.raises(AssertionError):
         ranks.add_norm(odd, x.clone(), weight, 1e-5)
+
+
+def one_shot(**changes: Any) -> dict[str, Any]:
+    """The arguments of rank 0 of two."""
+    x = torch.zeros(ROWS, SIZE, dtype=torch.bfloat16)
+    given = {
+        "x": x,
+        "inbox": torch.zeros(2, 4, 2, SIZE // 2, dtype=torch.int64),
+        "inboxes": torch.zeros(2, dtype=torch.int64),
+        "epochs": torch.zeros(4, dtype=torch.int32),
+        "rank": 0,
+        "out": torch.empty_like(x),
+    }
+    return given | changes
+
+
+def rows_of(rows: int, width: int = SIZE, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    return {"x": torch.zeros(rows, width, dtype=dtype), "out": torch.zeros(rows, width, dtype=dtype)}
+
+
+WRONG_SUMS: dict[str, dict[str, Any]] = {
+    "float32": one_shot(**rows_of(ROWS, dtype=torch.float32)),
+    "an odd width": one_shot(**rows_of(ROWS, 127), inbox=torch.zeros(2, 4, 2, 63, dtype=torch.int64)),
+    "three ranks": one_shot(
+        inboxes=torch.zeros(3, dtype=torch.int64), inbox=torch.zeros(2, 4, 3, SIZE // 2, dtype=torch.int64)
+    ),
+    "no rows": one_shot(**rows_of(0)),
+    "more rows than the inbox holds": one_shot(**rows_of(5)),
+    "an inbox of another width": one_shot(inbox=torch.zeros(2, 4, 2, SIZE, dtype=torch.int64)),
+    "a strided inbox": one_shot(inbox=torch.zeros(2, 4, 2, SIZE, dtype=torch.int64)[..., ::2]),
+    "an inbox of int32": one_shot(inbox=torch.zeros(2, 4, 2, SIZE // 2, dtype=torch.int32)),
+    "epochs of int64": one_shot(epochs=torch.zeros(4, dtype=torch.int64)),
+    "a result of other rows": one_shot(out=torch.zeros(ROWS + 1, SIZE, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_SUMS)
+def test_one_shot_all_reduces_refuse_other_layouts(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[object, ...]] = []
+    monkeypatch.setitem(vars(ONE_SHOT), "function", lambda *given: launched.append(given))
+    one_shot_all_reduce(**one_shot())
+    assert len(launched) == 1
+    with pytest.raises(AssertionError):
+        one_shot_all_reduce(**WRONG_SUMS[fault])
