@@ -26,14 +26,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 QWEN35 = ExpertSizes(256, 1, 8, 2048, 512, step=64)
 
 
-@pytest.fixture(autouse=True)
-def moved_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(few_bits.CODES, "e2m1 moved", "e2m1")
-
-
-@pytest.mark.parametrize("rows", [1, *slow(8)])
-def test_few_bits_fit_hopper(rows: int, tmp_path: Path) -> None:
-    tiles = packed_expert_tiles(rows, few_bits.GPT_OSS)
+def test_few_bits_fit_hopper(tmp_path: Path) -> None:
+    tiles = packed_expert_tiles(1, few_bits.GPT_OSS)
     for kernel, one in ((gate_up_of_blocks, tiles.gate_up), (down_of_listed, tiles.down)):
         pointers, constants = few_bits.product(kernel, few_bits.GPT_OSS, one, "e2m1 moved", 32, True)
         spills, shared, ptx = compiled(kernel, tmp_path, pointers, constants, one.warps_n * one.warps_k, 3)

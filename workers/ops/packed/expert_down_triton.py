@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.packed.expert_steps_triton import add_products, load_weight, restored, words, zero_sums
+from workers.ops.packed.expert_steps_triton import add_products, load_inputs, load_weight, restored, words, zero_sums
 from workers.ops.packed.sums_triton import sums_of_warps
 
 
@@ -100,6 +100,9 @@ def down_of_listed(
             live = is_used & (part < PARTS) & (n < SIZE)
             first_bias = first_bias + (tl.load(bias_ptr + expert * SIZE + n, mask=live, other=0.0),)
     acc = zero_sums(PARTS, WARPS * 128)
+    inputs_ahead = ()
+    for _ in tl.static_range(2 * COUNT * ROW_TILES):
+        inputs_ahead = inputs_ahead + (tl.zeros([WARPS * 128], tl.int32),)
     for i in tl.range(0, steps, num_stages=STAGES):
         block, chunk = split + i // STEPS * SPLITS, (i % STEPS * WARPS_K + warp // WARPS_N) * COUNT
         whole = expert.to(tl.int64) * TILES
@@ -112,14 +115,24 @@ def down_of_listed(
             PIECES,
         )  # fmt: skip
         expert = tl.load(used_ptr + split + tl.minimum(i + 1, steps - 1) // STEPS * SPLITS)
-        x_base, rows_there = (), ()
-        waits = i == 0 if PDL else None
+        # inputs are read one step before their use, too; the first ones after the weights, because they must wait
+        next_block = split + (i + 1) // STEPS * SPLITS
+        next_chunk = ((i + 1) % STEPS * WARPS_K + warp // WARPS_N) * COUNT
+        x_base, next_x_base, is_first, has_next = (), (), (), ()
         for j in tl.static_range(ROW_TILES):
             x_base = x_base + (words(hidden_ptr) + block * (BLOCK_M * WIDTH // 2) + x_at + 8 * j * (WIDTH // 2),)
-            rows_there = rows_there + (g + 8 * j < rows,)
+            next_x_base = next_x_base + (x_base[j] + (next_block - block) * (BLOCK_M * WIDTH // 2),)
+            is_first = is_first + ((g + 8 * j < rows) & (i == 0),)
+            has_next = has_next + ((g + 8 * j < rows) & (i + 1 < steps),)
+        inputs, waits = (), i == 0 if PDL else None
+        first_inputs = load_inputs(x_base, is_first, waits, chunk, t, COUNT, WIDTH, ROW_TILES, INTERPRETED)
+        for each in tl.static_range(2 * COUNT * ROW_TILES):
+            inputs = inputs + (tl.where(i == 0, first_inputs[each], inputs_ahead[each]),)
+        inputs_ahead = load_inputs(
+            next_x_base, has_next, None, next_chunk, t, COUNT, WIDTH, ROW_TILES, INTERPRETED
+        )  # fmt: skip
         acc = add_products(
-            acc, loaded, x_base, rows_there, waits, chunk, t, COUNT, GROUP, WIDTH, ROW_TILES, zeros_ptr is not None,
-            CODE, TYPE, SCALE_TYPE, INTERPRETED,
+            acc, loaded, inputs, COUNT, GROUP, ROW_TILES, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()  # programs without an expert must wait, too
@@ -220,13 +233,18 @@ def down_of_blocks(
         x_base = x_base + (words(hidden_ptr) + row.to(tl.int64) * (WIDTH // 2) + 4 * t + r,)
         rows_there = rows_there + (tl.load(pair_ptr + row) >= 0,)
     acc = zero_sums(PARTS, WARPS * 128)
+    first = warp // WARPS_N * COUNT
+    inputs = load_inputs(x_base, rows_there, None, first, t, COUNT, WIDTH, ROW_TILES, INTERPRETED)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        chunk = (step * WARPS_K + warp // WARPS_N) * COUNT
+        chunk = first + step * (WARPS_K * COUNT)
         loaded = load_weight(codes_base, scales_base, zeros_base, chunk, index, CHUNKS, COUNT, GROUP, PIECES)
-        acc = add_products(
-            acc, loaded, x_base, rows_there, None, chunk, t, COUNT, GROUP, WIDTH, ROW_TILES, zeros_ptr is not None,
-            CODE, TYPE, SCALE_TYPE, INTERPRETED,
+        following = load_inputs(
+            x_base, rows_there, None, chunk + WARPS_K * COUNT, t, COUNT, WIDTH, ROW_TILES, INTERPRETED
         )  # fmt: skip
+        acc = add_products(
+            acc, loaded, inputs, COUNT, GROUP, ROW_TILES, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
+        )  # fmt: skip
+        inputs = following
     # as in `expert_gate_up_triton.gate_up_of_blocks`
     sums = sums_of_warps(acc, PARTS, WARPS_N, WARPS_K, False, INTERPRETED)
     for q in tl.static_range((PARTS + WARPS_K - 1) // WARPS_K):

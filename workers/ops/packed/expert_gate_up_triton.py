@@ -2,8 +2,8 @@
 """Gate and up projections of `workers.ops.packed.experts_triton`. Each lane loads its own part of the operands, as in
 `workers.ops.packed.stream_triton`. Codes and scales are copied to shared memory some steps ahead.
 
-A block has rows of one expert. Up to 8 rows: one block of all rows per used expert (LISTED). More rows: blocks sorted
-by expert (`workers.ops.experts.order_triton`).
+A block has rows of one expert. Few rows: one block of all rows per used expert (LISTED). More rows: blocks sorted by
+expert (`workers.ops.experts.order_triton`).
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from workers.ops.experts.order_triton import clear_counts
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.packed.expert_steps_triton import add_products, load_weight, restored, words, zero_sums
+from workers.ops.packed.expert_steps_triton import add_products, load_inputs, load_weight, restored, words, zero_sums
 from workers.ops.packed.sums_triton import sums_of_warps
 
 
@@ -109,13 +109,17 @@ def gate_up_of_blocks(
             up_bias = tl.load(bias_ptr + at + WIDTH, mask=warp < PARTS, other=0.0)
         factor, uses = _share(chosen_ptr, weight_ptr, expert, warp % ROW_TILES * 8 + 2 * t + r % 2, rows, SLOTS)
     acc = zero_sums(PARTS, WARPS * 128)
+    inputs = load_inputs(x_base, rows_there, None, first, t, COUNT, SIZE, ROW_TILES, INTERPRETED)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         chunk = first + step * (WARPS_K * COUNT)
         loaded = load_weight(codes_base, scales_base, zeros_base, chunk, index, CHUNKS, COUNT, GROUP, PIECES)
-        acc = add_products(
-            acc, loaded, x_base, rows_there, None, chunk, t, COUNT, GROUP, SIZE, ROW_TILES, zeros_ptr is not None, CODE,
-            TYPE, SCALE_TYPE, INTERPRETED,
+        following = load_inputs(
+            x_base, rows_there, None, chunk + WARPS_K * COUNT, t, COUNT, SIZE, ROW_TILES, INTERPRETED
         )  # fmt: skip
+        acc = add_products(
+            acc, loaded, inputs, COUNT, GROUP, ROW_TILES, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
+        )  # fmt: skip
+        inputs = following
     if PDL and LISTED:
         tl.extra.cuda.gdc_launch_dependents()  # earlier, the down projections' reads would slow these
     # part ROW_TILES i + j of a sum, lane (g, t), register r: output 16 i + 8 (r / 2) + g of row 8 j + 2 t + r % 2

@@ -88,17 +88,41 @@ def _load_inputs(pointers, there, waits, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def add_products(
-    acc,
-    loaded,
+def load_inputs(
     x_base,
     rows_there,
     waits,
     chunk,
     t,
     COUNT: tl.constexpr,
-    GROUP: tl.constexpr,
     K: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Load COUNT chunks of 64 inputs of all rows from `chunk` on. Return two tensors, of 32 inputs each, per chunk and
+    tile of 8 rows.
+
+    x_base: pointers to the lanes' words of each tile of 8 rows.
+    rows_there: masks of the same.
+    waits: see `_load_inputs`.
+    """
+    inputs = ()
+    for each in tl.static_range(COUNT):
+        k = (chunk + each) * 64
+        for j in tl.static_range(ROW_TILES):
+            for s in tl.static_range(2):
+                there = rows_there[j] & (k + 32 * s + 8 * t < K)
+                inputs = inputs + (_load_inputs(x_base[j] + k // 2 + 16 * s, there, waits, INTERPRETED),)
+    return inputs
+
+
+@triton.jit
+def add_products(
+    acc,
+    loaded,
+    loaded_inputs,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
     ROW_TILES: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     CODE: tl.constexpr,
@@ -106,12 +130,8 @@ def add_products(
     SCALE_TYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return the sums `acc`, 4 * ROW_TILES tensors, plus the products of the chunks that `load_weight` loaded.
-
-    x_base: pointers to the lanes' words of each tile of 8 rows.
-    rows_there: masks of the same.
-    waits: see `_load_inputs`.
-    """
+    """Return the sums `acc`, 4 * ROW_TILES tensors, plus the products of what `load_weight` and `load_inputs`
+    loaded."""
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     HALVES: tl.constexpr = 1 if GROUP % 64 == 0 else 2
     PER_HALF: tl.constexpr = 2 if HAS_ZEROS else 1
@@ -122,15 +142,12 @@ def add_products(
     SCALED: tl.constexpr = CODE == RAISED or (CODE == MOVED and ROW_TILES > 1)
     BY: tl.constexpr = tl.bfloat16 if SCALED else None
     for each in tl.static_range(COUNT):
-        k = (chunk + each) * 64
         inputs = ()
-        for j in tl.static_range(ROW_TILES):
-            for s in tl.static_range(2):
-                there = rows_there[j] & (k + 32 * s + 8 * t < K)
-                x = _load_inputs(x_base[j] + k // 2 + 16 * s, there, waits, INTERPRETED)
-                if CODE == MOVED and not SCALED:
-                    x = times_power(x, INTERPRETED)
-                inputs = inputs + (x,)
+        for s in tl.static_range(2 * ROW_TILES):
+            x = loaded_inputs[each * 2 * ROW_TILES + s]
+            if CODE == MOVED and not SCALED:
+                x = times_power(x, INTERPRETED)
+            inputs = inputs + (x,)
         scales = loaded[each * SIZE + FIRST], loaded[each * SIZE + FIRST + (HALVES - 1) * PER_HALF]
         zeros = (
             loaded[each * SIZE + FIRST + PER_HALF - 1],

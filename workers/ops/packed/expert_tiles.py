@@ -6,8 +6,8 @@ from attention.capability import MULTIPROCESSORS
 from workers.ops.experts.weights import ExpertSizes
 from workers.ops.packed.weight import BITS, TILE, PackedWeight
 
-MAX_LISTED_ROWS = 8
-_MAX_ROW_TILES = 4
+MAX_LISTED_ROWS = 1
+_ROWS_OF_ONE_TILE = 6.4  # up to so many rows per expert, one tile of 8 rows is faster than two
 _MAX_SPLITS = 8
 _SMALL_SHARED = 48 << 10  # bytes of shared memory per program without opting in to more
 
@@ -71,18 +71,39 @@ class PackedExpertTiles:
 
 
 def packed_expert_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> PackedExpertTiles:
-    """Return the tiles for `rows` rows, the fastest of those measured on an H100 (gpt-oss-20b and Qwen3.5-35B-A3B;
-    `tests.bench packed_experts`). deterministic: tiles that give a row the same result for any number of rows."""
+    """Return the tiles for `rows` rows, the fastest of those measured on an H200 with routers that spread (gpt-oss-20b,
+    Qwen3.5-35B-A3B and a rank of DeepSeek-V3; `tests.bench packed_experts`). deterministic: tiles that give a row the
+    same result for any number of rows."""
     if lists_experts(rows, deterministic):
         return _listed_tiles(rows, sizes)
-    row_tiles = _MAX_ROW_TILES if deterministic else _row_tiles(rows * sizes.share)
-    one = PackedTiles(row_tiles)
-    return PackedExpertTiles(one, replace(one, warps_k=_warps_k(sizes.width // TILE)))
+    chunks = sizes.width // TILE
+    if deterministic or rows * sizes.share > _ROWS_OF_ONE_TILE:
+        # few warps wait for each other, so more programs per multiprocessor
+        down = PackedTiles(2, 2, 2, stages=3) if chunks > 4 else PackedTiles(2, 1, _warps_k(chunks), stages=3)
+        return PackedExpertTiles(PackedTiles(2, warps_k=2, stages=3), down)
+    used = sizes.used(rows)
+    return PackedExpertTiles(_gate_up_tiles(used * chunks, sizes), _down_tiles(used * -(-sizes.size // TILE), chunks))
+
+
+def _gate_up_tiles(programs: int, sizes: ExpertSizes) -> PackedTiles:
+    """Return tiles for blocks of 8 rows. programs: used experts by 64 outputs."""
+    is_short = sizes.size <= 32 * TILE
+    few = programs < (3 if is_short else 6) * MULTIPROCESSORS
+    return PackedTiles(1) if few else PackedTiles(1, warps_k=2, stages=3)
+
+
+def _down_tiles(programs: int, chunks: int) -> PackedTiles:
+    """As `_gate_up_tiles`. chunks: of 64 inputs."""
+    is_short = chunks <= 8
+    if programs < (15 if is_short else 6) * MULTIPROCESSORS:
+        return PackedTiles(1, 1, _warps_k(chunks))
+    if not is_short and programs < 10 * MULTIPROCESSORS:
+        return PackedTiles(1, 2, 2, stages=3)
+    return PackedTiles(1, 1, min(2, _warps_k(chunks)), stages=3)
 
 
 def lists_experts(rows: int, deterministic: bool) -> bool:
-    """Whether all rows go through each used expert. Otherwise rows are sorted by expert. That is faster from 9 rows on:
-    an expert then has one tile of 8 rows, not two."""
+    """Whether all rows go through each used expert. Otherwise rows are sorted by expert."""
     return rows <= MAX_LISTED_ROWS and not deterministic
 
 
@@ -108,14 +129,6 @@ def _listed_tiles(rows: int, sizes: ExpertSizes) -> PackedExpertTiles:
 def _warps_k(chunks: int) -> int:
     """Return the number of warps that share `chunks` chunks of 64 inputs."""
     return 4 if chunks >= 4 else 2 if chunks >= 2 else 1
-
-
-def _row_tiles(each: float) -> int:
-    """Return the tiles of 8 rows for an expert that has `each` rows on average."""
-    tiles = 1
-    while tiles < _MAX_ROW_TILES and 8 * tiles < 1.25 * each:
-        tiles *= 2
-    return tiles
 
 
 def packed_expert_workspace(sizes: ExpertSizes) -> tuple[int, int]:

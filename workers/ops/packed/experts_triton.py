@@ -1,7 +1,7 @@
 """The Triton implementation of `workers.ops.packed.experts`.
 
-Up to 8 rows, two launches: gate and up projections of all rows in each used expert; down projections and their weighted
-sum. More rows, four launches: the sort by expert; gate and up projections of each block; down projections, one result
+One row, two launches: gate and up projections of each used expert; down projections and their weighted sum. More rows,
+four launches: the sort by expert; gate and up projections of each block; down projections, one result
 per row and expert; their sum. With very many rows the last two run over spans of outputs, which bounds memory.
 """
 

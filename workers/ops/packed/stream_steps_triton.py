@@ -31,14 +31,15 @@ def load_scales(base, t, chunk, has, K: tl.constexpr, GROUP: tl.constexpr, COUNT
 
 
 @triton.jit
-def load_inputs(base, g, t, row_stride, rows, chunk, K: tl.constexpr, ROW_TILES: tl.constexpr):
-    """Load both halves of a chunk for each 8 rows."""
+def load_inputs(base, g, t, row_stride, rows, chunk, K: tl.constexpr, ROW_TILES: tl.constexpr, COUNT: tl.constexpr):
+    """Load COUNT chunks from `chunk` on: both halves of a chunk for each 8 rows."""
     inputs = ()
-    for j in tl.static_range(ROW_TILES):
-        for half in tl.static_range(2):
-            column = chunk * 64 + 32 * half
-            there = (g + 8 * j < rows) & (column + 8 * t < K)
-            inputs = inputs + (tl.load(base + 8 * j * row_stride + column // 2, mask=there, other=0),)
+    for each in tl.static_range(COUNT):
+        for j in tl.static_range(ROW_TILES):
+            for half in tl.static_range(2):
+                column = (chunk + each) * 64 + 32 * half
+                there = (g + 8 * j < rows) & (column + 8 * t < K)
+                inputs = inputs + (tl.load(base + 8 * j * row_stride + column // 2, mask=there, other=0),)
     return inputs
 
 
@@ -77,16 +78,16 @@ def add_products(
         for j in tl.static_range(ROW_TILES):
             part = acc[i * ROW_TILES + j]
             if GROUP == 16:
-                part = multiply(low, high, inputs[2 * j], part, TYPE, INTERPRETED)
-                part = multiply(low2, high2, inputs[2 * j + 1], part, TYPE, INTERPRETED)
+                part = multiply(low, high, inputs[2 * (each * ROW_TILES + j)], part, TYPE, INTERPRETED)
+                part = multiply(low2, high2, inputs[2 * (each * ROW_TILES + j) + 1], part, TYPE, INTERPRETED)
             elif EACH > 1:
-                first = multiply(low, high, inputs[2 * j], None, TYPE, INTERPRETED)
-                first = multiply(low2, high2, inputs[2 * j + 1], first, TYPE, INTERPRETED)
+                first = multiply(low, high, inputs[2 * (each * ROW_TILES + j)], None, TYPE, INTERPRETED)
+                first = multiply(low2, high2, inputs[2 * (each * ROW_TILES + j) + 1], first, TYPE, INTERPRETED)
                 part = add_scaled(part, first, scale, i, SCALE_TYPE, INTERPRETED)
             else:
-                first = multiply(low, high, inputs[2 * j], None, TYPE, INTERPRETED)
+                first = multiply(low, high, inputs[2 * (each * ROW_TILES + j)], None, TYPE, INTERPRETED)
                 part = add_scaled(part, first, scale, i, SCALE_TYPE, INTERPRETED)
-                second = multiply(low2, high2, inputs[2 * j + 1], None, TYPE, INTERPRETED)
+                second = multiply(low2, high2, inputs[2 * (each * ROW_TILES + j) + 1], None, TYPE, INTERPRETED)
                 part = add_scaled(part, second, scale2, i, SCALE_TYPE, INTERPRETED)
             sums = sums + (part,)
     return sums

@@ -91,16 +91,17 @@ def _packed_stream(
         zeros_ahead = load_scales(zeros_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    inputs_ahead = load_inputs(x_base, g, t, row_stride, rows, start_chunk, K, ROW_TILES, COUNT)
     for step in range(STEPS):
         chunk = start_chunk + step * (WARPS_K * COUNT)
-        codes, scales, zeros = codes_ahead, scales_ahead, zeros_ahead
+        codes, scales, zeros, inputs = codes_ahead, scales_ahead, zeros_ahead, inputs_ahead
         next_chunk, more = chunk + WARPS_K * COUNT, has & (step + 1 < STEPS)
         codes_ahead = load_codes(codes_base, word, next_chunk, more, CHUNKS, COUNT, PIECES)
         scales_ahead = load_scales(scales_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
         if HAS_ZEROS:
             zeros_ahead = load_scales(zeros_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
+        inputs_ahead = load_inputs(x_base, g, t, row_stride, rows, next_chunk, K, ROW_TILES, COUNT)
         for each in tl.static_range(COUNT):
-            inputs = load_inputs(x_base, g, t, row_stride, rows, chunk + each, K, ROW_TILES)
             acc = add_products(
                 acc,
                 codes,
