@@ -13,6 +13,7 @@ layers     our layers: linear, embedding, attention
 experts    our experts
 fused      our layers that have fewer kernels than theirs: merged linear layers, gated MLPs
 blocks     decoder layers whose residual addition is one launch with a norm
+host_constants  keeps tensors that a model makes of numbers in each pass
 replace    puts our layers into the model
 ranks      tries a rank's share of a model on the meta device
 model      `TransformersModel`, the target that the runner calls

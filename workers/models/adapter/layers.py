@@ -236,7 +236,8 @@ class Passing:
     ) -> Tensor:
         """See `ForwardContext.attend`."""
         assert self._context is not None, "attention is called in a pass"
-        return self._context.attend(layer, q, rows, angles, rule, sinks)
+        with torch._C.DisableTorchFunction():  # tensors that attention makes are no constants of the model
+            return self._context.attend(layer, q, rows, angles, rule, sinks)
 
     def _index(self, by_row: bool) -> Tensor:
         """Return [rows] int64, the number of each row or zeros; one tensor for all layers of a pass."""

@@ -16,6 +16,7 @@ from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.models.adapter.blocks import fuse_blocks
 from workers.models.adapter.config import AdapterConfig, transformers_config
+from workers.models.adapter.host_constants import HostConstants
 from workers.models.adapter.layers import Head, PagedAttention, Passing, own_tensors
 from workers.models.adapter.replace import put_layers
 from workers.models.adapter.rotation import rebind
@@ -40,6 +41,7 @@ class TransformersModel(TargetModel):
         self.config, self.group, self.capture = config, group, capture
         theirs = make_model(transformers_config(json.loads(config.raw), config.architecture))
         self._passing = Passing(device, {call.kept_dim for call in config.calls})
+        self._host_constants = HostConstants(device)
         for layer, call in enumerate(config.calls):
             paged = PagedAttention(layer, call, config.score_rule(layer), group, self._passing)
             module = theirs.get_submodule(call.module)
@@ -57,7 +59,7 @@ class TransformersModel(TargetModel):
         theirs.set_output_embeddings(Head(config.vocab_size, config.hidden_size, group, tied, head.bias is not None))
         self.theirs = theirs
         self.embed_tokens = embedding
-        self.lm_head = _Head(theirs)  # type: ignore[assignment]
+        self.lm_head = _Head(theirs, device)  # type: ignore[assignment]
         self.constants = _Constants(theirs)
         self._streams: dict[int, Tensor] = {}
         if capture:
@@ -73,7 +75,7 @@ class TransformersModel(TargetModel):
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         """ids: [rows] int64. Writes the rows' KV into the context's pool."""
         self._streams.clear()
-        with self._passing.over(context):
+        with self._passing.over(context), self._host_constants.over_pass():
             out = decoder(self.theirs)(
                 input_ids=ids.unsqueeze(0), position_ids=context.positions.unsqueeze(0), use_cache=False
             )
@@ -90,7 +92,7 @@ class _Head(nn.Module):
     shard: of this rank.
     """
 
-    def __init__(self, theirs: PreTrainedModel) -> None:
+    def __init__(self, theirs: PreTrainedModel, device: torch.device) -> None:
         super().__init__()
         head = theirs.get_output_embeddings()
         assert isinstance(head, LMHead), "put there"
@@ -100,6 +102,7 @@ class _Head(nn.Module):
         shell._modules = dict(theirs._modules) | {theirs.base_model_prefix: _Given()}
         self._shell = (shell,)  # the tuple keeps it from being a submodule
         self._linear = (head,)
+        self._host_constants = HostConstants(device)
 
     @property
     def method(self) -> Any:
@@ -108,7 +111,8 @@ class _Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [rows, shard size] of hidden [rows, hidden_size]."""
-        logits: Tensor = self._shell[0](inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        with self._host_constants.over_pass():
+            logits: Tensor = self._shell[0](inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return self.shard.mask_padding(logits.squeeze(0))
 
 

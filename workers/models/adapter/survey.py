@@ -15,6 +15,7 @@ from transformers.integrations.moe import _default_apply_gate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.scores import ScoreRule
+from workers.models.adapter.host_constants import HostConstants
 from workers.models.adapter.rotation import RotationRecorder
 
 ATTENTION = "aerie"  # the name of our attention among those of transformers
@@ -105,7 +106,7 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
         keep_angles(module)  # else it reads the largest position, which has no value here
     ids = torch.zeros(1, NUM_ROWS, dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad(), _marked_masks(model):
+        with torch.no_grad(), _marked_masks(model), HostConstants(ids.device):
             decoder(model)(input_ids=ids, position_ids=ids, use_cache=False)
     except UnservableError:
         raise

@@ -1,0 +1,102 @@
+"""Tensors that a transformers model makes of numbers in each pass: Gemma 3n calls `torch.tensor(1e-5).to(device)`.
+
+Such a call copies from the host, which a CUDA graph's capture does not allow. Used by `workers.models.adapter.model`.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from attention.backend import NewUnderCaptureError
+from attention.capability import is_capturing
+
+_MAX_NUMBERS = 64  # of a host tensor whose copies are kept
+_MAX_KEPT = 4096  # tensors; a model may make one for each length of a pass
+_FROM_NUMBERS = (torch.tensor, torch.as_tensor)
+
+
+class HostConstants(TorchFunctionMode):
+    """Keeps the tensors that a model makes of numbers, by the call and the numbers, for its later passes.
+
+    device: where a tensor may not be made under a capture. Its first call there raises NewUnderCaptureError, and `make`
+        of the error makes the tensor.
+    Raises RuntimeError if the model changes such a tensor in place (torch hides a TypeError of `+=`).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._kept: dict[Hashable, Tensor] = {}
+        self._ids: set[int] = set()
+        self._was_run = False
+
+    @contextmanager
+    def over_pass(self) -> Iterator[None]:
+        """Keep the tensors of the pass within. Without any in the first pass, later ones cost nothing."""
+        if self._was_run and not self._kept:
+            yield
+            return
+        with self:
+            yield
+        self._was_run = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key = _key_of(func, args, kwargs)
+        if key is not None:
+            return self._constant(key, lambda: func(*args, **kwargs))
+        if args and id(args[0]) in self._ids and _is_in_place(func):
+            raise RuntimeError(f"{func.__name__} changes a tensor made of numbers in place")
+        return func(*args, **kwargs)
+
+    def _constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        if key in self._kept:
+            return self._kept[key]
+        if is_capturing(self._device):
+            message = "a model copies a new tensor from the host under capture; run it once before that"
+            raise NewUnderCaptureError(message, lambda: self._constant(key, make))
+        found = make()
+        if len(self._kept) < _MAX_KEPT:
+            self._kept[key] = found
+            self._ids.add(id(found))
+        return found
+
+
+def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """Return what the result of a call that copies numbers from the host depends on; None for other calls."""
+    rest = (*args[1:], *sorted(kwargs.items()))
+    if func in _FROM_NUMBERS and args and _are_numbers(args[0]):
+        return func, repr(args[0]), rest, torch.get_default_dtype()
+    if func == Tensor.new_tensor and len(args) == 2 and _are_numbers(args[1]):
+        return func, repr(args[1]), args[0].dtype, args[0].device, tuple(sorted(kwargs.items()))
+    if func == Tensor.to and args[0].device.type == "cpu" and args[0].numel() <= _MAX_NUMBERS:
+        given = tuple((each.device, each.dtype) if isinstance(each, Tensor) else each for each in rest)
+        if _leaves_host((*args[1:], *kwargs.values())):
+            return func, repr(args[0].tolist()), args[0].dtype, args[0].shape, given
+    return None
+
+
+def _are_numbers(given: Any) -> bool:
+    if isinstance(given, list | tuple):
+        return len(given) <= _MAX_NUMBERS and all(_are_numbers(each) for each in given)
+    return isinstance(given, bool | int | float)
+
+
+def _leaves_host(given: tuple[Any, ...]) -> bool:
+    """Whether arguments of `Tensor.to` name another device than the CPU."""
+    devices = (each.device if isinstance(each, Tensor) else each for each in given)
+    return any(torch.device(each).type != "cpu" for each in devices if isinstance(each, str | torch.device))
+
+
+def _is_in_place(func: Any) -> bool:
+    """Whether the function changes its first argument: add_, __iadd__, __setitem__."""
+    name = func.__name__
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
+    return bool(name.endswith("_"))
