@@ -26,6 +26,7 @@ from workers.models.adapter.names import (
     part_names,
     prefixes_of,
     renamings,
+    stacked_experts_of,
     unused_tensors,
 )
 from workers.models.adapter.refusals import check_class, check_layers, check_model
@@ -41,6 +42,7 @@ from workers.models.adapter.survey import (
 )
 from workers.models.config import ModelConfig, dtype_of
 from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, ids_of, number_of, size_of
+from workers.models.moe import stacked_experts
 from workers.quantization.quant_method import Unquantized
 from workers.quantization.table import read_quant_method
 
@@ -59,6 +61,7 @@ class AdapterConfig(ModelConfig):
     cut: (name, size) of the sizes that ranks share.
     experts_per_token: that routers choose for a row; 1 without experts.
     renamed, experts, parts, unused, prefixes: see `workers.models.adapter.names`.
+    stacked: see `workers.models.adapter.names.stacked_experts_of`; empty if checkpoints have a tensor for each expert.
     siblings: paths of linear layers with the same input (`workers.models.adapter.siblings`).
     layers: path of the list of layers that drafts can read (`workers.models.adapter.streams`); None: they cannot.
     """
@@ -71,6 +74,7 @@ class AdapterConfig(ModelConfig):
     experts: tuple[str, ...] | None
     experts_per_token: int
     layers: str | None
+    stacked: tuple[tuple[str, int], ...] = ()
     siblings: tuple[Group, ...] = ()
     parts: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -134,6 +138,7 @@ def weight_names(config: AdapterConfig) -> TransformersNames:
     return TransformersNames(
         {},
         ignored=ignored,
+        packed=tuple(each for path, number in config.stacked for each in stacked_experts(path, number)),
         renamed=config.renamed,
         experts=config.experts,
         parts=config.parts,
@@ -198,6 +203,7 @@ def _read(text: str, source: str) -> AdapterConfig:
         experts=names,
         experts_per_token=max(chosen, default=1),
         layers=path_of_layers(calls, shapes, hidden),
+        stacked=stacked_experts_of(model) if names is None else (),
         siblings=groups_of(linear_calls),
         parts=() if raw == whole else part_names(model),
         unused=unused_tensors(model, config, len(calls)),

@@ -1,17 +1,22 @@
 """Aerie's experts in a transformers model, chosen by the model's router or by Aerie's."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.experts import Experts
 from workers.layers.experts_method import UnquantizedExperts
+from workers.models.adapter.layers import Leaf, own_tensors
+from workers.ops.experts.gated import GatedActivation
 from workers.ops.experts.route import RouterLogits, Routing
 from workers.ops.gemm.workspace import GEMMOptions
 
 _UNLIKELY = -1e30  # logit of an expert that is not chosen; its softmax is 0
 _LEAST_WEIGHT = 1e-30  # of a chosen expert
+_MAX_GATHERED_BYTES = 1 << 28  # of gathered weights at once
 
 
 @dataclass(frozen=True)
@@ -31,13 +36,22 @@ class _Given:
 class GivenExperts(Experts):
     """Experts that the model's own router chooses, or a `workers.models.adapter.routers.MatchedRouter`.
 
+    experts: of transformers, with stacked weights, and their `activation`.
     experts_per_token: experts that the router chooses for a row.
     is_routed: the router is a `MatchedRouter`.
     """
 
-    def __init__(self, experts: nn.Module, group: TPGroup, experts_per_token: int, is_routed: bool) -> None:
+    def __init__(
+        self,
+        experts: nn.Module,
+        activation: GatedActivation,
+        group: TPGroup,
+        experts_per_token: int,
+        is_routed: bool,
+    ) -> None:
         stacked: Tensor = experts.down_proj  # type: ignore[assignment]
-        super().__init__(stacked.shape[0], stacked.shape[1], stacked.shape[2], group, experts_per_token)
+        num_experts, hidden, width = stacked.shape
+        super().__init__(num_experts, hidden, width, group, experts_per_token, activation=activation)
         self._group, self._is_routed = group, is_routed
         self._routing = Routing(self.shape.held.total, experts_per_token, normalise=True)
 
@@ -60,6 +74,19 @@ class GivenExperts(Experts):
         """Pack nothing of unquantised weights that are multiplied by `_Given`."""
         if self._is_routed or not isinstance(self.method, UnquantizedExperts):
             super().finish(options)
+
+
+class GatheringExperts(Leaf):
+    """Experts of a form that Aerie has no operation for. transformers gathers the weights of each row's experts, so a
+    pass of many rows is computed in parts."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        """x: [rows, hidden_size]. chosen, weight: [rows, experts of a token]."""
+        forward: Callable[..., Tensor] = super().forward
+        expert_bytes = sum(tensor[0].nbytes for _, tensor in own_tensors(self))
+        rows = max(1, _MAX_GATHERED_BYTES // (expert_bytes * chosen.shape[1]))
+        parts = zip(*(torch.split(each, rows) for each in (x, chosen, weight)), strict=True)
+        return forward(x, chosen, weight) if rows >= x.shape[0] else torch.cat([forward(*part) for part in parts])
 
 
 def logits_of(chosen: Tensor, weight: Tensor, routing: Routing) -> RouterLogits:

@@ -4,7 +4,7 @@ inputs, never by a class's name alone. `workers.models.adapter.fused` has the re
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from workers.layers.norm import FullPrecisionRMSNorm, RMSNorm, ZeroCentredRMSNorm
 from workers.ops.activation import ACTIVATIONS
+from workers.ops.experts.gated import GATED, GatedActivation
 from workers.ops.norm import rms_norm
 
 _ROWS, _WIDE, _NARROW = 7, 24, 16  # rows of random inputs, and widths of an MLP that stands for a larger one
@@ -21,6 +22,8 @@ _NORMS: tuple[tuple[type[RMSNorm], float, bool], ...] = (  # class, what it adds
     (FullPrecisionRMSNorm, 0.0, True),
     (ZeroCentredRMSNorm, 1.0, True),
 )
+_STACKED = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+_APPLY_GATE = "_apply_gate"  # method of experts that transformers computes by `experts_implementation`
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,35 @@ def _is_gated(
         expected = small[down](ACTIVATIONS[activation].reference(inner))
         found = result_of(narrow, x.unsqueeze(0))  # as models call it: [1, rows, hidden]
     return found is not None and is_close(expected, found.squeeze(0))
+
+
+def match_experts(module: nn.Module) -> GatedActivation | None:
+    """Return the activation of stacked experts without biases, whose gate rows are above their up rows; None for other
+    modules. `workers.models.adapter.experts.GivenExperts` can replace them."""
+    if not gathers_experts(module) or any(getattr(module, name, None) is not value for name, value in _STACKED.items()):
+        return None
+    with torch.device("cpu"), torch.no_grad():
+        scales = torch.logspace(-2, 3, _ROWS, dtype=torch.float32).unsqueeze(1)  # large ones show limits
+        x = RandomNumbers(0).normal(_ROWS, 2 * _WIDE) * scales
+        found = result_of(getattr(module, _APPLY_GATE), x)
+        if found is None or found.device != x.device:
+            return None
+        gate, up = x.chunk(2, dim=-1)
+        return next((each for each in _activations(module) if is_close(each(gate, up), found)), None)
+
+
+def _activations(module: nn.Module) -> Iterator[GatedActivation]:
+    """Yield the activations that experts may have; factors and limits are among their attributes."""
+    yield from GATED.values()
+    numbers = {float(value) for value in vars(module).values() if type(value) in (int, float) and value > 0}
+    for alpha, limit, shift in product([1.0, *sorted(numbers)], [None, *sorted(numbers)], (0.0, 1.0)):
+        yield GatedActivation(alpha, limit, shift)
+
+
+def gathers_experts(module: nn.Module) -> bool:
+    """Whether the module is experts of transformers, which gathers the weights of each row's experts
+    (`workers.models.adapter.survey.make_model`)."""
+    return hasattr(type(module), _APPLY_GATE)
 
 
 def _random_linear(like: nn.Linear, inputs: int, outputs: int, random: RandomNumbers) -> nn.Linear:

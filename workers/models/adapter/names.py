@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
+from workers.models.adapter.matching import match_experts
 from workers.models.config_fields import MAX_LAYERS
 from workers.models.name_map import NameMap
 
@@ -44,6 +46,17 @@ def expert_names(found: Sequence[Any]) -> tuple[str, ...] | None:
     matches = (re.search(r"experts\.\*\.(\w+)\.weight", name) for name in names)
     parts = tuple(match[1] for match in matches if match)
     return parts if len(parts) == len(names) == len(_EXPERT_PARTS) else None
+
+
+def stacked_experts_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Return the modules of experts that `match_experts` knows: (path, with holes as in a `NameMap` for numbers; number
+    of experts)."""
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if match_experts(module) is not None:
+            words = (f"{{n{i}}}" if word.isdigit() else word for i, word in enumerate(path.split(".")))
+            found[".".join(words)] = module.down_proj.shape[0]
+    return tuple(found.items())
 
 
 def part_names(model: PreTrainedModel) -> tuple[str, ...]:
@@ -96,8 +109,8 @@ class TransformersNames(NameMap):
     def module_name(self, path: str, part: str = "", expert: int | None = None) -> str:
         name = path.removeprefix(OURS)
         if expert is not None:
-            assert self.experts is not None, "experts are ours where each has matrices of its own"
-            return f"{name}.{expert}.{self.experts[_EXPERT_PARTS.index(part)]}"
+            parts = self.experts or _EXPERT_PARTS  # those of stacked experts are named by `packed`
+            return f"{name}.{expert}.{parts[_EXPERT_PARTS.index(part)]}"
         return f"{name.rpartition('.')[0]}.{part}" if part else name
 
     def ignores(self, name: str) -> bool:

@@ -5,7 +5,8 @@ from typing import Any
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from workers.models.adapter.survey import AttentionCall, UnservableError, are_experts, is_plain_embedding
+from workers.models.adapter.matching import match_experts
+from workers.models.adapter.survey import AttentionCall, UnservableError, is_plain_embedding
 
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _FROM_PADDING = "create_position_ids_from_input_ids"  # method of embeddings that count positions so (RoBERTa)
@@ -40,7 +41,7 @@ def check_model(model: PreTrainedModel, expert_names: tuple[str, ...] | None) ->
         raise UnservableError(f"has an embedding of its own ({type(embedding).__name__})")
     for path, module in model.named_modules():
         stacked = "down_proj" in module._parameters and module._parameters["down_proj"].dim() == 3
-        if expert_names is not None and stacked and not are_experts(module):
+        if expert_names is not None and stacked and match_experts(module) is None:
             raise UnservableError(f"has experts ({path}) with an activation or gate that Aerie has no operation for")
         if hasattr(module, _FROM_PADDING):
             raise UnservableError(f"counts positions ({path}) from its padding token, as no decoder of Aerie does")

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span, rank_span
 from workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
-from workers.models.adapter.experts import GivenExperts
+from workers.models.adapter.experts import GatheringExperts, GivenExperts
 from workers.models.adapter.fused import GatedMLP, Merged, Part, can_merge
 from workers.models.adapter.layers import (
     Columns,
@@ -20,9 +20,9 @@ from workers.models.adapter.layers import (
     Rows,
     own_tensors,
 )
-from workers.models.adapter.matching import match_gated_mlp, match_norm
+from workers.models.adapter.matching import gathers_experts, match_experts, match_gated_mlp, match_norm
 from workers.models.adapter.routers import MatchedRouter, RouterMatch, RouterShell, find_router, hidden_of, traits_of
-from workers.models.adapter.survey import UnservableError, are_experts, is_plain_embedding
+from workers.models.adapter.survey import UnservableError, is_plain_embedding
 from workers.quantization.quant_method import Unquantized
 from workers.span import Span
 
@@ -67,15 +67,14 @@ class _Replacement:
                 if norm is not None:
                     self._put(path, norm.kind(norm.size, norm.eps))
                     continue
-                kind = LeafEmbedding if is_plain_embedding(module) else Leaf
+                kind = leaf_kind(module)
                 module.__class__ = type(type(module).__name__, (kind, type(module)), {})
 
     def _put_experts(self) -> None:
-        if self._config.experts is None:
-            return
         known: dict[Hashable, tuple[str, RouterMatch] | None] = {}
         for path, module in list(self._model.named_modules()):
-            if not are_experts(module):
+            activation = match_experts(module)
+            if activation is None:
                 continue
             parent, _, name = path.rpartition(".")
             block = self._model.get_submodule(parent)
@@ -89,7 +88,8 @@ class _Replacement:
                 where, match = router
                 ours = MatchedRouter(match, hidden_of(block.get_submodule(where), match), self._live)
                 self._put(f"{parent}.{where}", ours if match.linear is None else RouterShell(match.linear, ours))
-            self._put(path, GivenExperts(module, self._group, self._config.experts_per_token, router is not None))
+            per_token, is_routed = self._config.experts_per_token, router is not None
+            self._put(path, GivenExperts(module, activation, self._group, per_token, is_routed))
 
     def _put(self, path: str, new: nn.Module) -> None:
         parent, _, name = path.rpartition(".")
@@ -148,6 +148,13 @@ class _Replacement:
         if style in _ROWS:
             return Rows(linear, self._group, path, style == _ROWS[1])
         raise UnservableError(f"shares {path} among ranks by {style!r}, which Aerie does not know")
+
+
+def leaf_kind(module: nn.Module) -> type[Leaf]:
+    """Return the class that a module with tensors becomes, where no layer of Aerie replaces it."""
+    if is_plain_embedding(module):
+        return LeafEmbedding
+    return GatheringExperts if gathers_experts(module) else Leaf
 
 
 def _is_ours(module: nn.Module) -> bool:

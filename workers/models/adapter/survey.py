@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.activations import SiLUActivation
-from transformers.integrations.moe import _default_apply_gate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.scores import ScoreRule
 from workers.models.adapter.host_constants import HostConstants
+from workers.models.adapter.matching import match_experts
 from workers.models.adapter.rotation import RotationRecorder
 
 ATTENTION = "aerie"  # the name of our attention among those of transformers
@@ -157,17 +156,9 @@ def is_plain_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and (is_plain or hasattr(module, "scalar_embed_scale"))
 
 
-def are_experts(module: nn.Module) -> bool:
-    """Whether `workers.models.adapter.experts.GivenExperts` can replace the module: experts with a SiLU gate, stacked
-    as usual in transformers."""
-    wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-    plain = getattr(type(module), "_apply_gate", None) is _default_apply_gate
-    return plain and all(getattr(module, name, None) is value for name, value in wanted.items()) and is_silu(module)
-
-
 def record_chosen(model: nn.Module) -> list[int]:
-    """Return a list to which the model's next pass adds the experts that a row has, for each module of experts that
-    `are_experts`."""
+    """Return a list to which the model's next pass adds the experts that a row has, for each module that
+    `match_experts` knows."""
     found: list[int] = []
 
     def hook(module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -175,14 +166,9 @@ def record_chosen(model: nn.Module) -> list[int]:
         found.append(chosen.shape[-1])
 
     for module in model.modules():
-        if are_experts(module):
+        if match_experts(module) is not None:
             module.register_forward_pre_hook(hook)
     return found
-
-
-def is_silu(module: nn.Module) -> bool:
-    """Whether the module's activation is SiLU."""
-    return isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:
