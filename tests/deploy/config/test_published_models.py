@@ -1,7 +1,8 @@
 """What `aerie plan` says of models in use: rows of published/plans.md beside the printed plan.
 
 `published/NAME.json` is a config.json as published, without fields that no decoder reads. There are no weights. Two of
-Granite have their cards' sizes alone (3.1-3b-a800m, 4.0-micro).
+Granite have their cards' sizes alone (3.1-3b-a800m, 4.0-micro). Llama 4's `attn_*` and `floor_scale` are transformers'
+defaults.
 """
 
 import re

@@ -30,11 +30,16 @@ SCOUT: dict[str, Any] = {
         "rope_theta": 5000.0,
         "factor": 4.0,
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "high_freq_factor": 1.0,  # as published: no frequencies between those that are divided and those that are not
         "original_max_position_embeddings": 64,
     },
 }
-MAVERICK = SCOUT | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True}
+MAVERICK = SCOUT | {
+    "interleave_moe_layer_step": 2,
+    "use_qk_norm": False,
+    "attention_bias": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
 
 
 def read(folder: Path, tensor_parallel: int = 1) -> ModelConfig:
