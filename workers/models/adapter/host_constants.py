@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attention.backend import NewUnderCaptureError
-from attention.capability import is_capturing
+from attention.capability import Capability, is_capturing
 
 _MAX_NUMBERS = 64  # of a host tensor whose copies are kept
 _MAX_KEPT = 4096  # tensors; a model may make one for each length of a pass
@@ -75,7 +75,7 @@ def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashabl
         return func, repr(args[0]), rest, torch.get_default_dtype()
     if func == Tensor.new_tensor and len(args) == 2 and _are_numbers(args[1]):
         return func, repr(args[1]), args[0].dtype, args[0].device, tuple(sorted(kwargs.items()))
-    if func == Tensor.to and args[0].device.type == "cpu" and args[0].numel() <= _MAX_NUMBERS:
+    if func == Tensor.to and _is_host(args[0].device) and args[0].numel() <= _MAX_NUMBERS:
         given = tuple((each.device, each.dtype) if isinstance(each, Tensor) else each for each in rest)
         if _leaves_host((*args[1:], *kwargs.values())):
             return func, repr(args[0].tolist()), args[0].dtype, args[0].shape, given
@@ -91,7 +91,11 @@ def _are_numbers(given: Any) -> bool:
 def _leaves_host(given: tuple[Any, ...]) -> bool:
     """Whether arguments of `Tensor.to` name another device than the CPU."""
     devices = (each.device if isinstance(each, Tensor) else each for each in given)
-    return any(torch.device(each).type != "cpu" for each in devices if isinstance(each, str | torch.device))
+    return any(not _is_host(torch.device(each)) for each in devices if isinstance(each, str | torch.device))
+
+
+def _is_host(device: torch.device) -> bool:
+    return Capability.of(device).shares_host_memory
 
 
 def _is_in_place(func: Any) -> bool:
