@@ -85,14 +85,14 @@ def packed_expert_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = Fal
     return PackedExpertTiles(_gate_up_tiles(used * chunks, sizes), _down_tiles(used * -(-sizes.size // TILE), chunks))
 
 
-def _gate_up_tiles(programs: int, sizes: ExpertSizes) -> PackedTiles:
+def _gate_up_tiles(programs: float, sizes: ExpertSizes) -> PackedTiles:
     """Return tiles for blocks of 8 rows. programs: used experts by 64 outputs."""
     is_short = sizes.size <= 32 * TILE
     few = programs < (3 if is_short else 6) * MULTIPROCESSORS
     return PackedTiles(1) if few else PackedTiles(1, warps_k=2, stages=3)
 
 
-def _down_tiles(programs: int, chunks: int) -> PackedTiles:
+def _down_tiles(programs: float, chunks: int) -> PackedTiles:
     """As `_gate_up_tiles`. chunks: of 64 inputs."""
     is_short = chunks <= 8
     if programs < (15 if is_short else 6) * MULTIPROCESSORS:
