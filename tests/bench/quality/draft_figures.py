@@ -5,26 +5,23 @@
     python -m tests.bench results
 
 Reads the JSON lines of the logs; other lines are skipped. Prints, for each model and batch size, tokens a round and
-tokens per CPU second by draft and text, and each adaptive arm's rate over the best static one's: of the same draft, and
-of all drafts. Each ratio stands twice: as measured, and with one mean time for all rounds of a shape, which differences
-between cores disturb less. Answers that differ from those without a draft are counted.
+tokens per CPU second by draft and text, and each adaptive arm's rate over the best of its draft's static ones and none.
+Answers that differ from those without a draft are counted.
 
 --record puts batch size 1 into the table "Tokens a round, by draft and text" of `results.jsonl`, without new rows of
 static shapes between the least and the whole and of adaptive shapes with a branch. Under an adaptive arm stands its
-rate over the best static arm's of the same draft, by mean times if they are known.
+rate over the best static one's.
 """
 
 import argparse
 import json
-import math
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from deploy.bench.table import table
-from tests.bench.quality.draft_methods import Row
+from tests.bench.quality.draft_methods import Row, is_adaptive
 from tests.bench.results import FIGURES, Figure, figures
 
 TABLE = "Tokens a round, by draft and text"
@@ -34,34 +31,19 @@ BETWEEN = ("2/1/3", "4/1/5", "4/2/8", "6/2/8", "suffix/3", "suffix/7", "adaptive
 COMMAND = "python -m tests.bench draft_methods --model pair hybrid --prompts 8 --data EVAL"
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """An adaptive arm's tokens a second over those of the best static arm.
-
-    measured: by CPU time. by_shape: as if every step of a shape took that shape's mean time.
-    """
-
-    measured: float
-    by_shape: float
-
-
 def read(paths: list[Path]) -> dict[str, list[Row]]:
-    """Return the rows by model, in the order of arms that `draft_methods` has."""
+    """Return the rows by model."""
     found: dict[str, list[Row]] = {}
     for line in (line for path in paths for line in path.read_text().splitlines()):
         if line.startswith('{"bench": "draft_methods"'):
-            arm = json.loads(line)
-            found.setdefault(arm["model"], []).extend(Row(**row) for row in arm["rows"])
+            of_draft = json.loads(line)
+            found.setdefault(of_draft["model"], []).extend(Row(**row) for row in of_draft["rows"])
     return found
 
 
 def draft_of(arm: str) -> str:
     """Return an arm's draft: what its name has before the shape."""
     return arm.partition(",")[0].partition("/")[0]
-
-
-def is_adaptive(arm: str) -> bool:
-    return "adaptive" in arm
 
 
 def lines(rows: list[Row]) -> list[str]:
@@ -81,55 +63,26 @@ def num_different(rows: list[Row]) -> dict[str, int]:
     return {arm: count for arm, count in found.items() if count}
 
 
-def ratios(rows: list[Row], own: bool) -> dict[tuple[str, str], Ratio]:
-    """Return the ratio of every adaptive arm and text, of one model and batch size. own: compare with static arms of
-    the same draft and with none; otherwise with all static arms. Arms without a static one are left out."""
-    times = _step_s([row for row in rows if not is_adaptive(row.arm)])
-    found = {}
-    for row in (row for row in rows if is_adaptive(row.arm)):
-        draft = draft_of(row.arm)
-        static = [each for each in rows if each.text == row.text and not is_adaptive(each.arm)]
-        if own:
-            static = [each for each in static if draft_of(each.arm) == draft or each.arm.endswith("none")]
-        if static:
-            measured = row.tokens_per_cpu_s / max(each.tokens_per_cpu_s for each in static)
-            by_shape = _modelled(row, times) / max(_modelled(each, times) for each in static)
-            found[row.arm, row.text] = Ratio(measured, by_shape)
-    return found
-
-
-def _step_s(rows: list[Row]) -> dict[tuple[str, str], float]:
-    """Return CPU seconds of a step by draft and shape, from static arms: the mean over their texts. Rounds without
-    drafts have the time of the arm without a draft."""
-    seconds: Counter[tuple[str, str]] = Counter()
-    steps: Counter[tuple[str, str]] = Counter()
-    for row in rows:
-        for shape in row.steps if len(row.steps) == 1 else ():
-            seconds[draft_of(row.arm), shape] += row.cpu_s  # type: ignore[assignment]
-            steps[draft_of(row.arm), shape] += row.steps[shape]
-    return {key: seconds[key] / steps[key] for key in seconds}
-
-
-def _modelled(row: Row, times: dict[tuple[str, str], float]) -> float:
-    """Return tokens a second if every step of a shape took its mean time; NaN for shapes that no static arm has."""
-    draft = draft_of(row.arm)
-    plain = next((s for (name, shape), s in times.items() if shape == "plain" and name.endswith("none")), math.nan)
-    seconds = sum(
-        count * (plain if shape == "plain" else times.get((draft, shape), math.nan))
-        for shape, count in row.steps.items()
-    )
-    return row.tokens / seconds if seconds else math.nan
+def ratios(rows: list[Row]) -> dict[tuple[str, str], float]:
+    """Return the rate of every adaptive arm and text over the best static one's that answered in turn with it, for rows
+    of one model and batch size."""
+    best: dict[tuple[str, str], float] = {}
+    for row in (row for row in rows if not is_adaptive(row.arm)):
+        key = row.draft, row.text
+        best[key] = max(best.get(key, 0.0), row.tokens_per_cpu_s)
+    return {
+        (row.arm, row.text): row.tokens_per_cpu_s / best[row.draft, row.text] for row in rows if is_adaptive(row.arm)
+    }
 
 
 def new_figures(rows: list[Row], hardware: str, commit: str, date: str) -> list[Figure]:
     """Return the figures of one model's rows at batch size 1."""
     rows = [row for row in rows if row.batch == 1 and row.text in COLUMNS]
-    own = ratios(rows, own=True)
+    shares = ratios(rows)
     found = []
     for row in rows:
-        ratio = own.get((row.arm, row.text))
-        share = math.nan if ratio is None else ratio.measured if math.isnan(ratio.by_shape) else ratio.by_shape
-        beside = {} if math.isnan(share) else {OF_BEST: round(share, 2)}
+        share = shares.get((row.arm, row.text))
+        beside = {} if share is None else {OF_BEST: round(share, 2)}
         rate: float | int = round(row.tokens_per_cpu_s)
         for column, value, unit, variants in (
             (COLUMNS[row.text], round(row.tokens_per_round, 2), "tokens", {}),
@@ -181,12 +134,11 @@ def _report(model: str, rows: list[Row]) -> None:
         some = [row for row in rows if row.batch == batch]
         print(f"\n{model}, batch {batch}: tokens a round / tokens per CPU second\n", *lines(some), sep="\n")
         kinds = list(dict.fromkeys(row.text for row in some))
-        for own, name in ((True, "the best of its own shapes and none"), (False, "the best static arm")):
-            found = ratios(some, own)
-            cells = {key: f"{ratio.measured:.2f} / {ratio.by_shape:.2f}" for key, ratio in found.items()}
-            arms = dict.fromkeys(arm for arm, _ in found)
-            body = [(arm, *(cells.get((arm, kind), "") for kind in kinds)) for arm in arms]
-            print(f"\nadaptive over {name}: measured / by mean times\n", *table(["drafts", *kinds], body), sep="\n")
+        cells = {key: f"{share:.3f}" for key, share in ratios(some).items()}
+        body = [
+            (arm, *(cells.get((arm, kind), "") for kind in kinds)) for arm in dict.fromkeys(arm for arm, _ in cells)
+        ]
+        print("\nadaptive over the best of its draft's shapes and none\n", *table(["drafts", *kinds], body), sep="\n")
     print(f"\nanswers that differ: {num_different(rows) or 'none'}")
 
 

@@ -10,14 +10,18 @@ Texts: greedy answers to the first turns of each file's questions (JSON lines wi
 prompts, and to prompts that end in the beginning of a text to copy.
 
 Arms: static arms verify their whole shape in every round, so their tokens a round do not depend on the machine.
-Adaptive arms choose by costs that are measured as a start measures them. Tokens a second are those of the process's CPU
-time while decoding, one thread, the best of --passes. --processes: arms at the same time, each on a physical core of
-its own. --limit-s: from then on no pass begins, and an arm without any is skipped.
+Adaptive arms choose by costs that are measured as a start measures them, and answer --warm other prompts of the text
+before. Tokens a second are those of the process's CPU time while decoding, one thread.
 
-Prints one JSON line an arm, which `draft_figures` reads.
+All arms of a draft, and none, answer each prompt in turn in one process, since cores differ by a fifth and so does one
+core from minute to minute. --processes: drafts and texts at the same time, each on a physical core of its own.
+--limit-s: from then on no prompt begins.
+
+Prints one JSON line for each draft and text, which `draft_figures` reads.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -43,6 +47,7 @@ from tests.support.embedded import TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
 
 HYBRID = ROOT / "tests" / "models" / "hybrid_tiny"
 BRANCH = 8  # tokens of the copied branch beside a model's tree
@@ -52,9 +57,11 @@ SUFFIX = SpeculativeConfig(method="suffix", num_steps=15, num_draft_tokens=16)
 
 @dataclass(frozen=True)
 class Row:
-    """steps: by the shape that they verified. answers: a checksum of each answer's token ids."""
+    """draft: of the arms that answered in turn with this one. steps: by the shape that they verified. answers: a
+    checksum of each answer's token ids."""
 
     arm: str
+    draft: str
     text: str
     batch: int
     tokens_per_round: float
@@ -74,19 +81,23 @@ class Model:
     prefix: str = ""
     drafts: dict[str, SpeculativeConfig] = field(default_factory=dict)
 
-    def arms(self) -> dict[str, SpeculativeConfig | None]:
-        """Return the drafts to compare, by name."""
-        found: dict[str, SpeculativeConfig | None] = {"none": None}
-        found |= {shape.name: _suffix(shape.max_new_tokens - 1) for shape in SUFFIX.shapes.shapes[1:]}
-        found["suffix, adaptive"] = SUFFIX
+    def arms(self) -> dict[str, dict[str, SpeculativeConfig | None]]:
+        """Return the arms of each draft, by draft and name. None is an arm of every draft."""
+        suffix = [_suffix(shape.max_new_tokens - 1) for shape in SUFFIX.shapes.shapes[1:]]
+        found: dict[str, dict[str, SpeculativeConfig | None]] = {
+            "suffix": {each.shape.name: each for each in suffix} | {"suffix, adaptive": SUFFIX}
+        }
         for label, tree in self.drafts.items():
-            found |= {f"{label}, {each.shape.name}": each for each in _static(tree)}
+            arms = found[label] = {f"{label}, {each.shape.name}": each for each in _static(tree)}
             with_branch = dataclasses.replace(tree, suffix_tokens=BRANCH)
-            found[f"{label}, {with_branch.shapes.shapes[-1].name}"] = with_branch
-            found |= {f"{label}, adaptive": tree, f"{label}, adaptive+{BRANCH}": with_branch}
+            arms[f"{label}, {with_branch.shapes.shapes[-1].name}"] = with_branch
+            arms |= {f"{label}, adaptive": tree, f"{label}, adaptive+{BRANCH}": with_branch}
+        return {self.prefix + label: self._named({"none": None} | arms) for label, arms in found.items()}
+
+    def _named(self, arms: dict[str, SpeculativeConfig | None]) -> dict[str, SpeculativeConfig | None]:
         return {
             self.prefix + name: config and dataclasses.replace(config, adaptive="adaptive" in name)
-            for name, config in found.items()
+            for name, config in arms.items()
         }
 
 
@@ -152,49 +163,64 @@ def spec_of(config: SpeculativeConfig | None, most: int, model: Path = MODELS / 
     )
 
 
-def measure(name: str, config: SpeculativeConfig | None, model: Path, given: argparse.Namespace) -> list[Row]:
-    """Return the arm's rows; none if time is up."""
+@dataclass
+class Taken:
+    """What an arm took for all answers so far."""
+
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    requests: list[Request] = field(default_factory=list)
+    steps: Counter[str] = field(default_factory=Counter)
+
+    def row(self, arm: str, draft: str, text: str, batch: int) -> Row:
+        accepted = sum(k * n for request in self.requests for k, n in enumerate(request.acceptance_histogram))
+        per_round = 1 + accepted / max(1, sum(request.num_rounds for request in self.requests))
+        count = sum(len(request.output) - 1 for request in self.requests)
+        answers = [zlib.crc32(json.dumps(list(request.output)).encode()) for request in self.requests]
+        rates = count / self.cpu_s, count / self.wall_s
+        return Row(arm, draft, text, batch, per_round, *rates, count, self.cpu_s, dict(self.steps), answers)
+
+
+def measure(
+    draft: str, arms: dict[str, SpeculativeConfig | None], text: str, model: Path, given: argparse.Namespace
+) -> list[Row]:
+    """Return a row for each arm and batch size."""
     torch.set_num_threads(1)
-    if time.time() > given.ends:
-        return []
+    prompts = texts(given.data, given.prompts + given.warm, model)[text]
+    sampling = SamplingParams(given.tokens, 0.0, stop_token_ids=eos_token_ids(model))
     rows: list[Row] = []
-    with local_engine(spec_of(config, max(given.batches), model)) as engine:
-        for text, prompts in texts(given.data, given.prompts, model).items():
-            for batch in given.batches:
-                rows.append(best_of(engine, name, text, prompts, batch, model, given))
+    with contextlib.ExitStack() as stack:
+        spec = {name: spec_of(config, max(given.batches), model) for name, config in arms.items()}
+        engines = {name: stack.enter_context(local_engine(each)) for name, each in spec.items()}
+        for batch in given.batches:
+            for name in filter(is_adaptive, arms):
+                engines[name].generate(prompts[given.prompts :], sampling, batch)
+            taken = {name: Taken() for name in arms}
+            for i in range(0, given.prompts, batch):
+                if time.time() > given.ends:
+                    break
+                for name in arms:
+                    answer(engines[name], prompts[i : min(i + batch, given.prompts)], sampling, batch, taken[name])
+            rows += [each.row(name, draft, text, batch) for name, each in taken.items() if each.requests]
     return rows
 
 
-def best_of(
-    engine: LocalEngine,
-    name: str,
-    text: str,
-    prompts: list[list[int]],
-    batch: int,
-    model: Path,
-    given: argparse.Namespace,
-) -> Row:
-    sampling = SamplingParams(given.tokens, 0.0, stop_token_ids=eos_token_ids(model))
-    best: Row | None = None
-    for i in range(given.passes):
-        if i and time.time() > given.ends:
-            break
-        clocks = [(time.process_time(), time.perf_counter())]
-        engine.generate(prompts, SamplingParams(1, 0.0), batch)
-        clocks.append((time.process_time(), time.perf_counter()))
-        before = Counter(engine.scheduler.stats.steps_by_shape)
-        requests = engine.generate(prompts, sampling, batch)
-        clocks.append((time.process_time(), time.perf_counter()))
-        cpu_s, wall_s = (clocks[2][i] - 2 * clocks[1][i] + clocks[0][i] for i in range(2))  # less prompts alone
-        accepted = sum(k * n for request in requests for k, n in enumerate(request.acceptance_histogram))
-        per_round = 1 + accepted / max(1, sum(request.num_rounds for request in requests))
-        count = sum(len(request.output) - 1 for request in requests)
-        steps = dict(Counter(engine.scheduler.stats.steps_by_shape) - before)
-        answers = [zlib.crc32(json.dumps(list(request.output)).encode()) for request in requests]
-        row = Row(name, text, batch, per_round, count / cpu_s, count / wall_s, count, cpu_s, steps, answers)
-        best = row if best is None or row.tokens_per_cpu_s > best.tokens_per_cpu_s else best
-    assert best is not None
-    return best
+def answer(engine: LocalEngine, prompts: list[list[int]], sampling: SamplingParams, batch: int, taken: Taken) -> None:
+    """Add what the answers take without their prompts."""
+    clocks = [(time.process_time(), time.perf_counter())]
+    engine.generate(prompts, SamplingParams(1, 0.0), batch)
+    clocks.append((time.process_time(), time.perf_counter()))
+    before = Counter(engine.scheduler.stats.steps_by_shape)
+    taken.requests += engine.generate(prompts, sampling, batch)
+    clocks.append((time.process_time(), time.perf_counter()))
+    cpu_s, wall_s = (clocks[2][i] - 2 * clocks[1][i] + clocks[0][i] for i in range(2))
+    taken.cpu_s += cpu_s
+    taken.wall_s += wall_s
+    taken.steps += Counter(engine.scheduler.stats.steps_by_shape) - before
+
+
+def is_adaptive(arm: str) -> bool:
+    return "adaptive" in arm
 
 
 def main() -> int:
@@ -202,34 +228,37 @@ def main() -> int:
     parser.add_argument("--model", nargs="+", choices=["pair", "hybrid"], default=["pair"])
     parser.add_argument("--heads", nargs="*", type=Path, default=[], help="folders of further block heads for the pair")
     parser.add_argument("--data", nargs="*", type=Path, default=[], help="JSON lines with `turns`")
-    parser.add_argument("--only", nargs="+", help="arms whose names contain one of these words")
+    parser.add_argument("--only", nargs="+", help="drafts whose names contain one of these words")
+    parser.add_argument("--texts", nargs="+", help="texts whose names contain one of these words")
     parser.add_argument("--prompts", type=int, default=16, help="of each kind of text")
+    parser.add_argument("--warm", type=int, default=8, help="further prompts, which adaptive arms answer before")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer, at most")
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
-    parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument("--processes", type=int, help="arms at the same time; default: as many as physical cores")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds after which no pass begins")
+    parser.add_argument("--processes", type=int, help="at the same time; default: as many as physical cores")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds after which no prompt begins")
     given = parser.parse_args()
     given.ends = time.time() + given.limit_s
     os.environ["OMP_NUM_THREADS"] = "1"
     cores = physical_cores()[: given.processes]
-    source = {"bench": "draft_methods", "hardware": hardware(), "commit": commit(), "arms_at_a_time": len(cores)}
+    source = {"bench": "draft_methods", "hardware": hardware(), "commit": commit(), "processes": len(cores)}
     context = multiprocessing.get_context("spawn")
     free = context.Queue()
     for core in cores:
         free.put(core)
     with ProcessPoolExecutor(len(cores), context, pin, (free.get,)) as pool:
         running = {
-            pool.submit(measure, name, config, model.folder, given): (of, name)
+            pool.submit(measure, draft, arms, text, model.folder, given): (of, draft, text)
             for of, model in models(given.heads).items()
             if of in given.model
-            for name, config in model.arms().items()
-            if not given.only or any(word in name for word in given.only)
+            for draft, arms in model.arms().items()
+            if not given.only or any(word in draft for word in given.only)
+            for text in texts(given.data, 1, model.folder)
+            if not given.texts or any(word in text for word in given.texts)
         }
         for future in as_completed(running):
-            of, name = running[future]
+            of, draft, text = running[future]
             rows = [dataclasses.asdict(row) for row in future.result()]
-            print(json.dumps({**source, "model": of, "arm": name, "rows": rows}), flush=True)
+            print(json.dumps({**source, "model": of, "draft": draft, "text": text, "rows": rows}), flush=True)
     return 0
 
 

@@ -12,10 +12,11 @@ ORDERS = (
 )
 
 
-def of_orders(draft: str, orders: tuple[tuple[str, ...], ...]) -> list[float]:
-    """Return each kind's rate over the best static shape's, in each order, from its first answer on."""
+def of_orders(draft: str, orders: tuple[tuple[str, ...], ...], seed: int = 0) -> list[float]:
+    """Return each kind's rate over the best static shape's, in each order, from its first answer on. seed: of the noise
+    of step times."""
     answers = [answer for some in recorded(draft).values() for answer in some]
-    found = (shares(Texts(draft), answers, in_turn(answers, order), batch=1, seed=0) for order in orders)
+    found = (shares(Texts(draft), answers, in_turn(answers, order), batch=1, seed=seed) for order in orders)
     return [share for each in found for _, share, _, _ in each]
 
 
@@ -27,11 +28,13 @@ def test_a_text_whose_drafts_fail_locks_none_of_the_next_ones_out() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_kinds_of_text_in_turns_get_their_shapes() -> None:
-    """Eight answers of some 60 tokens are too few to learn each kind for nothing: 0.90 is the lowest, 0.955 the mean
-    (0.72 and 0.92 before probes had budgets)."""
-    found = [share for draft in DRAFTS for share in of_orders(draft, ORDERS)]
-    assert min(found) > 0.88 and np.mean(found) > 0.945, found
+    """Eight answers of some 60 tokens are too few to learn each kind for nothing. Of 144 streams 0.862 is the lowest,
+    0.969 the mean (one seed: 0.72 and 0.92 before probes had budgets; 0.967 before requests whose drafts failed were
+    tried again)."""
+    found = np.array([[share for draft in DRAFTS for share in of_orders(draft, ORDERS, seed)] for seed in range(4)])
+    assert found.min() > 0.85 and found.mean(axis=0).min() > 0.9 and found.mean() > 0.968, found
 
 
 def test_recordings_are_of_the_shapes_that_drafts_have() -> None:
