@@ -120,6 +120,9 @@ def accept(tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int) -> Accep
     A node is accepted if its ancestors' bits are all among the matching nodes, so no walk over the tree is needed.
     """
     width = tree.tokens.shape[1]
+    if width == 1 and max_depth == 0:  # a round without drafts: nothing to compare
+        nothing = torch.zeros_like(chosen)
+        return Accepted(nothing, nothing[:, 0], chosen.clone())
     node = torch.arange(width, device=chosen.device)
     matches = tree.tokens == chosen.gather(1, tree.parents)
     matches = (matches & enabled.unsqueeze(1)) | (node == 0)

@@ -28,7 +28,7 @@ TABLE = "Tokens a round, by draft and text"
 COLUMNS = {"gsm8k": "GSM8K", "mt_bench": "MT-Bench", "humaneval": "HumanEval", "JSON to copy": "JSON"}
 OF_BEST = "share-of-best"  # one word: the pages of figures have a limit of words
 BETWEEN = ("2/1/3", "4/1/5", "4/2/8", "6/2/8", "suffix/3", "suffix/7", "adaptive+8")
-COMMAND = "python -m tests.bench draft_methods --model pair hybrid --prompts 8 --data EVAL"
+COMMAND = "python -m tests.bench draft_methods --model pair hybrid --prompts 16 --data EVAL"
 
 
 def read(paths: list[Path]) -> dict[str, list[Row]]:
@@ -55,10 +55,10 @@ def lines(rows: list[Row]) -> list[str]:
 
 def num_different(rows: list[Row]) -> dict[str, int]:
     """Return how many answers of each arm differ from those without a draft, where any does."""
-    plain = {(row.text, row.batch): row.answers for row in rows if draft_of(row.arm).endswith("none")}
+    plain = {(row.draft, row.text, row.batch): row.answers for row in rows if draft_of(row.arm).endswith("none")}
     found: Counter[str] = Counter()
     for row in rows:
-        expected = plain.get((row.text, row.batch), row.answers)
+        expected = plain.get((row.draft, row.text, row.batch), row.answers)
         found[row.arm] += sum(a != b for a, b in zip(row.answers, expected, strict=True))
     return {arm: count for arm, count in found.items() if count}
 

@@ -83,10 +83,8 @@ class Model:
 
     def arms(self) -> dict[str, dict[str, SpeculativeConfig | None]]:
         """Return the arms of each draft, by draft and name. None is an arm of every draft."""
-        suffix = [_suffix(shape.max_new_tokens - 1) for shape in SUFFIX.shapes.shapes[1:]]
-        found: dict[str, dict[str, SpeculativeConfig | None]] = {
-            "suffix": {each.shape.name: each for each in suffix} | {"suffix, adaptive": SUFFIX}
-        }
+        suffix = {shape.name: _suffix(shape.max_new_tokens - 1) for shape in SUFFIX.shapes.shapes[1:]}
+        found: dict[str, dict[str, SpeculativeConfig | None]] = {"suffix": suffix | {"suffix, adaptive": SUFFIX}}
         for label, tree in self.drafts.items():
             arms = found[label] = {f"{label}, {each.shape.name}": each for each in _static(tree)}
             with_branch = dataclasses.replace(tree, suffix_tokens=BRANCH)
