@@ -7,6 +7,7 @@ import pytest
 from speculative.build import EngineSpec
 from speculative.local import local_engine
 from tests.bench.models import configured, published
+from tests.bench.prompts import random_prompts
 from tests.bench.round import Setting, engine_spec, write_checkpoints
 from tests.bench.trace import figures, profile, start
 
@@ -29,7 +30,8 @@ def small(kind: str, shape: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", published.BLOCK_DRAFTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_round_is_one_launch(kind: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with local_engine(small(kind, shape, tmp_path, monkeypatch)) as engine:
-        start(engine, 3, 512, 256)
+    spec = small(kind, shape, tmp_path, monkeypatch)
+    with local_engine(spec) as engine:
+        start(engine, random_prompts(spec.worker.model, 3, 512), 256)
         seen = figures(profile(engine, 10), 10)
     assert seen["graph_launches"] == 1 and seen["copies_to_host"] <= 1  # the result, which nothing waits for

@@ -11,6 +11,7 @@ from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench.models import hybrids
+from tests.bench.prompts import random_prompts
 from tests.bench.round import Setting, engine_spec, write_checkpoints
 from tests.bench.trace import figures, profile, start
 from tests.speculative.conftest import Pair
@@ -79,7 +80,7 @@ def test_a_round_is_one_launch_and_waits_for_nothing(
 ) -> None:
     spec = small(name, shape, tmp_path, monkeypatch)
     with local_engine(spec) as engine:
-        start(engine, 3, 512, 256)
+        start(engine, random_prompts(spec.worker.model, 3, 512), 256)
         seen = figures(profile(engine, 10), 10)
     assert seen["graph_launches"] == 1 and seen["copies_to_host"] <= 1  # the result, which nothing waits for
     eager = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, cuda_graphs=False))
