@@ -41,11 +41,26 @@ def by_transformers(target: Path) -> list[list[int]]:
     # SDPA, which most models take by default, leaves soft caps out
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
     answers = []
-    for prompt in prompts():
+    for i, prompt in enumerate(prompts()):
+        if i < len(_guesses) and _is_greedy(model, prompt, _guesses[i]):
+            answers.append(_guesses[i])
+            continue
         ids = torch.tensor([prompt])
         out = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)
         answers.append(out[0, len(prompt) :].tolist())
     return answers
+
+
+_guesses: list[list[int]] = []
+"""The newest answers of `requests_of`. Where each token is the best one by transformers after those before it, they are
+its greedy answers, too, which takes one pass instead of 16."""
+
+
+def _is_greedy(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> bool:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+    best: list[int] = logits.argmax(-1).tolist()
+    return len(answer) == 16 and best == answer
 
 
 def by_us(target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None) -> list[list[int]]:
@@ -76,7 +91,9 @@ def requests_of(
     torch.set_num_threads(1)
     worker = worker_of(target, num_pages, tensor_parallel=tensor_parallel, expert_parallel=expert_parallel)
     with local_engine(EngineSpec(worker, speculative)) as engine:
-        return engine.generate(prompts() * repeats, GREEDY, 4)
+        answered = engine.generate(prompts() * repeats, GREEDY, 4)
+    _guesses[:] = [request.output for request in answered[: len(prompts())]]
+    return answered
 
 
 @pytest.mark.parametrize(
