@@ -9,6 +9,7 @@ import os
 import re
 import tokenize
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,42 @@ def imports(name: str) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class _Module:
+    """What is kept of a parsed file, which is parsed once: trees of all files would take hundreds of MB.
+
+    bound: name -> what can follow it after a dot; ANY where that cannot be told. classes: (name, what it binds) of each
+    class, nested ones too. docstrings: (line, text).
+    """
+
+    bound: dict[str, set[str]]
+    classes: list[tuple[str, set[str]]]
+    docstrings: list[tuple[int, str]]
+
+
 @cache
+def _module(name: str) -> _Module:
+    body = ast.parse((ROOT / name).read_text()).body
+    every = list(_statements(body, ast.stmt))
+    of_class = {node: _class_names(node) for node in every if isinstance(node, ast.ClassDef)}
+    words = [
+        (node.lineno, node.value.value)
+        for node in every
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return _Module(_bound(body, of_class), [(node.name, names) for node, names in of_class.items()], words)
+
+
 def bindings(module: str) -> dict[str, set[str]]:
     """name -> what can follow it after a dot, of a module's file; ANY where that cannot be told."""
+    return _module(module).bound
+
+
+def _bound(body: list[ast.stmt], of_class: dict[ast.ClassDef, set[str]]) -> dict[str, set[str]]:
     bound: dict[str, set[str]] = {}
-    for node in _statements(ast.parse((ROOT / module).read_text()).body):
+    for node in _statements(body):
         if isinstance(node, ast.ClassDef):
-            bound[node.name] = _class_names(node)
+            bound[node.name] = of_class[node]
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             bound[node.name] = set()
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -68,10 +98,9 @@ def classes() -> dict[str, set[str]]:
     """Every class of the repository by its bare name -> its attributes, those of its bases included."""
     found: dict[str, set[str]] = {}
     for name in files():
-        if name.endswith(".py") and "class " in (text := (ROOT / name).read_text()):
-            for node in _statements(ast.parse(text).body, ast.stmt):
-                if isinstance(node, ast.ClassDef):
-                    found.setdefault(node.name, set()).update(_class_names(node))
+        if name.endswith(".py") and "class " in (ROOT / name).read_text():
+            for of, names in _module(name).classes:
+                found.setdefault(of, set()).update(names)
     for _ in range(4):  # the depth of our class trees
         for names in found.values():
             bases = {name for name in names if name.startswith("<")}
@@ -117,10 +146,7 @@ def prose(name: str) -> Iterator[tuple[int, str]]:
     elif name.endswith(".py"):
         if re.search("#.*`", text):  # tokens take long, and comments are read for what stands in backticks
             yield from _comments(text)
-        for node in _statements(ast.parse(text).body, ast.stmt):
-            match node:
-                case ast.Expr(value=ast.Constant(value=str(words))):
-                    yield node.lineno, words
+        yield from _module(name).docstrings
     else:
         for number, line in enumerate(text.splitlines(), start=1):
             _, mark, comment = line.partition("#")
