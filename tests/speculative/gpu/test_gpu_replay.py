@@ -195,7 +195,7 @@ def next_as_padding(num_slots: int) -> Runner:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("fault", [late_slots, next_as_padding])
+@pytest.mark.parametrize("fault", [late_slots, pytest.param(next_as_padding, marks=pytest.mark.slow)])
 def test_wrong_slots_are_found(fault: Callable[[int], Runner], tmp_path: Path) -> None:
     arm = SMALL["chain"]
     pair = twins(tmp_path, arm, TINY, fault(arm.num_slots))
