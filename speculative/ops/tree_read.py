@@ -52,9 +52,8 @@ def read_trees(
                 lowest first; None: not needed
     ->          trees of `width` nodes, their fields contiguous
     """
-    tree = Tree(*(each[slots, :width] for each in trees.fields))
-    if width > 1:  # a root is always alive
-        tree = Tree(*(each.contiguous() for each in trimmed(tree, max_depth, as_chain).fields))
+    tree = trimmed(Tree(*(each[slots, :width] for each in trees.fields)), max_depth, as_chain)
+    tree = Tree(*(each.contiguous() for each in tree.fields))
     if mask_words is not None:
         bits = tree.masks.view(torch.uint16).view(*mask_words.shape[:2], 4)
         mask_words.copy_(bits[..., : mask_words.shape[2]])

@@ -8,9 +8,7 @@ turns, so that a change of the machine's load reaches all; ratios are taken with
 import contextlib
 import dataclasses
 import statistics
-import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,6 +17,7 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench.host.finding import Finding, Report
+from tests.bench.quality.decoding import Decoding
 from tests.support.embedded import BLOCK_TREE, CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.runner.local_engine import LocalEngine
@@ -90,7 +89,7 @@ def measure(case: Case, repeats: int) -> dict[str, dict[str, float]]:
     with contextlib.ExitStack() as stack:
         engines = {name: stack.enter_context(local_engine(_spec(case, arm))) for name, arm in ARMS.items()}
         for engine in engines.values():
-            _answer(engine, prompts[:2], 4, case.concurrency)  # warm
+            Decoding().add(engine, prompts[:2], _sampling(4), case.concurrency)  # warm
         for _ in range(repeats):
             turns.append({name: _turn(engine, prompts, case) for name, engine in engines.items()})
     return {
@@ -110,19 +109,11 @@ def _spec(case: Case, arm: SpeculativeConfig | None) -> EngineSpec:
     return dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, cache=cache))
 
 
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens, 0.0, stop_token_ids=eos_token_ids())
+
+
 def _turn(engine: LocalEngine, prompts: list[list[int]], case: Case) -> Turn:
-    prefill_s, _ = _answer(engine, prompts, 1, case.concurrency)
-    whole_s, requests = _answer(engine, prompts, case.max_tokens, case.concurrency)
-    tokens = sum(len(request.output) - 1 for request in requests)
-    rounds = sum(request.num_rounds for request in requests)
-    accepted = sum(k * n for request in requests for k, n in enumerate(request.acceptance_histogram))
-    return Turn(tokens / (whole_s - prefill_s), 1 + accepted / max(1, rounds))
-
-
-def _answer(
-    engine: LocalEngine, prompts: list[list[int]], max_tokens: int, concurrency: int
-) -> tuple[float, list[Any]]:
-    sampling = SamplingParams(max_tokens, 0.0, stop_token_ids=eos_token_ids())
-    started_s = time.perf_counter()
-    requests = engine.generate(prompts, sampling, concurrency)
-    return time.perf_counter() - started_s, requests
+    decoded = Decoding()
+    decoded.add(engine, prompts, _sampling(case.max_tokens), case.concurrency)
+    return Turn(decoded.tokens / decoded.wall_s, decoded.tokens_per_round)

@@ -31,6 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from speculative.local import local_engine
 from tests.bench.prompts import random_prompts
+from tests.bench.quality.decoding import accepted_tokens
 from tests.bench.round import (
     MODELS,
     Setting,
@@ -117,7 +118,7 @@ def acceptance(shape: str, count: int) -> dict[str, float]:
         with local_engine(spec) as engine:
             engine.run(asked, 32)
             forced = grammars_of(engine).num_forced
-        accepted = sum(k * n for request in asked for k, n in enumerate(request.acceptance_histogram))
+        accepted = accepted_tokens(asked)
         found[f"{kind}_tokens"] = 1 + accepted / sum(request.num_rounds for request in asked)
     return found | {"forced": forced / max(1, accepted)}
 

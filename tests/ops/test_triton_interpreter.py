@@ -27,7 +27,7 @@ SLOW_FILES = (
     "tests/workers/kernels/test_packed_product.py",
     "tests/workers/kernels/test_skinny_gemm.py",
 )
-# Of each row the slow cases are a process.
+# The quick cases of all these files share one process. The slow cases of each group have a process of their own.
 FILES = {
     "operations": (
         "tests/ops/test_implementations.py",

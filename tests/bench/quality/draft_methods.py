@@ -28,7 +28,6 @@ import multiprocessing
 import os
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -42,12 +41,11 @@ from speculative.config import Method, SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench.kernels.gpu_time import hardware
 from tests.bench.machine import commit, physical_cores
+from tests.bench.quality.decoding import Decoding
 from tests.support import MODELS, ROOT
 from tests.support.embedded import TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 HYBRID = ROOT / "tests" / "models" / "hybrid_tiny"
 BRANCH = 8  # tokens of the copied branch beside a model's tree
@@ -94,7 +92,7 @@ class Model:
 
     def _named(self, arms: dict[str, SpeculativeConfig | None]) -> dict[str, SpeculativeConfig | None]:
         return {
-            self.prefix + name: config and dataclasses.replace(config, adaptive="adaptive" in name)
+            self.prefix + name: config and dataclasses.replace(config, adaptive=is_adaptive(name))
             for name, config in arms.items()
         }
 
@@ -161,22 +159,10 @@ def spec_of(config: SpeculativeConfig | None, most: int, model: Path = MODELS / 
     )
 
 
-@dataclass
-class Taken:
-    """What an arm took for all answers so far."""
-
-    cpu_s: float = 0.0
-    wall_s: float = 0.0
-    requests: list[Request] = field(default_factory=list)
-    steps: Counter[str] = field(default_factory=Counter)
-
-    def row(self, arm: str, draft: str, text: str, batch: int) -> Row:
-        accepted = sum(k * n for request in self.requests for k, n in enumerate(request.acceptance_histogram))
-        per_round = 1 + accepted / max(1, sum(request.num_rounds for request in self.requests))
-        count = sum(len(request.output) - 1 for request in self.requests)
-        answers = [zlib.crc32(json.dumps(list(request.output)).encode()) for request in self.requests]
-        rates = count / self.cpu_s, count / self.wall_s
-        return Row(arm, draft, text, batch, per_round, *rates, count, self.cpu_s, dict(self.steps), answers)
+def row_of(arm: str, draft: str, text: str, batch: int, of: Decoding) -> Row:
+    answers = [zlib.crc32(json.dumps(list(request.output)).encode()) for request in of.requests]
+    rates = of.tokens / of.cpu_s, of.tokens / of.wall_s
+    return Row(arm, draft, text, batch, of.tokens_per_round, *rates, of.tokens, of.cpu_s, dict(of.steps), answers)
 
 
 def measure(
@@ -193,28 +179,14 @@ def measure(
         for batch in given.batches:
             for name in filter(is_adaptive, arms):
                 engines[name].generate(prompts[given.prompts :], sampling, batch)
-            taken = {name: Taken() for name in arms}
+            decoded = {name: Decoding() for name in arms}
             for i in range(0, given.prompts, batch):
                 if time.time() > given.ends:
                     break
                 for name in arms:
-                    answer(engines[name], prompts[i : min(i + batch, given.prompts)], sampling, batch, taken[name])
-            rows += [each.row(name, draft, text, batch) for name, each in taken.items() if each.requests]
+                    decoded[name].add(engines[name], prompts[i : min(i + batch, given.prompts)], sampling, batch)
+            rows += [row_of(name, draft, text, batch, each) for name, each in decoded.items() if each.requests]
     return rows
-
-
-def answer(engine: LocalEngine, prompts: list[list[int]], sampling: SamplingParams, batch: int, taken: Taken) -> None:
-    """Add what the answers take without their prompts."""
-    clocks = [(time.process_time(), time.perf_counter())]
-    engine.generate(prompts, SamplingParams(1, 0.0), batch)
-    clocks.append((time.process_time(), time.perf_counter()))
-    before = Counter(engine.scheduler.stats.steps_by_shape)
-    taken.requests += engine.generate(prompts, sampling, batch)
-    clocks.append((time.process_time(), time.perf_counter()))
-    cpu_s, wall_s = (clocks[2][i] - 2 * clocks[1][i] + clocks[0][i] for i in range(2))
-    taken.cpu_s += cpu_s
-    taken.wall_s += wall_s
-    taken.steps += Counter(engine.scheduler.stats.steps_by_shape) - before
 
 
 def is_adaptive(arm: str) -> bool:
@@ -238,6 +210,7 @@ def main() -> int:
     given.ends = time.time() + given.limit_s
     os.environ["OMP_NUM_THREADS"] = "1"
     cores = physical_cores()[: given.processes]
+    kinds = [name for name in texts(given.data, 1) if not given.texts or any(word in name for word in given.texts)]
     source = {"bench": "draft_methods", "hardware": hardware(), "commit": commit(), "processes": len(cores)}
     context = multiprocessing.get_context("spawn")
     free = context.Queue()
@@ -250,8 +223,7 @@ def main() -> int:
             if of in given.model
             for draft, arms in model.arms().items()
             if not given.only or any(word in draft for word in given.only)
-            for text in texts(given.data, 1, model.folder)
-            if not given.texts or any(word in text for word in given.texts)
+            for text in kinds
         }
         for future in as_completed(running):
             of, draft, text = running[future]

@@ -23,6 +23,7 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from speculative.training.rows import read_conversations
+from tests.bench.quality.decoding import accepted_tokens
 from tests.support import MODELS, ROOT
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from workers.scheduling.plan import SamplingParams
@@ -72,8 +73,7 @@ def acceptance(model: Model, folder: Path, test: Path, rows: int) -> float:
     sampling = SamplingParams(64, 0.0, stop_token_ids=tokenizer.eos_token_ids)
     with local_engine(EngineSpec(worker, model.draft)) as engine:
         requests = engine.generate(prompts, sampling, CONCURRENCY)
-    accepted = sum(k * n for request in requests for k, n in enumerate(request.acceptance_histogram))
-    return 1 + accepted / max(1, sum(sum(request.acceptance_histogram) for request in requests))
+    return 1 + accepted_tokens(requests) / max(1, sum(sum(request.acceptance_histogram) for request in requests))
 
 
 def loss(model: Model, folder: Path, test: Path, rows: int) -> float:

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
+from tests.bench.quality.decoding import Decoding
 from tests.bench.round import commit, hardware
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
@@ -88,23 +88,14 @@ def spec_of(arm: SpeculativeConfig | None, device: str, most: int) -> EngineSpec
 
 def answers(engine: LocalEngine, prompts: list[list[int]], max_tokens: int, batch: int) -> Turn:
     sampling = SamplingParams(max_tokens, 0.0, stop_token_ids=eos_token_ids())
-    started_s = time.perf_counter()
-    engine.generate(prompts, SamplingParams(1, 0.0), batch)
-    before, first_s = _steps(engine), time.perf_counter()
-    requests = engine.generate(prompts, sampling, batch)
-    decoding_s = time.perf_counter() - first_s - (first_s - started_s)
-    accepted = sum(k * n for request in requests for k, n in enumerate(request.acceptance_histogram))
+    decoded = Decoding()
+    decoded.add(engine, prompts, sampling, batch)
     return Turn(
-        sum(len(request.output) - 1 for request in requests) / decoding_s,
-        1 + accepted / max(1, sum(request.num_rounds for request in requests)),
-        [list(request.output) for request in requests],
-        _steps(engine) - before,
+        decoded.tokens / decoded.wall_s,
+        decoded.tokens_per_round,
+        [list(request.output) for request in decoded.requests],
+        decoded.steps + decoded.reasons,
     )
-
-
-def _steps(engine: LocalEngine) -> Counter[str]:
-    stats = engine.scheduler.stats
-    return Counter(stats.steps_by_shape) + Counter(stats.steps_by_reason)
 
 
 def measure(

@@ -50,10 +50,11 @@ def imports(name: str) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
 
 @dataclass(frozen=True)
 class _Module:
-    """What is kept of a parsed file, which is parsed once: trees of all files would take hundreds of MB.
+    """What a source file defines and says. Kept instead of its syntax tree: the trees of all files take hundreds of MB.
 
-    bound: name -> what can follow it after a dot; ANY where that cannot be told. classes: (name, what it binds) of each
-    class, nested ones too. docstrings: (line, text).
+    bound: see `bindings`.
+    classes: (name, what it binds) of each class, nested ones too.
+    docstrings: (line, text).
     """
 
     bound: dict[str, set[str]]

@@ -46,21 +46,22 @@ def by_transformers(target: Path) -> list[list[int]]:
             answers.append(_guesses[i])
             continue
         ids = torch.tensor([prompt])
-        out = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        out = model.generate(ids, max_new_tokens=GREEDY.max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
         answers.append(out[0, len(prompt) :].tolist())
     return answers
 
 
+# The newest answers of `requests_of`, by prompt. `by_transformers` checks each of them in one pass. Where that finds
+# another token, it generates an answer of its own, which takes a pass a token.
 _guesses: list[list[int]] = []
-"""The newest answers of `requests_of`. Where each token is the best one by transformers after those before it, they are
-its greedy answers, too, which takes one pass instead of 16."""
 
 
 def _is_greedy(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> bool:
+    """Whether the model would have generated `answer`: each token is the best one after those before it."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
     best: list[int] = logits.argmax(-1).tolist()
-    return len(answer) == 16 and best == answer
+    return len(answer) == GREEDY.max_tokens and best == answer
 
 
 def by_us(target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None) -> list[list[int]]:

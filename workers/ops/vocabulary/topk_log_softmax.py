@@ -32,5 +32,5 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     smallest column first among equal logits, so that all ranks grow the same tree.
     """
     norm = torch.logsumexp(logits.float(), -1)
-    value, column = logits.float().topk(k, -1) if k > 1 else logits.float().max(-1, keepdim=True)
+    value, column = logits.float().topk(k, -1)
     return value - norm.masked_fill(norm == float("-inf"), 0.0).unsqueeze(-1), column, norm
