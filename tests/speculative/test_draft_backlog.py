@@ -30,7 +30,7 @@ def run(pair: Pair, max_rounds: int, monkeypatch: pytest.MonkeyPatch, shape: str
         return [request.output for request in requests], list(engine.scheduler.stats.accepted_histogram)
 
 
-@pytest.mark.parametrize("shape", ["tree", *slow("chain")])
+@pytest.mark.parametrize("shape", ["chain", *slow("tree")])
 def test_drafts_after_plain_rounds_are_accepted_as_if_each_had_written_its_kv(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
@@ -39,6 +39,7 @@ def test_drafts_after_plain_rounds_are_accepted_as_if_each_had_written_its_kv(
     assert sum(k * n for k, n in enumerate(accepted)) > 0.3 * sum(accepted), accepted
 
 
+@pytest.mark.slow
 def test_kv_that_is_not_written_is_noticed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: drafts that lack it are accepted less."""
     _, accepted = run(pair, 1, monkeypatch, "tree")

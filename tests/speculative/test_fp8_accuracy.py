@@ -17,7 +17,6 @@ from tests.speculative.requests.test_prompt_logprobs import TOP, collect, reques
 from tests.speculative.test_losslessness import acceptance_length
 from tests.support.embedded import CHAIN, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
-from tests.support.slow import slow
 from workers.scheduling.plan import SamplingParams
 
 NUM_NEEDLES = 24
@@ -47,7 +46,8 @@ def needles(between: int) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, answers
 
 
-@pytest.mark.parametrize("between,least", [(70, 0.3), *slow((0, 0.7))])
+@pytest.mark.slow  # a trained model finds its needles in `test_fp8_needles`
+@pytest.mark.parametrize("between,least", [(70, 0.3), (0, 0.7)])
 def test_needles_are_found_as_often(between: int, least: float) -> None:
     prompts, answers = needles(between)
     found = {}

@@ -129,7 +129,7 @@ def check_texts(engine: LocalEngine) -> int:
 @pytest.mark.parametrize(
     ("target", "seeds"),
     [
-        ("DeepseekV3", (1,)),  # latent rows
+        pytest.param("DeepseekV3", (1,), marks=SLOW),  # latent rows
         pytest.param("Qwen3_5", (1,), marks=SLOW),  # recurrent states
         *(pytest.param(kind, range(2, 8), marks=SLOW) for kind in ("Llama", "Qwen3_5", "DeepseekV3", "olmo2")),
         # windows, sinks, soft caps, experts

@@ -21,7 +21,6 @@ from speculative.drafts.registry import read_draft
 from speculative.local import local_engine
 from tests.speculative.conftest import DEEP, Pair
 from tests.support.drafts.eagle3_reference import Head, Reference, save_head
-from tests.support.slow import slow
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_models import VOCAB
 from workers.config import ModelSource
@@ -244,15 +243,17 @@ def test_speculators_files_that_do_not_say_normalise_before_the_residual(pair: P
     check(pair, head, save_head(tmp_path / "d", config, tensors), tensors)
 
 
+@pytest.mark.slow  # answers: `tests.speculative.test_decoding`; drafts: `test_draft_oracle`
 @pytest.mark.parametrize(
     "head,ids",
     [
         (Head(layers=2, fc_norm=True, norm_output=True), [1, 4, 5]),
-        *slow((Head(num_captured=0), []), (Head(), [2, 5, DEEP])),
+        (Head(num_captured=0), []),
+        (Head(), [2, 5, DEEP]),
     ],
     ids=["two layers", "final state", "last layer"],
 )
-@pytest.mark.parametrize("shape", [pytest.param((3, 1, 4), marks=pytest.mark.slow), (4, 3, 10)], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [(3, 1, 4), (4, 3, 10)], ids=["chain", "tree"])
 def test_answers_are_those_without_a_draft(
     pair: Pair, tmp_path: Path, head: Head, ids: list[int], shape: tuple[int, int, int]
 ) -> None:

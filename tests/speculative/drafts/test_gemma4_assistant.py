@@ -29,6 +29,7 @@ from tests.speculative.drafts.test_loading import edited
 from tests.support.drafts.fuzzed_requests import Seen, serve_fuzzed
 from tests.support.drafts.gemma4_assistant import Reference, make_assistant
 from tests.support.drafts.mtp import FEW_PAGES, answers, check_answers
+from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_target
 from tests.workers.models.test_gemma4 import EXPERTS
 from workers.config import ModelSource, SchedulerConfig
@@ -47,8 +48,13 @@ KINDS: dict[str, dict[str, Any]] = {
 TEXT, PAGE_SIZE = 31, 4  # more than twice the window
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "ordered"),
+    [
+        *((name, name == "per-layer") for name in KINDS),
+        *slow(*((name, name != "per-layer") for name in KINDS)),
+    ],
+)
 @torch.inference_mode()
 def test_its_logits_are_those_of_transformers(tmp_path: Path, name: str, ordered: bool) -> None:
     """After a prompt, and of two steps after that: a chain, then two rows of a tree from states of their own. KV of
@@ -139,7 +145,7 @@ CASES: dict[str, tuple[tuple[int, int, int], int, CacheConfig | None, dict[str, 
     "tree and copies": (TREE, 1, None, {"suffix_tokens": 4}),
     "window of the draft": (CHAIN, 1, None, {"window": 64}),
 }
-QUICK = {("per-layer", "tree, few pages"), ("experts", "chain")}
+QUICK = {("per-layer", "tree, few pages")}
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,7 @@ CASES: dict[str, tuple[tuple[int, int, int], int, CacheConfig | None, dict[str, 
     "fixed tree": (TREE, 1, None, {"adaptive": False}),
 }
 # The three families share the code of rounds, so that two run one case each by default; all others are slow.
-QUICK = {
-    ("Qwen3_5Moe", "tree, 2 ranks, trimmed head"),
-    ("Qwen3Next", "tree, pages of 1"),
-}
+QUICK = {("Qwen3Next", "tree, pages of 1")}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def plain() -> list[list[int]]:
     "shape,ranks,page_size,rows,least",
     [
         pytest.param(CHAIN, 1, 16, 0, 2.4, id="chain", marks=pytest.mark.slow),
-        pytest.param(TREE, 1, 1, 128, 2.6, id="tree, pages of 1, a quarter of the vocabulary"),
+        pytest.param(TREE, 1, 1, 128, 2.6, id="tree, pages of 1, a quarter of the vocabulary", marks=pytest.mark.slow),
         pytest.param(CHAIN, 2, 1, 0, 2.4, id="chain, 2 ranks, pages of 1", marks=pytest.mark.slow),
         pytest.param(TREE, 2, 16, 0, 2.7, id="tree, 2 ranks", marks=pytest.mark.slow),
     ],
@@ -41,7 +41,7 @@ def test_its_module_changes_no_token(
     "method,shape,ranks,least",
     [
         pytest.param("dspark", (8, 4, 16), 1, 3.0, id="DSpark, tree"),
-        pytest.param("dflash2", (7, 1, 8), 1, 3.0, id="DFlash2, chain"),
+        pytest.param("dflash2", (7, 1, 8), 1, 3.0, id="DFlash2, chain", marks=pytest.mark.slow),
         pytest.param("dflash2", (7, 4, 16), 2, 3.0, id="DFlash2, tree, 2 ranks", marks=pytest.mark.slow),
     ],
 )

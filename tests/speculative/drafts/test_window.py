@@ -72,7 +72,8 @@ def test_a_window_is_the_text_s_end_read_alone(pair: Pair) -> None:
         assert (seen[row] - whole[row]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("kind", ["tree", pytest.param("chain", marks=pytest.mark.slow)])
+@pytest.mark.slow  # drafts in a window are those of the text: `test_draft_oracle`
+@pytest.mark.parametrize("kind", ["tree", "chain"])
 def test_a_window_changes_no_answer(pair: Pair, kind: str) -> None:
     """Texts of two to four windows, chunks of prompts beside rounds."""
     generator = torch.Generator().manual_seed(3)

@@ -144,7 +144,6 @@ SMALL = {
     "chain-adaptive": small(CHAIN, 4, adaptive=True),
     "tree-adaptive": small(TREE, 4, 3.4, adaptive=True),
 }
-QUICK = {"tree-adaptive"}  # chains of one replica are compared where faults must be found
 
 
 def in_buckets(num_slots: int) -> Runner:
@@ -152,9 +151,8 @@ def in_buckets(num_slots: int) -> Runner:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
-)
+@pytest.mark.slow  # the harness of GPU tests; one of its faults stays
+@pytest.mark.parametrize("name", SMALL)
 def test_eager_rounds_equal_eager_rounds(name: str, tmp_path: Path) -> None:
     """The harness itself: requests end and begin, all kinds of rounds occur, and equal replicas stay equal, also after
     rounds of one alone."""
@@ -203,6 +201,7 @@ def test_wrong_slots_are_found(fault: Callable[[int], Runner], tmp_path: Path) -
         pair.compare(bucket_edges(arm.num_slots), 60)
 
 
+@pytest.mark.slow  # as above
 @torch.inference_mode()
 def test_other_numbers_in_the_cache_are_found(tmp_path: Path) -> None:
     """One token's keys of one layer: found in the pools at once, and after few rounds in what is emitted."""

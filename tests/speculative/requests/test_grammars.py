@@ -100,10 +100,7 @@ def acceptance_length(asked: list[Request]) -> float:
     return 1 + accepted / max(1, sum(request.num_rounds for request in asked))
 
 
-SLOW = pytest.mark.slow  # a tree's steps have all that is cut in others
-
-
-@pytest.mark.parametrize("shape", [pytest.param("plain", marks=SLOW), pytest.param("chain", marks=SLOW), "tree"])
+@pytest.mark.parametrize("shape", ["chain", *slow("plain", "tree")])
 def test_captured_steps_give_the_same_answers(shape: str) -> None:
     """Steps that are cut where masks join, replayed one after the other with those that are not. A request of each
     kind, and trees of few rows: every recording computes all rows of its bucket."""
@@ -133,7 +130,7 @@ def test_ranks_fill_the_same_masks() -> None:
     assert run(embedded_spec(TREE, tensor_parallel=2), asked) == [tokens[:FEW_TOKENS] for tokens in plainly()[:2]]
 
 
-@pytest.mark.parametrize("shape", ["tree", *slow("plain")])
+@pytest.mark.parametrize("shape", ["plain", *slow("tree")])
 def test_a_request_goes_on_where_it_was(shape: str) -> None:
     """Resumed after any number of tokens, as after the loss of an engine."""
     asked = requests(SCHEMAS, 7)[1:5]
@@ -173,6 +170,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow  # choices and regular expressions: `test_hostile_grammars`
 def test_other_kinds_of_grammar() -> None:
     prompts = tokenized(held_out_prompts(len(OTHERS)))
     outputs = []

@@ -97,7 +97,8 @@ def test_choices_in_any_language_on_other_engines(speculative: SpeculativeConfig
         assert_choices(engine)
 
 
-@pytest.mark.parametrize("known", [HARDER, *slow(KNOWN[0], KNOWN[1])], ids=["harder regex", "regex", "ebnf"])
+@pytest.mark.slow  # the limit of a mask: `tests.workers.structured_output.test_mask_host`
+@pytest.mark.parametrize("known", [HARDER, KNOWN[0], KNOWN[1]], ids=["harder regex", "regex", "ebnf"])
 def test_known_grammars_of_seconds_per_token_hurt_themselves_alone(
     engine: LocalEngine, alone: list[list[int]], known: Grammar
 ) -> None:

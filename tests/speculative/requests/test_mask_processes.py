@@ -45,28 +45,6 @@ def _asked() -> list[Request]:
     return [*found, Request("free", PROMPTS[3], SamplingParams(24, 0.0))]
 
 
-def test_answers_are_the_same_though_the_process_is_killed_again_and_again() -> None:
-    torch.set_num_threads(1)
-    with local_engine(embedded_spec(CHAIN)) as engine:
-        undisturbed, disturbed = _asked(), _asked()
-        engine.run(undisturbed, 4)
-        worker = engine.executor
-        assert isinstance(worker, Worker) and worker._grammars is not None
-        link = worker._grammars._link
-        for request in disturbed:
-            engine.scheduler.submit(request)
-        num_unfinished, num_steps, first = len(disturbed), 0, link.generation
-        while num_unfinished:
-            num_steps += 1
-            # while a mask is filled, which takes long on a busy machine, its request would be blamed
-            if num_steps >= 4 and not bool((worker._grammars.masks.running >= 0).any()):
-                link.lost("killed by a test")
-                num_steps = 0
-            num_unfinished -= sum(output.finish_reason is not None for output in engine.step())
-    assert [request.output for request in disturbed] == [request.output for request in undisturbed]
-    assert link.generation > first
-
-
 @dataclass(frozen=True)
 class OtherRank(TPGroup):
     """What this rank gathers, and what another one would have given whose masks are late as `late` says, given an index
@@ -121,6 +99,26 @@ def undisturbed(engine: LocalEngine) -> list[list[int]]:
     asked = _asked()
     engine.run(asked, 4)
     return [request.output for request in asked]
+
+
+def test_answers_are_the_same_though_the_process_is_killed_again_and_again(
+    engine: LocalEngine, undisturbed: list[list[int]]
+) -> None:
+    disturbed, worker = _asked(), engine.executor
+    assert isinstance(worker, Worker) and worker._grammars is not None
+    link = worker._grammars._link
+    for request in disturbed:
+        engine.scheduler.submit(request)
+    num_unfinished, num_steps, first = len(disturbed), 0, link.generation
+    while num_unfinished:
+        num_steps += 1
+        # while a mask is filled, which takes long on a busy machine, its request would be blamed
+        if num_steps >= 4 and not bool((worker._grammars.masks.running >= 0).any()):
+            link.lost("killed by a test")
+            num_steps = 0
+        num_unfinished -= sum(output.finish_reason is not None for output in engine.step())
+    assert [request.output for request in disturbed] == undisturbed
+    assert link.generation > first
 
 
 @pytest.fixture

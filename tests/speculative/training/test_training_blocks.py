@@ -39,6 +39,7 @@ from tests.support import ROOT
 from tests.support.drafts import block_reference
 from tests.support.drafts.block_reference import BlockHead as Sizes
 from tests.support.drafts.block_reference import BlockReference
+from tests.support.slow import slow
 from tests.support.targets.llama import build_tokenizer
 from workers.config import ModelSource
 from workers.models.loading import read_target_config
@@ -224,7 +225,7 @@ def test_heads_are_trained_saved_measured_and_read_by_the_engine(
     chosen = {
         "dflash": ("--regenerate --steps 25 --anchors 9", 5),
         "dspark": (f"{text} --steps 25 --tv-weight 0.5 --random-depths", 6),
-        "dflash2": (f"{text} --steps 100000 --minutes 0.02", 5),
+        "dflash2": (f"{text} --steps 100000 --minutes 0.005", 5),
     }
     for method, (how, depth) in chosen.items():
         draft = tmp_path / method
@@ -242,7 +243,7 @@ def test_heads_are_trained_saved_measured_and_read_by_the_engine(
         assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["dspark", *slow("dflash2")])
 def test_a_head_of_a_small_hybrid_is_trained_and_read_by_the_engine(kind: str, tmp_path: Path) -> None:
     """It reads every layer but the last, and rotates whole heads, of which the target rotates a quarter."""
     folder = ROOT / "tests" / "models" / "hybrid_tiny"

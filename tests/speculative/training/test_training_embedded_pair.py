@@ -43,6 +43,7 @@ def test_the_target_greets_back_and_ends_its_turn(target: PreTrainedModel, token
     assert tokenizer.decode(answer.tokens[answer.num_prompt :]) == "Hello! How can I help you today?<|end|>"
 
 
+@pytest.mark.slow  # `examples/offline.py` asks it, `tests.deploy.test_evaluate` measures its draft
 def test_the_target_works_a_word_problem_to_a_result_and_the_draft_follows(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -52,14 +52,15 @@ def plain(pair: Pair) -> list[list[int]]:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow  # preempted requests, and targets of every kind of layer, below
 @pytest.mark.parametrize(
     "shape,page_size,chunk",
     [
         ("chain", 1, 7),
-        pytest.param("tree", 64, 512, marks=SLOW),  # trees: of every kind of layer, below
-        pytest.param("chain", 64, 512, marks=SLOW),
-        pytest.param("tree", 1, 7, marks=SLOW),
-        pytest.param("tree", 4, 32, marks=SLOW),
+        ("tree", 64, 512),
+        ("chain", 64, 512),
+        ("tree", 1, 7),
+        ("tree", 4, 32),
     ],
 )
 def test_greedy_tokens_do_not_change(
@@ -172,7 +173,7 @@ HEADS = {
     "DSpark of a hybrid": ("dspark", "Qwen3_5"),
     "DFlash of a hybrid": ("dflash", "Qwen3_5"),
 }
-QUICK = {("DFlash", "changing", 0), ("DSpark of a hybrid", "changing", 2)}
+QUICK = {("DFlash", "changing", 0)}
 ROWS = [
     *(("DFlash", name, seed) for name in SHAPES for seed in range(len(CASES))),
     *((head, "changing", seed) for head in HEADS if head != "DFlash" for seed in range(len(CASES))),
