@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from attention.lazy_import import load
 from cluster.environment import pin_network_interface, set_visible_devices, visible_devices
-from cluster.linux import end_with_parent, lower_priority, raise_open_files, set_name
+from cluster.linux import end_with_parent, raise_open_files, set_name
 from cluster.logs import use_logs
 from cluster.plan import RankPlan
-from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
+from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
 from cluster.start_log import StartLog
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
@@ -174,7 +174,7 @@ class _Rank:
         set_name(f"{NAME}{self._rank}")
         raise_open_files()  # before there are threads, with which enlarging the table takes up to 0.7 s
         if not self._plan.uses_gpus:
-            lower_priority()
+            use_cpu_settings()
         threading.Thread(target=self._attend, args=(listener,), name="actor", daemon=True).start()
         builder = self._open()
         built: object

@@ -21,12 +21,12 @@ from cluster.environment import (
     set_visible_devices,
     visible_devices,
 )
-from cluster.linux import lower_priority, raise_open_files
+from cluster.linux import raise_open_files
 from cluster.logs import use_logs
 from cluster.placement import RankPlace
 from cluster.plan import RankPlan
 from cluster.replica.rank_process import RANK_BUILDER, AttachedRank, RankFacts, attach
-from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
+from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
 from cluster.start_log import StartLog
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
@@ -130,7 +130,7 @@ class Worker:
                 self._log.done("took the rank started ahead")
         if self._attached is None:
             if not self._plan.uses_gpus:
-                lower_priority()
+                use_cpu_settings()
             self._builder = self.rank_builder(self._plan, rank)
             self._log.done("device opened")
 

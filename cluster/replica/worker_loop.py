@@ -7,7 +7,7 @@ from typing import Literal
 
 import zmq
 
-from cluster.linux import trim_heap, use_exact_timers, use_short_time_slice
+from cluster.linux import keep_freed_memory, lower_priority, trim_heap, use_exact_timers, use_short_time_slice
 from cluster.transport.channel import RankChannel
 from cluster.transport.messages import Heartbeat, Stop
 from cluster.transport.sockets import Transport
@@ -24,6 +24,13 @@ _DEVICE_POLL_S = 20e-6
 def open_channel(transport: Transport, name: str, rank: int, epoch: int) -> RankChannel:
     """Return a rank's end of the channel to the coordinator of engine `name`."""
     return RankChannel(zmq.Context(), transport, rank, epoch, f"{name}-{epoch}-{rank}")
+
+
+def use_cpu_settings() -> None:
+    """Prepare this process for a rank on a CPU: processes that answer requests go first, and memory of one step is kept
+    for the next."""
+    lower_priority()
+    keep_freed_memory()
 
 
 def idle_work_of(uses_gpus: bool) -> Callable[[], None] | None:

@@ -36,6 +36,32 @@ def test_the_state_of_a_process_does_not_depend_on_its_name() -> None:
     subprocess.run([sys.executable, "-c", look + check], cwd=ROOT, check=True)
 
 
+STEPS = """
+import resource
+import sys
+from cluster.linux import keep_freed_memory, trim_heap
+if sys.argv[1:]:
+    keep_freed_memory()
+for step in range(20):
+    if step == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [bytearray(size) for size in (60_000, 3_000_000, 12_000_000, 20_000_000, 20_000_000)]
+    blocks.clear()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(*arguments: str) -> int:
+    """Page faults of ten steps, after ten others, that allocate the same memory."""
+    command = [sys.executable, "-c", STEPS, *arguments]
+    return int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_memory_of_one_step_is_kept_for_the_next() -> None:
+    assert page_faults("keep") < 20 < 1000 < page_faults(), "with glibc's defaults each step asks for it again"
+
+
 WAKE = """
 import os, statistics, time
 from cluster.linux import use_exact_timers, use_short_time_slice
