@@ -146,12 +146,14 @@ def settings(seed: int, count: int, tensor_parallel: int = 1) -> Iterator[tuple[
         yield setting, Random(rng.random())
 
 
-@pytest.mark.parametrize("served", ["Qwen3Next", *slow("Qwen3_5", "Qwen3_5Moe")], indirect=True)
-def test_answers_and_states_are_those_of_plain_decoding(served: Served) -> None:
+@pytest.mark.parametrize(
+    "served, count", [("Qwen3Next", 5), *slow(("Qwen3_5", 24), ("Qwen3_5Moe", 24))], indirect=["served"]
+)
+def test_answers_and_states_are_those_of_plain_decoding(served: Served, count: int) -> None:
     """Whatever the drafts, pages, chunks, neighbours and aborts, and with states that the prefix cache has saved."""
     seen = Seen()
     for setting, rng in settings(ARCHITECTURES.index(served.architecture), 4):
-        check_run(served, setting, rng, seen, count=5)
+        check_run(served, setting, rng, seen, count)
     assert min(vars(seen).values()) > 0, f"not all was met: {seen}"
 
 

@@ -137,7 +137,7 @@ def test_answers_are_those_without_a_cache(
     cache = CacheConfig(page_size, num_pages=2400 // page_size, state_snapshots=snapshots, state_interval=16)
     different, saved = differences(models, draft, cache, 20, seed=1, captured=draft == "tree")
     assert different == 0
-    assert saved > 0.1, f"only {saved:.0%} of the prompt tokens were found"
+    assert saved > 0.05, f"only {saved:.0%} of the prompt tokens were found"
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 2.0**-8), *slow(("float32", 2e-4))])
@@ -169,4 +169,4 @@ def test_no_answer_of_many_turns_differs(
     cache = CacheConfig(page_size, num_pages=num_pages, state_snapshots=snapshots, state_interval=interval)
     different, saved = differences(models, draft, cache, 900, seed=page_size)
     assert different == 0, f"{different} of 900"
-    assert saved > 0.1
+    assert saved > 0.05
