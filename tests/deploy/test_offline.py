@@ -71,7 +71,7 @@ def test_a_text_is_one_prompt(llm: LLM) -> None:
         llm.generate([text, 7])
 
 
-@pytest.mark.parametrize("use_tqdm", [True, False])
+@pytest.mark.parametrize("use_tqdm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_progress_counts_answers_and_is_shown_on_request(
     llm: LLM, use_tqdm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,9 @@ def meant(folder: Path) -> Path:
         pytest.param(["mxfp4"], "Qwen3Moe", marks=pytest.mark.slow),
         (["nvfp4"], "Qwen3_5"),  # a scale of each matrix, of which one holds q, k and v
         pytest.param(["nvfp4"], "Qwen3Next", marks=pytest.mark.slow),
-        (["fp8", "--ignore", "*.down_proj", "re:.*layers\\.0\\.self_attn"], "Llama"),
+        pytest.param(
+            ["fp8", "--ignore", "*.down_proj", "re:.*layers\\.0\\.self_attn"], "Llama", marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value[:1]),
 )

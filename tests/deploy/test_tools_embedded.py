@@ -118,7 +118,8 @@ async def test_forced_calls_are_whole_and_valid(llm: LLM) -> None:
     _check("weather", form.choices[0].message.content or "")
 
 
-@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # harmony's form: `tests.cluster.http.parsers.test_harmony`; forced calls: above
+@pytest.mark.parametrize("stream", [True, False])
 async def test_a_loop_of_tools_in_harmonys_form(llm: LLM, stream: bool) -> None:
     """As agents do over /v1/responses: a forced call, its result, and an answer of a form. The pair's tokenizer has no
     harmony tokens, so that the grammar writes the marks by their characters."""
@@ -149,6 +150,7 @@ async def test_a_loop_of_tools_in_harmonys_form(llm: LLM, stream: bool) -> None:
     _check("weather", response.output_text)
 
 
+@pytest.mark.slow  # the command: `tests.deploy.test_check_cache`
 async def test_the_cache_of_the_embedded_pair_changes_no_answer(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--words", "40", "--max-tokens", "6", "--conversations", "1", "--concurrency", "1"]
     async with served(OfflineEngine(llm), llm.tokenizer, max_model_len=1024) as url:  # type: ignore[arg-type]

@@ -50,6 +50,7 @@ def test_wheel_holds_nothing_else(wheel: Path) -> None:
     assert all(".dist-info/" in name for name in others), others
 
 
+@pytest.mark.slow  # `tests.e2e.test_aerie_serve` serves from it
 def test_installed_wheel_plans_and_answers_from_any_folder(installed: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", ANSWERS, str(ROOT), str(installed), *FOLDERS]
     done = subprocess.run(

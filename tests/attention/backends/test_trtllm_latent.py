@@ -92,7 +92,7 @@ def test_rows_of_chains_see_what_they_should(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/ops/test_triton_interpreter.py runs it")
-@pytest.mark.parametrize("shape", [GEN, SMALL], ids=["gen", "small"])
+@pytest.mark.parametrize("shape", [GEN, pytest.param(SMALL, marks=pytest.mark.slow)], ids=["gen", "small"])
 @pytest.mark.parametrize("work", TREES, ids=lambda work: work.name)
 def test_trees_are_their_prefix_and_their_masked_columns(
     work: Work, shape: Shape, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ from tests.support.slow import slow  # noqa: E402
 
 pytestmark = MARKS
 HEADS = SMALL if INTERPRETED else DeltaHeads(2, 4, 128, 128)
+WIDE = DeltaHeads(1, 1, 128, 128)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def _kernels() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("most_rows", [8, *slow(64)] if INTERPRETED else [8, 64], ids=["two launches", "one launch"])
+@pytest.mark.parametrize("most_rows", slow(8, 64) if INTERPRETED else [8, 64], ids=["two launches", "one launch"])
 @pytest.mark.parametrize("seed", range(1 if INTERPRETED else 20))
 def test_lives_of_slots_are_the_recurrence(seed: int, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, within 2e-4 of the largest number: the last norm enlarges small outputs' rounding by up to 100.
@@ -70,7 +71,7 @@ def test_a_request_is_the_same_beside_others() -> None:
         assert torch.equal(alone[2].state[slot], together[2].state[slot])
 
 
-@pytest.mark.parametrize("heads", [SMALL, DeltaHeads(1, 1, 128, 128)], ids=["16x16", "128x128"])
+@pytest.mark.parametrize("heads", [SMALL, *(slow(WIDE) if INTERPRETED else [WIDE])], ids=["16x16", "128x128"])
 def test_chunks_keep_what_plans_count(heads: DeltaHeads, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = RAGGED[0]
     arguments, made = chunk_arguments(heads, chunks, 3, torch.bfloat16)(DEVICE), []

@@ -89,7 +89,7 @@ def test_random_lives_are_the_recurrence(seed: int, heads: DeltaHeads) -> None:
         lives.finish()
 
 
-@pytest.mark.parametrize("tokens", [300, pytest.param(32_768, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [120, *(pytest.param(n, marks=pytest.mark.slow) for n in (300, 32_768))])
 def test_states_do_not_drift(tokens: int) -> None:
     """Decoded with trees that are verified, against one token after the other in float64; a state forgets its errors
     as it forgets its tokens. The tolerance is that of any single round: the last norm enlarges the rounding of outputs

@@ -360,7 +360,7 @@ def test_a_layer_takes_the_parts_of_its_first_product(monkeypatch: pytest.Monkey
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("with_rounds", [True, *slow(False)])
+@pytest.mark.parametrize("with_rounds", slow(True, False))  # expanded chunks by themselves: below
 def test_a_layer_that_expands_chunks_is_the_layer(with_rounds: bool) -> None:
     """Prompts that begin, one that goes on after others' tokens, padding chunks and rows; beside rounds and alone."""
     torch.manual_seed(8)

@@ -19,6 +19,7 @@ def test_no_launch_reads_what_is_not_yet_written() -> None:
 
 
 @interpreted
+@pytest.mark.slow  # the kernels by themselves: `test_implementations`; the stress can fail: below
 def test_the_stress_finds_nothing_where_there_is_nothing() -> None:
     stress = Stress(DEVICE, torch.float32, num_requests=2, max_length=150)
     repeated(stress, LAYERS * PASSES)()

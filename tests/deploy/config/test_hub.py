@@ -131,6 +131,14 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     assert missing_files(tmp_path) == ["model-1.safetensors", "model-2.safetensors"]
 
 
+def test_a_gated_name_is_downloaded_with_the_token_of_the_environment(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert (Path(model_folder("tiny/gated", None)) / "config.json").exists()
+
+
+@pytest.mark.slow  # names in a file, and the token of a gated one: above
 def test_a_file_that_names_models_is_planned_with_the_hubs_token(tmp_path: Path) -> None:
     """The command as a user runs it: a mirror, a cache and a token of the environment, a gated repository."""
     content = yaml.safe_load(starting_point("eagle"))

@@ -215,7 +215,7 @@ def test_only_the_frontend_listens_beyond_this_machine(tmp_path: Path) -> None:
     assert open_to_all == ["*:8000"] and len(binds) == 4, binds
 
 
-@pytest.mark.parametrize("count", [400, 2000])
+@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
 async def test_requests_above_the_limit_are_refused_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:

@@ -12,6 +12,7 @@ from deploy.serve.check_process import CheckProcess, Task
 from tests.support import ROOT
 
 
+@pytest.mark.slow  # as `aerie serve` does it: `tests.deploy.test_cli`
 def test_a_refused_checkpoint_is_told_at_once_with_its_reason(tmp_path: Path) -> None:
     args = read_config_file(ROOT / "deploy" / "eagle.yaml")["applications"][0]["args"]
     model = tmp_path / "model"

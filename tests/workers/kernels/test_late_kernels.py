@@ -16,7 +16,10 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 @pytest.mark.parametrize(
     "model,shape,options",
     [
-        ("llama-3.1-8b", "plain", ("--steps", "8", "--max-running", "48", "--share", "0.05")),
+        ("llama-3.1-8b", "plain", ("--steps", "8", "--max-running", "16", "--share", "0.05")),
+        pytest.param(
+            "llama-3.1-8b", "plain", ("--steps", "8", "--max-running", "48", "--share", "0.05"), marks=pytest.mark.slow
+        ),
         pytest.param(
             "dsv3-rank", "chain", ("--steps", "8", "--max-running", "48", "--share", "0.2"), marks=pytest.mark.slow
         ),

@@ -57,8 +57,7 @@ def quantised(source: Path, folder: Path, block: tuple[int, int] = BLOCK, **quan
     [
         "DeepseekV3",
         "Qwen3Moe",
-        "Llama",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("Glm4Moe", "Gemma3", "Phi3")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("Llama", "Glm4Moe", "Gemma3", "Phi3")),
     ],
 )
 def test_a_target_answers_as_its_weights_mean(

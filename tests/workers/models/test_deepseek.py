@@ -70,6 +70,7 @@ def test_yarn_is_anyones(tmp_path: Path, truncate: bool) -> None:
     assert by_us(target) == by_transformers(target)
 
 
+@pytest.mark.slow  # drafts of a latent target: `tests.speculative.test_fp8_kv`, `tests.speculative.drafts.test_mtp`
 def test_speculation_changes_no_token(tmp_path: Path) -> None:
     """The draft keeps K/V heads where its target keeps latent rows; page numbers are the same."""
     check_speculation(tmp_path, make_target(tmp_path / "t", calm=0.01, **V3))

@@ -66,6 +66,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, name: str, seed
     assert by_us(target) == expected
 
 
+@pytest.mark.slow  # trees and few pages: `tests.speculative.drafts.test_gemma4_assistant`
 @slow_but
 def test_trees_ranks_and_few_pages_change_no_token(tmp_path: Path, name: str) -> None:
     """The K/V head of global layers is one, which both ranks have."""

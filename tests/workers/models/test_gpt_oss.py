@@ -27,6 +27,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, seed: int) -> N
     assert by_us(target) == by_transformers(target)
 
 
+@pytest.mark.slow  # trees and few pages: `test_window_pool`; ranks: experts, below
 def test_trees_ranks_and_few_pages_change_no_token(tmp_path: Path) -> None:
     check_trees_on_ranks(make_target(tmp_path / "target", **GPT_OSS), tmp_path / "head")
 

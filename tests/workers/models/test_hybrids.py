@@ -95,6 +95,7 @@ def within_a_model_of_images(target: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow  # `test_fp8_checkpoints_answer_as_their_weights_mean` serves one
 def test_the_text_model_of_a_model_of_images_is_served(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", architecture="Qwen3_5Moe")
     whole = within_a_model_of_images(target, tmp_path / "whole")

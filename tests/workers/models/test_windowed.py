@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slow import slow
 from tests.support.target_answers import as_text_part, check_chains_and_cached_prefixes, check_trees_on_ranks
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us
@@ -66,7 +67,7 @@ LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_
     "name,changes",
     [
         ("Phi-3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, "sliding_window": None}),
-        ("Qwen2-MoE", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 4}),
+        *slow(("Qwen2-MoE", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 4})),
     ],
 )
 def test_variants_are_left_to_the_adapter(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:

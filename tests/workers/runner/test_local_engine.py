@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.support import ROOT
 from tests.support.embedded import embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
@@ -21,6 +23,7 @@ from workers.models.loading import read_target_config
 from workers.runner.layout import plan_engine
 from workers.runner.local_engine import local_engine
 from workers.scheduling.plan import SamplingParams
+import pytest
 
 torch.set_num_threads(1)
 worker = WorkerConfig(ModelSource(sys.argv[1], device="cpu"), CacheConfig(num_pages=100))
@@ -30,6 +33,7 @@ print(json.dumps({"output": request.output, "modules": sorted({name.partition(".
 """
 
 
+@pytest.mark.slow  # imports as they are written: `tests.test_layers`
 def test_a_plain_engine_imports_nothing_of_what_speculates() -> None:
     worker, prompt = embedded_spec(None).worker, tokenized(held_out_prompts(1))[0]
     with local_engine(worker, plan_engine(worker, read_target_config(worker.model, 1))) as engine:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.simulation.load import H200, Policy, poisson_load, replace_struct, simulate
+from tests.support.slow import slow
 from workers.config import PLAIN, RoundShapes, SchedulerConfig
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.latency_budget import LatencyBudget
@@ -43,7 +44,7 @@ def test_what_waits_takes_its_prompts_and_the_rounds_of_its_answers() -> None:
     assert admission.wait_s() is None
 
 
-@pytest.mark.parametrize("told", [1.0, 2.0], ids=["costs are right", "costs are double"])
+@pytest.mark.parametrize("told", [*slow(1.0), 2.0], ids=["costs are right", "costs are double"])
 def test_the_wait_of_a_burst_is_known_before_half_of_it_is_over(monkeypatch: pytest.MonkeyPatch, told: float) -> None:
     """For 500 requests that come at once, whatever the start measured."""
     load = [replace(arrival, at_s=0.0) for arrival in poisson_load(50.0, 10.0, 3)]

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.simulation.shapes import CPU, GPU, TREE
+from tests.support.slow import slow
 from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
 
@@ -77,7 +78,7 @@ def test_a_change_of_load_is_followed_within_a_second(noise: float) -> None:
         assert ran.correction(rounds(PLAIN)) == wanted and ran.correction(rounds(CHAIN)) == wanted
 
 
-@pytest.mark.parametrize("noise", [0.03, 0.1])
+@pytest.mark.parametrize("noise", [*slow(0.03), 0.1])
 def test_noise_is_no_change_of_pace(noise: float) -> None:
     """Each alarm has all shapes timed anew, which takes up to 8 % of the next 300 steps. Before, one in 5,000 steps was
     one; now one in some 200,000, so that these seeds have none."""

@@ -21,7 +21,9 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(str(MODELS / "target"), 4096)
 
 
-@pytest.mark.parametrize("slow", [None, *PREFERRED])
+@pytest.mark.parametrize(
+    "slow", [None, *PREFERRED[:3], *(pytest.param(text, marks=pytest.mark.slow) for text in PREFERRED[3:])]
+)
 def test_each_sample_answer_finds_what_those_before_it_pass_by(
     vocabulary: Vocabulary, slow: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from tests.workers.models.adapter.test_every_decoder import EQUAL, NO_STREAMS, O
 from tests.workers.models.test_targets import worker_of
 from workers.models.loading import read_target_config
 
-QUICK = ("gemma", "mixtral")
+QUICK = ("gemma",)  # it computes a part in float32
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # transformers' GPT-BigCode

@@ -50,7 +50,7 @@ GELU: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh"}
     ("kind", "options", "tensor_parallel"),
     [
         ("granitemoe_swa", {}, 1),
-        ("minimax_m3_vl_text", {}, 1),
+        *slow(("minimax_m3_vl_text", {}, 1)),
         *slow(("granitemoe_swa", GELU, 1), ("granitemoe_swa", {}, 2), ("minimax_m3_vl_text", {}, 2)),
         *slow(("granitemoe", {}, 1), ("granitemoeshared", {}, 1), ("mixtral", GELU, 1), ("mixtral", GELU, 2)),
     ],

@@ -16,6 +16,7 @@ from speculative.local import local_engine
 from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.kernels.launches import counted_launches
 from tests.support.known_models import known_config, make_known
+from tests.support.slow import slow
 from tests.workers.models.adapter.test_adapter import architecture_of, set_field
 from tests.workers.models.test_targets import by_transformers, by_us, prompts, worker_of
 from workers.config import ModelSource
@@ -77,7 +78,7 @@ def test_modules_that_match_are_replaced(
     assert sum(call.rotary is not None for call in config.calls) == rotations
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)])
 def test_modules_are_compared_in_float32_whatever_the_models_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     """Gemma adds 1 to the weight in float32. Added in bfloat16, the norm would be another one."""
     for kind, norm in (("seed_oss", RMSNorm), ("gemma", ZeroCentredRMSNorm)):
@@ -338,7 +339,7 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cal
     yield lambda kind, implementation: last(kind, implementation, 2) - last(kind, implementation, 1)
 
 
-@pytest.mark.parametrize(("kind", "more"), [("llama", 1), ("qwen3", 3)])
+@pytest.mark.parametrize(("kind", "more"), [("qwen3", 3), *slow(("llama", 1))])
 def test_a_layer_launches_little_more_than_in_an_own_class(
     launches_of: Callable[[str, str], int], kind: str, more: int
 ) -> None:

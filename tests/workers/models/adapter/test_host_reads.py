@@ -18,7 +18,7 @@ from tests.workers.models.adapter.test_every_decoder import EQUAL, OUTCOMES, mak
 from tests.workers.models.test_targets import worker_of
 from workers.models.adapter.model import TransformersModel, _Head
 
-QUICK = ("gemma", "llama", "mixtral")
+QUICK = ("mixtral",)  # attention as every model's, and experts
 _READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.bincount", "aten.masked_select", "aten._unique")
 
 

@@ -37,7 +37,7 @@ def costs_of(shapes: RoundShapes) -> CostTable:
 @pytest.mark.parametrize("means", MEANS, ids=str)
 @pytest.mark.parametrize("batch", [32, *slow(1, 8)])
 @pytest.mark.parametrize(
-    "shapes, of_none, of_best", [(CHAIN_3, 0.985, 0.97), (TREE_8, 0.975, 0.965)], ids=["chain", "tree"]
+    "shapes, of_none, of_best", [*slow((CHAIN_3, 0.985, 0.97)), (TREE_8, 0.975, 0.965)], ids=["chain", "tree"]
 )
 def test_adaptive_is_never_below_no_speculation(
     shapes: RoundShapes, of_none: float, of_best: float, batch: int, means: tuple[float, ...]
