@@ -80,6 +80,8 @@ def accept_commit(
     synthetic_length  None, or the mean length of rounds (`accept_synthetic`)
     ->                [B, max_depth + 1] of the paths
     """
+    if chosen.shape[1] == 1 and max_depth == 0:
+        return _commit_roots(slots, chosen, table)
     running, length = ~table.finished[slots], table.seq_len[slots]
     if synthetic_length is None:
         accepted = accept(tree, chosen, running, max_depth)
@@ -88,6 +90,15 @@ def accept_commit(
         accepted = accept_synthetic(tree, chosen, running, max_depth, synthetic_length, seed, length.long())
     commit = table.commit(slots, accepted.tokens, accepted.num_drafts + 1)
     return committed(tree, replace(accepted, tokens=commit.tokens), commit, length)
+
+
+def _commit_roots(slots: Tensor, chosen: Tensor, table: SlotTable) -> Committed:
+    """`accept_commit` of a round without drafts, chosen [B, 1]: there is nothing to compare."""
+    length, nothing = table.seq_len[slots], torch.zeros_like(chosen)
+    commit = table.commit(slots, chosen.clone(), torch.ones_like(slots))
+    row, num_drafts = torch.arange(slots.shape[0], device=slots.device), nothing[:, 0]
+    accepted = Accepted(nothing, num_drafts, commit.tokens)
+    return Committed(accepted, commit, row.unsqueeze(1), row, length, torch.full_like(slots, -1))
 
 
 def has_drafts(tree: Tree) -> Tensor:
@@ -120,9 +131,6 @@ def accept(tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int) -> Accep
     A node is accepted if its ancestors' bits are all among the matching nodes, so no walk over the tree is needed.
     """
     width = tree.tokens.shape[1]
-    if width == 1 and max_depth == 0:  # a round without drafts: nothing to compare
-        nothing = torch.zeros_like(chosen)
-        return Accepted(nothing, nothing[:, 0], chosen.clone())
     node = torch.arange(width, device=chosen.device)
     matches = tree.tokens == chosen.gather(1, tree.parents)
     matches = (matches & enabled.unsqueeze(1)) | (node == 0)

@@ -145,7 +145,7 @@ def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> Non
     node = torch.zeros_like(slots).unsqueeze(1)
     merged, alive = torch.zeros_like(node), torch.ones_like(node, dtype=torch.bool)
     index = torch.arange(first, device=slots.device)
-    for step in range(num_nodes):
+    for step in range(num_nodes if first > 1 else 0):  # a root alone has no child to merge with
         token = chain[:, step : step + 1]
         hit = torch.where((parents == node) & (tokens == token) & (index > 0) & (token >= 0), index, -1)
         child = hit.amax(1, keepdim=True)

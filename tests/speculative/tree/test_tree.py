@@ -13,10 +13,25 @@ from speculative.tree.nodes import NO_TOKEN, Tree, chain, root_only_trees
 from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
 from tests.support.drafts.random_trees import random_candidates
+from tests.support.kernels.num_operations import num_operations
 from tests.support.slots import enter
 from workers.config import PLAIN
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
 from workers.slots.slot_table import SlotTable
+
+
+def test_a_root_is_committed_in_a_third_of_the_operations_of_a_comparison() -> None:
+    """Plain rounds of an engine with a draft have nothing to compare. Beyond what `SlotTable.commit` takes."""
+    slots, chosen = torch.arange(2), torch.tensor([[3], [4]])
+    table = SlotTable(4, 4, 99, torch.device("cpu"))
+
+    def operations(width: int) -> int:
+        tree = root_only_trees(torch.tensor([1, 2]), width)
+        choice = chosen.expand(2, width).contiguous()
+        commit = num_operations(lambda: table.commit(slots, choice.clone(), torch.ones_like(slots)))
+        return num_operations(lambda: accept_commit.reference(slots, tree, choice, table, width - 1)) - commit
+
+    assert 3 * operations(1) <= operations(2), (operations(1), operations(2))
 
 
 @pytest.mark.parametrize("top_k,steps,width", [(1, 3, 4), (2, 2, 4), (4, 5, 16), (3, 4, 9), (8, 3, 60)])
