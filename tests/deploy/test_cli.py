@@ -200,6 +200,7 @@ def test_checkpoints_that_do_not_fit_stop_serve_and_the_ray_that_it_started(tmp_
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # the tensor: `test_finite`; refused starts: `tests.cluster.replica.test_refused_starts`
 def test_weights_that_only_a_rank_can_refuse_end_the_first_start(tmp_path: Path) -> None:
     """NaN is found while weights are loaded: the command ends with the tensor's name, and no second start is tried."""
     model = Path(shutil.copytree(MODELS / "target", tmp_path / "target"))

@@ -48,6 +48,6 @@ def test_a_config_without_a_draft_is_refused() -> None:
 def test_the_embedded_draft_reaches_its_acceptance_length() -> None:
     """The figure of deploy/models/README.md on other prompts; 2.6 is what the project promises."""
     spec = with_shape(embedded_spec(CHAIN), argparse.Namespace(config="x", num_steps=3))
-    prompts = tokenized([p for i, p in enumerate(held_out_prompts(16)) if i % 4 != 3])
-    report = evaluate(spec, prompts, SamplingParams(64, 0.0), concurrency=8)
+    prompts = tokenized(held_out_prompts(7)[:3] + held_out_prompts(7)[4:])
+    report = evaluate(spec, prompts, SamplingParams(48, 0.0), concurrency=8)
     assert report.acceptance_length > 2.6

@@ -99,6 +99,7 @@ def test_speculation_does_not_change_greedy_text(client: openai.OpenAI) -> None:
     assert with_draft.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
+@pytest.mark.slow  # as `tests.deploy.test_offline` and the edge stop
 def test_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     whole = _complete(client, "stop here", max_tokens=16).choices[0].text
     stop = whole[5:7]
@@ -110,12 +111,14 @@ def test_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     wait_idle()
 
 
+@pytest.mark.slow  # `tests.deploy.test_offline`: several answers with a seed
 def test_n_choices_differ_when_sampled(client: openai.OpenAI) -> None:
     answer = _complete(client, "many", n=4, temperature=1, seed=7)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert len({choice.text for choice in answer.choices}) > 1
 
 
+@pytest.mark.slow  # as above
 def test_seed_repeats_a_sampled_answer(client: openai.OpenAI) -> None:
     texts = {_complete(client, "again", temperature=1, seed=11).choices[0].text for _ in range(2)}
     assert len(texts) == 1
