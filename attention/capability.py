@@ -113,6 +113,12 @@ def _of(kind: str, index: int | None) -> Capability:
 
 
 @cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU. A grid of so many thread blocks, one for each, may wait for all of them."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
 def nvrtc_path() -> str | None:
     """Return the library that compiles CUDA C++ for torch's CUDA: in the wheels beside torch, or on the library path;
     None without."""

@@ -44,6 +44,7 @@ The rule:
     silu_mul                triggers   nothing
     sigmoid_mul             triggers   nothing
     skinny_gemm             triggers   the first columns of W         constant
+    one_row (CUDA)          triggers   W, the bias                    constant
     quantize                triggers   nothing
     fp8_norm                triggers   the norm's weight             constant
     fp8_gemm                triggers   the first columns of W         constant
@@ -59,6 +60,7 @@ The rule:
     down_of_blocks          triggers   nothing
     down_of_listed          triggers   the list of experts; codes,    route; gate_up_of_blocks (few) is the fence
                                        scales, biases                 constant
+    one_row_experts (CUDA)  waits      nothing                        (is a fence)
     latent_values           triggers   W                              constant
     route                   triggers   nothing
     norm_route              triggers   W, the norm's weight           constant

@@ -4,5 +4,6 @@ choice         chooses the GEMM of a layer; torch's GEMM
 workspace      scratch memory shared by a model's GEMMs
 tiles          tile sizes for small batches
 skinny_triton  small-batch GEMM (rounds); `fixed_rows` for deterministic serving
+one_row_cuda   one row, on Hopper (one_row.cu)
 splits_triton  sums shared by several programs (split K)
 """

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.capability import Capability
+from attention.capability import Capability, num_multiprocessors
 from attention.ops.operation import Implementation
 from workers.ops.activation import silu_mul
-from workers.ops.gemm.tiles import INPUT_STEP
+from workers.ops.gemm.tiles import INPUT_STEP, one_row_bytes
 from workers.ops.gemm.workspace import GEMMOptions
 
 _ROWS_HINT = 4  # rows for which oneDNN optimises its layout: those of a round
+_MIN_KEPT_WEIGHTS = 1 << 21  # with fewer, shared memory is not what limits Triton's kernels
 _MIN_PACKED_WEIGHTS = 1 << 18  # with fewer, the call costs more than the layout saves
 
 
@@ -70,6 +71,12 @@ def _wants(deterministic: bool) -> Callable[[Tensor, GEMMOptions], bool]:
     return wants
 
 
+def _fits_shared_memory(weight: Tensor, options: GEMMOptions) -> bool:
+    if not _wants(False)(weight, options) or weight.dtype.itemsize != 2 or weight.numel() < _MIN_KEPT_WEIGHTS:
+        return False
+    return one_row_bytes(*weight.shape, num_multiprocessors(weight.device)) is not None
+
+
 def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:
     is_large = weight.numel() >= _MIN_PACKED_WEIGHTS
     return options.workspace is None and weight.dtype == torch.float32 and is_large and bool(torch._C._has_mkldnn)
@@ -78,6 +85,13 @@ def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:
 GEMMS = (
     Implementation(
         "triton", "workers.ops.gemm.skinny_triton:FixedRowsGEMM", lambda here: True, _wants(True), "deterministic"
+    ),
+    Implementation(
+        "cuda",
+        "workers.ops.gemm.one_row_cuda:OneRowGEMM",
+        lambda here: here.compiles_cuda,
+        _fits_shared_memory,
+        "one row, 16 bits; W fits in shared memory",
     ),
     Implementation(
         "triton", "workers.ops.gemm.skinny_triton:SkinnyGEMM", lambda here: True, _wants(False), "up to 128 rows"

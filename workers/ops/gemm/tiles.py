@@ -76,6 +76,14 @@ def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     return replace(tiles, block_n=64, warps=4)
 
 
+def one_row_bytes(n: int, k: int, blocks: int) -> int | None:
+    """Return the shared memory of each of `blocks` thread blocks of `one_row_cuda` for a weight [n, k]: its rows of W
+    with 16 bytes of padding each, x, and barriers. None if it does not fit."""
+    rows = cdiv(n, blocks)
+    needed = rows * (2 * k + 16) + 2 * k + 8 * cdiv(rows, 16)
+    return needed if blocks <= n and 0 < k and k % 32 == 0 and needed <= SHARED_BYTES else None
+
+
 def workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return cells and tickets for weights of these shapes [N, K]."""
     cells = num_tiles = 0
