@@ -58,7 +58,9 @@ def experts_of(num: int, size: int, width: int, activation: GatedActivation, bia
     generator = torch.Generator().manual_seed(size)
     gate_up = matrix("mxfp4", num, 2 * width, size, generator)
     down = matrix("mxfp4", num, size, width, generator)
-    biases = [torch.randn(num, n, generator=generator).to(DEVICE) for n in (2 * width, size)] if biased else [None, None]
+    if not biased:
+        return PackedExpertWeights(gate_up, down, activation=activation)
+    biases = [torch.randn(num, n, generator=generator).to(DEVICE) for n in (2 * width, size)]
     return PackedExpertWeights(gate_up, down, *biases, activation=activation)
 
 

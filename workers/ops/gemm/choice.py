@@ -74,7 +74,8 @@ def _wants(deterministic: bool) -> Callable[[Tensor, GEMMOptions], bool]:
 def _fits_shared_memory(weight: Tensor, options: GEMMOptions) -> bool:
     if not _wants(False)(weight, options) or weight.dtype.itemsize != 2 or weight.numel() < _MIN_KEPT_WEIGHTS:
         return False
-    return one_row_bytes(*weight.shape, num_multiprocessors(weight.device)) is not None
+    n, k = weight.shape
+    return one_row_bytes(n, k, num_multiprocessors(weight.device)) is not None
 
 
 def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:

@@ -81,7 +81,7 @@ def one_row_bytes(n: int, k: int, blocks: int) -> int | None:
     with 16 bytes of padding each, x, and barriers. None if it does not fit."""
     rows = cdiv(n, blocks)
     needed = rows * (2 * k + 16) + 2 * k + 8 * cdiv(rows, 16)
-    return needed if blocks <= n and 0 < k and k % 32 == 0 and needed <= SHARED_BYTES else None
+    return needed if blocks <= n and k > 0 and k % 32 == 0 and needed <= SHARED_BYTES else None
 
 
 def workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -7,7 +7,8 @@ product   y = x W^T + b; cuda: int4 on Hopper; product_triton chooses a kernel b
   blocks_triton      up to 512 rows: blocks of 64 outputs, by wgmma (block_weights_triton, order_rows_triton)
   dequantize_triton  more rows, with cuda more than 4,096: dequantises some outputs at a time for cuBLAS
 tiles     tile sizes, and the workspace
-experts   the weighted sum of each row's experts; experts_triton chooses kernels by the number of rows
+experts   the weighted sum of each row's experts; cuda: one row of MXFP4 on Hopper; experts_triton chooses a kernel by
+          the number of rows:
   expert_gate_up_triton  gate and up projections
   expert_down_triton     down projections (expert_steps_triton: one step of both)
 expert_tiles  tile sizes of the experts' kernels, and the workspace

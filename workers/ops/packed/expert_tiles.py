@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from attention.capability import MULTIPROCESSORS
 from workers.ops.experts.weights import ExpertSizes
+from workers.ops.packed.cuda.one_row_tiles import one_row_tiles
 from workers.ops.packed.weight import BITS, TILE, PackedWeight
 
 MAX_LISTED_ROWS = 1
@@ -137,6 +138,9 @@ def packed_expert_workspace(sizes: ExpertSizes) -> tuple[int, int]:
     for rows in range(1, MAX_LISTED_ROWS + 1):
         needed = partial_sizes(rows, sizes, _listed_tiles(rows, sizes))
         cells, tickets = max(cells, needed[0]), max(tickets, needed[1])
+    one_row = one_row_tiles(sizes, MULTIPROCESSORS)
+    if one_row is not None:
+        cells, tickets = max(cells, one_row.workspace[0]), max(tickets, one_row.workspace[1])
     return cells, tickets
 
 

@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.capability import num_multiprocessors
 from attention.ops.operation import Implementation, on_gpu, operation
 from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.experts.grouped import check_experts, local_expert_ids
 from workers.ops.experts.route import RouterLogits
 from workers.ops.experts.weights import ExpertSizes
 from workers.ops.gemm.workspace import GEMMOptions
+from workers.ops.packed.cuda.one_row_tiles import GROUP, one_row_tiles
 from workers.ops.packed.weight import TILE, PackedWeight, dequantize
 from workers.span import Span
 
@@ -103,6 +105,20 @@ def _served(
     return options.workspace is not None and unserved(weights, x.dtype) is None
 
 
+def _served_one_row(
+    x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
+) -> bool:
+    if not _served(x, router, weights, options) or x.shape[0] != 1 or options.deterministic or not weights.is_moved:
+        return False
+    is_aligned = x.is_contiguous() and x.data_ptr() % 16 == 0
+    if weights.gate_up.group != GROUP or not is_aligned or (out is not None and out.dtype != x.dtype):
+        return False
+    if weights.gate_up.row_scale is not None or weights.down.row_scale is not None:
+        return False
+    slots = router.routing.experts_per_token
+    return one_row_tiles(weights.sizes(slots), num_multiprocessors(x.device)) is not None
+
+
 def unserved(weights: PackedExpertWeights, dtype: torch.dtype) -> str | None:
     """Return why the kernels cannot multiply by these weights; None if they can."""
     if dtype != torch.bfloat16:
@@ -120,6 +136,13 @@ def _check(
 
 
 @operation(
+    Implementation(
+        "cuda",
+        "workers.ops.packed.cuda.experts_cuda:packed_expert_products",
+        lambda here: here.compiles_cuda,
+        _served_one_row,
+        "one row, MXFP4",
+    ),
     Implementation("triton", "workers.ops.packed.experts_triton:packed_expert_products", on_gpu, _served),
     contract=_check,
 )
