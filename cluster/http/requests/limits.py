@@ -9,12 +9,13 @@ from cluster.http.errors import invalid, model_not_found, too_long
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.text.long_text import Truncation
 
+SERVED_MODEL = "default"  # the name of the served model in SGLang's examples, whatever its own name
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
 def check_model(name: str | None, config: EdgeConfig) -> None:
     """Raise ApiError unless the model is served under this name."""
-    if name is not None and name not in config.model_names:
+    if name is not None and name != SERVED_MODEL and name not in config.model_names:
         raise model_not_found(name, config.served_model_name)
 
 

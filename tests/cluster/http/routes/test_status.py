@@ -120,6 +120,18 @@ async def test_further_names_of_the_model_are_listed_and_asked_by() -> None:
     assert card == models[2] and reply["model"] == MODEL
 
 
+@pytest.mark.parametrize(
+    "route, rest", [("completions", {"prompt": "x"}), ("chat/completions", HELLO), ("responses", {"input": "x"})]
+)
+async def test_default_is_the_served_model(route: str, rest: dict[str, object]) -> None:
+    """As in SGLang's examples, which name no other model."""
+    async with in_process(FakeEngine(says("a"))) as client:
+        reply = await client.post(f"/v1/{route}", json=rest | {"model": "default"})
+        models = (await client.get("/v1/models")).json()["data"]
+    assert reply.status_code == 200 and reply.json()["model"] == MODEL
+    assert [model["id"] for model in models] == [MODEL]
+
+
 async def test_version() -> None:
     async with in_process(FakeEngine(says("a"))) as client:
         assert set((await client.get("/version")).json()) == {"version"}
