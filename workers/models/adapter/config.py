@@ -13,6 +13,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from attention.capability import Capability
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.lazy_import import load
@@ -42,7 +43,7 @@ from workers.models.adapter.survey import (
 )
 from workers.models.config import ModelConfig, dtype_of
 from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, ids_of, number_of, size_of
-from workers.models.moe import stacked_experts
+from workers.models.moe import check_experts_device, stacked_experts
 from workers.quantization.quant_method import Unquantized
 from workers.quantization.table import read_quant_method
 
@@ -88,6 +89,10 @@ class AdapterConfig(ModelConfig):
         rule = self.calls[layer].rule
         hides = rule.window is not None and rule.window < self.max_position
         return rule if hides else replace(rule, window=None)
+
+    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
+        if self.experts is not None or self.stacked:
+            check_experts_device(device, dtype, source)
 
     def check_shards(self, tensor_parallel: int, source: str) -> None:
         if tensor_parallel == 1:

@@ -1,13 +1,16 @@
 """Experts of transformers in the adapter: which ones Aerie's replace, by results, and those that keep gathering
 weights."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers.models.granitemoe_swa.modeling_granitemoe_swa import GraniteMoeSWAExperts
 
+from attention.capability import Capability
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
 from tests.support.target_answers import check_logprobs
@@ -41,6 +44,15 @@ def test_experts_are_known_by_their_results(
 
 def test_other_modules_are_no_experts() -> None:
     assert all(match_experts(each) is None for each in make_model(known_config("llama")).modules())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "granitemoe_swa", "llama"])
+def test_gpus_whose_experts_would_wait_are_refused(tmp_path: Path, kind: str) -> None:
+    config, _ = made(tmp_path, kind)
+    expected = contextlib.nullcontext() if kind == "llama" else pytest.raises(ValueError, match="experts need a GPU of")
+    with expected:
+        config.check_device(Capability("cuda", (8, 0)), torch.bfloat16, "model x")
+    config.check_device(Capability("cuda", (9, 0)), torch.bfloat16, "model x")
 
 
 GELU: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh"}
