@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ from attention.capability import Capability
 from attention.ops import cuda_source
 from tests.attention.ops.test_few_rows_cuda import HOPPER, nvrtc_here
 from workers.ops.experts.gated import GPT_OSS
+from workers.ops.experts.route import RouterLogits, Routing
 from workers.ops.experts.weights import ExpertSizes
 from workers.ops.gemm import choice
 from workers.ops.gemm.tiles import SHARED_BYTES, one_row_bytes
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
+from workers.ops.packed import experts as packed_experts
 from workers.ops.packed.cuda.one_row_tiles import one_row_tiles
-from workers.ops.packed.experts import packed_expert_products
+from workers.ops.packed.experts import PackedExpertWeights, packed_expert_products
+from workers.ops.packed.weight import empty
 
 BLOCKS = 132
 WITH_COMPILER = Capability("cuda", HOPPER, frozenset({"triton", "nvrtc"}))
@@ -53,6 +57,27 @@ def test_other_experts_are_left_to_triton(size: int, width: int) -> None:
 def test_the_table_of_experts_has_cuda_where_it_compiles() -> None:
     names = [[each.name for each in packed_expert_products.serving(here)] for here in (WITH_COMPILER, WITHOUT)]
     assert names == [["cuda", "triton"], ["triton"]]
+
+
+def test_experts_are_served_with_a_workspace_that_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made for the multiprocessors of an H200; a part of a GPU may need more of it."""
+    monkeypatch.setattr(packed_experts, "num_multiprocessors", lambda device: BLOCKS)
+    tiles = one_row_tiles(sizes(2880, 2880, 4), BLOCKS)
+    assert tiles is not None
+    cpu = torch.device("cpu")
+    gate_up, down = (empty(n, 2880, 32, "e2m1", cpu, torch.bfloat16, False, False, 4) for n in (5760, 2880))
+    weights = PackedExpertWeights(gate_up, down, is_raised=True, is_moved=True)
+    x, router = torch.zeros(1, 2880, dtype=torch.bfloat16), RouterLogits(torch.zeros(1, 4), None, Routing(4, 4))
+    row = next(each for each in packed_expert_products.implementations if each.name == "cuda")
+    assert row.serves is not None
+    cells, tickets = tiles.workspace
+    for sizes_of, serves in (((cells, tickets), True), ((cells - 1, tickets), False), ((cells, tickets - 1), False)):
+        options = GEMMOptions(Workspace.of_size(*sizes_of, cpu))
+        assert row.serves(x, router, weights, options) == serves
+    options = GEMMOptions(Workspace.of_size(cells, tickets, cpu))
+    assert not row.serves(x.expand(2, -1), router, weights, options)
+    assert not row.serves(x, router, replace(weights, is_moved=False), options)
+    assert not row.serves(x, router, weights, replace(options, deterministic=True))
 
 
 def test_products_are_kept_in_shared_memory_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

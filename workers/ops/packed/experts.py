@@ -115,8 +115,12 @@ def _served_one_row(
         return False
     if weights.gate_up.row_scale is not None or weights.down.row_scale is not None:
         return False
-    slots = router.routing.experts_per_token
-    return one_row_tiles(weights.sizes(slots), num_multiprocessors(x.device)) is not None
+    tiles = one_row_tiles(weights.sizes(router.routing.experts_per_token), num_multiprocessors(x.device))
+    workspace = options.workspace
+    if tiles is None or workspace is None:
+        return False
+    cells, tickets = tiles.workspace
+    return workspace.part.numel() >= cells and workspace.tickets.numel() >= tickets
 
 
 def unserved(weights: PackedExpertWeights, dtype: torch.dtype) -> str | None:

@@ -1,6 +1,7 @@
 """Sizes of `one_row_experts.cu`."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from workers.ops.blocks import cdiv
 from workers.ops.experts.gated import GatedActivation
@@ -81,6 +82,7 @@ class OneRowTiles:
         )
 
 
+@cache
 def one_row_tiles(sizes: ExpertSizes, blocks: int) -> OneRowTiles | None:
     """Return the sizes for a layer's experts; None if the kernel does not serve them. One expert gives each block a
     unit, a block has parts of at most two tiles of outputs, and its down units fit in shared memory."""
