@@ -97,6 +97,7 @@ def test_answers_do_not_change_when_shapes_do(pair: Pair, plain: list[list[int]]
         assert set(engine.scheduler.stats.steps_by_reason) <= {"static", "not_wanted"}
 
 
+@pytest.mark.slow  # adaptive trees without captures: `test_cost_probe`
 @pytest.mark.parametrize("shape", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
 def test_where_nothing_is_captured_any_shape_runs_beside_prompts(
     pair: Pair, plain: list[list[int]], shape: str

@@ -76,7 +76,9 @@ def check(work: Work, shape: Shape, backend: TrtllmBackend, lengths: tuple[int, 
 
 
 @pytest.mark.parametrize(
-    "shape,capability", [(GEN, (10, 0)), (SMALL, (10, 3)), (XQA, (12, 0))], ids=["gen", "small", "xqa"]
+    "shape,capability",
+    [(GEN, (10, 0)), pytest.param(SMALL, (10, 3), marks=pytest.mark.slow), (XQA, (12, 0))],
+    ids=["gen", "small", "xqa"],
 )
 @pytest.mark.parametrize("work", CHAINS, ids=lambda work: work.name)
 def test_rows_of_chains_see_what_they_should(

@@ -40,7 +40,7 @@ def test_its_module_changes_no_token(
 @pytest.mark.parametrize(
     "method,shape,ranks,least",
     [
-        pytest.param("dspark", (8, 4, 16), 1, 3.0, id="DSpark, tree"),
+        pytest.param("dspark", (8, 4, 16), 1, 3.0, id="DSpark, tree", marks=pytest.mark.slow),
         pytest.param("dflash2", (7, 1, 8), 1, 3.0, id="DFlash2, chain", marks=pytest.mark.slow),
         pytest.param("dflash2", (7, 4, 16), 2, 3.0, id="DFlash2, tree, 2 ranks", marks=pytest.mark.slow),
     ],

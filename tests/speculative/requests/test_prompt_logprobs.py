@@ -136,6 +136,7 @@ def test_a_cached_prompt_is_computed_again(pair: Pair, expected: list[Rows]) -> 
         assert cached.cached_tokens > 0, "what was computed again is still shared"
 
 
+@pytest.mark.slow  # preemption: `tests.speculative.test_decoding`
 def test_preempted_prompts_lose_nothing(pair: Pair, expected: list[Rows]) -> None:
     with local_engine(pair.spec(pair.tree(), cache=CacheConfig(4, num_pages=36, prefix_cache=False))) as engine:
         requests = requests_of(pair.prompts, SamplingParams(24, 0.0, prompt_logprobs=TOP))

@@ -44,6 +44,7 @@ def test_chains_and_cached_prefixes_change_no_token(tmp_path: Path, name: str) -
     check_chains_and_cached_prefixes(make_target(tmp_path / "target", **KINDS[name]), tmp_path / "head")
 
 
+@pytest.mark.slow  # text parts by the same names: Gemma 4, Llama 4
 def test_the_text_part_of_mistral_3_is_served(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", architecture="Mistral", **WINDOW)
     expected = by_transformers(target)

@@ -225,6 +225,7 @@ def test_logits_of_chosen_experts_choose_them_with_their_weights() -> None:
     torch.testing.assert_close(dense, torch.zeros(3, 4).scatter(1, chosen, weight / weight.sum(1, keepdim=True)))
 
 
+@pytest.mark.slow  # a head that reads layers of gpt-oss: `test_prompts_longer_than_windows`
 def test_a_head_that_reads_its_layers_changes_no_token(tmp_path: Path, without_families: None) -> None:
     target = make_known(tmp_path / "target", "granite", head_dim=16)
     ids = [0, 2, 4]  # the last is what leaves the layers
