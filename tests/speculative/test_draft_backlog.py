@@ -1,13 +1,23 @@
 """The draft's KV of plain rounds, written several rounds at a time: drafts are as good as if every round wrote it."""
 
+from typing import Any, cast
+
 import pytest
+import torch
 
 import speculative.draft_backlog as backlog
+from speculative.drafts.drafter import DraftRunner
 from speculative.local import local_engine
+from speculative.ops.acceptance import accept_commit
+from speculative.step_parts import Rounds
+from speculative.tree.nodes import Tree, root_only_trees
 from tests.speculative.conftest import EOS, Pair
+from tests.support.slots import enter
 from tests.support.slow import slow
 from workers.config import RoundShapes
-from workers.scheduling.plan import SamplingParams
+from workers.sampling.sampler import Sampled
+from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
+from workers.slots.slot_table import SlotTable
 
 PLAIN_STEPS = 21  # more than a backlog holds, and no multiple of it
 
@@ -46,3 +56,28 @@ def test_kv_that_is_not_written_is_noticed(pair: Pair, monkeypatch: pytest.Monke
     monkeypatch.setattr(backlog.DraftBacklog, "add", lambda *_: None)
     _, fewer = run(pair, 16, monkeypatch, "tree")
     assert fewer != accepted
+
+
+@pytest.mark.parametrize(("num_requests", "expected"), [(1, [48, 48, 4]), (30, [17, 17, 17, 17, 17, 15])])
+def test_a_pass_writes_many_rounds_but_no_more_rows_than_are_kept(num_requests: int, expected: list[int]) -> None:
+    """A pass of 16 rows takes hardly longer than one of a single row: passes every 16 rounds took 0.7 to 1.9 % of the
+    embedded pair's time where nothing was drafted."""
+    written = []
+
+    class Draft:
+        def keep(self, ids: torch.Tensor, features: torch.Tensor, extend: Any, chunks: Any) -> None:
+            assert len(ids) == len(features) == num_requests * extend.rows
+            assert ids.view(num_requests, -1)[0].tolist() == list(range(sum(written), sum(written) + extend.rows))
+            written.append(extend.rows)
+
+    table, slots = SlotTable(num_requests, 4, 200, torch.device("cpu")), torch.arange(num_requests)
+    for slot in range(num_requests):
+        enter(table, SlotInit(slot, slot, 1, 300, SamplingParams(250, 0.0), pack_i32([1]), pack_i32([slot])))
+    waiting = backlog.DraftBacklog(cast(DraftRunner, Draft()), table)
+    for token in range(100):
+        chosen, length = torch.full((num_requests, 1), token), table.seq_len[slots]
+        tree = Tree(*(each.contiguous() for each in root_only_trees(chosen[:, 0], 1).fields))
+        done = accept_commit(slots, tree, chosen, table, 0)
+        waiting.add(slots, Rounds(length, table.page_table[slots], Sampled(chosen, None), done, chosen.float()), 400)
+    waiting.write()
+    assert written == expected
