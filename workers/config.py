@@ -170,6 +170,11 @@ class RoundShapes:
         return self.adaptive and not self.model_free
 
     @property
+    def verifies_last_drafts(self) -> bool:
+        """Whether a step may verify the shape that the step before drafted, and draft another."""
+        return self.eager and self.learns_acceptance
+
+    @property
     def max_new_tokens(self) -> int:
         """Maximum tokens that a round of any shape can emit."""
         return max(shape.max_new_tokens for shape in self.shapes)

@@ -8,6 +8,7 @@ from workers.scheduling.latency_budget import LatencyBudget, StepRounds
 from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder
 from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
+from workers.scheduling.shape_rates import verified_shape
 from workers.scheduling.slot_lengths import Int64s, Slots
 from workers.scheduling.timing.step_time import StepTime
 
@@ -33,10 +34,21 @@ class RoundPlanner:
         self._last_slots = (-1, 0)  # `num_changes` and number of slots when the next two were computed
         self._speculates = self._is_rare = False  # any of these slots wants drafts; needs `rare_sampling`
 
+    def shapes(
+        self, slots: Slots, kv_tokens: int, step_time: StepTime | None, budget: LatencyBudget | None = None
+    ) -> tuple[int, int]:
+        """Return the indices of the shapes that the next rounds verify and draft. Arguments as in `shape`;
+        `choose_shape` chooses both at once."""
+        shape = self.shape(slots, kv_tokens, step_time, budget)
+        if self.choose_shape is not None or len(slots) == 0:
+            return shape, shape
+        drafted = int(self._slot_pages.drafted[slots].max())
+        return verified_shape(self._shapes, self._shape_choice.rates, drafted, shape), shape
+
     def shape(
         self, slots: Slots, kv_tokens: int, step_time: StepTime | None, budget: LatencyBudget | None = None
     ) -> int:
-        """Return the index of the shape that the next rounds verify and draft.
+        """Return the index of the shape that the next rounds draft.
 
         slots: [n] slots that run a round.
         kv_tokens: committed tokens of all of them together.
@@ -67,14 +79,14 @@ class RoundPlanner:
         usual, is_probe = self._shape_choice.usual, self._shape_choice.reason is Reason.PROBE
         return usual if is_probe and usual is not None else shape
 
-    def reserve(self, builder: PlanBuilder, slots: Slots, shape: int) -> tuple[Slots, Int64s]:
+    def reserve(self, builder: PlanBuilder, slots: Slots, shape: int, next_shape: int) -> tuple[Slots, Int64s]:
         """Reserve pages for a round of `slots`, preempting the youngest requests until the pages suffice.
 
         Return the remaining slots, and for each the end of the positions that its round may write.
         """
         slot_pages = self._slot_pages
         while True:
-            ends = slot_pages.round_ends(slots, self._shapes[shape])
+            ends = slot_pages.round_ends(slots, self._shapes[shape], self._shapes[next_shape])
             if len(slots) == 0 or slot_pages.fit_rounds(slots, ends) == 0:
                 return slots, ends
             self._queues.preempt_youngest(builder)

@@ -212,10 +212,10 @@ class Scheduler:
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
         slots = slot_pages.round_slots()
         kv_tokens = self.rounds.kv_tokens(slots)
-        shape = self.rounds.shape(slots, kv_tokens, self.step_time, self._prefill.budget)
-        slots, ends = self.rounds.reserve(builder, slots, shape)
+        shape, next_shape = self.rounds.shapes(slots, kv_tokens, self.step_time, self._prefill.budget)
+        slots, ends = self.rounds.reserve(builder, slots, shape, next_shape)
         rounds = self.rounds.load(slots, shape) if builder.preempted else StepRounds(shape, len(slots), kv_tokens)
-        budget = self._prefill.plan(builder, self._shapes[shape], rounds, self.rounds.usual(shape))
+        budget = self._prefill.plan(builder, self._shapes[next_shape], rounds, self.rounds.usual(next_shape))
         if builder.preempted and len(slots):  # a chunk of an older request may have preempted a younger one
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]
@@ -226,7 +226,7 @@ class Scheduler:
         saved_states = slot_pages.save_states(slots, self._shapes.max_new_tokens)
         in_flight = self._launch(builder, shape, slots, budget.planned(rounds))
         drafting = slot_pages.speculative[in_flight.slots]
-        next_shape = shape if drafting.any() else 0
+        in_flight.is_change, next_shape = next_shape != shape, next_shape if drafting.any() else 0
         drafted = self._shapes.default if self._shapes.model_free and drafting.any() else next_shape
         slot_pages.drafted[in_flight.slots] = np.where(drafting, drafted, 0)
         in_flight.num_drafted = np.where(drafting, self._shapes[next_shape].width - 1, 0)

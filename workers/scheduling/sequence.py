@@ -87,6 +87,7 @@ class InFlightStep:
     load: the step's work, for `StepTime`.
     match_classes: [num_rounds] `MatchSurvival.classes`; None in engines that do not copy drafts.
     expected: predicted time; None without costs.
+    is_change: the rounds draft another shape than they verify, so that their time is of neither.
     """
 
     __slots__ = (
@@ -104,6 +105,7 @@ class InFlightStep:
         "expected",
         "load",
         "match_classes",
+        "is_change",
     )
 
     def __init__(
@@ -135,6 +137,7 @@ class InFlightStep:
         self.expected = expected
         self.load = load
         self.match_classes = match_classes
+        self.is_change = False
         rest = sequences[len(round_slots) :]
         if rest:
             self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))

@@ -1,4 +1,4 @@
-"""Chooses the tree shape that a step verifies and drafts: the one with the most expected tokens per millisecond.
+"""Chooses the tree shape that a step drafts, and verifies if it can: the one with the most tokens per millisecond.
 
 The scheduler calls `choose` once per step and reports accepted drafts; `StepTime` predicts how long steps take. The
 plan carries the choice to the ranks. Pure: time is counted in steps, and equal calls give equal answers.
@@ -33,7 +33,7 @@ CHANGING_EVERY_MS = 16.0  # limit instead while another shape seems better, a pr
 EVALUATION_MS = 0.45  # one evaluation with cold caches; measured on an H200's host
 EVALUATING_SHARE = 1 / 256
 IDLE_SHARE = 1 / 32
-BUSY_MS = 1.5  # the host's work for a round: in a longer round the host is idle
+BUSY_MS = 1.5  # the host's work for a round: in a longer round the host is idle, unless it computes the round
 FIRST_EVALUATED = 200
 FIRST_EVALUATIONS_MS = 12 * EVALUATION_MS
 EVALUATIONS_AHEAD_MS = 4 * EVALUATION_MS
@@ -61,6 +61,7 @@ class ShapeChoice:
 
     reason: why the last choice was made.
     expected: tokens per millisecond at the last evaluation, by shape name; empty before the first.
+    rates: of the last evaluation; None before the first.
     usual: the shape of the last step, or the one that a probe replaced; None before the first choice.
     """
 
@@ -75,11 +76,9 @@ class ShapeChoice:
         self._all = tuple(range(len(shapes)))
         self._current = shapes.default  # runs in every step that may run it
         self._beside: int | None = None  # runs beside prompt chunks, and between chunks that follow each other closely
-        self._prompt_probability = (
-            FIRST_PROMPT_PROBABILITY  # probability that a step has prompt chunks after one without
-        )
+        self._prompt_probability = FIRST_PROMPT_PROBABILITY  # that a step has prompt chunks after one without
         self._had_prompts = True
-        self._rates: Rates | None = None
+        self.rates: Rates | None = None
         self._step_time: StepTime | None = None
         self._num_requests = 0
         self._until_evaluation = 0
@@ -91,20 +90,20 @@ class ShapeChoice:
         self._unlearnt_ms = 0.0
         self._num_learnt = 0
         self._num_plain = 0  # rounds without drafts since the last evaluation
-        self._probes = ShapeProbes(self._acceptance, len(shapes))
+        self._probes = ShapeProbes(self._acceptance, shapes)
 
     def max_round_ms(self, num_requests: int) -> float:
         """Upper bound on the milliseconds of a round of any shape, by the last evaluation; 0 without one."""
         growth = max(1.0, num_requests / max(1, self._num_requests))  # since then
-        return 0.0 if self._rates is None else growth * max(self._rates.ms)
+        return 0.0 if self.rates is None else growth * max(self.rates.ms)
 
     def count_step(self, shape: int, has_nats: bool) -> bool:
         """Count a step that verified `shape`. Return whether it is to be reported to `record`: one step per
         `LEARN_EVERY_MS`, all of the first ones and all of probes. has_nats: the step's min-entropies are known."""
         if not self._shapes.learns_acceptance or (not shape and not has_nats):
             return False
-        if self._rates is not None and shape == self._current:
-            self._unlearnt_ms += self._rates.ms[shape]
+        if self.rates is not None and shape == self._current:
+            self._unlearnt_ms += self.rates.ms[shape]
             if self._unlearnt_ms < LEARN_EVERY_MS and self._num_learnt >= FIRST_RECORDS:
                 return False
         self._unlearnt_ms = 0.0
@@ -138,7 +137,7 @@ class ShapeChoice:
             self._matches.observe(slots, numbers, classes, counts, matches)
 
     def choose(self, load: Load, step_time: StepTime | None) -> int:
-        """Return the index of the shape that the next step verifies and drafts."""
+        """Return the index of the shape that the next step drafts; `verified_shape` says which one it verifies."""
         num_requests = len(load.slots)
         if not self._shapes.adaptive or step_time is None:
             self.reason = Reason.STATIC
@@ -158,7 +157,7 @@ class ShapeChoice:
         if is_evaluated:
             self._step_time = step_time
             self._evaluate(load, step_time)
-        rates = self._rates
+        rates = self.rates
         assert rates is not None
         shape, allowed = self._within_limit(load, step_time, rates, *self._without_probe(load, rates))
         self.usual = shape
@@ -175,12 +174,13 @@ class ShapeChoice:
         """Whether to evaluate the shapes now. Evaluations are frequent at the start and after a change, when estimates
         move fast. Their share of the host's time is bounded."""
         num_requests = len(load.slots)
-        if self._rates is None or step_time is not self._step_time:
+        if self.rates is None or step_time is not self._step_time:
             return True
         if self._matches is not None and self._matches.classes_changed(load.slots):
             return True
-        round_ms = self._rates.ms[self._current]
-        self._evaluations_ms += round_ms * EVALUATING_SHARE + max(0.0, round_ms - BUSY_MS) * IDLE_SHARE
+        round_ms = self.rates.ms[self._current]
+        idle_ms = 0.0 if self._shapes.eager else max(0.0, round_ms - BUSY_MS)
+        self._evaluations_ms += round_ms * EVALUATING_SHARE + idle_ms * IDLE_SHARE
         if self._evaluations_ms < 0.0:
             return False
         if self._until_evaluation <= 0:
@@ -196,7 +196,7 @@ class ShapeChoice:
             self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS)
         self._acceptance.age(self._num_plain)
         self._num_plain = 0
-        self._rates = rates = Rates.of(load, self._current, self._acceptance, step_time, self._shapes.model_free)
+        self.rates = rates = Rates.of(load, self._current, self._acceptance, step_time, self._shapes)
         self._probes.charge(rates, self._current, self._step)
         self.expected = {
             shape.name: count / ms for shape, count, ms in zip(self._shapes.shapes, rates.tokens, rates.ms, strict=True)

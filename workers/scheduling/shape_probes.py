@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workers.config import RoundShapes
 from workers.scheduling.shape_rates import Acceptance, Rates, informed_shapes
 from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
@@ -51,9 +52,12 @@ class Probe:
 class ShapeProbes:
     """Starts, ends and charges probes. current: the probe that runs; None without one."""
 
-    def __init__(self, survival: Acceptance, num_shapes: int) -> None:
+    def __init__(self, survival: Acceptance, shapes: RoundShapes) -> None:
+        num_shapes = len(shapes)
         self.current: Probe | None = None
         self._informs = informed_shapes(survival, num_shapes)
+        # the first step of a probe only drafts its shape if a step may verify another
+        self._timed_steps = TIMED_STEPS + shapes.verifies_last_drafts
         # last step that measured each shape's acceptance, as of the last change of shape
         self._informed = np.full(num_shapes, -PROBE_AGE, np.int64)
         self._last_step, self._last_shape = -PROBE_AGE, 0
@@ -182,6 +186,6 @@ class ShapeProbes:
         if free:
             shape = rates.min_loss_shape(free)
             self._num_free[shape, batch] += 1
-            return Probe(shape, TIMED_STEPS, TIMED_STEPS, is_free=True)
+            return Probe(shape, self._timed_steps, self._timed_steps, is_free=True)
         uncertain = [o for o in others if rates.has_uncertain_time(o) and TIMED_STEPS * rates.min_loss(o) < left_ms]
-        return Probe(rates.min_loss_shape(uncertain), TIMED_STEPS, TIMED_STEPS) if uncertain else None
+        return Probe(rates.min_loss_shape(uncertain), self._timed_steps, self._timed_steps) if uncertain else None

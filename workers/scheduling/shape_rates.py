@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from workers.config import RoundShapes
 from workers.scheduling.acceptance.survival import Bools, Floats, Ints
 from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
@@ -21,6 +22,9 @@ UPPER_ERRORS = 1.5  # standard errors of its time that a shape's upper bound is 
 # holds where changes of shape are free, so that a probe costs less.
 RULED_OUT_ERRORS, FREE_RULED_OUT_ERRORS = 2.0, 3.0
 TIMED_ERROR = 0.12  # a shape's time is uncertain above this relative error
+# Share of a round of the embedded pair on a CPU that drafting takes: 0.2 for EAGLE-3's trees, 0.3 for block drafts.
+DRAFTING_SHARE = 1 / 4
+CHANGE_SHARE = 1 / 12  # of a round that the first one after a change takes longer; measured on an H200's host
 
 
 class Acceptance(Protocol):
@@ -68,6 +72,7 @@ class Rates:
     errors: standard deviation of the logarithm of a round's time relative to the current shape's.
     best: highest expected tokens per millisecond of any shape.
     changes_are_free: a change of shape costs nothing, because drafts do not depend on the shape that ran before.
+    verifies_last_drafts: see `RoundShapes`.
     """
 
     tokens: Sequence[float]
@@ -76,11 +81,10 @@ class Rates:
     errors: Sequence[float]
     best: float
     changes_are_free: bool = False
+    verifies_last_drafts: bool = False
 
     @classmethod
-    def of(
-        cls, load: Load, current: int, survival: Acceptance, step_time: StepTime, changes_are_free: bool = False
-    ) -> "Rates":
+    def of(cls, load: Load, current: int, survival: Acceptance, step_time: StepTime, shapes: RoundShapes) -> "Rates":
         """Evaluate all shapes. current: the shape that `errors` are relative to."""
         slots, num_requests = load.slots, len(load.slots)
         expected, upper_tokens = survival.expected_tokens(slots, load.numbers[slots], load.speculative[slots])
@@ -97,7 +101,8 @@ class Rates:
             ],
             errors,
             max(count / took for count, took in zip(tokens, ms, strict=True)),
-            changes_are_free,
+            shapes.model_free,
+            shapes.verifies_last_drafts,
         )
 
     def loss(self, shape: int) -> float:
@@ -111,9 +116,20 @@ class Rates:
         return max(0.0, least_ms - self.tokens[shape] / self.best)
 
     def change_loss(self, shape: int, other: int) -> float:
-        """Milliseconds that a change from one shape to the other and back costs, because one round of the larger shape
-        verifies the fewer drafts of the smaller one."""
-        return 0.0 if self.changes_are_free else abs(self.tokens[shape] - self.tokens[other]) / self.best
+        """Milliseconds that a change from one shape to the other and back costs: one round of the larger shape verifies
+        the fewer drafts of the smaller one or, with `verifies_last_drafts`, drafts may be thrown away."""
+        if self.changes_are_free or shape == other:
+            return 0.0
+        if not self.verifies_last_drafts:
+            return abs(self.tokens[shape] - self.tokens[other]) / self.best
+        fast, slow = sorted((shape, other), key=self.ms.__getitem__)
+        thrown_away_ms = 0.0 if self.pays_once_drafted(slow, fast) else DRAFTING_SHARE * self.ms[slow]
+        return thrown_away_ms + CHANGE_SHARE * self.ms[fast]
+
+    def pays_once_drafted(self, shape: int, other: int) -> bool:
+        """Whether drafts of `shape` that are there give more tokens per millisecond than a round of `other` does."""
+        rate = self.tokens[shape] / (self.ms[shape] * (1.0 - DRAFTING_SHARE))
+        return rate >= self.tokens[other] / self.ms[other]
 
     def min_loss_shape(self, shapes: Sequence[int]) -> int:
         """Return the one of `shapes` with the smallest loss."""
@@ -131,6 +147,18 @@ class Rates:
         """Whether the shape would be the best one with its time `RULED_OUT_ERRORS` standard errors lower."""
         num_errors = FREE_RULED_OUT_ERRORS if self.changes_are_free else RULED_OUT_ERRORS
         return self.tokens[shape] / self.ms[shape] * math.exp(num_errors * self.errors[shape]) > self.best
+
+
+def verified_shape(shapes: RoundShapes, rates: Rates | None, drafted: int, next_shape: int) -> int:
+    """Return the index of the shape to verify in a step that drafts `next_shape`, where trees of `drafted` wait.
+
+    With `verifies_last_drafts` it has no more nodes than were drafted, and drafts that pay are not thrown away.
+    """
+    if not shapes.verifies_last_drafts or drafted == next_shape:
+        return next_shape
+    is_wider = shapes[drafted].width > shapes[next_shape].width
+    keeps = not is_wider or (rates is not None and rates.pays_once_drafted(drafted, next_shape))
+    return drafted if keeps else next_shape
 
 
 def informed_shapes(survival: Acceptance, num_shapes: int) -> list[npt.NDArray[np.bool_]]:

@@ -62,13 +62,13 @@ class SlotLengths:
         flight."""
         return np.flatnonzero(self.decoding & (self.num_tokens + self.min_pending < self.max_len))
 
-    def round_ends(self, slots: Slots, shape: RoundShape) -> Int64s:
+    def round_ends(self, slots: Slots, shape: RoundShape, next_shape: RoundShape) -> Int64s:
         """Return [n]: the end of the positions that each slot's next round may write. It verifies `shape` and, if the
-        request speculates, drafts `shape` again."""
+        request speculates, drafts `next_shape`."""
         last = self.max_len[slots] - 1  # no request commits more
         start = np.minimum(self.committed[slots] + self.max_pending[slots], last)
         committed = np.minimum(start + shape.max_new_tokens, last)
-        drafted_ends = np.where(self.speculative[slots], committed + shape.draft_tokens, 0)
+        drafted_ends = np.where(self.speculative[slots], committed + next_shape.draft_tokens, 0)
         ends: Int64s = np.maximum(start + shape.width, drafted_ends)
         return ends
 

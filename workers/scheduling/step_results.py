@@ -63,7 +63,7 @@ class StepResults:
         if result.matches:
             self._observe(step, np.where(late, 0, counts), unpack_i32(result.matches).reshape(-1, 3))
         num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)), result.min_entropies)
-        if self.step_time is not None:
+        if self.step_time is not None and not step.is_change:
             expected_ms = step.expected.ms if step.expected is not None and step.num_rounds else 0.0
             self.step_time.observe(step.load, result.took_s * 1e3, expected_ms)
         outputs += _prompt_outputs(step, result) if step.with_prompt_logprobs else []

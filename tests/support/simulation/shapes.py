@@ -16,6 +16,7 @@ from speculative.config import SpeculativeConfig
 from workers.config import RoundShapes
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.shape_choice import Load, ShapeChoice
+from workers.scheduling.shape_rates import DRAFTING_SHARE, verified_shape
 from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
 
@@ -135,18 +136,23 @@ class Engine:
             slots, self.numbers, self.speculative, kv_tokens, with_prompts, bool(speculative.any()), rare_sampling
         )
         chosen = self.choice.choose(load, self.step_time)
-        verified, possible = min(self.drafted, chosen), int(min(self.depth[self.drafted], self.depth[chosen]))
+        ran = verified_shape(self.shapes, self.choice.rates, self.drafted, chosen)
+        verified, possible = min(self.drafted, ran), int(min(self.depth[self.drafted], self.depth[ran]))
         chance = float(self.chances[verified])
         going_on = np.log(self.random.random(self.batch)) / np.log(chance)
         accepted = np.minimum(going_on.astype(np.int32), possible) if verified else np.full(self.batch, -1, np.int32)
-        self.late.append((slots, numbers, self.drafted, chosen, np.where(speculative, accepted, -1)))
+        self.late.append((slots, numbers, self.drafted, ran, np.where(speculative, accepted, -1)))
         if len(self.late) > 1:
-            of_slots, of_users, drafted, ran, reported = self.late.popleft()
-            if self.choice.count_step(ran, False):
-                self.choice.record(of_slots, of_users, np.full(len(of_slots), drafted), ran, reported)
+            of_slots, of_users, drafted, of_shape, reported = self.late.popleft()
+            if self.choice.count_step(of_shape, False):
+                self.choice.record(of_slots, of_users, np.full(len(of_slots), drafted), of_shape, reported)
         took_ms = self.round_ms(chosen)
+        if ran != chosen:
+            drafting_ms, own_ms = (DRAFTING_SHARE * self.round_ms(shape) if shape else 0.0 for shape in (chosen, ran))
+            took_ms = self.round_ms(ran) - own_ms + drafting_ms
         noise = float(self.random.lognormal(0, self.noise)) * (5.0 if self.random.random() < self.spikes else 1.0)
-        self.step_time.observe(Step(chosen, self.batch, kv_tokens), took_ms * noise)
+        if ran == chosen:
+            self.step_time.observe(Step(chosen, self.batch, kv_tokens), took_ms * noise)
         self.ms += took_ms
         # as expected, for less noise than what was drawn
         self.tokens += self.batch + speculative.sum() * sum(chance**k for k in range(1, possible + 1))
