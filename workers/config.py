@@ -174,6 +174,10 @@ class RoundShapes:
         """Whether a step may verify the shape that the step before drafted, and draft another."""
         return self.eager and self.learns_acceptance
 
+    def wider(self, one: int, other: int) -> int:
+        """Return the index of the shape with more nodes."""
+        return max(one, other, key=lambda index: self[index].width)
+
     @property
     def max_new_tokens(self) -> int:
         """Maximum tokens that a round of any shape can emit."""

@@ -214,12 +214,13 @@ class Scheduler:
         kv_tokens = self.rounds.kv_tokens(slots)
         shape, next_shape = self.rounds.shapes(slots, kv_tokens, self.step_time, self._prefill.budget)
         slots, ends = self.rounds.reserve(builder, slots, shape, next_shape)
-        rounds = self.rounds.load(slots, shape) if builder.preempted else StepRounds(shape, len(slots), kv_tokens)
+        timed = self._shapes.wider(shape, next_shape)  # a step that changes the shape takes no longer than its rounds
+        rounds = self.rounds.load(slots, timed) if builder.preempted else StepRounds(timed, len(slots), kv_tokens)
         budget = self._prefill.plan(builder, self._shapes[next_shape], rounds, self.rounds.usual(next_shape))
         if builder.preempted and len(slots):  # a chunk of an older request may have preempted a younger one
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]
-            rounds = self.rounds.load(slots, shape)
+            rounds = self.rounds.load(slots, timed)
         if len(slots) == 0 and not builder.chunks:
             return None
         of_windows = slot_pages.take_window_changes()
