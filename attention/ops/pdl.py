@@ -53,6 +53,7 @@ The rule:
     packed_stream           triggers   the first codes and scales     constant
     packed_blocks           triggers   nothing
     few_rows, wide (CUDA)   triggers   codes, scales and zeros        constant
+    gated_mlp (CUDA)        waits      codes, scales                  constant (is a fence)
     order_rows              triggers   nothing
     dequantize              triggers   codes, scales and zeros        constant
     gate_up_of_blocks       triggers   nothing

@@ -8,8 +8,11 @@ from tests.ops.case import Case
 from workers.ops.experts.gated import GELU_TANH, SWIGLU
 from workers.ops.experts.route import RouterLogits, Routing
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
+from workers.ops.packed.cuda.gated_mlp_tiles import gated_mlp_words
 from workers.ops.packed.expert_tiles import packed_expert_tiles, partial_sizes
 from workers.ops.packed.experts import PackedExpertWeights, packed_expert_products
+from workers.ops.packed.product import PackedProduct, choose_product, gated_mlp
+from workers.ops.packed.tiles import packed_workspace_size
 from workers.ops.packed.weight import PackedWeight, pack
 
 SIZE, WIDTH, EXPERTS, SLOTS = 128, 64, 4, 2
@@ -35,7 +38,30 @@ def arguments(rows: int, device: torch.device) -> tuple[Any, ...]:
     return x, router, weights, GEMMOptions(workspace)
 
 
-CASES = tuple(
-    Case(packed_expert_products, f"{rows} rows", lambda device, rows=rows: arguments(rows, device), slow=rows > 3)
-    for rows in (3, 20)
+def mlp_arguments(rows: int, device: torch.device) -> tuple[Any, ...]:
+    """Rows in bfloat16 and an MLP of int4 in groups of 128, of a size that the kernel for few rows serves."""
+    generator = torch.Generator().manual_seed(rows)
+    size, width = 2048, 512
+    cells, tickets = packed_workspace_size([(2 * width, size), (size, width)])
+    workspace = Workspace.of_size(cells, max(tickets, gated_mlp_words(size, width)), device)
+    options = GEMMOptions(workspace if device.type == "cuda" else None, packed=True)
+
+    def product(n: int, k: int) -> PackedProduct:
+        codes = torch.randint(0, 16, (n, k), generator=generator).to(torch.uint8)
+        scales = (0.5 + torch.rand(n, k // 128, generator=generator)) * k**-0.5 / 3.5
+        return choose_product(
+            pack(codes.to(device), scales.to(device, torch.bfloat16), None, None, 128, "int4"), options
+        )
+
+    gate_up, down = product(2 * width, size), product(size, width)
+    x = torch.randn(rows, size, generator=generator).to(device, torch.bfloat16)
+    return x, gate_up, down, options
+
+
+CASES = (
+    *(
+        Case(packed_expert_products, f"{rows} rows", lambda device, rows=rows: arguments(rows, device), slow=rows > 3)
+        for rows in (3, 20)
+    ),
+    *(Case(gated_mlp, f"{rows} rows", lambda device, rows=rows: mlp_arguments(rows, device)) for rows in (1, 3)),
 )

@@ -68,6 +68,7 @@ STRIDED = {
     "follow_chain": "1",
     "follow_level": "3.tokens",
     "fp8_rms_norm": "0 1 2 4.plain 4.values",
+    "gated_mlp": "0",
     "grow": "2.log_probabilities",
     "head_input": "1",
     "head_products": "0 2",

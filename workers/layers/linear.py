@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import TPGroup, shard_size
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
@@ -124,13 +124,9 @@ class GateUpParallelLinear(ColumnParallelLinear):
         super().__init__(in_features, {"gate_proj": span, "up_proj": span})
 
     def forward(self, x: Tensor | Fp8Rows) -> Tensor:
-        out = self.for_product(x, None)
+        out = self.method.multiply_gated(x)
         assert isinstance(out, Tensor)
         return out
-
-    def for_product(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None) -> Tensor | Fp8Rows:
-        """`forward` in the FP8 format `wanted`; see `LinearMethod.multiply_gated`."""
-        return self.method.multiply_gated(x, wanted)
 
 
 class RowParallelLinear(LinearBase):
@@ -153,9 +149,16 @@ class RowParallelLinear(LinearBase):
         The caller sums the parts immediately (`RMSNorm.add`): the next row-parallel layer may overwrite the buffer.
         """
         bias = self.bias if self.group.rank == 0 else None
+        return self.method.multiply(x, bias, self._buffer(x))
+
+    def gated_partial(self, x: Tensor | Fp8Rows, gate_up: GateUpParallelLinear) -> Tensor:
+        """`partial` of the outputs of `gate_up`, for a layer without a bias."""
+        assert self.bias is None
+        return gate_up.method.multiply_mlp(x, self.method, self._buffer(x))
+
+    def _buffer(self, x: Tensor | Fp8Rows) -> Tensor | None:
         rows = (x if isinstance(x, Tensor) else x.values).shape[0]
-        out = self.group.all_reduce_buffer(rows, self.out_features, self.method.dtype)
-        return self.method.multiply(x, bias, out)
+        return self.group.all_reduce_buffer(rows, self.out_features, self.method.dtype)
 
 
 def rank_span(total: int, group: TPGroup, what: str) -> Span:

@@ -160,6 +160,10 @@ class LinearMethod(nn.Module, ABC):
         """
         return silu_mul(self.multiply(x, None))
 
+    def multiply_mlp(self, x: Tensor | Fp8Rows, down: "LinearMethod", out: Tensor | None = None) -> Tensor:
+        """Return the product of `multiply_gated` with the weight of `down`, as its `multiply` does."""
+        return down.multiply(self.multiply_gated(x, down.fp8_inputs), None, out)
+
 
 class DenseLinearMethod(LinearMethod):
     """A weight in the dtype of its inputs."""

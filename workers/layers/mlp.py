@@ -28,6 +28,6 @@ class GatedMLP(FeedForward):
 
     def partial(self, x: Tensor | Fp8Rows, live: TokenSlots | None = None) -> Tensor:
         if self.activation == "silu":
-            return self.down_proj.partial(self.gate_up.for_product(x, self.down_proj.method.fp8_inputs))
+            return self.down_proj.gated_partial(x, self.gate_up)
         inner = self.gate_up.method.multiply(x, None)
         return self.down_proj.partial(ACTIVATIONS[self.activation](inner))

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.layers.linear_method import DenseLinearMethod, LinearShape, Part
+from workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part
 from workers.ops.activation import silu_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
-from workers.ops.packed.product import PackedProduct, choose_product
+from workers.ops.packed.cuda.gated_mlp_tiles import gated_mlp_words
+from workers.ops.packed.product import PackedProduct, choose_product, gated_mlp
 from workers.ops.packed.tiles import packed_workspace_size
 from workers.ops.packed.weight import PackedWeight, dequantize
 from workers.span import Span
@@ -149,9 +150,13 @@ class PackedLinear(DenseLinearMethod):
     def workspace_size(self) -> tuple[int, int]:
         inputs = self.layout.max_inputs(self.shape.parts[0].columns)
         rows = (self.shape.out_features, *(max(part.rows.size, 1) for part in self.shape.parts))
-        return packed_workspace_size([(n, inputs) for n in rows])
+        cells, tickets = packed_workspace_size([(n, inputs) for n in rows])
+        if len(self.shape.parts) == 2:  # gate and up projections
+            tickets = max(tickets, gated_mlp_words(self.shape.in_features, self.shape.out_features // 2))
+        return cells, tickets
 
     def finish(self, options: GEMMOptions) -> None:
+        self._options = options
         if len(self.stored):
             packed = self.layout.pack([self._of(part) for part in self.shape.parts], self.shape)
             self._packed = [_Product(part, choose_product(part.weight, options)) for part in packed]
@@ -184,3 +189,18 @@ class PackedLinear(DenseLinearMethod):
             return silu_mul(self.multiply(x, None))
         (only,) = self._packed
         return only.product.multiply_gated(only.part.inputs(x))
+
+    def multiply_mlp(self, x: Tensor | Fp8Rows, down: LinearMethod, out: Tensor | None = None) -> Tensor:
+        gate_up, other = self._only(), down._only() if isinstance(down, PackedLinear) else None
+        if gate_up is None or other is None:
+            return super().multiply_mlp(x, down, out)
+        self.check(x)
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        return gated_mlp(x, gate_up, other, self._options, out)
+
+    def _only(self) -> PackedProduct | None:
+        """The product with the whole weight, if it has the order of the inputs."""
+        if len(self._packed) != 1:
+            return None
+        part = self._packed[0].part
+        return self._packed[0].product if part.gather is None and not any(part.margins) else None

@@ -5,6 +5,7 @@ product   y = x W^T + b; cuda: int4 on Hopper; product_triton chooses a kernel b
   stream_triton      up to 32 rows: streams the codes into tensor cores (stream_steps_triton,
                      fragments_triton, decode_ptx, sums_triton)
   blocks_triton      up to 512 rows: blocks of 64 outputs, by wgmma (block_weights_triton, order_rows_triton)
+  cuda/gated_mlp_cuda  an MLP of few rows in one launch
   dequantize_triton  more rows, with cuda more than 4,096: dequantises some outputs at a time for cuBLAS
 tiles     tile sizes, and the workspace
 experts   the weighted sum of each row's experts; cuda: one row of MXFP4 on Hopper; experts_triton chooses a kernel by

@@ -1,14 +1,17 @@
-"""y = x W^T + b for a weight of few bits (`workers.ops.packed.weight`). `choose_product` chooses once per layer."""
+"""y = x W^T + b for a weight of few bits (`workers.ops.packed.weight`); `choose_product` chooses once per layer.
+`gated_mlp` is an MLP of two of them."""
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.capability import Capability
-from attention.ops.operation import Implementation
+from attention.capability import Capability, num_multiprocessors
+from attention.ops.operation import Implementation, operation
 from workers.ops.activation import silu_mul
 from workers.ops.gemm.workspace import GEMMOptions
+from workers.ops.packed.cuda.gated_mlp_tiles import GROUP, MAX_ROWS, gated_mlp_tiles
 from workers.ops.packed.cuda.tiles import STEP
 from workers.ops.packed.weight import PackedWeight, dequantize
 
@@ -86,3 +89,52 @@ def choose_product(weight: PackedWeight, options: GEMMOptions) -> PackedProduct:
             made: PackedProduct = each.function(weight, options.workspace, options.deterministic)
             return made
     return PackedProduct(weight)
+
+
+def _served(
+    x: Tensor, gate_up: PackedProduct, down: PackedProduct, options: GEMMOptions, out: Tensor | None = None
+) -> bool:
+    if x.shape[0] > MAX_ROWS or x.dtype != torch.bfloat16 or options.workspace is None or options.deterministic:
+        return False
+    for weight in (gate_up.weight, down.weight):
+        if weight.code != "int4" or weight.group != GROUP or weight.scales.dtype != x.dtype:
+            return False
+        if weight.zeros is not None or weight.row_scale is not None:
+            return False
+    if x.data_ptr() % 16 or x.stride(1) != 1 or (x.shape[0] > 1 and x.stride(0) % 8):
+        return False
+    tiles = gated_mlp_tiles(x.shape[1], down.weight.in_features, x.shape[0], num_multiprocessors(x.device))
+    return tiles is not None and options.workspace.tickets.numel() >= tiles.words
+
+
+def _check(
+    x: Tensor, gate_up: PackedProduct, down: PackedProduct, options: GEMMOptions, out: Tensor | None = None
+) -> None:
+    check_rows(x, gate_up.weight, None)
+    assert gate_up.weight.out_features == 2 * down.weight.in_features
+    assert out is None or (out.shape == (x.shape[0], down.weight.out_features) and out.is_contiguous())
+
+
+@operation(
+    Implementation(
+        "cuda",
+        "workers.ops.packed.cuda.gated_mlp_cuda:gated_mlp",
+        lambda here: here.compiles_cuda,
+        _served,
+        f"up to {MAX_ROWS} rows, bfloat16, int4 in groups of {GROUP}",
+    ),
+    contract=_check,
+)
+def gated_mlp(
+    x: Tensor, gate_up: PackedProduct, down: PackedProduct, options: GEMMOptions, out: Tensor | None = None
+) -> Tensor:
+    """Return (silu(x G^T) * (x U^T)) D^T: [rows, outputs of `down`] in x's dtype.
+
+    x: [rows, size]; see `workers.ops.packed.product.packed_product`.
+    gate_up: products with G above U. down: with D.
+    options: of both layers.
+    out: contiguous memory for the result; None allocates it.
+
+    The reference calls the layers' own products, which are chosen for their shapes.
+    """
+    return down.multiply(gate_up.multiply_gated(x), None, out)

@@ -1,0 +1,67 @@
+"""A gated MLP with int4 weights by `gated_mlp.cu`: one launch, in which the down projection's weights are read while
+gate and up are multiplied."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention.capability import Capability, num_multiprocessors
+from attention.ops.cuda_source import Kernel, load
+from workers.ops.gemm.workspace import GEMMOptions, Workspace
+from workers.ops.packed.cuda.gated_mlp_tiles import GROUP, GatedMLPTiles, gated_mlp_tiles
+from workers.ops.packed.product import PackedProduct
+from workers.ops.packed.weight import PackedWeight
+
+_NAME = "gated_mlp"
+
+
+def gated_mlp(
+    x: Tensor, gate_up: PackedProduct, down: PackedProduct, options: GEMMOptions, out: Tensor | None = None
+) -> Tensor:
+    """See `workers.ops.packed.product.gated_mlp`; for few rows."""
+    assert options.workspace is not None, "serves"
+    tiles = gated_mlp_tiles(x.shape[1], down.weight.in_features, x.shape[0], num_multiprocessors(x.device))
+    assert tiles is not None, "serves"
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    return gated_mlp_of(x, gate_up.weight, down.weight, options.workspace, tiles, out)
+
+
+def gated_mlp_of(
+    x: Tensor, gate_up: PackedWeight, down: PackedWeight, workspace: Workspace, tiles: GatedMLPTiles, out: Tensor
+) -> Tensor:
+    """Write (silu(x G^T) * (x U^T)) D^T to `out`.
+
+    x: [rows, size] bfloat16, at most `tiles.rows` rows at multiples of 16 bytes, last stride 1.
+    gate_up, down: int4 [2 width, size] and [size, width] in groups of 128, without zeros or `row_scale`; scales
+        bfloat16.
+    workspace: at least `tiles.words` tickets.
+    out: [rows, size] bfloat16, contiguous.
+    """
+    rows, size, width = x.shape[0], tiles.size, tiles.width
+    assert x.shape == out.shape == (rows, size) and rows <= tiles.rows and out.is_contiguous()
+    assert x.stride(1) == 1 and (x.stride(0) % 8 == 0 or rows == 1) and x.data_ptr() % 16 == out.data_ptr() % 4 == 0
+    assert x.dtype == out.dtype == torch.bfloat16 and workspace.tickets.numel() >= tiles.words
+    for weight, shape in ((gate_up, (2 * width, size)), (down, (size, width))):
+        assert weight.code == "int4" and (weight.out_features, weight.in_features) == shape and weight.group == GROUP
+        assert weight.zeros is None and weight.row_scale is None and weight.scales.dtype == torch.bfloat16
+    if rows:
+        _kernel(x.get_device(), tiles).launch(
+            [tiles.blocks],
+            (1, 1),
+            Capability.of(x.device).supports_pdl,
+            *(x, rows, x.stride(0), gate_up.codes, gate_up.scales, down.codes, down.scales, out, workspace.tickets),
+        )
+    return out
+
+
+@cache
+def source() -> str:
+    folder = Path(__file__).parent
+    return "".join((folder / name).read_text() for name in ("packed.cuh", f"{_NAME}_units.cuh", f"{_NAME}.cu"))
+
+
+@cache
+def _kernel(device: int, tiles: GatedMLPTiles) -> Kernel:
+    return load(device, source(), _NAME, tiles.defines(), tiles.threads, tiles.shared_bytes)
