@@ -278,8 +278,7 @@ class Scheduler:
         return in_flight
 
     def apply(self, result: StepResult) -> list[RequestOutput]:
-        """Apply the result of the oldest plan in flight. Return an output for each request with news. A result of
-        another epoch is dropped."""
+        """Apply the result of the oldest plan in flight, if of this epoch. Return outputs of requests with news."""
         if result.epoch != self.epoch:
             self.stats.num_stale_results += 1
             return []
