@@ -29,7 +29,7 @@ TARGET_MS = 25.0
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_plans_just_in_time_and_deadlines_bring_first_tokens_sooner(seed):
-    load = poisson_load(18.0, 12.0, seed)
+    load = poisson_load(18.0, 8.0, seed)
     *_, budget, in_time, by_deadline = policies(TARGET_MS).values()
     runs = [simulate(load, policy, seed) for policy in (budget, in_time, by_deadline)]
     assert runs[0].milliseconds()["TTFT"][0] - 2.0 > runs[1].milliseconds()["TTFT"][0]
@@ -49,7 +49,7 @@ def test_no_gap_is_longer_than_the_target():
 
 def test_a_queue_of_long_prompts_does_not_grow_within_20_ms():
     """Prompts of 4,096 tokens at 60 % of what this device can serve, which is 8 a second."""
-    load = poisson_load(4.8, 30.0, 3, prompt_mean=4096, sigma=0.0)
+    load = poisson_load(4.8, 20.0, 3, prompt_mean=4096, sigma=0.0)
     run = simulate(load, Policy(config=replace(Policy.config, itl_target_ms=19.0)), 3)
     assert run.milliseconds()["ITL"][1] < 20.0
     first = [served.times_s[0] - served.arrival.at_s for served in run.served]
@@ -60,7 +60,7 @@ def test_a_queue_of_long_prompts_does_not_grow_within_20_ms():
 @pytest.mark.parametrize("rate", [12.0, pytest.param(20.0, marks=pytest.mark.slow)])
 def test_an_engine_that_has_just_started_is_nearly_as_quick_as_later(rate: float) -> None:
     """Three quarters of its graphs are still to come, and no idle moment does."""
-    costs, load = padded(H200), poisson_load(rate, 16.0, 0)
+    costs, load = padded(H200), poisson_load(rate, 10.0, 0)
     started, warm = (
         simulate(load, Policy(costs=costs, graphs=partial(SimulatedGraphs, SHAPES, 128, 2048, warm=is_warm)))
         for is_warm in (False, True)
@@ -78,7 +78,7 @@ def test_a_burst_is_worked_off_in_longer_steps():
 
 def test_beside_prompts_a_tree_gives_way_to_a_chain_and_not_to_plain_rounds():
     """At 20 requests/s prompts come all the time, so that what runs beside them is what runs."""
-    load = poisson_load(20.0, 15.0, 0)
+    load = poisson_load(20.0, 10.0, 0)
     tree, chain = (
         simulate(load, Policy(costs=costs, actual=costs, shapes=shapes, emitted=by_depth), 0).milliseconds()
         for costs, shapes in ((TREE_H200, TREE_SHAPES), (H200, SHAPES))
