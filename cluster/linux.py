@@ -22,7 +22,7 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # numbers of the system call; 
 _SHORTEST_SLICE_NS = 100_000  # that Linux takes
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _MMAP_THRESHOLD_BYTES = 32 << 20  # that glibc takes at most
-_TOP_PAD_BYTES = 16 << 20  # by which the heap grows at least
+_TOP_PAD_BYTES = 256 << 20  # by which the heap grows at least; pages count as memory once they are written
 _MAX_ROOM = 1 << 16  # entries of the file table from the start; 8 bytes each
 
 
