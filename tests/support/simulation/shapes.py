@@ -16,7 +16,7 @@ from speculative.config import SpeculativeConfig
 from workers.config import RoundShapes
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.shape_choice import Load, ShapeChoice
-from workers.scheduling.shape_rates import DRAFTING_SHARE, verified_shape
+from workers.scheduling.shape_rates import verified_shape
 from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
 
@@ -30,6 +30,8 @@ TREE_MS = (5.4, 6.0, 10.4, 16.7, 29.3, 54.5)
 KV_MS = 131072 / 4.0e12 * 1e3  # of a token: its bytes over the memory's rate
 CHAIN = SpeculativeConfig("", "eagle3", 3, 1, 4).shapes
 TREE = SpeculativeConfig("", "eagle3", 5, 4, 16).shapes
+
+_DRAFTING_SHARE = 0.2  # of a round, measured for EAGLE-3's trees on a CPU; the choice assumes a value for all drafts
 
 
 def between(low: tuple[float, ...], high: tuple[float, ...], share: float) -> tuple[float, ...]:
@@ -148,7 +150,7 @@ class Engine:
                 self.choice.record(of_slots, of_users, np.full(len(of_slots), drafted), of_shape, reported)
         took_ms = self.round_ms(chosen)
         if ran != chosen:
-            drafting_ms, own_ms = (DRAFTING_SHARE * self.round_ms(shape) if shape else 0.0 for shape in (chosen, ran))
+            drafting_ms, own_ms = (_DRAFTING_SHARE * self.round_ms(shape) if shape else 0.0 for shape in (chosen, ran))
             took_ms = self.round_ms(ran) - own_ms + drafting_ms
         noise = float(self.random.lognormal(0, self.noise)) * (5.0 if self.random.random() < self.spikes else 1.0)
         if ran == chosen:
