@@ -92,9 +92,11 @@ class RoundPlanner:
             self._queues.preempt_youngest(builder)
             slots = slot_pages.round_slots()
 
-    def load(self, slots: Slots, shape: int) -> StepRounds:
-        """Return the rounds of these slots as `LatencyBudget` takes them."""
-        return StepRounds(shape, len(slots), self.kv_tokens(slots))
+    def load(self, slots: Slots, shape: int, next_shape: int = 0, kv_tokens: int | None = None) -> StepRounds:
+        """Return the rounds of these slots as `LatencyBudget` takes them: of the wider shape, since rounds that verify
+        one shape and draft another take no longer. kv_tokens: see `kv_tokens`; None: not known."""
+        tokens = self.kv_tokens(slots) if kv_tokens is None else kv_tokens
+        return StepRounds(self._shapes.wider(shape, next_shape), len(slots), tokens)
 
     def kv_tokens(self, slots: Slots) -> int:
         """Return the committed tokens of these slots together."""

@@ -18,7 +18,7 @@ from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.engine_layout import EngineLayout
 from workers.scheduling.capture_pacing import CapturePacing
 from workers.scheduling.cost_table import CostTable
-from workers.scheduling.latency_budget import LatencyBudget, StepRounds
+from workers.scheduling.latency_budget import LatencyBudget
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.prefill import PrefillPlanner
 from workers.scheduling.queues.admission import Admission
@@ -214,20 +214,19 @@ class Scheduler:
         kv_tokens = self.rounds.kv_tokens(slots)
         shape, next_shape = self.rounds.shapes(slots, kv_tokens, self.step_time, self._prefill.budget)
         slots, ends = self.rounds.reserve(builder, slots, shape, next_shape)
-        timed = self._shapes.wider(shape, next_shape)  # a step that changes the shape takes no longer than its rounds
-        rounds = self.rounds.load(slots, timed) if builder.preempted else StepRounds(timed, len(slots), kv_tokens)
+        rounds = self.rounds.load(slots, shape, next_shape, None if builder.preempted else kv_tokens)
         budget = self._prefill.plan(builder, self._shapes[next_shape], rounds, self.rounds.usual(next_shape))
         if builder.preempted and len(slots):  # a chunk of an older request may have preempted a younger one
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]
-            rounds = self.rounds.load(slots, timed)
+            rounds = self.rounds.load(slots, shape, next_shape)
         if len(slots) == 0 and not builder.chunks:
             return None
         of_windows = slot_pages.take_window_changes()
         saved_states = slot_pages.save_states(slots, self._shapes.max_new_tokens)
-        in_flight = self._launch(builder, shape, slots, budget.planned(rounds))
+        in_flight = self._launch(builder, shape, slots, budget.planned(rounds), is_change=next_shape != shape)
         drafting = slot_pages.speculative[in_flight.slots]
-        in_flight.is_change, next_shape = next_shape != shape, next_shape if drafting.any() else 0
+        next_shape = next_shape if drafting.any() else 0
         drafted = self._shapes.default if self._shapes.model_free and drafting.any() else next_shape
         slot_pages.drafted[in_flight.slots] = np.where(drafting, drafted, 0)
         in_flight.num_drafted = np.where(drafting, self._shapes[next_shape].width - 1, 0)
@@ -253,7 +252,7 @@ class Scheduler:
         self._next_step += 1
         return plan
 
-    def _launch(self, builder: PlanBuilder, shape: int, slots: Slots, load: Step) -> InFlightStep:
+    def _launch(self, builder: PlanBuilder, shape: int, slots: Slots, load: Step, is_change: bool) -> InFlightStep:
         """Record the builder's plan as in flight, and return it."""
         slot_pages, by_slot = self.slot_pages, self.queues.by_slot
         max_new_tokens = self._shapes[shape].max_new_tokens
@@ -269,7 +268,8 @@ class Scheduler:
             builder.with_prompt_logprobs,
             load,
             self.shape_choice.match_classes(slots, slot_pages.number[slots]),
-            expected=None if self.step_time is None else self.step_time.predict(load),
+            None if self.step_time is None else self.step_time.predict(load),
+            is_change,
         )
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)

@@ -122,6 +122,7 @@ class InFlightStep:
         load: Step = Step(),  # noqa: B008 - immutable
         match_classes: Int64s | None = None,
         expected: Prediction | None = None,
+        is_change: bool = False,
     ) -> None:
         self.step = step
         self.sequences = sequences
@@ -137,7 +138,7 @@ class InFlightStep:
         self.expected = expected
         self.load = load
         self.match_classes = match_classes
-        self.is_change = False
+        self.is_change = is_change
         rest = sequences[len(round_slots) :]
         if rest:
             self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))
