@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import Prepared, assert_not_captured
-from attention.capability import Capability
+from attention.capability import Capability, num_multiprocessors
 from attention.metadata import DecodeBatch
 from attention.ops.attend.latent_suffix_triton import add_suffix
 from attention.ops.flashinfer_latent_plan_triton import LatentGrid, LatentPlanArrays, write_latent_plan
@@ -45,7 +45,7 @@ class LatentRounds:
         key = (device, q.dtype, q.shape, kv.rows.shape[1:], kv.latent, batch.is_causal, batch.page_table.shape, scale)
         if key not in self._plans:
             assert_not_captured(self.name, device)
-            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            multiprocessors = num_multiprocessors(device)
             grid = LatentGrid(batch.num_requests, batch.rows, q.shape[1], multiprocessors, batch.is_causal)
             module = _module(q.dtype, kv)
             workspace = self.workspace(grid.max_partial_rows * (kv.latent * q.itemsize + 4), device)

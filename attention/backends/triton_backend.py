@@ -20,7 +20,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.backends.triton_expansion import TritonExpandedChunks
 from attention.backends.triton_kernels import FIXED_TILES, LayerShape, attend_chunks, attend_rows
-from attention.capability import Capability
+from attention.capability import Capability, num_multiprocessors
 from attention.expansion import ExpandedChunks
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, newest_columns
 from attention.ops.attend.decode_plan_triton import MAX_SPLITS, DecodePlan, DecodeTiles, DecodeWorkspace, partial_rows
@@ -170,9 +170,7 @@ def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) ->
 
 
 def _num_multiprocessors(device: torch.device) -> int:
-    if not Capability.of(device).is_gpu:
-        return CPU_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return num_multiprocessors(device) if Capability.of(device).is_gpu else CPU_MULTIPROCESSORS
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import Prepared, assert_not_captured
+from attention.capability import num_multiprocessors
 from attention.limits import TRTLLM_GEN_MAJOR, TRTLLM_LATENTS
 from attention.metadata import DecodeBatch
 from attention.scores import ScoreRule
@@ -105,7 +106,7 @@ class LatentRows:
         first = batch.suffix_len - batch.rows + 1
         offsets = torch.arange(first, batch.suffix_len + 1, dtype=torch.int32, device=device)
         stats = STATS_GUARD_BYTES + STATS_BYTES * rows * heads if is_tree else 0
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        multiprocessors = num_multiprocessors(device)
         counters = -(-max(rows * heads, multiprocessors) // COUNTER_ALIGNMENT) * COUNTER_ALIGNMENT
         return LatentBuffers(
             lengths=torch.ones(rows, dtype=torch.int32, device=device),

@@ -138,8 +138,7 @@ class StandIn:
 def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setattr(flashinfer_latent, "_module", lambda dtype, kv: stand_in)
-    properties = SimpleNamespace(multi_processor_count=PROGRAMS)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(flashinfer_latent, "num_multiprocessors", lambda device: PROGRAMS)
     return stand_in
 
 

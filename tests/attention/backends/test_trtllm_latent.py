@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attention.backends import trtllm_latent
 from attention.backends.torch_backend import TorchBackend
 from attention.backends.trtllm_backend import TrtllmBackend
 from attention.limits import trtllm_refusal
@@ -30,6 +31,7 @@ from tests.support.kernels.attention_cases import (
 )
 from tests.support.kernels.flashinfer_mla import MULTIPROCESSORS, OPTIONAL, REQUIRED, MlaStandIn
 from tests.support.kernels.triton_interpreter import INTERPRETED
+from tests.support.slow import slow
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 GEN, XQA = Shape(576, 3, 32, latent=512), Shape(576, 128, 64, latent=512)
@@ -48,9 +50,8 @@ def on_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> M
     module.trtllm_batch_decode_with_kv_cache_mla = stand_in  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.mla", module)
-    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(trtllm_latent, "num_multiprocessors", lambda device: MULTIPROCESSORS)
     return stand_in
 
 
@@ -77,7 +78,7 @@ def check(work: Work, shape: Shape, backend: TrtllmBackend, lengths: tuple[int, 
 
 @pytest.mark.parametrize(
     "shape,capability",
-    [(GEN, (10, 0)), pytest.param(SMALL, (10, 3), marks=pytest.mark.slow), (XQA, (12, 0))],
+    [(GEN, (10, 0)), *slow((SMALL, (10, 3))), (XQA, (12, 0))],
     ids=["gen", "small", "xqa"],
 )
 @pytest.mark.parametrize("work", CHAINS, ids=lambda work: work.name)
@@ -94,7 +95,7 @@ def test_rows_of_chains_see_what_they_should(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/ops/test_triton_interpreter.py runs it")
-@pytest.mark.parametrize("shape", [GEN, pytest.param(SMALL, marks=pytest.mark.slow)], ids=["gen", "small"])
+@pytest.mark.parametrize("shape", [GEN, *slow(SMALL)], ids=["gen", "small"])
 @pytest.mark.parametrize("work", TREES, ids=lambda work: work.name)
 def test_trees_are_their_prefix_and_their_masked_columns(
     work: Work, shape: Shape, monkeypatch: pytest.MonkeyPatch
