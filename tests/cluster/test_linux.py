@@ -39,7 +39,7 @@ def test_the_state_of_a_process_does_not_depend_on_its_name() -> None:
 STEPS = """
 import resource
 import sys
-from cluster.linux import keep_freed_memory, trim_heap
+from cluster.linux import keep_freed_memory
 if sys.argv[1:]:
     keep_freed_memory()
 for step in range(20):

@@ -21,6 +21,7 @@ from deploy import offline
 from deploy.offline import LLM, SamplingParams
 from tests.support import MODELS
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
+from tests.support.slow import slow
 from workers.runner.rank_processes import RankProcesses
 from workers.scheduling.request import RequestTooLargeError
 
@@ -71,7 +72,7 @@ def test_a_text_is_one_prompt(llm: LLM) -> None:
         llm.generate([text, 7])
 
 
-@pytest.mark.parametrize("use_tqdm", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("use_tqdm", [True, *slow(False)])
 def test_progress_counts_answers_and_is_shown_on_request(
     llm: LLM, use_tqdm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

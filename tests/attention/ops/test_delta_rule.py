@@ -11,6 +11,7 @@ from attention.ops.delta_rule.chunks import stops
 from attention.ops.delta_rule.formulas import advanced, block
 from attention.ops.delta_rule.tables import DeltaHeads
 from tests.support.kernels.delta_rule import SMALL, DeltaLives
+from tests.support.slow import slow
 
 transformers = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
 
@@ -89,7 +90,7 @@ def test_random_lives_are_the_recurrence(seed: int, heads: DeltaHeads) -> None:
         lives.finish()
 
 
-@pytest.mark.parametrize("tokens", [120, *(pytest.param(n, marks=pytest.mark.slow) for n in (300, 32_768))])
+@pytest.mark.parametrize("tokens", [120, *slow(300, 32_768)])
 def test_states_do_not_drift(tokens: int) -> None:
     """Decoded with trees that are verified, against one token after the other in float64; a state forgets its errors
     as it forgets its tokens. The tolerance is that of any single round: the last norm enlarges the rounding of outputs

@@ -1,7 +1,6 @@
 """The delta rule's kernel in CUDA C++: where it is chosen, and what NVRTC makes of it for Hopper."""
 
 import re
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from attention.ops import cuda_source
 from attention.ops.delta_rule import few_rows_cuda, formulas
 from attention.ops.delta_rule.rounds import delta_rule_rounds
 from attention.ops.delta_rule.tables import DeltaHeads, DeltaState
+from tests.support.kernels.cuobjdump import dumped
 from tests.support.kernels.delta_rule import random_rows, random_weights
 
 HEADS = DeltaHeads(16, 48, 128, 128)
@@ -55,18 +55,12 @@ def test_few_rows_fit_hopper(
     width: int, path: int, programs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Almost no spills, and nothing is written before the wait."""
-    triton = pytest.importorskip("triton", reason="triton's package has the disassembler")
     monkeypatch.setattr(cuda_source, "nvrtc_path", nvrtc_here)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    code = tmp_path / "kernel.cubin"
-    code.write_bytes(cuda_source.compiled(few_rows_cuda.source(), constants(width, path, programs), HOPPER))
-
-    def dumped(what: str) -> str:
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        return subprocess.run([tool, what, code], capture_output=True, text=True, check=True).stdout
-
-    registers, stack = (int(number) for number in re.findall(r"(?:REG|STACK):(\d+)", dumped("--dump-resource-usage")))
+    code = cuda_source.compiled(few_rows_cuda.source(), constants(width, path, programs), HOPPER)
+    usage = dumped(code, tmp_path, "--dump-resource-usage")
+    registers, stack = (int(number) for number in re.findall(r"(?:REG|STACK):(\d+)", usage))
     tiles = few_rows_cuda.tiles_of(programs)
     assert 32 * tiles.warps * tiles.programs * registers <= REGISTERS_PER_SM and stack <= 256
-    before, after = dumped("--dump-sass").split("ACQBULK", 1)
+    before, after = dumped(code, tmp_path).split("ACQBULK", 1)
     assert "STG" in after and "STG" not in before and "LDG.E.NA.128" in before

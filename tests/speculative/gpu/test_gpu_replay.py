@@ -16,6 +16,7 @@ from attention.capability import Capability
 from speculative.build import check_device, plan_engine
 from tests.support.replay import Round, Runner, Twins, as_built, padded_eager
 from tests.support.replica import Arm, Dimensions, Replica, build_replica, write_config
+from tests.support.slow import slow
 from workers.runner.decoding import StepTensors
 from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.graphs.graph_keys import bucket_sizes, is_always_captured, powers_of_two
@@ -193,7 +194,7 @@ def next_as_padding(num_slots: int) -> Runner:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("fault", [late_slots, pytest.param(next_as_padding, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", [late_slots, *slow(next_as_padding)])
 def test_wrong_slots_are_found(fault: Callable[[int], Runner], tmp_path: Path) -> None:
     arm = SMALL["chain"]
     pair = twins(tmp_path, arm, TINY, fault(arm.num_slots))

@@ -114,7 +114,7 @@ def test_weights_that_are_nan_end_all_requests_and_mended_ones_serve_again(pair:
 
 
 @pytest.mark.parametrize("shape", ["chain", *slow("tree")])
-@pytest.mark.parametrize("num_pages", [90, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_pages", [90, *slow(400)])
 def test_a_draft_that_is_nan_for_one_token_costs_acceptance_where_it_stands(
     pair: Pair, shape: str, num_pages: int
 ) -> None:

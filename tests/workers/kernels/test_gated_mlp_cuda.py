@@ -46,7 +46,7 @@ class MLP:
 
 @pytest.mark.parametrize("size,width", SHAPES)
 def test_rows_are_those_of_float64(size: int, width: int) -> None:
-    """Of rows with a stride, one of which has numbers that are much larger than the others."""
+    """Rows lie apart in memory, and the last one has a number far larger than its others."""
     mlp = MLP(size, width)
     for rows in (1, 2, 3, MAX_ROWS):
         x = torch.randn(rows, 2 * size, device=DEVICE).bfloat16()[:, :size]

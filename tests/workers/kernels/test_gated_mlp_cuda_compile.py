@@ -1,7 +1,6 @@
 """Where the kernel of a gated MLP is chosen, and what NVRTC makes of it for Hopper. Needs no GPU."""
 
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from attention.capability import Capability
 from attention.ops import cuda_source
 from tests.attention.ops.test_few_rows_cuda import HOPPER, nvrtc_here
+from tests.support.kernels.cuobjdump import dumped
 from workers.layers.linear_method import LinearShape
 from workers.ops.gemm.tiles import SHARED_BYTES
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
@@ -105,17 +105,14 @@ def test_a_layer_with_few_bits_calls_the_operation(monkeypatch: pytest.MonkeyPat
 def test_the_kernel_fits_hopper(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is spilled. Before the wait codes and scales are copied to shared memory; nothing else is read, nothing
     written."""
-    triton = pytest.importorskip("triton", reason="triton's package has the disassembler")
+    pytest.importorskip("triton", reason="triton's package has the disassembler")
     from workers.ops.packed.cuda import gated_mlp_cuda
 
     monkeypatch.setattr(cuda_source, "nvrtc_path", nvrtc_here)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     tiles = gated_mlp_tiles(4096, 14336, rows, BLOCKS)
     assert tiles is not None
-    code = tmp_path / "kernel.cubin"
-    code.write_bytes(cuda_source.compiled(gated_mlp_cuda.source(), tiles.defines(), HOPPER))
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    sass = subprocess.run([tool, "--dump-sass", code], capture_output=True, text=True, check=True).stdout
+    sass = dumped(cuda_source.compiled(gated_mlp_cuda.source(), tiles.defines(), HOPPER), tmp_path)
     assert not re.search(r"\b(LDL|STL)\b", sass)
     before, _, after = sass.partition("ACQBULK")
     assert after and not re.search(r"\bSTG\b|\bRED|\bATOM|\bLDG\b", before) and "LDGSTS" in before

@@ -1,7 +1,6 @@
 """Where the CUDA kernels of one row are chosen, and what NVRTC makes of them for Hopper. Needs no GPU."""
 
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from attention.capability import Capability
 from attention.ops import cuda_source
 from tests.attention.ops.test_few_rows_cuda import HOPPER, nvrtc_here
+from tests.support.kernels.cuobjdump import dumped
 from workers.ops.experts.gated import GPT_OSS
 from workers.ops.experts.route import RouterLogits, Routing
 from workers.ops.experts.weights import ExpertSizes
@@ -102,7 +102,7 @@ def test_products_are_kept_in_shared_memory_if_they_fit(monkeypatch: pytest.Monk
 def test_kernels_of_one_row_fit_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is spilled. Before the wait the experts read nothing, and the product W and the bias: the compiler moves
     reads by pointers that are `const __restrict__` before it."""
-    triton = pytest.importorskip("triton", reason="triton's package has the disassembler")
+    pytest.importorskip("triton", reason="triton's kernels choose the experts")
     from workers.ops.gemm import one_row_cuda
     from workers.ops.packed.cuda import experts_cuda
 
@@ -114,10 +114,7 @@ def test_kernels_of_one_row_fit_hopper(kernel: str, tmp_path: Path, monkeypatch:
         tiles = one_row_tiles(sizes(2880, 2880), BLOCKS)
         assert tiles is not None
         source, macros = experts_cuda.source(), tiles.defines(GPT_OSS)
-    code = tmp_path / "kernel.cubin"
-    code.write_bytes(cuda_source.compiled(source, macros, HOPPER))
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    sass = subprocess.run([tool, "--dump-sass", code], capture_output=True, text=True, check=True).stdout
+    sass = dumped(cuda_source.compiled(source, macros, HOPPER), tmp_path)
     assert not re.search(r"\b(LDL|STL)\b", sass)
     before, _, after = sass.partition("ACQBULK")
     assert after and not re.search(r"\bSTG\b|\bRED|\bATOM", before)

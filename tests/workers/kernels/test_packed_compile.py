@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 import triton.language as tl  # noqa: E402
 
-from tests.attention.ops.test_triton_compile import SHARED_PER_SM, built, compiled, dumped  # noqa: E402
+from tests.attention.ops.test_triton_compile import SHARED_PER_SM, built, compiled  # noqa: E402
+from tests.support.kernels.cuobjdump import dumped  # noqa: E402
 from tests.support.slow import slow  # noqa: E402
 from workers.ops.packed.blocks_triton import _packed_blocks  # noqa: E402
 from workers.ops.packed.stream_triton import _packed_stream  # noqa: E402
@@ -113,11 +114,11 @@ def test_a_step_of_128_inputs_takes_few_instructions(
     assert tiles is not None and tiles.scales_sums(14336, 128)
     descriptors = None if tiles.direct else {"x_ptr": (tiles.block_m, 128)}
     made = built(_packed_blocks, *blocks(tiles, 4096, 14336, False), 4 * warpgroups, 3, descriptors)
-    assert "STACK:0" in (usage := dumped(made, tmp_path, "--dump-resource-usage")) and "LOCAL:0" in usage
+    assert "STACK:0" in (usage := dumped(made.asm["cubin"], tmp_path, "--dump-resource-usage")) and "LOCAL:0" in usage
     assert made.metadata.shared < SHARED_PER_SM // 2
     products = re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\}, ?(.)", made.asm["ptx"])
     assert len(products) == 8 * (1 + paired) and set(products) == {"{"}, "operands from shared memory"
-    (instructions,) = product_loops(dumped(made, tmp_path, "-sass"))
+    (instructions,) = product_loops(dumped(made.asm["cubin"], tmp_path, "-sass"))
     assert 4 * instructions / (tiles.chunks * (1 + paired)) <= most
 
 

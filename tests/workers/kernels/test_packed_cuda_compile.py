@@ -1,7 +1,6 @@
 """What NVRTC makes of the CUDA products with int4 weights for Hopper. Needs no GPU."""
 
 import re
-import subprocess
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from attention.capability import Capability
 from attention.ops import cuda_source
 from tests.attention.ops.test_few_rows_cuda import HOPPER, nvrtc_here
+from tests.support.kernels.cuobjdump import dumped
 from workers.ops.packed.cuda.kernels_cuda import compile_products, source_of
 from workers.ops.packed.cuda.tiles import ManyRowsTiles, WideTiles, cuda_tiles
 from workers.ops.packed.weight import empty
@@ -29,13 +29,9 @@ def test_weights_are_decoded_while_tensor_cores_multiply(
 ) -> None:
     """Where the compiler finds an operand written too late, it waits for each product: tiles of 128 rows took 870
     us for 758, a layer of Llama-3.1-8B at 1,024 rows."""
-    triton = pytest.importorskip("triton", reason="triton's package has the disassembler")
     monkeypatch.setattr(cuda_source, "nvrtc_path", nvrtc_here)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    code = tmp_path / "kernel.cubin"
-    code.write_bytes(cuda_source.compiled(source_of(tiles, False), tiles.defines(gated, False, False), HOPPER))
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    sass = subprocess.run([tool, "--dump-sass", code], capture_output=True, text=True, check=True).stdout
+    sass = dumped(cuda_source.compiled(source_of(tiles, False), tiles.defines(gated, False, False), HOPPER), tmp_path)
     waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", sass)
     assert (waits.count("1"), waits.count("0")) == (8, 1), "of 8 products of 16 inputs in a stage"
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention.fp8 import FP8
+from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
 from tests.workers.models.test_targets import by_transformers, by_us
@@ -57,7 +58,7 @@ def quantised(source: Path, folder: Path, block: tuple[int, int] = BLOCK, **quan
     [
         "DeepseekV3",
         "Qwen3Moe",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("Llama", "Glm4Moe", "Gemma3", "Phi3")),
+        *slow("Llama", "Glm4Moe", "Gemma3", "Phi3"),
     ],
 )
 def test_a_target_answers_as_its_weights_mean(

@@ -23,6 +23,7 @@ from tests.support.simulation.load import (
     policies,
     simulate,
 )
+from tests.support.slow import slow
 
 TARGET_MS = 25.0
 
@@ -92,7 +93,7 @@ def test_padding_makes_stairs():
         assert stairs.step_ms(1, 8, 0, tokens) == pytest.approx(H200.step_ms(1, 8, 0, bucket))
 
 
-@pytest.mark.parametrize(("plain_ms", "chain_ms"), [(3.2, 9.5), pytest.param(8.0, 12.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("plain_ms", "chain_ms"), [(3.2, 9.5), *slow((8.0, 12.0))])
 def test_a_burst_of_requests_makes_no_gap_of_a_stream_many_times_its_others(plain_ms: float, chain_ms: float) -> None:
     """28 requests at once beside four streams, where rounds of all take three to four times the target: drafts pay
     little or much. The batch grows, or the shape changes, in small steps; tokens per second are those without a bound,

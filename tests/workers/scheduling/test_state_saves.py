@@ -9,6 +9,7 @@ from tests.support.simulation.integrity import check_queues
 from tests.support.simulation.prefix_loads import possible_tokens, prompt_heavy
 from tests.support.simulation.scheduler import Simulation, random_prompt
 from tests.support.simulation.states import hits
+from tests.support.slow import slow
 from workers.scheduling.request import FinishReason, Request
 
 POOLS = {1: 110, 4: 30, 16: 12}
@@ -154,7 +155,7 @@ def test_few_rows_save_most_of_what_prompts_have_in_common():
     "seed, page_size, lookahead",
     [
         (1, 4, 0),
-        *[pytest.param(s, p, a, marks=pytest.mark.slow) for s, p, a in ((0, 1, 1), (2, 4, 1), (3, 16, 1))],
+        *slow((0, 1, 1), (2, 4, 1), (3, 16, 1)),
         *[pytest.param(s, p, a, marks=pytest.mark.slow) for s in range(4, 12) for p in sorted(POOLS) for a in (0, 1)],
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor
 
 from tests.support import MODELS
+from tests.support.slow import slow
 from tests.support.structured_output.hostile import STOPS
 from workers.scheduling.plan import Grammar
 from workers.structured_output.compiler import Vocabulary
@@ -21,9 +22,7 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(str(MODELS / "target"), 4096)
 
 
-@pytest.mark.parametrize(
-    "slow", [None, *PREFERRED[:3], *(pytest.param(text, marks=pytest.mark.slow) for text in PREFERRED[3:])]
-)
+@pytest.mark.parametrize("slow", [None, *PREFERRED[:3], *slow(*PREFERRED[3:])])
 def test_each_sample_answer_finds_what_those_before_it_pass_by(
     vocabulary: Vocabulary, slow: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
