@@ -2,7 +2,6 @@
 gate and up are multiplied."""
 
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from workers.ops.experts.route import Routed, RouterLogits
 from workers.ops.experts.route_triton import route
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
 from workers.ops.packed.cuda.one_row_tiles import OneRowTiles, one_row_tiles
+from workers.ops.packed.cuda.source import joined
 from workers.ops.packed.experts import PackedExpertWeights
 
 _NAME = "one_row_experts"
@@ -62,8 +62,7 @@ def one_row_experts(
 
 @cache
 def source() -> str:
-    folder = Path(__file__).parent
-    return "".join((folder / name).read_text() for name in ("packed.cuh", "one_row_units.cuh", f"{_NAME}.cu"))
+    return joined("one_row_units.cuh", f"{_NAME}.cu")
 
 
 @cache

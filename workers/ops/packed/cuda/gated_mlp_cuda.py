@@ -2,7 +2,6 @@
 gate and up are multiplied."""
 
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from attention.capability import Capability, num_multiprocessors
 from attention.ops.cuda_source import Kernel, load
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
 from workers.ops.packed.cuda.gated_mlp_tiles import GROUP, GatedMLPTiles, gated_mlp_tiles
+from workers.ops.packed.cuda.source import joined
 from workers.ops.packed.product import PackedProduct
 from workers.ops.packed.weight import PackedWeight
 
@@ -58,8 +58,7 @@ def gated_mlp_of(
 
 @cache
 def source() -> str:
-    folder = Path(__file__).parent
-    return "".join((folder / name).read_text() for name in ("packed.cuh", f"{_NAME}_units.cuh", f"{_NAME}.cu"))
+    return joined("gated_mlp_units.cuh", f"{_NAME}.cu")
 
 
 @cache

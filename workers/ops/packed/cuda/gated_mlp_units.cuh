@@ -32,14 +32,6 @@ __device__ __forceinline__ u32 load_word(u32 from) {
 }
 __device__ __forceinline__ float real(u32 v) { return __uint_as_float(v); }
 __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
-__device__ __forceinline__ float load_float(u32 from) { return real(load_word(from)); }
-__device__ __forceinline__ void store(u32 to, float v) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
-}
-__device__ __forceinline__ void store4(u32 to, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
 // Volatile: the compiler moves other reads before the wait.
 __device__ __forceinline__ uint4 load_global(const void* from) {
     uint4 v;

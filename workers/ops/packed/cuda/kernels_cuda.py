@@ -1,7 +1,6 @@
 """Products with int4 weights by `few_rows.cu` (up to 32 rows), `wide.cu` (17 to 32) and `many_rows.cu` (more)."""
 
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from attention.capability import Capability
 from attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map
 from workers.ops.blocks import cdiv
 from workers.ops.gemm.workspace import Workspace
+from workers.ops.packed.cuda.source import joined
 from workers.ops.packed.cuda.tiles import (
     MAX_ROWS,
     SHARED_SUMS,
@@ -28,9 +28,8 @@ _NAMES = {FewRowsTiles: "few_rows", WideTiles: "wide", ManyRowsTiles: "many_rows
 @cache
 def source_of(tiles: Tiles, half: bool) -> str:
     """Return the source of the kernel for these tiles, including the functions that both kernels use."""
-    folder = Path(__file__).parent
-    extra = "" if isinstance(tiles, FewRowsTiles) else _wgmma(tiles.block_m, half)
-    return (folder / "packed.cuh").read_text() + extra + (folder / f"{_NAMES[type(tiles)]}.cu").read_text()
+    generated = "" if isinstance(tiles, FewRowsTiles) else _wgmma(tiles.block_m, half)
+    return joined(f"{_NAMES[type(tiles)]}.cu", generated=generated)
 
 
 def packed_cuda(

@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) one_row_experts(
     }
     const int g = lane / 4, t = lane % 4;
     if (threadIdx.x < SIZE / 8)
-        store4(base + ROW + 16 * threadIdx.x, raised(row.x), raised(row.y), raised(row.z), raised(row.w));
+        store4(base + ROW + 16 * threadIdx.x, uint4{raised(row.x), raised(row.y), raised(row.z), raised(row.w)});
     if (threadIdx.x < experts) experts_used[threadIdx.x] = mine_used, shares[threadIdx.x] = share_of;
     consumers_sync();
     const int first_tile = gates.first / GATE_STEPS;

@@ -53,17 +53,6 @@ __device__ __forceinline__ bool arrived(u32 barrier, u32 phase) {
     return done;
 }
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-__device__ __forceinline__ void store(u32 to, float v) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
-}
-__device__ __forceinline__ void store4(u32 to, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-__device__ __forceinline__ float load_float(u32 from) {
-    float v;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
-    return v;
-}
 // Reads of what earlier kernels or other blocks wrote. Volatile: the compiler moves others before the waits.
 template <typename T>
 __device__ __forceinline__ T fresh(const T* from) {

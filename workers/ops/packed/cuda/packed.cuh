@@ -1,4 +1,4 @@
-// Device functions of `few_rows.cu`, `wide.cu` and `many_rows.cu`: barriers, copies, decoding.
+// Device functions of all kernels in this folder: barriers, copies, shared memory, decoding.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -47,6 +47,18 @@ __device__ __forceinline__ uint4 load(u32 from) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
     return v;
+}
+__device__ __forceinline__ float load_float(u32 from) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store(u32 to, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
+}
+__device__ __forceinline__ void store4(u32 to, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 __device__ __forceinline__ float4 load_of(u32 from, u32 rank) {
     float4 v;
