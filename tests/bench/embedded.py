@@ -18,7 +18,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench.host.finding import Finding, Report
 from tests.bench.quality.decoding import Decoding
-from tests.support.embedded import BLOCK_TREE, CHAIN, TREE, embedded_spec, eos_token_ids
+from tests.support.embedded import BLOCK_TREE, CHAIN, TREE, eos_token_ids, measured_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
@@ -104,9 +104,7 @@ def measure(case: Case, repeats: int) -> dict[str, dict[str, float]]:
 
 def _spec(case: Case, arm: SpeculativeConfig | None) -> EngineSpec:
     draft = None if arm is None else dataclasses.replace(arm, draft_tp=1)
-    spec = embedded_spec(draft, case.tensor_parallel, debug=False)
-    cache = dataclasses.replace(spec.worker.cache, prefix_cache=False)
-    return dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, cache=cache))
+    return measured_spec(draft, case.tensor_parallel, measure_costs=False)
 
 
 def _sampling(max_tokens: int) -> SamplingParams:

@@ -1,6 +1,7 @@
 """Local engines of the embedded pair."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from attention.config import CacheConfig
@@ -28,6 +29,26 @@ def embedded_spec(
     scheduler = SchedulerConfig(max_running=max_running, max_step_tokens=512)
     worker = WorkerConfig(model, cache, scheduler, tensor_parallel=tensor_parallel, measure_costs=False, debug=debug)
     return EngineSpec(worker, speculative)
+
+
+def measured_spec(
+    speculative: SpeculativeConfig | None,
+    tensor_parallel: int = 1,
+    max_running: int = 16,
+    model: Path = MODELS / "target",
+    device: str = "cpu",
+    measure_costs: bool = True,
+) -> EngineSpec:
+    """An engine whose speed is measured: without debug checks and prefix cache, and with pages for 2,048 tokens of each
+    request. model: the folder of another target than the embedded one."""
+    spec = embedded_spec(speculative, tensor_parallel, max_running=max_running, debug=False)
+    worker = replace(
+        spec.worker,
+        model=replace(spec.worker.model, path=str(model), device=device),
+        cache=replace(spec.worker.cache, prefix_cache=False, num_pages=max(1024, max_running * 128)),
+        measure_costs=measure_costs,
+    )
+    return replace(spec, worker=worker)
 
 
 def eos_token_ids(model: Path = MODELS / "target") -> tuple[int, ...]:

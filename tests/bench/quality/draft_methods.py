@@ -36,14 +36,13 @@ from pathlib import Path
 import torch
 
 from deploy.config.draft_head import block_shape, draft_method
-from speculative.build import EngineSpec
 from speculative.config import Method, SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench.kernels.gpu_time import hardware
 from tests.bench.machine import commit, physical_cores
 from tests.bench.quality.decoding import Decoding
 from tests.support import MODELS, ROOT
-from tests.support.embedded import TREE, embedded_spec, eos_token_ids
+from tests.support.embedded import TREE, eos_token_ids, measured_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.scheduling.plan import SamplingParams
 
@@ -150,15 +149,6 @@ def texts(paths: list[Path], count: int, model: Path = MODELS / "target") -> dic
     return {name: tokenized(some, model) for name, some in asked.items()} | {"JSON to copy": copied}
 
 
-def spec_of(config: SpeculativeConfig | None, most: int, model: Path = MODELS / "target") -> EngineSpec:
-    spec = embedded_spec(config, max_running=most, debug=False)
-    source = dataclasses.replace(spec.worker.model, path=str(model))
-    cache = dataclasses.replace(spec.worker.cache, prefix_cache=False, num_pages=max(1024, most * 128))
-    return dataclasses.replace(
-        spec, worker=dataclasses.replace(spec.worker, model=source, cache=cache, measure_costs=True)
-    )
-
-
 def row_of(arm: str, draft: str, text: str, batch: int, of: Decoding) -> Row:
     answers = [zlib.crc32(json.dumps(list(request.output)).encode()) for request in of.requests]
     rates = of.tokens / of.cpu_s, of.tokens / of.wall_s
@@ -174,7 +164,9 @@ def measure(
     sampling = SamplingParams(given.tokens, 0.0, stop_token_ids=eos_token_ids(model))
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
-        spec = {name: spec_of(config, max(given.batches), model) for name, config in arms.items()}
+        spec = {
+            name: measured_spec(config, max_running=max(given.batches), model=model) for name, config in arms.items()
+        }
         engines = {name: stack.enter_context(local_engine(each)) for name, each in spec.items()}
         for batch in given.batches:
             for name in filter(is_adaptive, arms):

@@ -21,12 +21,11 @@ from pathlib import Path
 
 import torch
 
-from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench.quality.decoding import Decoding
 from tests.bench.round import commit, hardware
-from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
+from tests.support.embedded import CHAIN, TREE, eos_token_ids, measured_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
@@ -73,17 +72,6 @@ def arms() -> dict[str, SpeculativeConfig | None]:
         found[f"{name}, static"] = dataclasses.replace(shape, adaptive=False)
         found[f"{name}, adaptive"] = dataclasses.replace(shape, adaptive=True)
     return found
-
-
-def spec_of(arm: SpeculativeConfig | None, device: str, most: int) -> EngineSpec:
-    spec = embedded_spec(arm, max_running=most, debug=False)
-    worker = dataclasses.replace(
-        spec.worker,
-        model=dataclasses.replace(spec.worker.model, device=device),
-        cache=dataclasses.replace(spec.worker.cache, prefix_cache=False, num_pages=most * 2048 // 16),
-        measure_costs=True,
-    )
-    return dataclasses.replace(spec, worker=worker)
 
 
 def answers(engine: LocalEngine, prompts: list[list[int]], max_tokens: int, batch: int) -> Turn:
@@ -150,7 +138,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         most = max(arguments.batches)
         engines = {
-            arm: stack.enter_context(local_engine(spec_of(config, arguments.device, most)))
+            arm: stack.enter_context(local_engine(measured_spec(config, max_running=most, device=arguments.device)))
             for arm, config in arms().items()
         }
         for name, prompts in questions(arguments.data, arguments.questions).items():

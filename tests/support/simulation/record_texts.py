@@ -24,8 +24,8 @@ from speculative.local import local_engine
 from speculative.ops import acceptance
 from speculative.ops.acceptance import Accepted, Committed
 from speculative.tree.nodes import Tree
-from tests.bench.quality.draft_methods import spec_of, texts
-from tests.support.embedded import eos_token_ids
+from tests.bench.quality.draft_methods import texts
+from tests.support.embedded import eos_token_ids, measured_spec
 from tests.support.simulation.texts import DIGITS, DRAFTS, PER_NAT, RECORDED
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
@@ -82,7 +82,7 @@ def accepted_by(engine: LocalEngine, prompts: list[list[int]], shape: int, max_t
 def record(config: SpeculativeConfig, asked: dict[str, list[list[int]]], max_tokens: int) -> dict[str, object]:
     """Return an engine's shapes and, by text, each answer's prompt tokens, min-entropies, and accepted drafts by
     shape."""
-    spec = spec_of(config, max(map(len, asked.values())))
+    spec = measured_spec(config, max_running=max(map(len, asked.values())))
     spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, measure_costs=False))
     shapes, found = config.shapes, dict[str, list[list[object]]]()
     with local_engine(spec) as engine:

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from speculative.build import plan_engine
-from tests.bench.quality.draft_methods import spec_of, texts
-from tests.support.embedded import eos_token_ids
+from tests.bench.quality.draft_methods import texts
+from tests.support.embedded import eos_token_ids, measured_spec
 from tests.support.simulation.answers import Answers, Pair, PairRank
 from tests.support.simulation.texts import DRAFTS, HOST_MS, costs_of
 from workers.runner.build import BuiltRank, build_rank
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.05, help="of a step's time, for the choice alone")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    spec = spec_of(DRAFTS[given.draft], 16)
+    spec = measured_spec(DRAFTS[given.draft])
     spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, measure_costs=False))
     built = build_rank(spec.worker, plan_engine(spec), 0, "")
     shapes, asked = built.layout.shapes, texts(given.data, given.prompts)
