@@ -89,7 +89,8 @@ def test_what_is_written_means_the_same_to_us_and_to_the_library(
     assert main([*command, *options]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "target"]
     plain = meant(output)
-    assert by_us(output) == by_us(plain) == by_transformers(plain)
+    found = by_us(output)
+    assert found == by_us(plain) == by_transformers(plain, found)
 
 
 def test_transformers_reads_it_with_our_logits(tmp_path: Path) -> None:

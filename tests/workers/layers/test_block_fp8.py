@@ -12,7 +12,7 @@ from attention.fp8 import FP8
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
-from tests.workers.models.test_targets import by_transformers, by_us
+from tests.workers.models.test_targets import check_greedy
 from workers.distributed.tp_group import TPGroup
 from workers.quantization.fp8_quant import Fp8Quant, block_scheme, read_fp8
 
@@ -66,7 +66,7 @@ def test_a_target_answers_as_its_weights_mean(
 ) -> None:
     source = make_target(tmp_path / "t", architecture=architecture, num_hidden_layers=3)
     folder = quantised(source, tmp_path / "q")
-    assert by_us(folder) == by_transformers(folder / "plain")
+    check_greedy(folder, like=folder / "plain")
     assert [r.message for r in caplog.records if "multiplied in the model's type" in r.message] == [
         f"model {folder}: weights of FP8 are multiplied in the model's type (this device has no product of FP8)"
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.repository.pages import page_code
 from tests.support.tiny_models import make_target
-from tests.workers.models.test_targets import by_transformers, by_us
+from tests.workers.models.test_targets import check_greedy
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.models.decoder import Decoder
@@ -63,7 +63,7 @@ def load(folder: Path, group: TPGroup = SOLO, **settings: Any) -> Decoder:
 @pytest.mark.parametrize("block", [(1, WHOLE), (8, 16)], ids=["by row", "by block"])
 def test_a_quantised_target_answers_as_its_weights_say(tmp_path: Path, block: tuple[int, int]) -> None:
     target = quantised(make_target(tmp_path / "t", num_hidden_layers=2, attention_bias=True), tmp_path / "q", block)
-    assert by_us(target) == by_transformers(target / "plain")
+    check_greedy(target, like=target / "plain")
 
 
 @pytest.mark.parametrize("block", [(1, WHOLE), (8, 16)], ids=["by row", "by block"])

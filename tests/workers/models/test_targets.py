@@ -1,5 +1,6 @@
 """Targets against transformers: the same tokens and the same log-probabilities, from the same checkpoint."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +36,22 @@ def prompts() -> list[list[int]]:
     return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 17, 90, 41)]
 
 
-def by_transformers(target: Path) -> list[list[int]]:
+def by_transformers(target: Path, guesses: Sequence[list[int]] = ()) -> list[list[int]]:
+    """Return transformers' greedy answers to `prompts()`. guesses: answers by prompt, each of which is checked in one
+    pass; an answer of its own takes a pass a token."""
     from transformers import AutoModelForCausalLM
 
     # SDPA, which most models take by default, leaves soft caps out
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
     answers = []
     for i, prompt in enumerate(prompts()):
-        if i < len(_guesses) and _is_greedy(model, prompt, _guesses[i]):
-            answers.append(_guesses[i])
+        if i < len(guesses) and _is_greedy(model, prompt, guesses[i]):
+            answers.append(guesses[i])
             continue
         ids = torch.tensor([prompt])
         out = model.generate(ids, max_new_tokens=GREEDY.max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
         answers.append(out[0, len(prompt) :].tolist())
     return answers
-
-
-# The newest answers of `requests_of`, by prompt. `by_transformers` checks each of them in one pass. Where that finds
-# another token, it generates an answer of its own, which takes a pass a token.
-_guesses: list[list[int]] = []
 
 
 def _is_greedy(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> bool:
@@ -66,6 +64,14 @@ def _is_greedy(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> 
 
 def by_us(target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None) -> list[list[int]]:
     return [request.output for request in requests_of(target, tensor_parallel, speculative)]
+
+
+def check_greedy(
+    target: Path, tensor_parallel: int = 1, speculative: SpeculativeConfig | None = None, like: Path | None = None
+) -> None:
+    """Compare greedy answers with transformers'. like: transformers' model, if not `target`."""
+    found = by_us(target, tensor_parallel, speculative)
+    assert found == by_transformers(like or target, found)
 
 
 def worker_of(target: Path, num_pages: int = 200, **options: Any) -> WorkerConfig:
@@ -92,9 +98,7 @@ def requests_of(
     torch.set_num_threads(1)
     worker = worker_of(target, num_pages, tensor_parallel=tensor_parallel, expert_parallel=expert_parallel)
     with local_engine(EngineSpec(worker, speculative)) as engine:
-        answered = engine.generate(prompts() * repeats, GREEDY, 4)
-    _guesses[:] = [request.output for request in answered[: len(prompts())]]
-    return answered
+        return engine.generate(prompts() * repeats, GREEDY, 4)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +122,14 @@ def requests_of(
 )
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
     target = make_target(tmp_path / "target", **settings)
-    assert by_us(target) == by_transformers(target)
+    check_greedy(target)
 
 
 @pytest.mark.parametrize("tensor_parallel", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_together_are_the_model(tmp_path: Path, tensor_parallel: int) -> None:
     """Four ranks share two KV heads; a vocabulary of 97 does not divide."""
     target = make_target(tmp_path / "target", vocab_size=97)
-    assert by_us(target, tensor_parallel) == by_transformers(target)
+    check_greedy(target, tensor_parallel)
 
 
 def test_the_embedded_targets_logprobs_are_those_of_transformers() -> None:

@@ -11,7 +11,7 @@ from tests.support.target_answers import CHAIN, TREE, drafted
 from tests.support.tiny_models import make_target
 from tests.workers.layers import test_fp4
 from tests.workers.models.test_gpt_oss import mxfp4
-from tests.workers.models.test_targets import by_transformers, by_us
+from tests.workers.models.test_targets import check_greedy
 from tests.workers.quantization import test_tensor_fp8
 
 INTEGERS = {
@@ -48,4 +48,4 @@ def test_ranks_and_drafts_change_no_token(tmp_path: Path, name: str, ranks: int,
     speculative = SpeculativeConfig(method="suffix", num_steps=7, num_draft_tokens=8)
     if draft != "suffix":
         speculative = drafted(folder, tmp_path / "head", CHAIN if draft == "chain" else TREE)
-    assert by_us(folder, ranks, speculative) == by_transformers(folder / "plain")
+    check_greedy(folder, ranks, speculative, like=folder / "plain")

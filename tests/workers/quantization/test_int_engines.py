@@ -12,7 +12,7 @@ from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.int_checkpoints import Recipe, awq, gptq, int_quantized, is_linear, pack_quantized, quantise
 from tests.support.tiny_models import VOCAB, add_mtp, add_qwen_mtp, make_eagle, make_eagle3, make_target
-from tests.workers.models.test_targets import by_transformers, by_us
+from tests.workers.models.test_targets import check_greedy
 from workers.scheduling.plan import SamplingParams
 
 MOE = {"architecture": "Qwen3Moe", "moe_intermediate_size": 64, "num_hidden_layers": 2}
@@ -39,7 +39,7 @@ def test_shards_together_are_the_model(tmp_path: Path, recipe: Recipe, ranks: in
     """Borders of ranks cut groups, and words of codes."""
     source = make_target(tmp_path / "t", **{"num_hidden_layers": 2, **settings})
     folder = quantise(source, tmp_path / "q", recipe)
-    assert by_us(folder, ranks) == by_transformers(folder / "plain")
+    check_greedy(folder, ranks, like=folder / "plain")
 
 
 def answers(pair: Pair, speculative: SpeculativeConfig | None, ranks: int = 1) -> tuple[list[list[int]], int]:

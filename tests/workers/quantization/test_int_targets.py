@@ -21,7 +21,7 @@ from tests.support.int_checkpoints import (
 )
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
-from tests.workers.models.test_targets import by_transformers, by_us
+from tests.workers.models.test_targets import check_greedy
 from workers.models.weights import checkpoint_tensors
 
 RECIPES: dict[str, Recipe] = {
@@ -63,7 +63,7 @@ QUICK = ("int-quantized", "awq", "gptq_v2 asymmetric desc_act", "auto-round gptq
 def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
     source = make_target(tmp_path / "t", num_hidden_layers=2)
     folder = quantise(source, tmp_path / "q", RECIPES[name])
-    assert by_us(folder) == by_transformers(folder / "plain")
+    check_greedy(folder, like=folder / "plain")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_every_family_is_read(tmp_path: Path, architecture: str, name: str) -> N
     """Fused and merged projections, routed and shared experts, and what latent attention absorbs."""
     source = make_target(tmp_path / "t", architecture=architecture, **SIZES.get(architecture, {}))
     folder = quantise(source, tmp_path / "q", RECIPES[name])
-    assert by_us(folder) == by_transformers(folder / "plain")
+    check_greedy(folder, like=folder / "plain")
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -107,7 +107,7 @@ def test_matrices_that_are_multiplied_together_may_differ(tmp_path: Path, ranks:
         return eight if "k_proj" in name else wide if "up_proj" in name else four
 
     folder = quantise(source, tmp_path / "q", four, chosen, four.config | {"dynamic": rules})
-    assert by_us(folder, ranks) == by_transformers(folder / "plain")
+    check_greedy(folder, ranks, like=folder / "plain")
 
 
 def test_experts_that_differ_among_themselves_are_refused(tmp_path: Path) -> None:

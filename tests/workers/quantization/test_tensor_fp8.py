@@ -13,7 +13,7 @@ from attention.fp8 import FP8
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
-from tests.workers.models.test_targets import by_transformers, by_us
+from tests.workers.models.test_targets import check_greedy
 from workers.distributed.tp_group import TPGroup
 from workers.layers.experts_method import ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearShape
@@ -86,7 +86,7 @@ def quantised(source: Path, folder: Path, name: str) -> Path:
 def test_a_target_answers_as_its_weights_mean(tmp_path: Path, architecture: str, name: str) -> None:
     source = make_target(tmp_path / "t", architecture=architecture, num_hidden_layers=2)
     folder = quantised(source, tmp_path / "q", name)
-    assert by_us(folder) == by_transformers(folder / "plain")
+    check_greedy(folder, like=folder / "plain")
 
 
 def test_every_rank_has_the_scale_of_the_matrix(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.support.slow import slow
 from tests.support.target_answers import check_logprobs, head_for
 from tests.support.tiny_models import make_eagle3
 from tests.workers.layers.test_block_fp8 import quantised
-from tests.workers.models.test_targets import by_transformers, by_us, worker_of
+from tests.workers.models.test_targets import by_us, check_greedy, worker_of
 from workers.config import ModelSource, WorkerConfig
 from workers.distributed.tp_group import TPGroup
 from workers.layers.vocab import VocabShard
@@ -71,7 +71,7 @@ def test_a_model_with_its_own_class_may_be_served_by_the_adapter(tmp_path: Path)
 @pytest.mark.parametrize("value_dim", [40, *slow(33)])
 def test_values_may_be_longer_than_keys(tmp_path: Path, value_dim: int, without_families: None) -> None:
     target = make_known(tmp_path, "deepseek_v3", v_head_dim=value_dim, num_hidden_layers=2)
-    assert by_us(target) == by_transformers(target)
+    check_greedy(target)
 
 
 def read(folder: Path, kind: str, tensor_parallel: int = 1, **options: Any) -> ModelConfig:
@@ -83,24 +83,24 @@ def read(folder: Path, kind: str, tensor_parallel: int = 1, **options: Any) -> M
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # by transformers
 def test_a_shared_expert_may_have_no_width(tmp_path: Path, without_families: None) -> None:
     target = make_known(tmp_path, "dots1", n_shared_experts=0, num_hidden_layers=2)
-    assert by_us(target) == by_transformers(target)
+    check_greedy(target)
 
 
 def test_attention_beside_a_draft_may_be_viewed(tmp_path: Path, without_families: None) -> None:
     """AFMoE views what attention returns, which several rows of a request give in another order of heads."""
     target = make_known(tmp_path, "afmoe", num_attention_heads=2)
     suffix = SpeculativeConfig(method="suffix", num_steps=7, num_draft_tokens=8)
-    assert by_us(target, speculative=suffix) == by_transformers(target)
+    check_greedy(target, speculative=suffix)
 
 
 def test_a_vocabulary_need_not_divide_among_ranks(tmp_path: Path, without_families: None) -> None:
     target = make_known(tmp_path, "ernie4_5", vocab_size=97)
-    assert by_us(target, 2) == by_transformers(target)
+    check_greedy(target, 2)
 
 
 def test_a_class_that_never_ties_its_embeddings_is_not_tied(tmp_path: Path) -> None:
     target = make_known(tmp_path, "moshi", tie_word_embeddings=True, num_hidden_layers=2)
-    assert by_us(target) == by_transformers(target)
+    check_greedy(target)
 
 
 def test_a_field_that_refuses_none_does_not_refuse_its_model(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_angles_that_depend_on_the_length_are_served_up_to_the_original_one(
     tmp_path: Path, kind: str, limit: int, options: dict[str, Any]
 ) -> None:
     target = make_known(tmp_path, kind, **options)
-    assert by_us(target) == by_transformers(target)
+    check_greedy(target)
     config = read_target_config(ModelSource(path=str(target), device="cpu"), 1)
     assert config.max_position == limit
 
@@ -198,13 +198,13 @@ def test_angles_that_depend_on_the_length_are_served_up_to_the_original_one(
 @pytest.mark.parametrize("kind", ["phi3", pytest.param("cohere", marks=pytest.mark.slow)])
 def test_linear_layers_of_4_bits_are_served(tmp_path: Path, kind: str) -> None:
     folder = quantise(make_known(tmp_path / "t", kind), tmp_path / "q", pack_quantized())
-    assert by_us(folder) == by_transformers(folder / "plain")
+    check_greedy(folder, like=folder / "plain")
 
 
 @pytest.mark.parametrize("kind", ["mixtral", *slow("olmoe")])  # weights that sum to 1, and others
 def test_experts_of_4_bits_are_served(tmp_path: Path, kind: str) -> None:
     folder = quantise(make_known(tmp_path / "t", kind, num_hidden_layers=2), tmp_path / "q", pack_quantized())
-    assert by_us(folder) == by_transformers(folder / "plain")
+    check_greedy(folder, like=folder / "plain")
 
 
 def test_experts_of_fp8_are_served(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_experts_of_fp8_are_served(tmp_path: Path) -> None:
     names = load_file(str(source / "model.safetensors"))
     assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in names
     folder = quantised(source, tmp_path / "q")
-    assert by_us(folder) == by_transformers(folder / "plain")
+    check_greedy(folder, like=folder / "plain")
 
 
 def test_logits_of_chosen_experts_choose_them_with_their_weights() -> None:
@@ -372,7 +372,7 @@ def test_tokens_beyond_a_second_embedding_have_its_first_row(tmp_path: Path) -> 
     save_file(tensors | {name: tensors[name][:known].clone()}, short / "model.safetensors", {"format": "pt"})
     config = json.loads((short / "config.json").read_text()) | {"vocab_size_per_layer_input": known}
     (short / "config.json").write_text(json.dumps(config))
-    assert by_us(short) == by_transformers(target)
+    check_greedy(short, like=target)
 
 
 @pytest.fixture

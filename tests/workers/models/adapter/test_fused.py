@@ -18,7 +18,7 @@ from tests.support.kernels.launches import counted_launches
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
 from tests.workers.models.adapter.test_adapter import architecture_of, set_field
-from tests.workers.models.test_targets import by_transformers, by_us, prompts, worker_of
+from tests.workers.models.test_targets import check_greedy, prompts, worker_of
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.layers.linear import finish_weights
@@ -306,7 +306,7 @@ def test_merged_layers_of_4_bits_are_served(tmp_path: Path) -> None:
     assert isinstance(config, AdapterConfig)
     with torch.device("meta"):
         assert sum(isinstance(each, Merged) for each in TransformersModel(config, SOLO, 8, CPU).modules()) == 2
-    assert by_us(folder) == by_transformers(folder / "plain")
+    check_greedy(folder, like=folder / "plain")
 
 
 @pytest.fixture
