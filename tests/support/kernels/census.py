@@ -47,10 +47,11 @@ NUMPY = {
     torch.float32: np.float32,
     torch.float64: np.float64,
 }
-LAYERS = {"plain": 3, "chain": 8, "tree": 8}  # a head captures three of eight
+LAYERS = {"plain": 2, "chain": 8, "tree": 8}  # a head captures three of eight
 LATENT_LAYERS = 2  # the last has experts
 HYBRID_LAYERS = 4  # the last has attention
 STEPS = 40
+STEP_TOKENS = 8192
 MAX_RUNNING = 64
 MANY_PAGES = 1 << 20
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -171,7 +172,13 @@ def _facts(source: Any) -> dict[str, str]:
 
 
 def take(
-    model: str, shape: str, steps: int, max_running: int, deterministic: bool = False, share: float = 1.0
+    model: str,
+    shape: str,
+    steps: int,
+    max_running: int,
+    deterministic: bool = False,
+    share: float = 1.0,
+    step_tokens: int = STEP_TOKENS,
 ) -> dict[str, Any]:
     """Return what `main` prints."""
     import triton
@@ -182,7 +189,7 @@ def take(
     triton.runtime.driver._active = Hopper()
     census = Census(_SkippedKernel)
     with FakeTensorMode(allow_non_fake_inputs=True), _mode(census):
-        rank = Rank.built(model, shape, max_running, deterministic)
+        rank = Rank.built(model, shape, max_running, deterministic, step_tokens)
         rank.start()
         known = set(census.kernels)
         rank.capture_rest(share)
@@ -208,7 +215,9 @@ class Rank:
     deterministic: bool = False
 
     @staticmethod
-    def built(model: str, shape: str, max_running: int, deterministic: bool = False) -> "Rank":
+    def built(
+        model: str, shape: str, max_running: int, deterministic: bool = False, step_tokens: int = STEP_TOKENS
+    ) -> "Rank":
         """model, shape: of `tests.bench.round`."""
         from speculative.build import plan_engine
         from tests.bench import round as bench
@@ -233,7 +242,8 @@ class Rank:
             bench.write_checkpoints(Path(folder), model)
             spec = bench.engine_spec(Path(folder), shape, max_running, bench.Setting(), 1, False, "triton")
             source = dataclasses.replace(spec.worker.model, device="cpu", dtype="bfloat16")
-            worker = dataclasses.replace(spec.worker, model=source, measure_costs=False)
+            scheduler = dataclasses.replace(spec.worker.scheduler, max_step_tokens=step_tokens)
+            worker = dataclasses.replace(spec.worker, model=source, scheduler=scheduler, measure_costs=False)
             engine = plan_engine(dataclasses.replace(spec, worker=worker))
             rank = build.build_rank(worker, as_captured(engine), 0, "")
         return Rank(rank.worker, rank.layout, worker.cache.page_size, deterministic)
@@ -324,9 +334,10 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--max-running", type=int, default=MAX_RUNNING)
     parser.add_argument("--share", type=float, default=1.0, help="of the later captures")
+    parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS, help="of the largest step")
     arguments = parser.parse_args()
     stand_in_for_a_gpu()
-    options = arguments.steps, arguments.max_running, arguments.deterministic, arguments.share
+    options = arguments.steps, arguments.max_running, arguments.deterministic, arguments.share, arguments.step_tokens
     print(json.dumps(take(arguments.model, arguments.shape, *options)))
 
 

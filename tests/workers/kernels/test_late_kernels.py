@@ -16,7 +16,12 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 @pytest.mark.parametrize(
     "model,shape,options",
     [
-        ("llama-3.1-8b", "plain", ("--steps", "8", "--max-running", "16", "--share", "0.05")),
+        # few rows in the largest step, and few captures: what the slow cases have
+        (
+            "llama-3.1-8b",
+            "plain",
+            ("--steps", "8", "--max-running", "16", "--share", "0.05", "--step-tokens", "2048"),
+        ),
         pytest.param(
             "llama-3.1-8b", "plain", ("--steps", "8", "--max-running", "48", "--share", "0.05"), marks=pytest.mark.slow
         ),
