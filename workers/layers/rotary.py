@@ -80,10 +80,11 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Divide frequencies of long wavelengths by `factor`; blend towards short ones (Llama 3.1 reference code)."""
-    wavelength = 2 * math.pi / frequencies
-    blend = rope.original_max_position / wavelength - rope.low_freq_factor
-    blend = (blend / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    """Divide frequencies of long wavelengths by `factor`; blend towards short ones (Llama 3.1 reference code). Unless
+    high_freq_factor exceeds low_freq_factor, nothing is blended (Llama 4)."""
+    above = rope.original_max_position / (2 * math.pi / frequencies) - rope.low_freq_factor
+    width = rope.high_freq_factor - rope.low_freq_factor
+    blend = (above / width).clamp(0.0, 1.0) if width > 0 else (above >= 0).float()
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
