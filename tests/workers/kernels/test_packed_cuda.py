@@ -25,12 +25,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE.compiles_cuda, reason
 
 TILES: list[Tiles] = [
     FewRowsTiles(1, 1, 8, 2, 16),
-    FewRowsTiles(1, 4, 4, 1, 4, rounded=True),
+    FewRowsTiles(1, 4, 4, 1, 4),
     FewRowsTiles(2, 2, 4, 3, 8, programs=2),
-    FewRowsTiles(4, 4, 2, 8, 4, rounded=True),
-    FewRowsTiles(8, 4, 2, 5, 4, rounded=True),
-    WideTiles(32, True, 3, 2),
-    WideTiles(32, False, 4, 4),
+    FewRowsTiles(4, 4, 2, 8, 4),
+    WideTiles(1),
+    WideTiles(3),
     ManyRowsTiles(64, 8),
     ManyRowsTiles(96, 6),
     ManyRowsTiles(128, 5),
@@ -45,7 +44,7 @@ def test_products_are_those_of_float64(tiles: Tiles, dtype: torch.dtype) -> None
     """Outputs that fill no tile, fewer steps than stages, zeros, scales of a row, and rows that fill no tile. Clusters
     of `many_rows.cu` share tiles, of which there are fewer or more than clusters."""
     if isinstance(tiles, FewRowsTiles):
-        most, bound = 8 * tiles.row_tiles, (DENSE_BOUND if tiles.rounded else BOUND)[dtype]
+        most, bound = 8 * tiles.row_tiles, BOUND[dtype]
     else:
         most, bound = 3 * tiles.block_m, DENSE_BOUND[dtype]
     shapes = [(70, 384), (640, 2048), *([(8960, 1024)] if isinstance(tiles, ManyRowsTiles) else [])]

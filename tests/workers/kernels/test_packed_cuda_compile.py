@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(nvrtc_here() is None, reason="needs the wheel nv
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
     "tiles",
-    [WideTiles(32, True, 1, 4), WideTiles(32, False, 2, 4), ManyRowsTiles(96, 6), ManyRowsTiles(256, 3)],
+    [WideTiles(1), ManyRowsTiles(96, 6), ManyRowsTiles(256, 3)],
     ids=str,
 )
 def test_weights_are_decoded_while_tensor_cores_multiply(

@@ -96,9 +96,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
             pairs = load(at + CODES + 128 * (WN + j) + 16 * g);
             u32 zero[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #endif
-#if !ROUNDED
             float part[4][RT][4];
-#endif
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 uint4 q[4];
@@ -111,32 +109,21 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
                     for (int m = 0; m < RT; m++) b[m] = load(my_x + m * 8 * X_ROW + c * 128 + h * 64);
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        u32 low[4], high[4], s0 = 0, s1 = 0, z0 = ZERO, z1 = ZERO;
+                        u32 low[4], high[4], z0 = ZERO, z1 = ZERO;
 #if ZEROS
                         z0 = twice(zero[i], 0) | MINUS, z1 = twice(zero[i], 1) | MINUS;
 #endif
-#if ROUNDED
-                        s0 = twice(pair[i], 0), s1 = twice(pair[i], 1);
-#endif
-                        decode(low, h ? q[i].z : q[i].x, s0, s1, z0, z1);
-                        decode(high, h ? q[i].w : q[i].y, s0, s1, z0, z1);
-#if ROUNDED
-#pragma unroll
-                        for (int m = 0; m < RT; m++) mma(acc[i][m], low, b[m].x, b[m].y, false);
-#pragma unroll
-                        for (int m = 0; m < RT; m++) mma(acc[i][m], high, b[m].z, b[m].w, false);
-#else
+                        decode(low, h ? q[i].z : q[i].x, 0, 0, z0, z1);
+                        decode(high, h ? q[i].w : q[i].y, 0, 0, z0, z1);
 #pragma unroll
                         for (int m = 0; m < RT; m++) mma(part[i][m], low, b[m].x, b[m].y, c == 0 && h == 0);
 #pragma unroll
                         for (int m = 0; m < RT; m++) mma(part[i][m], high, b[m].z, b[m].w, false);
-#endif
                     }
                 }
             }
             __syncwarp();
             if (lane == 0) arrive(empty + 8 * slot);
-#if !ROUNDED
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float s0 = number(pair[i], 0), s1 = number(pair[i], 1);
@@ -145,7 +132,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
 #pragma unroll
                     for (int r = 0; r < 4; r++) acc[i][m][r] = fmaf(part[i][m][r], r < 2 ? s0 : s1, acc[i][m][r]);
             }
-#endif
         }
         asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
         // all stages have been read: the sums reuse their memory

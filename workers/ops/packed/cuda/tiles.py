@@ -1,6 +1,6 @@
 """Tile sizes of the CUDA products with int4 weights (`kernels_cuda`)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from attention.capability import MULTIPROCESSORS
 from workers.ops.blocks import cdiv, next_power_of_2
@@ -25,7 +25,6 @@ class FewRowsTiles:
     splits: programs of a cluster, which share a sum (split K).
     stages: of 128 inputs, in shared memory; a multiple of `warps_k`.
     programs: per multiprocessor.
-    rounded: round weights with their scale; else multiply sums of 128 inputs by the scales.
     """
 
     row_tiles: int
@@ -34,7 +33,6 @@ class FewRowsTiles:
     splits: int
     stages: int
     programs: int = 1
-    rounded: bool = False
 
     @property
     def outputs(self) -> int:
@@ -59,29 +57,24 @@ class FewRowsTiles:
             ("STAGES", self.stages),
             ("SPLITS", self.splits),
             ("PROGRAMS", self.programs),
-            ("ROUNDED", int(self.rounded)),
             *_common(gated, half, zeros, self.shared_bytes(zeros)),
         )
 
 
 @dataclass(frozen=True)
 class WideTiles:
-    """Tiles of `wide.cu`: 128 outputs, or 256 if `paired`, by `block_m` rows.
+    """Tiles of `wide.cu`: 256 outputs by `block_m` rows. At 17 to 32 rows, gated or with more outputs than inputs, a
+    layer's products take 91.3 us, with `many_rows.cu` 94.6.
 
     splits: programs of a cluster, which share a sum (split K).
-    stages: of 128 inputs, in shared memory.
     """
 
-    block_m: int
-    paired: bool
     splits: int
-    stages: int
 
     threads = 384
-
-    @property
-    def outputs(self) -> int:
-        return 4 * TILE if self.paired else 2 * TILE
+    outputs = 4 * TILE
+    block_m = 32
+    stages = 4  # of 128 inputs, in shared memory
 
     def shared_bytes(self, zeros: bool) -> int:
         """Zeros need no more memory, because stages start at multiples of 1,024 bytes."""
@@ -91,7 +84,6 @@ class WideTiles:
     def defines(self, gated: bool, half: bool, zeros: bool) -> tuple[tuple[str, int], ...]:
         """See `FewRowsTiles.defines`."""
         return (
-            ("JW", 1 + self.paired),
             ("ROWS", self.block_m),
             ("STAGES", self.stages),
             ("SPLITS", self.splits),
@@ -167,9 +159,6 @@ _FEW_ROWS: dict[tuple[int, str], tuple[int, int, int, int]] = {
 }
 _PROGRAMS = 90  # sums are split until there are at least so many
 
-# For 17 to 32 rows, gated or with more outputs than inputs: a layer's products take 91.3 us, with `many_rows.cu` 94.6.
-_WIDE = WideTiles(32, True, 1, 4)
-
 # `many_rows.cu`: microseconds of 128 inputs by block_m, of storing a tile of 256 rows, and of adding one sum of such a
 # tile; fitted to 80 products of Llama-3.1-8B, 128 to 1,200 rows. Its layer takes 136 us at 128 rows, 285 at 384, 504 at
 # 700, 621 at 1,024 and 1,230 at 2,048 (bf16 143, 268, 456, 607 and 1,198).
@@ -188,7 +177,7 @@ def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> Tiles | None:
     if bucket > 32:
         return min(_MANY_ROWS, key=lambda tiles: tiles.us(rows, n, steps))
     if bucket == 32 and (gated or n > k):
-        return replace(_WIDE, splits=_wide_splits(cdiv(n, _WIDE.outputs), steps))
+        return WideTiles(_wide_splits(cdiv(n, WideTiles.outputs), steps))
     if (bucket // 8, form) not in _FEW_ROWS:
         return None
     warps_n, warps_k, stages, programs = _FEW_ROWS[bucket // 8, form]

@@ -1,13 +1,13 @@
 // y = x W^T, or silu(x G^T) * (x U^T), for int4 weights and 17 to 32 rows. `kernels_cuda` compiles it, and generates
 // the device function `wgmma`.
 //
-// Macros: `WideTiles` in tiles.py. JW: blocks of 64 outputs of each of two warp groups (GATED: the first computes gate,
-// the second up projections). ROWS: block_m. HALF: float16, else bfloat16. ZEROS: weights have zeros.
+// Macros: `WideTiles` in tiles.py. ROWS: block_m. HALF: float16, else bfloat16. ZEROS: weights have zeros.
 //
 // One warp of the third group copies codes, scales and, by a tensor map, rows. The other groups decode codes into
 // wgmma's first operand, in registers, one product ahead. Copying rows by one thread, 4 or 256 bytes at a time, took
 // twice as long (tests/bench/EXPERIMENTS.md).
 
+constexpr int JW = 2;  // blocks of 64 outputs of each of two warp groups; GATED: the first computes gate, the second up
 constexpr int WN = 2 * JW;
 constexpr int CODES = 4096 * WN, SCALES = 128 * WN * (1 + ZEROS), X = ROWS * 256;
 constexpr int STAGE = X + CODES + (SCALES + 1023) / 1024 * 1024;
