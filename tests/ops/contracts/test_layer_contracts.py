@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attention.fp8 import FP8
-from tests.ops.packed_cases import arguments as packed_arguments
 from tests.ops.contracts.test_contracts import strided
+from tests.ops.packed_cases import arguments as packed_arguments
 from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, region_bytes
 from workers.layers.experts_method import DenseExperts, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import DenseLinearMethod, LinearShape, UnquantizedLinearMethod
