@@ -1,5 +1,6 @@
 """Where tests of Triton kernels run: on a GPU, or on the CPU under Triton's interpreter (TRITON_INTERPRET=1)."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,11 +44,32 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
 
+    # Triton 3.6 computes whether an integer sum or product overflows, in int64, and has no use for the answer without
+    # TRITON_DEBUG: a third of the interpreter's time.
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
     # Triton 3.6 makes the type of each shape, and the name of each type, which only errors print: a quarter of
     # the interpreter's time.
+    shapes = dict[tuple[int, ...], tuple[Any, ...]]()
+
+    def shape_once(shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return the shape in numbers, the product of them, and both as tensors have them."""
+        if (found := shapes.get(shape)) is None:
+            numel = core.validate_block_shape(shape)
+            constants = core.tuple([core.constexpr(size) for size in shape])
+            found = shapes[shape] = core.tuple(shape), numel, constants, core.constexpr(numel)
+        return found
+
     def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        self.element_ty, self.shape = element_ty, core.tuple(core._unwrap_shape(shape))
-        self.numel = core.validate_block_shape(self.shape)
+        shape = core._unwrap_if_constexpr(shape) if isinstance(shape, core.constexpr) else shape
+        sizes = tuple([each.value if isinstance(each, core.constexpr) else each for each in shape])
+        self.element_ty = element_ty
+        self.shape, self.numel, *_ = shape_once(sizes)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        *_, self.shape, self.numel = shape_once(tuple(type.shape.values) if type.is_block() else ())
 
     def init_tuple_type(self: Any, types: Any, fields: Any = None) -> None:
         self.types, self.fields = types, fields or [""] * len(types)
@@ -72,6 +94,7 @@ if INTERPRETED:
 
     interpreter._get_np_dtype = get_np_dtype_once
     core.block_type.__init__ = init_block_type
+    core.tensor.__init__ = init_tensor
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     core.tuple_type.__init__ = init_tuple_type
     core.tuple_type.name = property(lambda self: str(list(zip(self.fields, self.types, strict=True))))
