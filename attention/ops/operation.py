@@ -41,6 +41,11 @@ def on_gpu(here: Capability) -> bool:
     return here.is_gpu
 
 
+def on_host(here: Capability) -> bool:
+    """Whether numpy reads the device's tensors in place."""
+    return here.shares_host_memory
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One row of an operation's table.

@@ -10,14 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
 from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, operation
+from attention.ops.operation import Implementation, on_gpu, on_host, operation
 from speculative.tree.nodes import NO_TOKEN, Tree, check_trees
-
-
-def _on_host(here: Capability) -> bool:
-    return here.shares_host_memory
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,9 @@ def _check_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> Non
 
 
 @operation(
-    Implementation("triton", "speculative.ops.suffix_match_triton:record_tokens", on_gpu), contract=_check_tokens
+    Implementation("triton", "speculative.ops.suffix_match_triton:record_tokens", on_gpu),
+    Implementation("numpy", "speculative.ops.suffix_match_host:record_tokens", on_host),
+    contract=_check_tokens,
 )
 def record_tokens(
     history: Tensor, slots: Tensor, length: Tensor, tokens: Tensor, counts: Tensor, chains: Tensor
@@ -89,7 +86,7 @@ def record_tokens(
 
 @operation(
     Implementation("triton", "speculative.ops.suffix_match_triton:find_matches", on_gpu),
-    Implementation("numpy", "speculative.ops.suffix_match_host:find_matches", _on_host),
+    Implementation("numpy", "speculative.ops.suffix_match_host:find_matches", on_host),
     contract=_check_history,
 )
 def find_matches(
@@ -127,7 +124,9 @@ def find_matches(
 
 
 @operation(
-    Implementation("triton", "speculative.ops.suffix_match_triton:attach_chains", on_gpu), contract=_check_chains
+    Implementation("triton", "speculative.ops.suffix_match_triton:attach_chains", on_gpu),
+    Implementation("numpy", "speculative.ops.suffix_match_host:attach_chains", on_host),
+    contract=_check_chains,
 )
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
     """Add each slot's chain to its tree as a branch, in the nodes from `first` on.

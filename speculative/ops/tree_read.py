@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, operation
+from attention.ops.operation import Implementation, on_gpu, on_host, operation
 from speculative.tree.nodes import NO_TOKEN, RoundRows, Tree, check_trees, trimmed
 
 
@@ -31,7 +31,11 @@ def _check_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
     assert bonus.dtype == torch.int64
 
 
-@operation(Implementation("triton", "speculative.ops.tree_read_triton:read_trees", on_gpu), contract=_check_read)
+@operation(
+    Implementation("triton", "speculative.ops.tree_read_triton:read_trees", on_gpu),
+    Implementation("numpy", "speculative.ops.tree_read_host:read_trees", on_host),
+    contract=_check_read,
+)
 def read_trees(
     trees: Tree,
     slots: Tensor,
@@ -62,7 +66,11 @@ def read_trees(
     return RoundRows(tree, length, tree.tokens.clamp_min(0).flatten(), positions, mask_words)
 
 
-@operation(Implementation("triton", "speculative.ops.tree_read_triton:write_roots", on_gpu), contract=_check_roots)
+@operation(
+    Implementation("triton", "speculative.ops.tree_read_triton:write_roots", on_gpu),
+    Implementation("numpy", "speculative.ops.tree_read_host:write_roots", on_host),
+    contract=_check_roots,
+)
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
     """Reset the trees of some slots to their root, the newest token.
 

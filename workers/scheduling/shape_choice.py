@@ -6,7 +6,6 @@ plan carries the choice to the ranks. Pure: time is counted in steps, and equal 
 
 import math
 from collections.abc import Sequence
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ from workers.config import RoundShapes
 from workers.scheduling.acceptance.match_survival import MatchSurvival
 from workers.scheduling.acceptance.survival import Floats, Ints, Survival
 from workers.scheduling.shape_probes import FIRST_RESULTS, ShapeProbes
-from workers.scheduling.shape_rates import Load, Rates
+from workers.scheduling.shape_rates import Load, Rates, Reason
 from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
 
@@ -42,18 +41,6 @@ FIRST_RECORDS = 32  # first steps, which are all recorded
 CHANGE_ABOVE = 1 / 128  # share of the time that a better shape must save
 PROMPTS_WEIGHT = 1 / 32  # weight of the newest step in the estimated probability that prompt chunks come again
 FIRST_PROMPT_PROBABILITY = 1 / 8  # the same before any step
-
-
-class Reason(StrEnum):
-    """Why a step has its shape."""
-
-    STATIC = "static"  # no choice: not adaptive, or no costs are known
-    NOT_WANTED = "not_wanted"  # no request wants drafts
-    BEST = "best"  # most tokens per millisecond
-    PROMPTS = "prompts"  # the best of those that run beside prompt chunks
-    SAMPLING = "sampling"  # the best of those that are captured for every kind of sampling
-    TARGET = "target"  # a better one would exceed the ITL target
-    PROBE = "probe"  # to learn what it would accept, or how long it takes
 
 
 class ShapeChoice:
@@ -83,7 +70,7 @@ class ShapeChoice:
         self._num_requests = 0
         self._until_evaluation = 0
         self._step = 0
-        self._evaluated = 0  # the last step with an evaluation
+        self._evaluated = self._timed = 0  # the last step with an evaluation, and with one that predicted times
         self._evaluations_ms = FIRST_EVALUATIONS_MS  # host time that evaluations may take now
         self._interval = float(EVALUATE_EVERY)  # steps between evaluations
         self._lost = 0.0  # time lost since the current shape stopped being the best, in rounds
@@ -153,8 +140,11 @@ class ShapeChoice:
             return self._beside
         self._step += 1
         self._until_evaluation -= 1
+        if self._matches is not None and load.verifies is not None:
+            self._matches.set_in_flight(load.slots, load.verifies)
         is_evaluated = self._is_evaluation_due(load, step_time)
         if is_evaluated:
+            self._timed = self._timed if step_time is self._step_time else -EVALUATE_EVERY
             self._step_time = step_time
             self._evaluate(load, step_time)
         rates = self.rates
@@ -196,7 +186,11 @@ class ShapeChoice:
             self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS)
         self._acceptance.age(self._num_plain)
         self._num_plain = 0
-        self.rates = rates = Rates.of(load, self._current, self._acceptance, step_time, self._shapes)
+        # copied texts change too often to predict all times anew
+        keeps_times = self._matches is not None and self._probes.is_idle and len(load.slots) == self._num_requests
+        timed = self.rates if keeps_times and self._step - self._timed < EVALUATE_EVERY else None
+        self._timed = self._step if timed is None else self._timed
+        self.rates = rates = Rates.of(load, self._current, self._acceptance, step_time, self._shapes, timed)
         self._probes.charge(rates, self._current, self._step)
         self.expected = {
             shape.name: count / ms for shape, count, ms in zip(self._shapes.shapes, rates.tokens, rates.ms, strict=True)
@@ -204,6 +198,7 @@ class ShapeChoice:
         best = rates.min_loss_shape(self._all)
         if self._has_lost_enough(rates, best):
             self._current, self._lost, self._interval = best, 0.0, float(EVALUATE_EVERY)
+            self._timed = -EVALUATE_EVERY  # errors are relative to the current shape
         self._num_requests, self._evaluated = len(load.slots), self._step
         round_ms = rates.ms[self._current]
         if self._step < EVALUATE_EVERY:

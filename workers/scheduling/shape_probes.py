@@ -67,6 +67,11 @@ class ShapeProbes:
         self._num_free: Counter[tuple[int, int]] = Counter()  # free probes so far, by shape and log2 of the batch size
         self._ended: deque[tuple[int, Probe]] = deque()  # not charged yet, with the step from which each is
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no probe runs or waits for its last results."""
+        return self.current is None and not self._ended
+
     def count_step(self, step: int, shape: int) -> None:
         """Record that step number `step` runs `shape`."""
         self._credit = min(self._credit + PROBING_SHARE, MAX_ROUNDS)

@@ -6,6 +6,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +26,18 @@ TIMED_ERROR = 0.12  # a shape's time is uncertain above this relative error
 # Share of a round of the embedded pair on a CPU that drafting takes: 0.2 for EAGLE-3's trees, 0.3 for block drafts.
 DRAFTING_SHARE = 1 / 4
 CHANGE_SHARE = 1 / 12  # of a round that the first one after a change takes longer; measured on an H200's host
+
+
+class Reason(StrEnum):
+    """Why a step has its shape."""
+
+    STATIC = "static"  # no choice: not adaptive, or no costs are known
+    NOT_WANTED = "not_wanted"  # no request wants drafts
+    BEST = "best"  # most tokens per millisecond
+    PROMPTS = "prompts"  # the best of those that run beside prompt chunks
+    SAMPLING = "sampling"  # the best of those that are captured for every kind of sampling
+    TARGET = "target"  # a better one would exceed the ITL target
+    PROBE = "probe"  # to learn what it would accept, or how long it takes
 
 
 class Acceptance(Protocol):
@@ -50,6 +63,7 @@ class Load(NamedTuple):
     speculates: at least one of the n requests wants drafts.
     limit_ms: a shape slower than the last one may be chosen only if its rounds take at most this.
     rare_sampling: at least one of them needs sampling that only `RoundShapes.unrestricted` shapes are captured for.
+    verifies: [n] whether a round of the request is in flight that verifies drafts; None: none is.
     """
 
     slots: Ints
@@ -60,6 +74,7 @@ class Load(NamedTuple):
     speculates: bool = True
     rare_sampling: bool = False
     limit_ms: float = math.inf
+    verifies: Bools | None = None
 
 
 @dataclass(frozen=True)
@@ -84,14 +99,26 @@ class Rates:
     verifies_last_drafts: bool = False
 
     @classmethod
-    def of(cls, load: Load, current: int, survival: Acceptance, step_time: StepTime, shapes: RoundShapes) -> "Rates":
-        """Evaluate all shapes. current: the shape that `errors` are relative to."""
+    def of(
+        cls,
+        load: Load,
+        current: int,
+        survival: Acceptance,
+        step_time: StepTime,
+        shapes: RoundShapes,
+        timed: "Rates | None" = None,
+    ) -> "Rates":
+        """Evaluate all shapes. current: the shape that `errors` are relative to. timed: the times of these rates are
+        used."""
         slots, num_requests = load.slots, len(load.slots)
         expected, upper_tokens = survival.expected_tokens(slots, load.numbers[slots], load.speculative[slots])
         tokens = expected.tolist()
-        steps = [Step(shape, num_requests, load.kv_tokens) for shape in range(len(tokens))]
-        ms = [step_time.ms(step) for step in steps]
-        errors = step_time.errors_between(steps, steps[current])
+        if timed is not None:
+            ms, errors = timed.ms, timed.errors
+        else:
+            steps = [Step(shape, num_requests, load.kv_tokens) for shape in range(len(tokens))]
+            ms = [step_time.ms(step) for step in steps]
+            errors = step_time.errors_between(steps, steps[current])
         return cls(
             tokens,
             ms,

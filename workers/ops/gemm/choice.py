@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.capability import Capability, num_multiprocessors
-from attention.ops.operation import Implementation
+from attention.ops.operation import Implementation, on_host
 from workers.ops.activation import silu_mul
 from workers.ops.gemm.tiles import INPUT_STEP, one_row_bytes
 from workers.ops.gemm.workspace import GEMMOptions
@@ -100,7 +100,7 @@ GEMMS = (
     Implementation(
         "onednn",
         "workers.ops.gemm.choice:BlockedGEMM",
-        lambda here: here.shares_host_memory,
+        on_host,
         _fits_onednn,
         "float32, 2**18 weights or more",
     ),
