@@ -34,7 +34,6 @@ from speculative.build import EngineSpec
 from speculative.config import Method, SpeculativeConfig
 from speculative.drafts.registry import method_of
 from speculative.local import local_engine
-from tests.bench.kernels.block_plans import VARIANTS
 from tests.bench.kernels.gpu_time import copy_bytes_per_s, hardware
 from tests.bench.machine import commit
 from tests.bench.models import configured
@@ -44,7 +43,6 @@ from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
 from workers.config import Implementation, ModelSource, SchedulerConfig, WorkerConfig
 from workers.models.config import read_config_json
-from workers.ops.packed.tiles import BLOCK_PLANS
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request, RequestOutput
@@ -288,9 +286,6 @@ def main() -> None:
     parser.add_argument(
         "--quantization", choices=("none", *QUANTIZATIONS), default="none", help="of the target; floors are bf16's"
     )
-    parser.add_argument(
-        "--packed-plan", choices=VARIANTS, help="tiles of products of 9 to 64 rows with 4-bit weights; else as served"
-    )
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
     parser.add_argument(
         "--model-impl", choices=("auto", "transformers"), default="auto", help="transformers: through the adapter"
@@ -302,8 +297,6 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, default=Setting.acceptance_length, help="tokens of a round, mean")
     parser.add_argument("--repeats", type=int, default=Setting.repeats, help="the best of how many runs is taken")
     arguments = parser.parse_args()
-    if arguments.packed_plan is not None:
-        BLOCK_PLANS.update(dict.fromkeys((16, 32, 64), VARIANTS[arguments.packed_plan]))
     setting = Setting(arguments.prompt_tokens, arguments.output_tokens, arguments.acceptance, arguments.repeats)
     if arguments.tiny:
         setting = Setting(40, 24)
@@ -344,7 +337,6 @@ def main() -> None:
                 "commit": commit(),
                 "model": arguments.model,
                 "quantization": arguments.quantization,
-                "packed_plan": arguments.packed_plan,
                 "block_draft": arguments.block_draft,
                 "copy_tb_per_s": round(copy_rate / 1e12, 4),
                 "tensor_parallel": arguments.tensor_parallel,

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from deploy.bench.table import table
-from tests.bench.kernels.block_plans import VARIANTS
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.kernels.linear import PRODUCTS, Product, layers_of
 from tests.bench.machine import commit
@@ -33,9 +32,16 @@ from workers.ops.gemm.workspace import GEMMOptions, Workspace
 from workers.ops.packed.blocks_triton import packed_blocks
 from workers.ops.packed.order_rows_triton import order_rows
 from workers.ops.packed.product import choose_product
-from workers.ops.packed.tiles import BlockTiles, packed_workspace_size
+from workers.ops.packed.tiles import BlockPlan, BlockTiles, packed_workspace_size
 from workers.ops.packed.weight import PackedWeight, dequantize, empty
 
+VARIANTS: dict[str, BlockPlan] = {
+    "64 outputs, 2 a processor": BlockPlan(False, 240),
+    "64 outputs, 4 a processor": BlockPlan(False, 480),
+    "128 outputs, 2 a processor": BlockPlan(True, 240),
+    "128 outputs, 4 a processor": BlockPlan(True, 480),
+    "128 outputs, ordered rows": BlockPlan(True, 240, max_direct_rows=0),
+}
 ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 SHAPES = {product.name: product for product in PRODUCTS if product.name.startswith("8B ")}
 GROUP = 128

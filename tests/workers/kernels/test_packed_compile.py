@@ -49,7 +49,6 @@ def blocks(tiles: BlockTiles, n: int, k: int, gated: bool) -> tuple[dict[str, st
     """Pointers and constants of a product in blocks, without bias."""
     constants = {"N": n // (1 + gated), "K": k, "CODE": "int4", "GROUP": 128, "GATED": gated, "SPAN": tiles.span(k)}
     constants |= {
-        "WARPGROUPS": tiles.warpgroups,
         "COUNT": tiles.chunks,
         "DIRECT": tiles.direct,
         "SUMS": tiles.scales_sums(k, 128),
@@ -101,19 +100,15 @@ def product_loops(sass: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "rows,paired,warpgroups,most",
-    [(16, True, 1, 350), (64, False, 2, 470), *slow((16, False, 1, 440), (32, True, 1, 400), (64, True, 1, 400))],
+    "rows,paired,most", [(16, True, 350), *slow((16, False, 440), (32, True, 400), (64, True, 400))]
 )
-def test_a_step_of_128_inputs_takes_few_instructions(
-    rows: int, paired: bool, warpgroups: int, most: int, tmp_path: Path
-) -> None:
-    """most: instructions of a warp group for 2 KB of codes, of which decoding takes 160. Issuing them limits the
+def test_a_step_of_128_inputs_takes_few_instructions(rows: int, paired: bool, most: int, tmp_path: Path) -> None:
+    """most: instructions of four warps for 2 KB of codes, of which decoding takes 160. Issuing them limits the
     product: steps of 64 inputs take 680, 2.8 TB/s at an instruction per scheduler and cycle of an H200."""
-    plan = BlockPlan(paired, 240, 5 - warpgroups, warpgroups, 32)
-    tiles = plan.tiles(rows, 4096, 14336, False)
+    tiles = BlockPlan(paired, 240).tiles(rows, 4096, 14336, False)
     assert tiles is not None and tiles.scales_sums(14336, 128)
     descriptors = None if tiles.direct else {"x_ptr": (tiles.block_m, 128)}
-    made = built(_packed_blocks, *blocks(tiles, 4096, 14336, False), 4 * warpgroups, 3, descriptors)
+    made = built(_packed_blocks, *blocks(tiles, 4096, 14336, False), 4, 3, descriptors)
     assert "STACK:0" in (usage := dumped(made.asm["cubin"], tmp_path, "--dump-resource-usage")) and "LOCAL:0" in usage
     assert made.metadata.shared < SHARED_PER_SM // 2
     products = re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\}, ?(.)", made.asm["ptx"])

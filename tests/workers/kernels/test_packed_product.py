@@ -9,11 +9,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from tests.bench.kernels.block_plans import VARIANTS  # noqa: E402
+from tests.bench.kernels.packed import VARIANTS  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.ops.activation import silu_mul  # noqa: E402
 from workers.ops.gemm.workspace import Workspace  # noqa: E402
-from workers.ops.packed import tiles  # noqa: E402
+from workers.ops.packed import product_triton, tiles  # noqa: E402
 from workers.ops.packed.dequantize_triton import dequantize_rows  # noqa: E402
 from workers.ops.packed.product_triton import TritonPackedProduct  # noqa: E402
 from workers.ops.packed.tiles import FIXED_ROWS, MAX_STREAM_ROWS, BlockPlan, packed_workspace_size  # noqa: E402
@@ -106,10 +106,11 @@ def test_products_of_known_models_are_those_of_float64(n: int, k: int) -> None:
             assert error(ours.multiply_gated(x[:rows]), gated) < 2 * bound, rows
 
 
-@pytest.mark.parametrize("plan", VARIANTS.values(), ids=lambda plan: f"{64 * plan.warpgroups * (1 + plan.paired)}")
+@pytest.mark.parametrize("plan", VARIANTS.values(), ids=VARIANTS)
 def test_every_plan_of_blocks_gives_the_product_of_float64(plan: BlockPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks beyond the last output, inputs that are no whole step, and scales of a group, of half a step, of a row."""
-    monkeypatch.setattr(tiles, "BLOCK_PLANS", dict.fromkeys((16, 32, 64), plan))
+    for module in (tiles, product_triton):
+        monkeypatch.setattr(module, "product_tiles", lambda rows, n, k, gated, *_: plan.tiles(rows, n, k, gated))
     kinds: list[tuple[int, int, Code, int, bool]] = [
         (200, 384, "int4", 128, True),
         (128, 320, "e2m1", 32, False),

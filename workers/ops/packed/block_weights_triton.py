@@ -30,12 +30,11 @@ def block_weights(
     HAS_ZEROS: tl.constexpr,
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
-    WARPGROUPS: tl.constexpr,
     COUNT: tl.constexpr,
     ROUNDED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return the weights of 64 outputs per warp group by COUNT chunks of inputs, in the order of operands.
+    """Return the weights of 64 outputs by COUNT chunks (1 or 2) of inputs, in the order of operands.
 
     SCALE_TYPE: dtype of scales; None: weights are not scaled.
     ROUNDED: steps may reach beyond the last chunk.
@@ -63,12 +62,10 @@ def block_weights(
             word = words[s * (PIECES - 1)]
             operands = operands + decode(word, zero, scale, 0, s, CODE, HAS_ZEROS, SCALE_TYPE, TYPE, INTERPRETED)
     operands = _joined(_joined(operands))
-    if COUNT >= 2:
-        operands = _joined(operands)
-    if COUNT >= 4:
+    if COUNT == 2:
         operands = _joined(operands)
     low = (operands[0] & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
     high = (operands[0] >> 16).to(tl.int16).to(TYPE, bitcast=True)
     # i g t u h c s r p to i h g, c s r u t p
-    numbers = tl.reshape(tl.join(low, high), [4 * WARPGROUPS, 8, 4, 2, 2, COUNT, 2, 2, 2])
-    return tl.reshape(tl.permute(numbers, [0, 4, 1, 5, 6, 7, 3, 2, 8]), [64 * WARPGROUPS, 64 * COUNT])
+    numbers = tl.reshape(tl.join(low, high), [4, 8, 4, 2, 2, COUNT, 2, 2, 2])
+    return tl.reshape(tl.permute(numbers, [0, 4, 1, 5, 6, 7, 3, 2, 8]), [64, 64 * COUNT])

@@ -54,7 +54,6 @@ def _packed_blocks(
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    WARPGROUPS: tl.constexpr,
     COUNT: tl.constexpr,
     SUMS: tl.constexpr,
     DIRECT: tl.constexpr,
@@ -75,21 +74,17 @@ def _packed_blocks(
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
     HAS_ZEROS: tl.constexpr = zeros_ptr is not None
     BLOCKS: tl.constexpr = (N + 63) // 64
-    OUTPUTS: tl.constexpr = 64 * WARPGROUPS
     ROUNDED: tl.constexpr = CHUNKS % COUNT != 0
     OPERAND_SCALE: tl.constexpr = None if SUMS else SCALE_TYPE
     row_block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = row_block * BLOCK_M
-    index = tl.arange(0, 512 * WARPGROUPS)
+    index = tl.arange(0, 512)
     i, t, g = index // 128 % 4, index // 4 % 4, index // 16 % 8
-    first_block = tile * WARPGROUPS * (2 if PAIRED and not GATED else 1)
-    # blocks beyond the last repeat it, and are not stored
-    block = (
-        first_block + index // 512 if BLOCKS % WARPGROUPS == 0 else tl.minimum(first_block + index // 512, BLOCKS - 1)
-    )
+    block = tile * (2 if PAIRED and not GATED else 1)
     codes_base = codes_ptr + block * (CHUNKS * 512 * PIECES) + i * (128 * PIECES) + index % 128
     scale_words = block * (GROUPS * 32) + g * 4 + i
-    other = BLOCKS if GATED else tl.minimum(block + WARPGROUPS, BLOCKS - 1) - block
+    # a block beyond the last repeats it, and is not stored
+    other = BLOCKS if GATED else tl.minimum(block + 1, BLOCKS - 1) - block
     scales_base = scales_ptr.to(tl.pointer_type(tl.int32)) + scale_words
     zeros_base = scales_base
     if HAS_ZEROS:
@@ -100,16 +95,14 @@ def _packed_blocks(
         ordered = place // 32 * 32 + place // 2 % 4 * 8 + place // 8 % 4 * 2 + place % 2
         ordered = tl.max_contiguous(tl.multiple_of(ordered, [2]), [2])
         x_rows = x_ptr + tl.minimum(first_row + tl.arange(0, BLOCK_M), rows - 1).to(tl.int64)[:, None] * row_stride
-    lane = tl.arange(0, OUTPUTS)
-    own = tl.minimum(first_block + lane // 64, BLOCKS - 1)
-    own_other = own + BLOCKS if GATED else tl.minimum(first_block + WARPGROUPS + lane // 64, BLOCKS - 1)
+    lane = tl.arange(0, 64)
     in_block = lane % 8 * 8 + lane // 16 % 4 * 2 + lane // 8 % 2
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([OUTPUTS, BLOCK_M], tl.float32)
+    acc = tl.zeros([64, BLOCK_M], tl.float32)
     if PAIRED:
-        acc_up = tl.zeros([OUTPUTS, BLOCK_M], tl.float32)
+        acc_up = tl.zeros([64, BLOCK_M], tl.float32)
     for chunk in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, CHUNKS), COUNT, num_stages=STAGES):
         if DIRECT:
             column = (chunk * 64 + ordered)[None, :]
@@ -122,9 +115,9 @@ def _packed_blocks(
         if INTERPRETED:
             inputs = inputs.to(tl.float32)
         group = 0 if GROUP == K else tl.minimum(chunk * 64, K - 1) // GROUP
-        scales = own
+        scales = lane
         if SUMS:
-            scales = tl.load(scales_ptr + (own * GROUPS + group) * 64 + in_block).to(tl.float32)
+            scales = tl.load(scales_ptr + (block * GROUPS + group) * 64 + in_block).to(tl.float32)
         weights = block_weights(
             codes_base,
             scales_base,
@@ -137,7 +130,6 @@ def _packed_blocks(
             HAS_ZEROS,
             TYPE,
             OPERAND_SCALE,
-            WARPGROUPS,
             COUNT,
             ROUNDED,
             INTERPRETED,
@@ -145,7 +137,7 @@ def _packed_blocks(
         acc = _add_product(acc, weights, inputs, scales, SUMS, INTERPRETED)
         if PAIRED:
             if SUMS:
-                scales = tl.load(scales_ptr + (own_other * GROUPS + group) * 64 + in_block).to(tl.float32)
+                scales = tl.load(scales_ptr + ((block + other) * GROUPS + group) * 64 + in_block).to(tl.float32)
             weights = block_weights(
                 codes_base + other * (CHUNKS * 512 * PIECES),
                 scales_base + other * (GROUPS * 32),
@@ -158,27 +150,26 @@ def _packed_blocks(
                 HAS_ZEROS,
                 TYPE,
                 OPERAND_SCALE,
-                WARPGROUPS,
                 COUNT,
                 ROUNDED,
                 INTERPRETED,
             )
             acc_up = _add_product(acc_up, weights, inputs, scales, SUMS, INTERPRETED)
-    n, m = first_block * 64 + tl.arange(0, OUTPUTS), first_row + tl.arange(0, BLOCK_M)
+    n, m = block * 64 + lane, first_row + tl.arange(0, BLOCK_M)
     if SPLITS > 1:
-        SIZE: tl.constexpr = (2 if PAIRED else 1) * OUTPUTS * BLOCK_M
+        SIZE: tl.constexpr = (2 if PAIRED else 1) * 64 * BLOCK_M
         ticket = tile * tl.num_programs(0) + row_block
         cells = part_ptr + ticket * (SPLITS * SIZE)
-        cells += tl.arange(0, OUTPUTS)[:, None] + tl.arange(0, BLOCK_M)[None, :] * OUTPUTS
+        cells += lane[:, None] + tl.arange(0, BLOCK_M)[None, :] * 64
         there = (m < rows)[None, :]
         tl.store(cells + split * SIZE, acc, mask=there)
         if PAIRED:
-            tl.store(cells + split * SIZE + OUTPUTS * BLOCK_M, acc_up, mask=there)
+            tl.store(cells + split * SIZE + 64 * BLOCK_M, acc_up, mask=there)
         if not comes_last(ticket_ptr + ticket, SPLITS):
             return
         acc = _sum_of_splits(cells, there, SIZE, SPLITS)
         if PAIRED:
-            acc_up = _sum_of_splits(cells + OUTPUTS * BLOCK_M, there, SIZE, SPLITS)
+            acc_up = _sum_of_splits(cells + 64 * BLOCK_M, there, SIZE, SPLITS)
     if GATED:
         if row_scale_ptr is not None:
             acc *= tl.load(row_scale_ptr + n, mask=n < N, other=0.0)[:, None]
@@ -191,7 +182,7 @@ def _packed_blocks(
     else:
         _store(acc, out_ptr, row_scale_ptr, bias_ptr, n, m, rows, N)
         if PAIRED:
-            _store(acc_up, out_ptr, row_scale_ptr, bias_ptr, n + OUTPUTS, m, rows, N)
+            _store(acc_up, out_ptr, row_scale_ptr, bias_ptr, n + 64, m, rows, N)
 
 
 @triton.jit
@@ -241,7 +232,7 @@ def packed_blocks(
     assert weight.out_features == n * (1 + gated) and not (gated and (n % 64 or bias is not None or not tiles.paired))
     if rows == 0:
         return out
-    outputs = 64 * tiles.warpgroups * (2 if tiles.paired and not gated else 1)
+    outputs = 64 * (2 if tiles.paired and not gated else 1)
     grid = (triton.cdiv(rows, tiles.block_m), triton.cdiv(n, outputs), tiles.splits)
     _packed_blocks[grid](
         x if tiles.direct else TensorDescriptor.from_tensor(x, [tiles.block_m, 64 * tiles.chunks]),
@@ -260,7 +251,6 @@ def packed_blocks(
         CODE=weight.code,
         GROUP=weight.group,
         BLOCK_M=tiles.block_m,
-        WARPGROUPS=tiles.warpgroups,
         COUNT=tiles.chunks,
         SUMS=tiles.scales_sums(k, weight.group),
         DIRECT=tiles.direct,
@@ -272,7 +262,7 @@ def packed_blocks(
         SCALE_TYPE=TL_TYPES[weight.scales.dtype],
         STAGES=tiles.stages,
         INTERPRETED=INTERPRETED,
-        num_warps=4 * tiles.warpgroups,
+        num_warps=4,
         **pdl_wait(x.device),
     )
     return out

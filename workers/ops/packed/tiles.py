@@ -44,13 +44,12 @@ class StreamTiles:
 
 @dataclass(frozen=True)
 class BlockTiles:
-    """Tiles of `workers.ops.packed.blocks_triton`: 64 outputs for each warp group by `block_m` rows.
+    """Tiles of `workers.ops.packed.blocks_triton`: 64 outputs by `block_m` rows.
 
     paired: twice as many outputs; gate and up projections of a gated product.
     splits: programs that share a sum (split K).
     stages: of the pipeline.
-    chunks: of 64 inputs, multiplied at once: 1, 2 or 4.
-    warpgroups: of 4 warps, which share the rows in shared memory: 1 or 2.
+    chunks: of 64 inputs, multiplied at once: 1 or 2.
     scaled_sums: multiply the sum of `chunks` by its scales in float32; else weights are rounded with their scale.
     direct: read rows in their own order, 4 bytes at a time; else rows are from `order_rows`.
     """
@@ -60,7 +59,6 @@ class BlockTiles:
     splits: int
     stages: int
     chunks: int = 1
-    warpgroups: int = 1
     scaled_sums: bool = False
     direct: bool = False
 
@@ -74,7 +72,7 @@ class BlockTiles:
 
     def part_cells(self, rows: int, n: int) -> int:
         """Floats of partial sums."""
-        outputs = _TILE * self.warpgroups * (1 + self.paired)
+        outputs = _TILE * (1 + self.paired)
         return cdiv(n, outputs) * cdiv(rows, self.block_m) * self.splits * outputs * self.block_m
 
 
@@ -82,25 +80,23 @@ class BlockTiles:
 class BlockPlan:
     """A rule for the `BlockTiles` of up to 64 rows: steps of 128 inputs, with `scaled_sums`.
 
-    paired, stages, warpgroups: as in `BlockTiles`.
+    paired: as in `BlockTiles`.
     programs: sums are split until there are at least so many.
     max_direct_rows: maximum rows with `direct`.
     """
 
     paired: bool
     programs: int
-    stages: int = 4
-    warpgroups: int = 1
     max_direct_rows: int = 32
 
     def tiles(self, rows: int, n: int, k: int, gated: bool) -> BlockTiles | None:
         """Return tiles for a weight [n, k]; None for a gated product that does not fit."""
         if gated and (not self.paired or n % (2 * _TILE)):
             return None
-        outputs = _TILE * self.warpgroups * (1 + self.paired)
+        outputs = _TILE * (1 + self.paired)
         splits = _splits(cdiv(n, outputs), cdiv(k, 4 * _TILE), self.programs)
         block_m, direct = max(16, next_power_of_2(rows)), rows <= self.max_direct_rows
-        return BlockTiles(block_m, self.paired, splits, self.stages, 2, self.warpgroups, True, direct)
+        return BlockTiles(block_m, self.paired, splits, 4, 2, True, direct)
 
 
 # By rows, rounded up to a power of two, and form of the product, for int4 in groups of 128 on an H200: a layer of
@@ -117,7 +113,6 @@ _PLANS: dict[tuple[int, str], BlockPlan] = {
     (64, "more inputs"): BlockPlan(False, 240),
 }
 _MEASURED_GROUP = 128  # inputs; smaller groups were not measured
-BLOCK_PLANS: dict[int, BlockPlan] = {}  # by rows as above; overrides all other rules, for benchmarks
 
 # By tiles of 8 rows: warps that share a sum, chunks that a warp loads at once, minimum programs. Set by sweeps on an
 # H200 and an H100 (`tests.bench linear`).
@@ -159,7 +154,7 @@ def product_tiles(
     bucket = max(8, next_power_of_2(rows))
     form = "gated" if gated else "more outputs" if n > k else "more inputs" if k > n else "as many"
     is_measured = code == "int4" and (group == k or group % _MEASURED_GROUP == 0)
-    plan = BLOCK_PLANS.get(bucket, _PLANS.get((bucket, form)) if is_measured else None)
+    plan = _PLANS.get((bucket, form)) if is_measured else None
     tiles = None if plan is None else plan.tiles(rows, n, k, gated)
     if tiles is not None:
         return tiles
