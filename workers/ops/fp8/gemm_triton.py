@@ -24,13 +24,7 @@ from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.fp8.rows_triton import round_columns, scale_of
-from workers.ops.fp8.tiles import (
-    Fp8GemmTiles,
-    Fp8Matrix,
-    fp8_gemm_tiles,
-    rounding_columns,
-    rounding_rows,
-)
+from workers.ops.fp8.tiles import Fp8GemmTiles, Fp8Matrix, fp8_gemm_tiles, rounding_columns
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
 from workers.ops.gemm.tiles import FIXED_ROWS
 from workers.ops.gemm.workspace import Workspace
@@ -70,7 +64,6 @@ def _fp8_gemm(
     SPLITS: tl.constexpr,
     SPAN: tl.constexpr,
     AHEAD: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GATED: tl.constexpr,
     BY_GROUP: tl.constexpr,
@@ -95,7 +88,7 @@ def _fp8_gemm(
             up_ahead = up_ahead + (tl.load(w_tile + N * (GROUPS * 128)),)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if ROWS > 0:
+    if COLUMNS > 0:
         round_columns(
             x_ptr,
             values_ptr,
@@ -105,7 +98,6 @@ def _fp8_gemm(
             first,
             GROUPS,
             SPAN,
-            ROWS,
             COLUMNS,
             PDL,
             INTERPRETED,
@@ -210,7 +202,7 @@ def fp8_gemm(
 ) -> None:
     """Write x W^T + b to `out`; gated: silu(x G^T) * (x U^T), where W [2 N, K] is G above U.
 
-    x: from `quantize_rows`, with scales per group if W has them, else per row. Or not quantised, last stride 1, if
+    x: from `quantize_rows`, with scales per group if W has them, else per row. Or one row, not quantised, if
         `rounding_columns` is not 0.
     tiles: from `fp8_gemm_tiles` or `fp8_gated_tiles`, for at least as many rows.
     workspace: at least `fp8_workspace_size` for this shape.
@@ -228,8 +220,8 @@ def fp8_gemm(
     raw, columns = None, 0
     if isinstance(x, Tensor):
         raw, x = x, Fp8Rows.empty(rows, k, True, False, x.device)
-        columns = rounding_columns(rows, weight, tiles)
-        assert columns > 0 and raw.shape == (rows, k) and raw.stride(1) == 1
+        columns = rounding_columns(weight, tiles)
+        assert columns > 0 and raw.shape == (1, k) and raw.stride(1) == 1
     assert x.values.shape == (rows, k) and x.values.is_contiguous() and x.scales.is_contiguous()
     assert weight.by_group == (x.scales.shape[1] == k // GROUP) or k == GROUP
     out_scales = None if isinstance(out, Tensor) else out.scales
@@ -257,7 +249,6 @@ def fp8_gemm(
         SPLITS=tiles.splits,
         SPAN=tiles.span(k),
         AHEAD=tiles.ahead,
-        ROWS=0 if raw is None else rounding_rows(rows),
         COLUMNS=columns,
         GATED=gated,
         BY_GROUP=weight.by_group,

@@ -13,7 +13,6 @@ from workers.ops.gemm.tiles import MAX_SPLITS, SHARED_BYTES
 MAX_ROWS = 128  # limit of `workers.ops.fp8.gemm_triton`
 MIN_WIDE_ROWS = 65  # with scales per group, `workers.ops.fp8.gemm_wide_triton` is faster from here on
 SCALE_ROWS = 64  # rows of W that share a scale; a checkpoint's block of 128 becomes two
-MAX_ROUNDING_ROWS = 8  # maximum rows that the GEMM's programs quantise themselves
 MAX_AHEAD_ROWS = 8  # limit of `workers.ops.fp8.gemm_ahead_triton`
 _ROUNDED = 8192  # numbers quantised at once by a program: 64 per thread
 
@@ -214,18 +213,11 @@ def _stages_alone(rows: int) -> int:
     return SHARED_BYTES // 2 // (rows * GROUP) + 1
 
 
-def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
-    """Return the columns that a program quantises at once; 0 if the GEMM does not quantise, because scales are per row
-    or the work per program would be too large."""
+def rounding_columns(weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
+    """Return the columns of one row that a program quantises at once; 0 if the GEMM does not quantise, because scales
+    are per row or the work per program would be too large."""
     span = tiles.span(weight.values.shape[1]) * GROUP
-    if not weight.by_group or rows > MAX_ROUNDING_ROWS or rows * span > 2 * _ROUNDED:
-        return 0
-    return min(int(next_power_of_2(span)), _ROUNDED // rounding_rows(rows))
-
-
-def rounding_rows(rows: int) -> int:
-    """Return the rows of a quantising program's tile; few values, because each compiles a kernel."""
-    return 1 if rows == 1 else 4 if rows <= 4 else MAX_ROUNDING_ROWS
+    return min(int(next_power_of_2(span)), _ROUNDED) if weight.by_group and span <= 2 * _ROUNDED else 0
 
 
 def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
