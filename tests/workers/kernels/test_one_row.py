@@ -109,7 +109,7 @@ def test_moved_codes_are_multiplied(rows: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"] if INTERPRETED else list(few_bits.KINDS))
-@pytest.mark.parametrize("warps_k,splits,down_warps", [(2, 2, 8), (1, 3, 4)])
+@pytest.mark.parametrize("warps_k,splits,down_warps", [(2, 2, 8), (4, 3, 4)])
 def test_fine_programs_are_right(
     kind: str, warps_k: int, splits: int, down_warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,13 +167,11 @@ def test_many_rows_in_spans_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     check(weights_of("int4", 3), 17)
 
 
-@pytest.mark.parametrize("splits,warps_k,warps_n,chunks", [(2, 1, 1, 2), (3, 2, 4, 1)])
-def test_any_tiles_are_right(
-    splits: int, warps_k: int, warps_n: int, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("splits,warps_k,warps_n", [(2, 2, 1), (3, 2, 4)])
+def test_any_tiles_are_right(splits: int, warps_k: int, warps_n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that share a sum of inputs, or of experts; tiles past the last output."""
     tiles = PackedExpertTiles(
-        PackedTiles(1, 2, warps_k, chunks, splits), PackedTiles(1, warps_n, warps_k, chunks, splits)
+        PackedTiles(1, 2, warps_k, splits=splits), PackedTiles(1, warps_n, warps_k, splits=splits)
     )
     for module in (experts_triton, sys.modules[__name__]):
         monkeypatch.setattr(module, "packed_expert_tiles", lambda *_: tiles)

@@ -54,7 +54,6 @@ def product(
         "ROW_TILES": tiles.row_tiles,
         "WARPS_N": tiles.warps_n,
         "WARPS_K": tiles.warps_k,
-        "COUNT": tiles.chunks,
         "STEPS": tiles.steps(k, tiles.splits if is_first else 1),
         "SPLITS": tiles.splits,
         "STAGES": tiles.stages_for(empty(64, k, group, CODES.get(code, code), META, torch.bfloat16, False, False)),

@@ -22,7 +22,6 @@ def _add_biases(
     n,
     live,
     SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Add the biases of this program's experts, times the routing weights, to rows m and outputs n of `total`. Four
@@ -33,7 +32,7 @@ def _add_biases(
             expert = tl.load(used_ptr + block, mask=block < most, other=-1)
             there = live & (expert >= 0)
             bias = tl.load(bias_ptr + tl.maximum(expert, 0) * SIZE + n, mask=there, other=0.0)
-            total += bias * tl.load(share_ptr + block * BLOCK_M + m, mask=there, other=0.0)
+            total += bias * tl.load(share_ptr + block * 8 + m, mask=there, other=0.0)
     return total
 
 
@@ -55,10 +54,8 @@ def down_of_listed(
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
-    ROW_TILES: tl.constexpr,
     WARPS_N: tl.constexpr,
     WARPS_K: tl.constexpr,
-    COUNT: tl.constexpr,
     STEPS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -68,15 +65,14 @@ def down_of_listed(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Write the weighted sum of down projections to out [rows, SIZE]. A program computes some outputs of every
-    SPLITS-th used expert. It reads its first weights and biases before the wait, because the previous kernel is a fence
-    (`attention.ops.pdl`)."""
+    """Write the weighted sum of down projections to out [rows, SIZE], of at most 8 rows. A program computes some
+    outputs of every SPLITS-th used expert. It reads its first weights and biases before the wait, because the previous
+    kernel is a fence (`attention.ops.pdl`)."""
     CHUNKS: tl.constexpr = WIDTH // 64
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     TILES: tl.constexpr = (SIZE + 63) // 64
-    BLOCK_M: tl.constexpr = 8 * ROW_TILES
-    PARTS: tl.constexpr = 4 * ROW_TILES
+    PARTS: tl.constexpr = 4
     WARPS: tl.constexpr = WARPS_N * WARPS_K
     tile, split = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, WARPS * 128)
@@ -96,43 +92,40 @@ def down_of_listed(
         is_used = tl.load(used_ptr + split, mask=split < most, other=-1) >= 0
         for q in tl.static_range((PARTS + WARPS_K - 1) // WARPS_K):
             part = q * WARPS_K + warp // WARPS_N
-            n = n_tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
+            n = n_tile * 64 + part * 16 + r // 2 * 8 + g
             live = is_used & (part < PARTS) & (n < SIZE)
             first_bias = first_bias + (tl.load(bias_ptr + expert * SIZE + n, mask=live, other=0.0),)
     acc = zero_sums(PARTS, WARPS * 128)
     inputs_ahead = ()
-    for _ in tl.static_range(2 * COUNT * ROW_TILES):
+    for _ in tl.static_range(2):
         inputs_ahead = inputs_ahead + (tl.zeros([WARPS * 128], tl.int32),)
     for i in tl.range(0, steps, num_stages=STAGES):
-        block, chunk = split + i // STEPS * SPLITS, (i % STEPS * WARPS_K + warp // WARPS_N) * COUNT
+        block, chunk = split + i // STEPS * SPLITS, i % STEPS * WARPS_K + warp // WARPS_N
         whole = expert.to(tl.int64) * TILES
         zeros_base = zeros_ptr
         if zeros_ptr is not None:
             zeros_base = words(zeros_ptr) + whole * (GROUPS * 32) + scales_at
         loaded = load_weight(
             codes_ptr + whole * (CHUNKS * 512 * PIECES) + codes_at,
-            words(scales_ptr) + whole * (GROUPS * 32) + scales_at, zeros_base, chunk, index, CHUNKS, COUNT, GROUP,
+            words(scales_ptr) + whole * (GROUPS * 32) + scales_at, zeros_base, chunk, index, CHUNKS, GROUP,
             PIECES,
         )  # fmt: skip
         expert = tl.load(used_ptr + split + tl.minimum(i + 1, steps - 1) // STEPS * SPLITS)
         # inputs are read one step before their use, too; the first ones after the weights, because they must wait
         next_block = split + (i + 1) // STEPS * SPLITS
-        next_chunk = ((i + 1) % STEPS * WARPS_K + warp // WARPS_N) * COUNT
-        x_base, next_x_base, is_first, has_next = (), (), (), ()
-        for j in tl.static_range(ROW_TILES):
-            x_base = x_base + (words(hidden_ptr) + block * (BLOCK_M * WIDTH // 2) + x_at + 8 * j * (WIDTH // 2),)
-            next_x_base = next_x_base + (x_base[j] + (next_block - block) * (BLOCK_M * WIDTH // 2),)
-            is_first = is_first + ((g + 8 * j < rows) & (i == 0),)
-            has_next = has_next + ((g + 8 * j < rows) & (i + 1 < steps),)
+        next_chunk = (i + 1) % STEPS * WARPS_K + warp // WARPS_N
+        x_base = words(hidden_ptr) + block * (4 * WIDTH) + x_at
+        next_x_base = x_base + (next_block - block) * (4 * WIDTH)
+        is_first, has_next = (g < rows) & (i == 0), (g < rows) & (i + 1 < steps)
         inputs, waits = (), i == 0 if PDL else None
-        first_inputs = load_inputs(x_base, is_first, waits, chunk, t, COUNT, WIDTH, ROW_TILES, INTERPRETED)
-        for each in tl.static_range(2 * COUNT * ROW_TILES):
+        first_inputs = load_inputs((x_base,), (is_first,), waits, chunk, t, WIDTH, 1, INTERPRETED)
+        for each in tl.static_range(2):
             inputs = inputs + (tl.where(i == 0, first_inputs[each], inputs_ahead[each]),)
         inputs_ahead = load_inputs(
-            next_x_base, has_next, None, next_chunk, t, COUNT, WIDTH, ROW_TILES, INTERPRETED
+            (next_x_base,), (has_next,), None, next_chunk, t, WIDTH, 1, INTERPRETED
         )  # fmt: skip
         acc = add_products(
-            acc, loaded, inputs, COUNT, GROUP, ROW_TILES, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
+            acc, loaded, inputs, GROUP, 1, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()  # programs without an expert must wait, too
@@ -142,15 +135,15 @@ def down_of_listed(
     total = ()
     for q in tl.static_range(RESULTS):
         part = q * WARPS_K + warp // WARPS_N
-        m, n = part % ROW_TILES * 8 + 2 * t + r % 2, n_tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
-        one = restored(sums[q], CODE, ROW_TILES)
+        m, n = 2 * t + r % 2, n_tile * 64 + part * 16 + r // 2 * 8 + g
+        one = restored(sums[q], CODE, 1)
         if bias_ptr is not None:
             live = (part < PARTS) & (m < rows) & (n < SIZE)
             # programs without an expert have no routing weights: they load uninitialised memory and discard it
-            share = tl.load(share_ptr + split * BLOCK_M + m, mask=live & (split < num_used), other=0.0)
+            share = tl.load(share_ptr + split * 8 + m, mask=live & (split < num_used), other=0.0)
             one = _add_biases(
                 one + first_bias[q] * share, bias_ptr, share_ptr, used_ptr, split + SPLITS, most, m, n, live, SIZE,
-                BLOCK_M, SPLITS,
+                SPLITS,
             )  # fmt: skip
         total = total + (one,)
     cells = part_ptr
@@ -159,12 +152,12 @@ def down_of_listed(
         for q in tl.static_range(RESULTS):
             part = q * WARPS_K + warp // WARPS_N
             here = cells + ((split * PARTS + part) * WARPS_N + warp % WARPS_N) * 128
-            tl.store(here, total[q], mask=(part < PARTS) & (part % ROW_TILES * 8 + 2 * t < rows))
+            tl.store(here, total[q], mask=(part < PARTS) & (2 * t < rows))
         if not comes_last(ticket_ptr + tile, SPLITS):
             return
     for q in tl.static_range(RESULTS):
         part = q * WARPS_K + warp // WARPS_N
-        m, n = part % ROW_TILES * 8 + 2 * t + r % 2, n_tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
+        m, n = 2 * t + r % 2, n_tile * 64 + part * 16 + r // 2 * 8 + g
         live = (part < PARTS) & (m < rows) & (n < SIZE)
         if SPLITS > 1:
             here = cells + (part * WARPS_N + warp % WARPS_N) * 128
@@ -194,7 +187,6 @@ def down_of_blocks(
     ROW_TILES: tl.constexpr,
     WARPS_N: tl.constexpr,
     WARPS_K: tl.constexpr,
-    COUNT: tl.constexpr,
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
     CODE: tl.constexpr,
@@ -233,16 +225,16 @@ def down_of_blocks(
         x_base = x_base + (words(hidden_ptr) + row.to(tl.int64) * (WIDTH // 2) + 4 * t + r,)
         rows_there = rows_there + (tl.load(pair_ptr + row) >= 0,)
     acc = zero_sums(PARTS, WARPS * 128)
-    first = warp // WARPS_N * COUNT
-    inputs = load_inputs(x_base, rows_there, None, first, t, COUNT, WIDTH, ROW_TILES, INTERPRETED)
+    first = warp // WARPS_N
+    inputs = load_inputs(x_base, rows_there, None, first, t, WIDTH, ROW_TILES, INTERPRETED)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        chunk = first + step * (WARPS_K * COUNT)
-        loaded = load_weight(codes_base, scales_base, zeros_base, chunk, index, CHUNKS, COUNT, GROUP, PIECES)
+        chunk = first + step * WARPS_K
+        loaded = load_weight(codes_base, scales_base, zeros_base, chunk, index, CHUNKS, GROUP, PIECES)
         following = load_inputs(
-            x_base, rows_there, None, chunk + WARPS_K * COUNT, t, COUNT, WIDTH, ROW_TILES, INTERPRETED
+            x_base, rows_there, None, chunk + WARPS_K, t, WIDTH, ROW_TILES, INTERPRETED
         )  # fmt: skip
         acc = add_products(
-            acc, loaded, inputs, COUNT, GROUP, ROW_TILES, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
+            acc, loaded, inputs, GROUP, ROW_TILES, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
         )  # fmt: skip
         inputs = following
     # as in `expert_gate_up_triton.gate_up_of_blocks`

@@ -47,7 +47,6 @@ def gate_up_of_blocks(
     BINS: tl.constexpr,
     ROW_TILES: tl.constexpr,
     WARPS_K: tl.constexpr,
-    COUNT: tl.constexpr,
     STEPS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -98,10 +97,10 @@ def gate_up_of_blocks(
             row, there = tl.maximum(pair, 0) // SLOTS, pair >= 0
         x_base = x_base + (words(x_ptr) + row.to(tl.int64) * x_words + 4 * t + r,)
         rows_there = rows_there + (there,)
-    first = (split * STEPS * WARPS_K + warp // 2) * COUNT
-    AHEAD: tl.constexpr = LISTED and PARTS <= WARPS
+    first = split * STEPS * WARPS_K + warp // 2
     gate_bias, up_bias, factor, uses = 0.0, 0.0, 0.0, False
-    if AHEAD:
+    if LISTED:
+        tl.static_assert(PARTS <= WARPS)
         n = tile * 64 + warp // ROW_TILES * 16 + r // 2 * 8 + g
         at = expert * (2 * WIDTH) + n
         if bias_ptr is not None:
@@ -109,15 +108,15 @@ def gate_up_of_blocks(
             up_bias = tl.load(bias_ptr + at + WIDTH, mask=warp < PARTS, other=0.0)
         factor, uses = _share(chosen_ptr, weight_ptr, expert, warp % ROW_TILES * 8 + 2 * t + r % 2, rows, SLOTS)
     acc = zero_sums(PARTS, WARPS * 128)
-    inputs = load_inputs(x_base, rows_there, None, first, t, COUNT, SIZE, ROW_TILES, INTERPRETED)
+    inputs = load_inputs(x_base, rows_there, None, first, t, SIZE, ROW_TILES, INTERPRETED)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        chunk = first + step * (WARPS_K * COUNT)
-        loaded = load_weight(codes_base, scales_base, zeros_base, chunk, index, CHUNKS, COUNT, GROUP, PIECES)
+        chunk = first + step * WARPS_K
+        loaded = load_weight(codes_base, scales_base, zeros_base, chunk, index, CHUNKS, GROUP, PIECES)
         following = load_inputs(
-            x_base, rows_there, None, chunk + WARPS_K * COUNT, t, COUNT, SIZE, ROW_TILES, INTERPRETED
+            x_base, rows_there, None, chunk + WARPS_K, t, SIZE, ROW_TILES, INTERPRETED
         )  # fmt: skip
         acc = add_products(
-            acc, loaded, inputs, COUNT, GROUP, ROW_TILES, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
+            acc, loaded, inputs, GROUP, ROW_TILES, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
         )  # fmt: skip
         inputs = following
     if PDL and LISTED:
@@ -149,7 +148,7 @@ def gate_up_of_blocks(
         if row_scale_ptr is not None:
             gate *= tl.load(row_scale_ptr + at, mask=live, other=0.0)
             up *= tl.load(row_scale_ptr + at + WIDTH, mask=live, other=0.0)
-        if AHEAD:
+        if LISTED:
             gate, up = gate + gate_bias, up + up_bias
         elif bias_ptr is not None:
             gate += tl.load(bias_ptr + at, mask=live, other=0.0)
@@ -160,8 +159,6 @@ def gate_up_of_blocks(
         hidden = gate / (1.0 + tl.exp(-alpha * inner)) * (up + shift)
         row = block * BLOCK_M + m
         if LISTED:
-            if not AHEAD:
-                factor, uses = _share(chosen_ptr, weight_ptr, expert, m, rows, SLOTS)
             tl.store(share_ptr + row, factor, mask=live & (n == 0))
             if down_scale_ptr is not None:
                 factor *= tl.load(down_scale_ptr + expert)

@@ -23,25 +23,23 @@ def load_weight(
     chunk,
     index,
     CHUNKS: tl.constexpr,
-    COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Load COUNT chunks of 64 inputs from `chunk` on. Return tensors, per chunk: codes of each 16 outputs (int8: and of
-    each 32 inputs); then scales, and zeros if there are any, of each 32 inputs, or of all 64."""
+    """Load a chunk of 64 inputs. Return tensors: codes of each 16 outputs (int8: and of each 32 inputs); then scales,
+    and zeros if there are any, of each 32 inputs, or of all 64."""
     loaded = ()
     word, t = index % 128, index // 4 % 4
-    for each in tl.static_range(COUNT):
-        at = tl.minimum(chunk + each, CHUNKS - 1)
-        for piece in tl.static_range(4 * PIECES):
-            loaded = loaded + (tl.load(codes_base + at * (512 * PIECES) + piece * 128 + word),)
-        for s in tl.static_range(1 if GROUP % 64 == 0 else 2):
-            start = at * 64 + 32 * s
-            if GROUP == 16:
-                start += t // 2 * 16
-            loaded = loaded + (tl.load(scales_base + start // GROUP * 32),)
-            if zeros_base is not None:
-                loaded = loaded + (tl.load(zeros_base + start // GROUP * 32),)
+    at = tl.minimum(chunk, CHUNKS - 1)
+    for piece in tl.static_range(4 * PIECES):
+        loaded = loaded + (tl.load(codes_base + at * (512 * PIECES) + piece * 128 + word),)
+    for s in tl.static_range(1 if GROUP % 64 == 0 else 2):
+        start = at * 64 + 32 * s
+        if GROUP == 16:
+            start += t // 2 * 16
+        loaded = loaded + (tl.load(scales_base + start // GROUP * 32),)
+        if zeros_base is not None:
+            loaded = loaded + (tl.load(zeros_base + start // GROUP * 32),)
     return loaded
 
 
@@ -94,25 +92,22 @@ def load_inputs(
     waits,
     chunk,
     t,
-    COUNT: tl.constexpr,
     K: tl.constexpr,
     ROW_TILES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Load COUNT chunks of 64 inputs of all rows from `chunk` on. Return two tensors, of 32 inputs each, per chunk and
-    tile of 8 rows.
+    """Load a chunk of 64 inputs of all rows. Return two tensors, of 32 inputs each, per tile of 8 rows.
 
     x_base: pointers to the lanes' words of each tile of 8 rows.
     rows_there: masks of the same.
     waits: see `_load_inputs`.
     """
     inputs = ()
-    for each in tl.static_range(COUNT):
-        k = (chunk + each) * 64
-        for j in tl.static_range(ROW_TILES):
-            for s in tl.static_range(2):
-                there = rows_there[j] & (k + 32 * s + 8 * t < K)
-                inputs = inputs + (_load_inputs(x_base[j] + k // 2 + 16 * s, there, waits, INTERPRETED),)
+    k = chunk * 64
+    for j in tl.static_range(ROW_TILES):
+        for s in tl.static_range(2):
+            there = rows_there[j] & (k + 32 * s + 8 * t < K)
+            inputs = inputs + (_load_inputs(x_base[j] + k // 2 + 16 * s, there, waits, INTERPRETED),)
     return inputs
 
 
@@ -121,7 +116,6 @@ def add_products(
     acc,
     loaded,
     loaded_inputs,
-    COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     ROW_TILES: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -136,45 +130,39 @@ def add_products(
     HALVES: tl.constexpr = 1 if GROUP % 64 == 0 else 2
     PER_HALF: tl.constexpr = 2 if HAS_ZEROS else 1
     FIRST: tl.constexpr = 4 * PIECES
-    SIZE: tl.constexpr = FIRST + HALVES * PER_HALF
     # Scaled weights are exact: significands have at most 2 and 4 bits. With one tile of rows, scaling sums takes fewer
     # multiplications.
     SCALED: tl.constexpr = CODE == RAISED or (CODE == MOVED and ROW_TILES > 1)
     BY: tl.constexpr = tl.bfloat16 if SCALED else None
-    for each in tl.static_range(COUNT):
-        inputs = ()
-        for s in tl.static_range(2 * ROW_TILES):
-            x = loaded_inputs[each * 2 * ROW_TILES + s]
-            if CODE == MOVED and not SCALED:
-                x = times_power(x, INTERPRETED)
-            inputs = inputs + (x,)
-        scales = loaded[each * SIZE + FIRST], loaded[each * SIZE + FIRST + (HALVES - 1) * PER_HALF]
-        zeros = (
-            loaded[each * SIZE + FIRST + PER_HALF - 1],
-            loaded[each * SIZE + FIRST + (HALVES - 1) * PER_HALF + PER_HALF - 1],
-        )
-        sums = ()
-        for i in tl.static_range(4):
-            first, second = loaded[each * SIZE + i * PIECES], loaded[each * SIZE + i * PIECES + PIECES - 1]
-            a0, a1 = decode(first, zeros[0], scales[0], i, 0, CODE, HAS_ZEROS, BY, TYPE, INTERPRETED)
-            a2, a3 = decode(second, zeros[1], scales[1], i, 1, CODE, HAS_ZEROS, BY, TYPE, INTERPRETED)
-            for j in tl.static_range(ROW_TILES):
-                part = acc[i * ROW_TILES + j]
-                if SCALED:
-                    part = multiply(a0, a1, inputs[2 * j], part, TYPE, INTERPRETED)
-                    part = multiply(a2, a3, inputs[2 * j + 1], part, TYPE, INTERPRETED)
-                elif HALVES == 1:
-                    own = multiply(a0, a1, inputs[2 * j], None, TYPE, INTERPRETED)
-                    own = multiply(a2, a3, inputs[2 * j + 1], own, TYPE, INTERPRETED)
-                    part = add_scaled(part, own, scales[0], i, SCALE_TYPE, INTERPRETED)
-                else:
-                    own = multiply(a0, a1, inputs[2 * j], None, TYPE, INTERPRETED)
-                    part = add_scaled(part, own, scales[0], i, SCALE_TYPE, INTERPRETED)
-                    own = multiply(a2, a3, inputs[2 * j + 1], None, TYPE, INTERPRETED)
-                    part = add_scaled(part, own, scales[1], i, SCALE_TYPE, INTERPRETED)
-                sums = sums + (part,)
-        acc = sums
-    return acc
+    inputs = ()
+    for s in tl.static_range(2 * ROW_TILES):
+        x = loaded_inputs[s]
+        if CODE == MOVED and not SCALED:
+            x = times_power(x, INTERPRETED)
+        inputs = inputs + (x,)
+    scales = loaded[FIRST], loaded[FIRST + (HALVES - 1) * PER_HALF]
+    zeros = loaded[FIRST + PER_HALF - 1], loaded[FIRST + (HALVES - 1) * PER_HALF + PER_HALF - 1]
+    sums = ()
+    for i in tl.static_range(4):
+        first, second = loaded[i * PIECES], loaded[i * PIECES + PIECES - 1]
+        a0, a1 = decode(first, zeros[0], scales[0], i, 0, CODE, HAS_ZEROS, BY, TYPE, INTERPRETED)
+        a2, a3 = decode(second, zeros[1], scales[1], i, 1, CODE, HAS_ZEROS, BY, TYPE, INTERPRETED)
+        for j in tl.static_range(ROW_TILES):
+            part = acc[i * ROW_TILES + j]
+            if SCALED:
+                part = multiply(a0, a1, inputs[2 * j], part, TYPE, INTERPRETED)
+                part = multiply(a2, a3, inputs[2 * j + 1], part, TYPE, INTERPRETED)
+            elif HALVES == 1:
+                own = multiply(a0, a1, inputs[2 * j], None, TYPE, INTERPRETED)
+                own = multiply(a2, a3, inputs[2 * j + 1], own, TYPE, INTERPRETED)
+                part = add_scaled(part, own, scales[0], i, SCALE_TYPE, INTERPRETED)
+            else:
+                own = multiply(a0, a1, inputs[2 * j], None, TYPE, INTERPRETED)
+                part = add_scaled(part, own, scales[0], i, SCALE_TYPE, INTERPRETED)
+                own = multiply(a2, a3, inputs[2 * j + 1], None, TYPE, INTERPRETED)
+                part = add_scaled(part, own, scales[1], i, SCALE_TYPE, INTERPRETED)
+            sums = sums + (part,)
+    return sums
 
 
 @triton.jit

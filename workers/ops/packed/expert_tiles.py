@@ -34,7 +34,6 @@ class PackedTiles:
     row_tiles: tiles of 8 rows.
     warps_n: warps with different outputs, 64 each; always 2 for gate and up projections, one each.
     warps_k: warps that share a sum.
-    chunks: of 64 inputs, loaded at once by a warp.
     splits: programs that share a sum; for down projections of listed experts, each has some of the experts.
     stages: of the pipeline of loads, in shared memory.
     """
@@ -42,19 +41,18 @@ class PackedTiles:
     row_tiles: int
     warps_n: int = 2
     warps_k: int = 4
-    chunks: int = 1
     splits: int = 1
     stages: int = 4
 
     def steps(self, k: int, splits: int = 1) -> int:
-        """Return the sequential loads of a warp. splits: programs that share the inputs."""
-        return -(-k // (TILE * self.chunks * self.warps_k * splits))
+        """Return the sequential loads of a warp, of 64 inputs each. splits: programs that share the inputs."""
+        return -(-k // (TILE * self.warps_k * splits))
 
     def stages_for(self, weight: PackedWeight) -> int:
         """Return `stages`, or fewer if the launch would fail. Triton 3.6 opts in to more than 48 KB of shared memory
         only if its own part exceeds that, without counting that of `sums_of_warps`."""
         own, stages = _sums_bytes(4 * self.row_tiles, self.warps_n * self.warps_k), self.stages
-        step = self.warps_n * self.warps_k * self.chunks * _chunk_bytes(weight)
+        step = self.warps_n * self.warps_k * _chunk_bytes(weight)
         while stages > 2 and (stages - 1) * step <= _SMALL_SHARED < (stages - 1) * step + own:
             stages -= 1
         return stages

@@ -76,8 +76,8 @@ def down_of_used(
     down: PackedTiles,
     out: Tensor,
 ) -> Tensor:
-    """Write the weighted sum of down projections to `out`. hidden, share: from `gate_up`."""
-    assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
+    """Write the weighted sum of down projections to `out`. hidden, share: from `gate_up`, in blocks of 8 rows."""
+    assert routed.used is not None and routed.num_used is not None and out.is_contiguous() and down.row_tiles == 1
     down_of_listed[(triton.cdiv(weights.size, TILE * down.warps_n), down.splits)](
         hidden,
         weights.down.codes,
@@ -137,6 +137,7 @@ def ordered_experts(
             order.experts,
             first // TILE,
             SPAN=columns,
+            ROW_TILES=down.row_tiles,
             WARPS_N=down.warps_n,
             **_common(x, weights, weights.down, down, weights.width, 1),
         )
@@ -194,6 +195,7 @@ def gate_up(
         SLOTS=slots,
         EXPERTS=weights.num_experts,
         BINS=bins_of(weights.num_experts),
+        ROW_TILES=tiles.row_tiles,
         SPLITS=tiles.splits,
         LISTED=pairs is None,
         CLAMPED=activation.limit is not None,
@@ -216,9 +218,7 @@ def _common(
         "WIDTH": weights.width,
         "SIZE": weights.size,
         "GROUP": weight.group,
-        "ROW_TILES": tiles.row_tiles,
         "WARPS_K": tiles.warps_k,
-        "COUNT": tiles.chunks,
         "STEPS": tiles.steps(k, splits),
         "STAGES": tiles.stages_for(weight),
         "CODE": _code(weights, weight),
