@@ -238,7 +238,7 @@ def _nonsense(rng: random.Random, depth: int = 0) -> Any:
 
 
 async def test_nonsense_is_never_a_server_error() -> None:
-    """600 valid bodies with one or two fields replaced, 200 bodies cut or with a byte changed. Seeded."""
+    """300 valid bodies with one or two fields replaced, 100 bodies cut or with a byte changed. Seeded."""
     rng = random.Random(7)
     bases: list[tuple[str, dict[str, Any]]] = [
         (CHAT, HELLO),
@@ -249,13 +249,13 @@ async def test_nonsense_is_never_a_server_error() -> None:
     engine = FakeEngine(says("a", "b"))
     statuses: list[int] = []
     async with served(engine) as url, httpx.AsyncClient(base_url=url) as client:
-        for i in range(800):
+        for i in range(400):
             route, base = rng.choice(bases)
             body = dict(base)
             for field in rng.sample(FIELDS, rng.choice([1, 1, 2])):
                 body[field] = _nonsense(rng)
-            raw = bytearray(json.dumps(body if i < 600 else base).encode())
-            if i >= 600:
+            raw = bytearray(json.dumps(body if i < 300 else base).encode())
+            if i >= 300:
                 raw[rng.randrange(len(raw))] = rng.randrange(256)
                 raw = raw[: rng.randrange(len(raw)) + 1] if rng.random() < 0.5 else raw
             reply = await client.post(route, content=bytes(raw), headers=JSON)

@@ -52,7 +52,7 @@ CUTS = st.lists(st.integers(0, 999), max_size=6)
 
 
 @given(arguments=st.dictionaries(st.sampled_from("abc"), values(st.text(max_size=9))), cuts=CUTS, marked=st.booleans())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_calls_in_python(arguments: dict[str, Any], cuts: list[int], marked: bool) -> None:
     written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     text = f"[f({written}), g.h()]"
@@ -66,7 +66,7 @@ def test_calls_in_python(arguments: dict[str, Any], cuts: list[int], marked: boo
     ),
     cuts=CUTS,
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_calls_of_gemma(arguments: dict[str, Any], cuts: list[int]) -> None:
     written = ",".join(f"{key}:{gemma(value)}" for key, value in arguments.items())
     text = f"<|channel>thought\nso<channel|>on it<|tool_call>call:f{{{written}}}<tool_call|><|tool_call>call:g{{}}"

@@ -166,7 +166,7 @@ _TOKENS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(st.lists(_TOKENS, max_size=24), st.data())
 def test_any_cut_of_any_text_gives_the_same_reply(tokens: list[str], data: st.DataObject) -> None:
     text = "".join(tokens)
@@ -178,7 +178,7 @@ def test_any_cut_of_any_text_gives_the_same_reply(tokens: list[str], data: st.Da
     assert _parse([*text], finish, prompt) == whole
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     st.dictionaries(st.sampled_from(["text", "other_text"]), st.text(max_size=30), max_size=2),
     st.dictionaries(
