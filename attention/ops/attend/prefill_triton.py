@@ -118,14 +118,15 @@ def _attend_prefill(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     table = table_ptr + chunk * table_stride
     common = (start + 1) // BLOCK_N * BLOCK_N
-    low = 0
+    first_tile, low = 0, 0
     if WINDOW:
         # Each row sees a different part of the first tiles; all rows see all of the next ones.
         first_tile = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         low = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, common)
+    for span in tl.static_range(0 if WINDOW else 1, 3):
         top, total, acc = _attend_span(
-            first_tile,
-            low,
+            first_tile if span == 0 else low if span == 1 else common,
+            low if span == 0 else common if span == 1 else last + 1,
             q,
             k_ptr,
             v_ptr,
@@ -144,63 +145,11 @@ def _attend_prefill(
             D,
             PAGE,
             BLOCK_N,
-            True,
+            span != 1,
             WINDOW,
             SOFT_CAP,
             UNIT,
         )
-    top, total, acc = _attend_span(
-        low,
-        common,
-        q,
-        k_ptr,
-        v_ptr,
-        table,
-        position,
-        last,
-        head,
-        scale_log2,
-        factor,
-        top,
-        total,
-        acc,
-        n,
-        d,
-        KV_HEADS,
-        D,
-        PAGE,
-        BLOCK_N,
-        False,
-        WINDOW,
-        SOFT_CAP,
-        UNIT,
-    )
-    top, total, acc = _attend_span(
-        common,
-        last + 1,
-        q,
-        k_ptr,
-        v_ptr,
-        table,
-        position,
-        last,
-        head,
-        scale_log2,
-        factor,
-        top,
-        total,
-        acc,
-        n,
-        d,
-        KV_HEADS,
-        D,
-        PAGE,
-        BLOCK_N,
-        True,
-        WINDOW,
-        SOFT_CAP,
-        UNIT,
-    )
     if WINDOW:  # rows after the chunk's end may see nothing
         total = tl.where(total == 0.0, 1.0, total)
     out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
