@@ -1,5 +1,6 @@
 """Prompts that the embedded pair was never trained on: written here from a seed, of mixed lengths and kinds."""
 
+import json
 import random
 from functools import cache
 from pathlib import Path
@@ -64,3 +65,11 @@ def tokenized(messages: list[str], model: Path = MODELS / "target") -> list[list
         )
         for message in messages
     ]
+
+
+def copying_prompts(count: int, model: Path = MODELS / "target") -> list[list[int]]:
+    """`tokenized` prompts that end in the beginning of a text that they have in full, as the edit of a file or of JSON
+    does; then the model goes on with it."""
+    records = [json.dumps([{"id": n, "name": f"item {n * k}", "count": n + k} for n in range(8)]) for k in range(count)]
+    asked = tokenized([f"{record} Write it again." for record in records], model)
+    return [ids + ids[len(ids) // 8 : len(ids) // 2] for ids in asked]

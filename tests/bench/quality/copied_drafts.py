@@ -7,7 +7,6 @@ answers, rounds without a match included.
 """
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from deploy.bench.table import table
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
-from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.prompts import copying_prompts, held_out_prompts, tokenized
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
@@ -33,15 +32,10 @@ DRAFTS: dict[str, SpeculativeConfig | None] = {
 
 
 def texts(count: int) -> dict[str, list[list[int]]]:
-    """Prompts as token ids, by kind. A copying prompt ends in the beginning of a text that it has in full, as the edit
-    of a file or of JSON does; then the model goes on with it."""
+    """Prompts as token ids, by kind."""
     problems = [text for i, text in enumerate(held_out_prompts(2 * count, seed=7)) if i % 4 != 3][:count]
     chats = [text for i, text in enumerate(held_out_prompts(4 * count, seed=8)) if i % 4 == 3][:count]
-    records = [json.dumps([{"id": n, "name": f"item {n * k}", "count": n + k} for n in range(8)]) for k in range(count)]
-    copied = []
-    for ids in tokenized([f"{record} Write it again." for record in records]):
-        copied.append(ids + ids[len(ids) // 8 : len(ids) // 2])
-    return {"JSON to copy": copied, "word problems": tokenized(problems), "chat": tokenized(chats)}
+    return {"JSON to copy": copying_prompts(count), "word problems": tokenized(problems), "chat": tokenized(chats)}
 
 
 def tokens_per_round(speculative: SpeculativeConfig | None, prompts: list[list[int]], max_tokens: int) -> float:

@@ -43,7 +43,7 @@ from tests.bench.machine import commit, physical_cores
 from tests.bench.quality.decoding import Decoding
 from tests.support import MODELS, ROOT
 from tests.support.embedded import TREE, eos_token_ids, measured_spec
-from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.prompts import copying_prompts, held_out_prompts, tokenized
 from workers.scheduling.plan import SamplingParams
 
 HYBRID = ROOT / "tests" / "models" / "hybrid_tiny"
@@ -134,10 +134,6 @@ def _block_trees(folders: list[Path]) -> dict[str, SpeculativeConfig]:
 
 def texts(paths: list[Path], count: int, model: Path = MODELS / "target") -> dict[str, list[list[int]]]:
     """Return prompts as token ids of the model in this folder, by kind of text."""
-    records = [json.dumps([{"id": n, "name": f"item {n * k}", "count": n + k} for n in range(8)]) for k in range(count)]
-    copied = [
-        ids + ids[len(ids) // 8 : len(ids) // 2] for ids in tokenized([f"{r} Write it again." for r in records], model)
-    ]
     if paths:
         asked = {p.stem: [json.loads(line)["turns"][0] for line in p.read_text().splitlines()[:count]] for p in paths}
     else:
@@ -146,7 +142,8 @@ def texts(paths: list[Path], count: int, model: Path = MODELS / "target") -> dic
             "word problems": [text for i, text in enumerate(prompts) if i % 4 != 3][:count],
             "other tasks": [text for i, text in enumerate(prompts) if i % 4 == 3][:count],
         }
-    return {name: tokenized(some, model) for name, some in asked.items()} | {"JSON to copy": copied}
+    found = {name: tokenized(some, model) for name, some in asked.items()}
+    return found | {"JSON to copy": copying_prompts(count, model)}
 
 
 def row_of(arm: str, draft: str, text: str, batch: int, of: Decoding) -> Row:
