@@ -66,16 +66,16 @@ class _Writer:
             return True
         if key == "strict" and isinstance(schema[key], bool):
             return True  # OpenAI's word for functions, often written into their parameters
-        if key == "format" and not self._may_be(schema, "string"):
+        if key == "format" and not self._may_be_text(schema):
             return True  # int32, double: OpenAPI's names for what `type` says
         if key not in ENFORCED:
             raise UnsupportedSchemaError(path, key, f"it is not enforced; {REMEDIES.get(key, 'leave it out')}")
         return False
 
     @staticmethod
-    def _may_be(schema: Schema, kind: str) -> bool:
-        given = schema.get("type", kind)
-        return kind in given if isinstance(given, list) else bool(given == kind)
+    def _may_be_text(schema: Schema) -> bool:
+        given = schema.get("type", "string")
+        return "string" in given if isinstance(given, list) else bool(given == "string")
 
     def _without_definitions(self, schema: Schema, path: str, depth: int) -> Schema:
         if "$ref" in schema:

@@ -162,7 +162,7 @@ def accumulate_latent_pairs(
         acc = tl.dot(even(columns, dtype, INTERPRETED), weights, acc * shrink[None, :], input_precision="ieee")
         acc_odd = tl.dot(odd(columns, dtype, INTERPRETED), weights, acc_odd * shrink[None, :], input_precision="ieee")
     else:
-        total = total * shrink + sum_weights(weights, 1, FIXED)
+        total = total * shrink + sum_weights(weights, FIXED)
         weights = (weights * UNIT).to(dtype)
         acc = tl.dot(weights, even(pairs, dtype, INTERPRETED), acc * shrink[:, None], input_precision="ieee")
         acc_odd = tl.dot(weights, odd(pairs, dtype, INTERPRETED), acc_odd * shrink[:, None], input_precision="ieee")
@@ -203,7 +203,7 @@ def accumulate_latent(
             weights = weights * UNIT
         acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision="ieee")
     else:
-        total = total * shrink + sum_weights(weights, 1, FIXED)
+        total = total * shrink + sum_weights(weights, FIXED)
         if UNIT != 1.0:
             weights = weights * UNIT
         acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")

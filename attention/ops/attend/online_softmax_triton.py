@@ -38,13 +38,13 @@ def score_pairs(
 
 
 @triton.jit
-def sum_weights(weights, axis: tl.constexpr, FIXED: tl.constexpr):
-    """Sum weights of at most 1 along an axis. FIXED: add them as integers, which gives the same sum in every kernel; a
+def sum_weights(weights, FIXED: tl.constexpr):
+    """Sum each row of weights of at most 1. FIXED: add them as integers, which gives the same sum in every kernel; a
     sum of floats depends on their order, and so on the layout that the compiler chooses for a loop."""
     if FIXED:
-        unit: tl.constexpr = (1 << 30) // weights.shape[axis]
-        return tl.sum((weights * unit + 0.5).to(tl.int32), axis).to(tl.float32) / unit
-    return tl.sum(weights, axis)
+        unit: tl.constexpr = (1 << 30) // weights.shape[1]
+        return tl.sum((weights * unit + 0.5).to(tl.int32), 1).to(tl.float32) / unit
+    return tl.sum(weights, 1)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def softmax_step(scores, scale_log2, top, total, FIXED: tl.constexpr):
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * scale_log2 - origin[:, None])
     shrink = tl.exp2(top - origin)
-    return new_top, total * shrink + sum_weights(weights, 1, FIXED), weights, shrink
+    return new_top, total * shrink + sum_weights(weights, FIXED), weights, shrink
 
 
 @triton.jit
