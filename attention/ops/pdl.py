@@ -77,6 +77,8 @@ The rule:
     down_of_tall_blocks     triggers   nothing
     sum_slots               triggers   nothing
     head_input              triggers   the norms' weights             constant
+    convolve_blocks         triggers   nothing
+    score_candidates        triggers   nothing
     one_shot_all_reduce     waits      the norm's weight, addresses   constant
 
 FlashInfer (0.6.17): its fa2 kernels read the plan, which our kernel writes, before they wait; so none of its wrappers

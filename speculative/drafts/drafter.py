@@ -18,6 +18,7 @@ from speculative.ops.tree_growth import grow
 from speculative.tree.nodes import Candidates, Children, Level, chain
 from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
+from workers.distributed.tp_group import SOLO
 from workers.layers.forward_context import Attending, ForwardContext
 from workers.runner.model_runner import ModelRunner
 from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
@@ -212,16 +213,17 @@ class Drafter:
             batch.guidance.mask(logits, self._token_ids)
         return self._noisy(logits, batch, (length.long() + depth).unsqueeze(1).expand(-1, rows))
 
-    def _noisy(self, logits: Tensor, batch: DraftBatch, positions: Tensor) -> Tensor:
-        """Return logits [B * R, shard size] with the target's noise and filters where a request is random.
+    def _noisy(self, logits: Tensor, batch: DraftBatch, positions: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Return logits [B * R, n] with the target's noise and filters where a request is random.
 
         positions: [B, R] int64, positions of the tokens that the logits are of.
+        ids: [B * R, n] int64 token ids that every rank has; None: logits are of this rank's shard.
         """
         if not batch.needs.random:
             return logits
-        group = self._runner.model.lm_head.shard.group
-        where = Rows(batch.slots, positions)
-        return self._sampler.perturb(logits, where, self._token_ids, batch.needs.filtered, group)
+        group = self._runner.model.lm_head.shard.group if ids is None else SOLO
+        ids = self._token_ids if ids is None else ids
+        return self._sampler.perturb(logits, Rows(batch.slots, positions), ids, batch.needs.filtered, group)
 
     def _best(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Children:
         """Return the top_k tokens after hidden [B * rows, H], at `depth` of the trees."""

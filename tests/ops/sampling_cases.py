@@ -136,6 +136,11 @@ def _perturb(size: int, shards: int, device: torch.device) -> tuple[Any, ...]:
     return logits, draws, ids, table.filters, torch.cat(parts, 1) if shards else None
 
 
+def _perturb_candidates(device: torch.device) -> tuple[Any, ...]:
+    logits, draws, _, filters, summary = _perturb(17, 1, device)
+    return logits, draws, torch.arange(logits.numel(), device=device).view(logits.shape) % 23, filters, summary
+
+
 def _is_random(arguments: tuple[Any, ...], summary: Tensor) -> Tensor:
     """Summaries of rows without filters are undefined: those of the first two slots."""
     return summary[4:]
@@ -168,6 +173,7 @@ CASES = (
             ),
         )
     ),
+    Case(perturb, "ids-of-rows", _perturb_candidates),
     Case(commit, "8", _commit, written=(1, 3)),
     *(
         Case(

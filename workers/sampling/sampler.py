@@ -173,7 +173,7 @@ class Sampler:
         would draw.
 
         logits: [B * R, n].
-        ids: [n], their token ids.
+        ids: [n] or [B * R, n], their token ids.
         filtered: put tokens that the request's filters exclude below all others.
         group: the ranks that hold the other tokens of the draft's vocabulary.
         """

@@ -110,25 +110,43 @@ class DFlash(DraftMethod):
 
 
 @dataclass(frozen=True)
+class RowCandidates:
+    """The only tokens that a head with candidates proposes, of each row of blocks; the same on every rank.
+
+    scores: [B, depths, n] float32 log-probabilities, not given the token before.
+    ids: [B, depths, n] int64 target ids.
+    projected: [B, depths, rank] of the rows' states.
+    """
+
+    scores: Tensor
+    ids: Tensor
+    projected: Tensor
+
+
+@dataclass(frozen=True)
 class Block:
     """The drafted blocks of a batch, rows by depth.
 
     states: [B, depths, hidden] after the final norm.
     logits: [B, depths, shard size] over the draft's vocabulary.
+    candidates: None if the head proposes any token.
     """
 
     states: Tensor
     logits: Tensor
+    candidates: RowCandidates | None = None
 
 
 class DFlashModel(DraftModel):
     """Row k of a block is at position anchor + k. `keep` writes the context's KV.
 
     conditional: whether a row's logits depend on the token before.
+    num_candidates: tokens that the head proposes per row; 0: all.
     """
 
     drafts_blocks: ClassVar[bool] = True
     conditional: ClassVar[bool] = False
+    num_candidates: int = 0
 
     def __init__(self, method: DFlash, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)
@@ -188,6 +206,15 @@ class DFlashModel(DraftModel):
         """Run a layer on blocks of `rows` rows, as `DecoderLayer.forward`."""
         out: tuple[Tensor, Tensor] = layer(normed, residual, angles, context)
         return out
+
+    def candidates_of(self, states: Tensor, logits: Tensor) -> RowCandidates | None:
+        """Return `Block.candidates` of its states and logits."""
+        return None
+
+    def candidates_after(self, block: Block, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores and ids, [B * k, num_candidates], of the candidates of `row` after previous [B, k] int64 target
+        ids."""
+        raise NotImplementedError
 
     def after(self, block: Block, row: int, previous: Tensor) -> Tensor:
         """Return the logits of `row` after previous [B, k] int64 target ids, [B * k, shard size], in memory of their

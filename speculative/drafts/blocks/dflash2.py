@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculative.drafts.blocks.config import SCALES, all_keys
-from speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel
+from speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel, RowCandidates
+from speculative.ops.block_head import convolve_blocks, score_candidates
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.forward_context import ForwardContext
@@ -109,18 +109,15 @@ class BlockConvolution(nn.Module):
         self.projection = ReplicatedLinear(hidden_size, 2 * taps * self.groups, bias=False)
 
     def kernels(self, x: Tensor) -> Tensor:
-        """Return the kernels of both convolutions, [2, rows, taps, hidden], of x [rows, hidden]."""
-        dynamic = self.projection(x).view(x.shape[0], 2, self.taps, self.groups, 1)
-        channels = dynamic.expand(-1, -1, -1, -1, x.shape[1] // self.groups).flatten(3).movedim(1, 0)
-        kernels: Tensor = self.base.get_parameter("base_kernel").unsqueeze(1) + channels
-        return kernels
+        """Return the dynamic parts of both kernels, [rows, 2, taps, groups], of x [rows, hidden]."""
+        dynamic: Tensor = self.projection(x).view(x.shape[0], 2, self.taps, self.groups)
+        return dynamic
 
-    def convolve(self, x: Tensor, kernel: Tensor, rows: int) -> Tensor:
-        """x: [B * rows, hidden]. kernel: [B * rows, taps, hidden]. Linear in x, so ranks may convolve their parts."""
-        blocks = F.pad(x.view(-1, rows, x.shape[1]), (0, 0, self.taps - 1, 0))
-        last = self.taps - 1
-        shifted = torch.stack([blocks[:, last - tap : last - tap + rows] for tap in range(self.taps)], dim=2)
-        return (shifted.flatten(0, 1) * kernel).sum(1)
+    def convolve(self, x: Tensor, dynamic: Tensor, index: int, rows: int) -> Tensor:
+        """Convolve x [B * rows, hidden] with kernel 0 or 1. dynamic: the result of `kernels`. Linear in x, so ranks may
+        convolve their parts."""
+        base = self.base.get_parameter("base_kernel")[index]
+        return convolve_blocks(x.contiguous(), base, dynamic[:, index], rows)
 
 
 class DFlash2Layer(DecoderLayer):
@@ -137,13 +134,13 @@ class DFlash2Layer(DecoderLayer):
         self, normed: Tensor, residual: Tensor, angles: Angles, context: ForwardContext, rows: int
     ) -> tuple[Tensor, Tensor]:
         """`DecoderLayer.forward` for blocks of `rows` rows."""
-        before, after = self.attention_conv.kernels(normed)
-        x = self.attention_conv.convolve(normed, before, rows)
-        attended = self.attention_conv.convolve(self.self_attn.partial(x, angles, context), after, rows)
+        dynamic = self.attention_conv.kernels(normed)
+        x = self.attention_conv.convolve(normed, dynamic, 0, rows)
+        attended = self.attention_conv.convolve(self.self_attn.partial(x, angles, context), dynamic, 1, rows)
         normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)
-        before, after = self.mlp_conv.kernels(normed)
-        x = self.mlp_conv.convolve(normed, before, rows)
-        return self.mlp_conv.convolve(self.mlp.partial(x), after, rows), residual
+        dynamic = self.mlp_conv.kernels(normed)
+        x = self.mlp_conv.convolve(normed, dynamic, 0, rows)
+        return self.mlp_conv.convolve(self.mlp.partial(x), dynamic, 1, rows), residual
 
 
 class Selector(nn.Module):
@@ -155,12 +152,17 @@ class Selector(nn.Module):
         self.codebooks = PlainTensors({"predecessor_codebook": shape, "successor_codebook": shape})
         self.projection = ReplicatedLinear(model.hidden_size, rank, bias=False)
 
-    def forward(self, states: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
-        """Return [n, k] scores of candidates [n, k] int64 after previous [n] int64, of states [n, hidden]."""
-        first = F.embedding(previous, self.codebooks.get_parameter("predecessor_codebook")) * self.projection(states)
-        second = F.embedding(candidates, self.codebooks.get_parameter("successor_codebook"))
-        scores: Tensor = (first.unsqueeze(1) * second).sum(-1)
-        return scores
+    def project(self, states: Tensor) -> Tensor:
+        """Return [..., rank] of states [..., hidden]."""
+        projected: Tensor = self.projection(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
+        return projected
+
+    def forward(
+        self, unary: Tensor, candidates: Tensor, projected: Tensor, row: int, previous: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `score_candidates`."""
+        books = (self.codebooks.get_parameter(f"{name}_codebook") for name in ("predecessor", "successor"))
+        return score_candidates(unary, candidates, projected, row, previous, *books)
 
 
 class DFlash2Model(DFlashModel):
@@ -172,7 +174,7 @@ class DFlash2Model(DFlashModel):
         super().__init__(method, group, max_position, device)
         self.layers = nn.ModuleList(DFlash2Layer(method, i, group) for i in range(method.model.num_layers))
         self.selector = Selector(method.model, method.rank)
-        self.candidates = method.candidates
+        self.num_candidates = method.candidates
 
     def run_layer(
         self,
@@ -186,15 +188,22 @@ class DFlash2Model(DFlashModel):
         assert isinstance(layer, DFlash2Layer)
         return layer.run(normed, residual, angles, context, rows)
 
+    def candidates_of(self, states: Tensor, logits: Tensor) -> RowCandidates:
+        scores, ids = self.lm_head.shard.topk_log_softmax(logits.flatten(0, 1), self.num_candidates)
+        shape = (*logits.shape[:2], -1)
+        return RowCandidates(scores.view(shape), ids.view(shape), self.selector.project(states))
+
+    def candidates_after(self, block: Block, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+        assert block.candidates is not None
+        of = block.candidates
+        scored: tuple[Tensor, Tensor] = self.selector(of.scores, of.ids, of.projected, row, previous)
+        return scored
+
     def after(self, block: Block, row: int, previous: Tensor) -> Tensor:
-        shard, count = self.lm_head.shard, previous.shape[1]
-        unary, candidates = shard.topk_log_softmax(block.logits[:, row].contiguous(), self.candidates)
-        unary, candidates, states = (
-            each.repeat_interleave(count, dim=0) for each in (unary, candidates, block.states[:, row])
-        )
-        scores = (unary + self.selector(states, previous.flatten(), candidates)).to(block.logits.dtype)
-        local = candidates - shard.first
+        shard = self.lm_head.shard
+        scores, ids = self.candidates_after(block, row, previous)
+        local = ids - shard.first
         mine = (local >= 0) & (local < shard.size)
         logits = block.logits.new_full((scores.shape[0], shard.size), float("-inf"))
-        scores = torch.where(mine, scores, float("-inf"))
+        scores = torch.where(mine, scores.to(logits.dtype), float("-inf"))
         return logits.scatter_reduce_(1, torch.where(mine, local, 0), scores, "amax")

@@ -18,6 +18,8 @@ from speculative.ops.tree_growth import grow
 from speculative.tree.nodes import Candidates, Children, chain
 from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
+from workers.ops.vocabulary.largest import largest
+from workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
 from workers.sampling.sampler import Sampler
 from workers.slots.slot_table import SlotTable
 
@@ -52,7 +54,8 @@ class BlockDrafter(Drafter):
         length = self._slots.seq_len[batch.slots]
         hidden = block_states(self._runner, ids, length, batch.page_table, batch.max_kv_len)
         states = hidden[:, hidden.shape[1] - self._shape.num_steps :]
-        return Block(states, self._model.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2]))  # type: ignore[no-untyped-call]
+        logits: Tensor = self._model.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])  # type: ignore[no-untyped-call]
+        return Block(states, logits, self._model.candidates_of(states, logits))
 
     def _all_at_once(self, batch: DraftBatch, block: Block) -> None:
         """Draft chains whose tokens do not depend on one another."""
@@ -66,8 +69,7 @@ class BlockDrafter(Drafter):
         bonus = self._slots.bonus[batch.slots]
         tokens, previous = [], bonus
         for step in self._steps:
-            logits = self._scores_after(batch, block, step.depth, previous.unsqueeze(1))
-            previous = self._model.to_target(self._model.lm_head.shard.argmax(logits))
+            previous = self._best_after(batch, block, step.depth, previous.unsqueeze(1))
             if batch.guidance is not None:
                 previous = batch.guidance.follow(previous)
             tokens.append(previous)
@@ -87,20 +89,48 @@ class BlockDrafter(Drafter):
                 batch.guidance.grown(level)
         self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
 
+    def _best_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Tensor:
+        """Return the [B] target ids of the best tokens at `depth` after previous [B, 1]."""
+        head = self._model
+        if not self._is_few(batch):
+            return head.to_target(head.lm_head.shard.argmax(self._scores_after(batch, block, depth, previous)))
+        scores, ids = self._candidates_after(batch, block, depth, previous)
+        return self._of_first_rank(ids.gather(1, largest(scores)[1].unsqueeze(1)).squeeze(1))
+
     def _children(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Children:
         """Return the top_k tokens at `depth` after each of previous [B, k]."""
         head = self._model
+        if self._is_few(batch):
+            scores, ids = self._candidates_after(batch, block, depth, previous)
+            best, columns, _ = topk_log_softmax(scores, self._shape.top_k)
+            return Children(self._of_first_rank(best), self._of_first_rank(ids.gather(1, columns)), None)
         scores = self._scores_after(batch, block, depth, previous)
         found = Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)
         return found if batch.guidance is None else batch.guidance.children(found)
+
+    def _is_few(self, batch: DraftBatch) -> bool:
+        """Whether only the head's candidates are scored, not the vocabulary. Grammars mask the vocabulary."""
+        return batch.guidance is None and self._model.num_candidates >= self._shape.top_k
+
+    def _candidates_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores and target ids, [B * k, num_candidates], of a row's candidates after previous [B, k]."""
+        scores, ids = self._model.candidates_after(block, depth - 1, previous)
+        return self._noisy(scores, batch, self._positions(batch, depth, previous), ids), ids
+
+    def _of_first_rank(self, x: Tensor) -> Tensor:
+        """Return the first rank's x, so that all ranks have the same tree even if their scores differed in a bit."""
+        return self._model.lm_head.shard.group.all_gather(x)[0]
+
+    def _positions(self, batch: DraftBatch, depth: int, previous: Tensor) -> Tensor:
+        """Return the [B, k] positions of tokens at `depth` after previous [B, k]."""
+        return (self._slots.seq_len[batch.slots].long().unsqueeze(1) + depth).expand(-1, previous.shape[1])
 
     def _scores_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Tensor:
         """Return [B * k, shard size] logits of tokens at `depth` after previous [B, k] int64: as `Drafter._scores`."""
         logits = self._model.after(block, depth - 1, previous)
         if batch.guidance is not None:
             batch.guidance.mask(logits, self._token_ids)
-        positions = self._slots.seq_len[batch.slots].long().unsqueeze(1) + depth
-        return self._noisy(logits, batch, positions.expand(-1, previous.shape[1]))
+        return self._noisy(logits, batch, self._positions(batch, depth, previous))
 
 
 def block_states(runner: DraftRunner, ids: Tensor, length: Tensor, page_table: Tensor, max_kv_len: int) -> Tensor:

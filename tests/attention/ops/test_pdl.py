@@ -28,7 +28,7 @@ from attention.ops.attend import (  # noqa: E402
 from attention.ops.attend.split_kv_triton import Items  # noqa: E402
 from attention.scores import ScoreRule
 from attention.views import LayerKV  # noqa: E402
-from speculative.ops import head_input_triton  # noqa: E402
+from speculative.ops import block_head_triton, head_input_triton  # noqa: E402
 from tests.attention.ops.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP
 from tests.attention.ops.test_kernel_options import kernels  # noqa: E402
 from tests.attention.ops.test_triton_compile import (  # noqa: E402
@@ -170,6 +170,22 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         {"BLOCK": 4096, "PDL": True},
         False,
         {"table_weight_ptr", "hidden_weight_ptr"},
+    ),
+    "convolve_blocks": (
+        block_head_triton._convolve_blocks,
+        BF16 | {"base_ptr": "bf16", "dynamic_ptr": "bf16"},
+        {"GROUP": 16, "TAPS": 2, "BLOCK": 1024, "PDL": True},
+        False,
+        set(),
+    ),
+    "score_candidates": (
+        block_head_triton._score_candidates,
+        dict.fromkeys(("projected_ptr", "before_ptr", "after_ptr"), "bf16")
+        | dict.fromkeys(("unary_ptr", "score_ptr"), "fp32")
+        | dict.fromkeys(("candidate_ptr", "previous_ptr", "id_ptr"), "i64"),
+        {"N": 16, "RANK": 256, "PDL": True},
+        False,
+        set(),
     ),
     "one_shot_all_reduce": (
         one_shot_all_reduce._one_shot_all_reduce,

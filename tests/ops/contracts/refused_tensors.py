@@ -16,6 +16,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "choose": "1.slots",
         "commit": "0 1 2",
         "commit_rows": "1 2",
+        "convolve_blocks": "0 1 2",
         "count_levels": "1",
         "delta_rule_chunks": (
             "0.qkv 0.z 0.b 0.a 1.conv 1.a_log 1.dt_bias 1.norm 2.state 2.pending 3.slots 3.qo_indptr 3.starts "
@@ -48,6 +49,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "rope": "1 2 3",
         "rope_store": "0 1 2 3 4 5 7",
         "router_gemm": "0 1",
+        "score_candidates": "0 1 2 4 5 6",
         "sigmoid_mul": "0 1 2",
         "write_best": "0.tokens 0.parents 0.depths 0.masks 1 2",
         "write_roots": "0.tokens 0.parents 0.depths 0.masks 1 2",
@@ -63,6 +65,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "choose": "0 1.slots 3.peaks 3.gaps",
         "commit": "0 1",
         "commit_rows": "1 2 3",
+        "convolve_blocks": "0 1",
         "count_levels": "0 1",
         "delta_rule_chunks": "1.conv 1.a_log 1.dt_bias 1.norm 3.qo_indptr",
         "delta_rule_rounds": "1.conv 1.a_log 1.dt_bias 1.norm 3.slots 3.prefix_len",
@@ -95,6 +98,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "rope": "1 2 3 4.q",
         "rope_store": "3 4 5 7 8.q 8.k",
         "router_gemm": "0 2",
+        "score_candidates": "0 1 2 4",
         "sigmoid_mul": "0 1 2",
         "silu_mul": "0",
         "topk_log_softmax": "0",
@@ -114,6 +118,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "choose": "3.peaks/0 3.gaps/0",
         "commit": "0/0 1/0 2/0",
         "commit_rows": "1/0 2/0 3/0",
+        "convolve_blocks": "0/1 1/0 1/1 2/0 2/1",
         "count_levels": "0/0 1/0",
         "delta_rule_chunks": (
             "0.qkv/1 0.z/1 0.b/1 0.a/1 1.conv/0 1.conv/1 1.a_log/0 1.dt_bias/0 1.norm/0 3.slots/0 3.qo_indptr/0 4/1"
@@ -149,6 +154,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "rope": "0/0 0/2 1/0 1/1 2/0 2/1 3/0 4.q/0",
         "rope_store": "0/0 0/1 0/2 1/0 1/1 1/2 2/0 2/1 2/2 3/0 3/1 4/0 4/1 5/0 7/0 8.q/0 8.k/0",
         "router_gemm": "0/1 1/1 2/0",
+        "score_candidates": "0/0 0/1 0/2 1/0 1/1 1/2 2/0 2/1 2/2 4/0 5/0 5/1 6/0 6/1",
         "sigmoid_mul": "0/0 0/1 0/2 1/0 1/1 1/2 2/0 2/1 2/2",
         "silu_mul": "0/1",
         "write_best": (
@@ -168,6 +174,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "choose": "0 1.slots 3.peaks 3.gaps",
         "commit": "0 3.stop_ids",
         "commit_rows": "0.conv 0.pending 0.committed 1 2 3",
+        "convolve_blocks": "0 1 2",
         "count_levels": "0 1",
         "delta_rule_chunks": (
             "0.qkv 0.z 0.b 0.a 1.conv 1.a_log 1.dt_bias 2.state 2.conv 3.slots 3.qo_indptr 3.starts 3.snapshot_at "
@@ -206,6 +213,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "rope": "0 1 2 3 4.q",
         "rope_store": "0 1 2 3 4 5 6.k 6.v 7 8.q 8.k",
         "router_gemm": "0 1 2",
+        "score_candidates": "0 1 2 4 5 6",
         "sigmoid_mul": "0 1 2",
         "silu_mul": "0",
         "topk_log_softmax": "0",
@@ -220,6 +228,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "children": "2 3.log_probabilities 3.ids",
         "commit": "1 3.stop_ids",
         "commit_rows": "0.conv 0.pending 0.committed",
+        "convolve_blocks": "0 1",
         "delta_rule_chunks": "1.conv 2.state 2.conv",
         "delta_rule_rounds": "1.conv 2.state 2.conv 2.pending 2.committed",
         "expand_latents": "0 3",
@@ -239,6 +248,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "rope": "1 2",
         "rope_store": "3 4 6.k 6.v",
         "router_gemm": "1",
+        "score_candidates": "0 1 2 5 6",
         "sigmoid_mul": "0",
         "write_best": "0.tokens 0.parents 0.depths 0.masks 3.tokens 3.scores 3.parents",
         "write_roots": "0.tokens 0.parents 0.depths 0.masks",

@@ -23,7 +23,7 @@ PART = 4096  # columns per part
 def _check_scores(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> None:
     check_slots(draws.slots)
     assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point()
-    assert ids.shape == logits.shape[1:] and ids.dtype == torch.int64 and ids.is_contiguous()
+    assert ids.shape in (logits.shape, logits.shape[1:]) and ids.dtype == torch.int64 and ids.is_contiguous()
     assert summary is None or summary.dtype == torch.float32
 
 
@@ -55,7 +55,7 @@ def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary
     """Return logits / temperature + noise, with filtered tokens below all others; greedy rows unchanged.
 
     logits   [B * R, n], any floating dtype, last stride 1
-    ids      [n] int64, contiguous: token ids of the columns
+    ids      [n] or [B * R, n] int64, contiguous: token ids of the columns, of all rows or of each
     summary  [B * R, parts, 1 + LEVELS] float32, `count_levels` of all shards; None without filters
     ->       [B * R, n] float32
     """

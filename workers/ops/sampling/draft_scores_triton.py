@@ -131,6 +131,7 @@ def _perturb(
     out_ptr,
     size,
     id_ptr,
+    id_stride,
     summary_ptr,
     parts,
     top_p_ptr,
@@ -168,7 +169,7 @@ def _perturb(
     )
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if temperature > 0:
-        token = tl.load(id_ptr + column, mask=inside, other=0)
+        token = tl.load(id_ptr + row * id_stride + column, mask=inside, other=0)
         score = noisy(x, tl.div_rn(1.0, temperature), hashed, token)
         if FILTERED:
             slot = tl.load(slot_ptr + row // width)
@@ -203,6 +204,7 @@ def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary
         out,
         size,
         ids,
+        ids.stride(0) if ids.dim() == 2 else 0,
         summary,
         parts,
         *filters.arguments()[1:],

@@ -39,8 +39,10 @@ class Draws:
         )
 
     def perturbed(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Return logits / temperature + noise for token ids [n] int64: [B * R, n] float32; greedy rows unchanged."""
+        """Return logits / temperature + noise for token ids [n] or [B * R, n] int64: [B * R, n] float32; greedy rows
+        unchanged."""
         rows = logits.float().view(*self.positions.shape, -1)
+        ids = ids if ids.dim() == 1 else ids.view(rows.shape)
         temperature = self.temperature[self.slots].view(-1, 1, 1)
         seed = self.seed[self.slots].view(-1, 1, 1)
         random = temperature > 0

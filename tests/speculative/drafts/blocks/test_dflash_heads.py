@@ -94,7 +94,8 @@ def block_logits(runner: DraftRunner, features: torch.Tensor, anchor: int, rows:
     ids = torch.tensor([[anchor] + [form.mask_token_id] * (rows - 1)])
     states = block_states(runner, ids, torch.tensor([LENGTH], dtype=torch.int32), table, LENGTH + rows)[0]
     states = states[not form.from_anchor :]
-    block = Block(states[None], runner.model.logits(states)[None])
+    logits = runner.model.logits(states)[None]
+    block = Block(states[None], logits, runner.model.candidates_of(states[None], logits))
     logits = [runner.model.after(block, row, torch.tensor([PREVIOUS]))[1] for row in range(len(states))]  # type: ignore[operator]
     return runner.model.lm_head.shard.gather_logits(torch.stack(logits))
 
