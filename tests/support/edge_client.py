@@ -69,3 +69,18 @@ async def until(condition: Any, timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def streamed(engine: FakeEngine, route: str, body: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
+    """The events of a streamed answer. changes: of the configuration."""
+    async with in_process(engine, **changes) as client:
+        reply = await client.post(route, json=body | {"stream": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    return events(reply.text)
+
+
+def streamed_text(chunks: list[dict[str, Any]], index: int = 0) -> str:
+    """The text of a choice in the events of a chat or a completion."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)

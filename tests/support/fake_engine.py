@@ -123,6 +123,11 @@ def small_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def small_tokens(text: str) -> tuple[int, ...]:
+    """The token ids of `small_tokenizer`."""
+    return tuple(small_tokenizer().encode(text, add_special_tokens=False).ids)
+
+
 def chat_tokenizer() -> ChatTokenizer:
     tokenizer = small_tokenizer()
     return ChatTokenizer(tokenizer, ChatTemplate(CHATML, {"eos_token": EOS}), (tokenizer.token_to_id(EOS),))

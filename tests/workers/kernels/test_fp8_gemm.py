@@ -14,7 +14,6 @@ from workers.ops.fp8.gemm_ahead_triton import fp8_gemm_ahead  # noqa: E402
 from workers.ops.fp8.gemm_triton import fp8_fixed_rows, fp8_gemm  # noqa: E402
 from workers.ops.fp8.gemm_wide_triton import fp8_gemm_wide  # noqa: E402
 from workers.ops.fp8.rows import GROUP, Fp8Rows, dequantized_rows  # noqa: E402
-from workers.ops.fp8.rows import quantize_rows as quantize_rows_operation  # noqa: E402
 from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
 from workers.ops.fp8.tiles import (  # noqa: E402
     MAX_AHEAD_ROWS,
@@ -32,7 +31,6 @@ from workers.ops.gemm.tiles import SHARED_BYTES  # noqa: E402
 from workers.ops.gemm.workspace import Workspace  # noqa: E402
 
 pytestmark = MARKS
-quantize_rows_in_torch = quantize_rows_operation.reference
 OUT = torch.float32 if INTERPRETED else torch.bfloat16
 SHAPES = [(96, 512), (70, 384)] if INTERPRETED else [(6144, 4096), (4096, 14336), (2112, 7168), (28672, 4096)]
 

@@ -54,10 +54,6 @@ def prompts() -> list[list[int]]:
     return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 41, 18, 60)]
 
 
-def with_head(name: str) -> bool:
-    return is_linear(name) or name == "lm_head.weight"
-
-
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target of 4 bits, its vocabulary head of 8, with an EAGLE head in 16 bits that guesses well."""

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from cluster.transport.messages import SpeculationStats, TokenDelta
-from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process
-from tests.support.fake_engine import EOS, FakeEngine, Step, says, small_tokenizer
+from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process, streamed, streamed_text
+from tests.support.fake_engine import EOS, FakeEngine, Step, says, small_tokenizer, small_tokens
 from workers.scheduling.plan import TokenLogprobs
 
 STATS = SpeculationStats(num_rounds=4, histogram=(1, 1, 2), num_draft_tokens=2, num_drafted=8)
@@ -22,10 +22,6 @@ METRICS = {
 HELLO_WORLD = says("hello", " wor", "ld ä", cached_tokens=16, speculation=STATS)
 
 
-def _tokens(text: str) -> tuple[int, ...]:
-    return tuple(small_tokenizer().encode(text, add_special_tokens=False).ids)
-
-
 async def _post(engine: FakeEngine, route: str, body: dict[str, Any], **config: Any) -> Any:
     async with in_process(engine, **config) as client:
         reply = await client.post(route, json=body)
@@ -33,24 +29,11 @@ async def _post(engine: FakeEngine, route: str, body: dict[str, Any], **config: 
     return reply.json()
 
 
-async def _stream(engine: FakeEngine, route: str, body: dict[str, Any], **config: Any) -> list[dict[str, Any]]:
-    async with in_process(engine, **config) as client:
-        reply = await client.post(route, json=body | {"stream": True})
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
-    return events(reply.text)
-
-
-def _text(chunks: list[dict[str, Any]], index: int = 0) -> str:
-    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
-
-
 async def test_chat_reply() -> None:
     reply = await _post(FakeEngine(HELLO_WORLD), CHAT, HELLO)
     assert reply.pop("id").startswith("chatcmpl-")
     assert reply.pop("created") > 1_700_000_000
-    num_tokens = len(_tokens("hello") + _tokens(" wor") + _tokens("ld ä")) + 1
+    num_tokens = len(small_tokens("hello") + small_tokens(" wor") + small_tokens("ld ä")) + 1
     assert reply == {
         "object": "chat.completion",
         "model": MODEL,
@@ -86,7 +69,7 @@ async def test_chat_reply() -> None:
 
 async def test_chat_stream_has_role_pieces_finish_and_usage_in_this_order() -> None:
     body = HELLO | {"stream_options": {"include_usage": True}}
-    chunks = await _stream(FakeEngine(HELLO_WORLD), CHAT, body)
+    chunks = await streamed(FakeEngine(HELLO_WORLD), CHAT, body)
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
@@ -104,7 +87,7 @@ async def test_chat_stream_has_role_pieces_finish_and_usage_in_this_order() -> N
 
 
 async def test_stream_without_usage_has_the_speculation_metrics_on_its_last_chunk() -> None:
-    chunks = await _stream(FakeEngine(HELLO_WORLD), TEXT, PROMPT)
+    chunks = await streamed(FakeEngine(HELLO_WORLD), TEXT, PROMPT)
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["hello", " wor", "ld ä"]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "stop"]
     assert chunks[-1]["metrics"] == {"speculative_decoding": METRICS}
@@ -113,10 +96,10 @@ async def test_stream_without_usage_has_the_speculation_metrics_on_its_last_chun
 
 async def test_continuous_usage_counts_up() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = await _stream(FakeEngine(says("a", "bc", finish="length")), TEXT, PROMPT | {"stream_options": options})
+    chunks = await streamed(FakeEngine(says("a", "bc", finish="length")), TEXT, PROMPT | {"stream_options": options})
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 3, 3]
     alone = PROMPT | {"stream_options": {"continuous_usage_stats": True}}
-    chunks = await _stream(FakeEngine(says("a", finish="length")), TEXT, alone)
+    chunks = await streamed(FakeEngine(says("a", finish="length")), TEXT, alone)
     assert not any("usage" in chunk for chunk in chunks), "as with vLLM, only beside include_usage"
 
 
@@ -126,13 +109,15 @@ async def test_streamed_text_tokens_and_logprobs_add_up_to_the_whole_reply(route
     logprobs = {"logprobs": True, "top_logprobs": 2} if route == CHAT else {"logprobs": 2}
     body = body | logprobs | {"return_token_ids": True, "stop": ["ld"], "n": 2}
     whole = await _post(FakeEngine(HELLO_WORLD), route, body)
-    chunks = await _stream(FakeEngine(HELLO_WORLD), route, body)
+    chunks = await streamed(FakeEngine(HELLO_WORLD), route, body)
     for choice in whole["choices"]:
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
         text = choice["text"] if route == TEXT else choice["message"]["content"]
-        assert _text(chunks, choice["index"]) == text == "hello wor"
+        assert streamed_text(chunks, choice["index"]) == text == "hello wor"
         assert sum((c.get("token_ids", []) for c in mine), []) == choice["token_ids"]
-        assert len(choice["token_ids"]) == len(_tokens("hello") + _tokens(" wor")) + 1, "ends with the stop's token"
+        assert len(choice["token_ids"]) == len(small_tokens("hello") + small_tokens(" wor")) + 1, (
+            "ends with the stop's token"
+        )
         parts = [c["logprobs"] for c in mine if c["logprobs"]]
         for name in ("content",) if route == CHAT else ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             assert sum((part[name] for part in parts), []) == choice["logprobs"][name]
@@ -146,7 +131,7 @@ async def test_streamed_text_tokens_and_logprobs_add_up_to_the_whole_reply(route
 async def test_chat_logprobs_have_tokens_bytes_and_alternatives() -> None:
     reply = await _post(FakeEngine(says("hä")), CHAT, HELLO | {"logprobs": True, "top_logprobs": 1})
     first, second, end = reply["choices"][0]["logprobs"]["content"]
-    h = _tokens("h")[0]
+    h = small_tokens("h")[0]
     same = {"token": "h", "logprob": -h / 100, "bytes": [104]}
     assert first == same | {"top_logprobs": [same]}
     assert (second["token"], second["bytes"]) == ("ä", [195, 164])
@@ -158,8 +143,8 @@ async def test_legacy_logprobs_are_parallel_lists() -> None:
     logprobs = reply["choices"][0]["logprobs"]
     assert logprobs == {
         "tokens": ["h", "ä"],
-        "token_logprobs": [-token / 100 for token in _tokens("hä")],
-        "top_logprobs": [{"h": -_tokens("h")[0] / 100}, {"ä": -_tokens("ä")[0] / 100}],
+        "token_logprobs": [-token / 100 for token in small_tokens("hä")],
+        "top_logprobs": [{"h": -small_tokens("h")[0] / 100}, {"ä": -small_tokens("ä")[0] / 100}],
         "text_offset": [0, 1],
     }
     reply = await _post(FakeEngine(says("h", finish="length")), TEXT, PROMPT | {"logprobs": 2})
@@ -185,7 +170,7 @@ async def test_several_choices_share_one_prompt_in_usage() -> None:
         "prompt_tokens_details": {"cached_tokens": 2},
     }
     assert "metrics" not in reply, "the statistics of several choices are nobody's"
-    assert [call.prompt for call in engine.calls] == [list(_tokens("xy"))] * 3 + [list(_tokens("z"))] * 3
+    assert [call.prompt for call in engine.calls] == [list(small_tokens("xy"))] * 3 + [list(small_tokens("z"))] * 3
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -193,7 +178,7 @@ async def test_stop_string_aborts_the_engine_at_once(stream: bool) -> None:
     engine = FakeEngine(says("abc", "def", *["x"] * 1000, delay_s=0.01))
     async with in_process(engine) as client:
         reply = await client.post(TEXT, json=PROMPT | {"stop": "e", "stream": stream, "max_tokens": 200})
-    text = _text(events(reply.text)) if stream else reply.json()["choices"][0]["text"]
+    text = streamed_text(events(reply.text)) if stream else reply.json()["choices"][0]["text"]
     assert text == "abcd"
     assert engine.closed == [engine.calls[0].request_id]
     assert engine.num_active == 0
@@ -208,5 +193,5 @@ async def test_special_tokens_are_shown_if_asked() -> None:
 
 async def test_echo_comes_first() -> None:
     body = PROMPT | {"prompt": ["ab", "c"], "echo": True}
-    chunks = await _stream(FakeEngine(says("x")), TEXT, body)
-    assert (_text(chunks, 0), _text(chunks, 1)) == ("abx", "cx")
+    chunks = await streamed(FakeEngine(says("x")), TEXT, body)
+    assert (streamed_text(chunks, 0), streamed_text(chunks, 1)) == ("abx", "cx")

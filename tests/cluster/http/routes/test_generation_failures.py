@@ -10,27 +10,20 @@ from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
 from cluster.http.engine_client import EngineRefused
 from cluster.transport.messages import Refusal, TokenDelta
-from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process, until
-from tests.support.fake_engine import FakeEngine, Step, chat_tokenizer, refuses, says, small_tokenizer
+from tests.support.edge_client import (
+    CHAT,
+    HELLO,
+    MODEL,
+    PROMPT,
+    TEXT,
+    events,
+    in_process,
+    streamed,
+    streamed_text,
+    until,
+)
+from tests.support.fake_engine import FakeEngine, Step, chat_tokenizer, refuses, says, small_tokens
 from workers.scheduling.plan import NOT_FINITE
-
-
-def _tokens(text: str) -> tuple[int, ...]:
-    return tuple(small_tokenizer().encode(text, add_special_tokens=False).ids)
-
-
-async def _stream(engine: FakeEngine, route: str, body: dict[str, Any], **config: Any) -> list[dict[str, Any]]:
-    async with in_process(engine, **config) as client:
-        reply = await client.post(route, json=body | {"stream": True})
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
-    return events(reply.text)
-
-
-def _text(chunks: list[dict[str, Any]], index: int = 0) -> str:
-    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
-
 
 REFUSALS = [
     ("too_large", 400, "context_length_exceeded", False),
@@ -69,12 +62,12 @@ async def test_engine_failure_is_500_before_and_an_error_event_after_the_first_t
             assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
             assert "mine" in reply.text
             assert "secret" not in reply.text
-    late = FakeEngine(lambda p, s: [TokenDelta("", _tokens("ab")), failure])
+    late = FakeEngine(lambda p, s: [TokenDelta("", small_tokens("ab")), failure])
     async with in_process(late) as client:
         assert (await client.post(TEXT, json=PROMPT)).status_code == 500
         reply = await client.post(TEXT, json=PROMPT | {"stream": True})
     chunks = events(reply.text)
-    assert _text(chunks[:-1]) == "ab"
+    assert streamed_text(chunks[:-1]) == "ab"
     assert chunks[-1]["error"]["type"] == "server_error"
     assert "[DONE]" not in reply.text
 
@@ -116,8 +109,8 @@ async def test_deadline_is_504_that_clients_do_not_repeat(stream: bool) -> None:
 
 
 async def test_deadline_within_a_stream_is_an_error_event() -> None:
-    engine = FakeEngine(lambda p, s: [TokenDelta("", _tokens("ab")), 60.0])
-    chunks = await _stream(engine, TEXT, PROMPT, request_timeout_s=0.05)
+    engine = FakeEngine(lambda p, s: [TokenDelta("", small_tokens("ab")), 60.0])
+    chunks = await streamed(engine, TEXT, PROMPT, request_timeout_s=0.05)
     assert chunks[-1]["error"]["code"] == "request_timeout"
     assert engine.num_active == 0
 
