@@ -66,4 +66,5 @@ class DSparkModel(DFlashModel):
             states = block.states[:, row].repeat_interleave(previous.shape[1], dim=0)
             embedded = torch.sigmoid(self.gate_proj(torch.cat((states, embedded), dim=-1))) * embedded
         biases: Tensor = self.markov_w2(embedded)
-        return super().after(block, row, previous) + biases
+        biases.view(*previous.shape, -1).add_(block.logits[:, row].unsqueeze(1))  # copies no logits for each parent
+        return biases
