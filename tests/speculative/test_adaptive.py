@@ -13,7 +13,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
 from tests.support.engine_plans import as_captured
-from tests.support.kernels.eager_graphs import EagerRecorder
+from tests.support.kernels.eager_graphs import LazyRecorder
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO
 from workers.runner import local_engine as engines
@@ -137,7 +137,7 @@ def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) 
     with graph_engine(spec(pair, speculative)) as engine:
         expected = answers(engine, prompts)
     with graph_engine(spec(pair, speculative)) as engine:
-        worker, recorder = engine.executor, EagerRecorder()
+        worker, recorder = engine.executor, LazyRecorder()
         assert isinstance(worker, Worker)
         graphs = GraphedDecoding(worker._strategy, worker._slots, bucket_sizes(10), 256, recorder, TOKENS)
         with torch.inference_mode():

@@ -11,7 +11,7 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
-from tests.support.kernels.eager_graphs import EagerRecorder
+from tests.support.kernels.eager_graphs import LazyRecorder
 from workers.config import GraphCapture
 from workers.distributed.tp_group import SOLO
 from workers.runner.batch import StepBatch, StepTensors
@@ -42,9 +42,9 @@ MIX = (
 
 def with_recordings(
     engine: LocalEngine, limits: GraphCapture, sizes: Sequence[int] = SIZES
-) -> tuple[EagerRecorder, GraphedDecoding]:
+) -> tuple[LazyRecorder, GraphedDecoding]:
     """sizes: batch buckets."""
-    worker, recorder = engine.executor, EagerRecorder()
+    worker, recorder = engine.executor, LazyRecorder()
     assert isinstance(worker, Worker)
     has_states = worker._strategy._target.states is not None  # type: ignore[attr-defined]
     graphs = GraphedDecoding(worker._strategy, worker._slots, sizes, 256, recorder, TOKENS, has_states=has_states)
@@ -103,7 +103,7 @@ def test_what_is_recorded_between_steps_changes_no_answer(pair: Pair) -> None:
     with local_engine(spec) as engine:
         expected = answers(engine, pair.prompts)
     with local_engine(spec) as engine:
-        recorder, worker = EagerRecorder(), engine.executor
+        recorder, worker = LazyRecorder(), engine.executor
         assert isinstance(worker, Worker)
         graphs = GraphedDecoding(worker._strategy, worker._slots, bucket_sizes(6), 256, recorder, TOKENS)
         with torch.inference_mode():

@@ -21,7 +21,7 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
-from tests.support.kernels.eager_graphs import EagerRecorder
+from tests.support.kernels.eager_graphs import LazyRecorder
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.slow import slow
 from tests.support.structured_output.sampled import assert_follows, grammar_of, schemas, text_of
@@ -114,8 +114,8 @@ def test_captured_steps_give_the_same_answers(shape: str) -> None:
     assert recorder.num_replays > 20
 
 
-def _record(engine: LocalEngine) -> EagerRecorder:
-    worker, recorder = engine.executor, EagerRecorder()
+def _record(engine: LocalEngine) -> LazyRecorder:
+    worker, recorder = engine.executor, LazyRecorder()
     assert isinstance(worker, Worker)
     graphs = GraphedDecoding(worker._strategy, worker._slots, (4,), 512, recorder, (128,))  # type: ignore[arg-type]
     with torch.inference_mode():

@@ -28,7 +28,7 @@ from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
 from speculative.tree.shape import TreeShape
 from tests.support.engine_plans import build_worker
-from tests.support.kernels.eager_graphs import EagerRecorder
+from tests.support.kernels.eager_graphs import LazyRecorder
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.distributed.tp_group import SOLO
@@ -262,7 +262,7 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
 
 def capture(worker: Worker, layout: EngineLayout) -> None:
     """Record the worker's steps, and replay them from now on, as `workers.runner.build` has it on a GPU."""
-    graphed = graphed_strategy(worker._strategy, worker._slots, layout, EagerRecorder())
+    graphed = graphed_strategy(worker._strategy, worker._slots, layout, LazyRecorder())
     with torch.inference_mode():
         graphed.capture(GraphCapture(limit_s=1e9), SOLO)
     worker._strategy = graphed

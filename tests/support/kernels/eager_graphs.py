@@ -41,6 +41,33 @@ class EagerRecorder:
         return self.num_recorded * self._bytes_each
 
 
+class _Output:
+    """What a recording that has not been replayed yet will have written. Has the fields of `written` afterwards."""
+
+    written: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.written, name)
+
+
+class LazyRecorder(EagerRecorder):
+    """Runs a function at the first replay of its recording, as a graph would. For whole engines, which record hundreds
+    of steps and replay some of them."""
+
+    def record(self, function: Callable[[], Any], was_run: bool = True) -> tuple[Callable[[], None], Any]:
+        self.num_recorded += 1
+        output = _Output()
+
+        def replay() -> None:
+            self.num_replays += 1
+            if output.written is None:
+                output.written = function()
+            else:
+                _copy(output.written, function())
+
+        return replay, output
+
+
 def _copy(kept: Any, new: Any) -> None:
     """Every tensor of a dataclass into its former self."""
     if isinstance(kept, Tensor):
