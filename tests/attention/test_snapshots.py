@@ -370,7 +370,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(self.states) == self.snapshots.num_saved
 
 
-CacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestCacheMachine = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")(
     CacheMachine.TestCase
 )

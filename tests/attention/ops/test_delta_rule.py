@@ -69,7 +69,7 @@ def test_a_snapshot_ends_a_block(count: int, border: int, expected: list[int]) -
     assert stops(count, border) == expected
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 30), heads=st.sampled_from([SMALL, DeltaHeads(1, 3, 8, 4), DeltaHeads(2, 2, 4, 8)]))
 def test_random_lives_are_the_recurrence(seed: int, heads: DeltaHeads) -> None:
     """In float64, within 1e-10 of the largest number: chunks with snapshots, rounds of trees, any accepted path."""
