@@ -17,12 +17,14 @@ from tests.support.simulation.texts import Answer
 from workers.config import RoundShapes
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.shape_choice import Load, ShapeChoice
+from workers.scheduling.shape_rates import verified_shape
 from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
 
 Floats, Int32s, Int64s = npt.NDArray[np.float64], npt.NDArray[np.int32], npt.NDArray[np.int64]
 
 KV_TOKENS = 200  # of a request
+DRAFTING_SHARE = 0.25  # of a round's time, where a step may verify one shape and draft another
 
 
 def static_rounds(answer: Answer) -> Floats:
@@ -63,7 +65,8 @@ class Segment:
 
 
 class Stream:
-    """`batch` requests at a time, each followed by another. noise: sigma of a step's time. May be changed meanwhile:
+    """`batch` requests at a time, each followed by another. With `eager` shapes a step may verify one shape and draft
+    another. noise: sigma of a step's time. May be changed meanwhile:
     batch, answers, pace (a factor of all times)."""
 
     def __init__(
@@ -80,7 +83,7 @@ class Stream:
         self.step_time = StepTime(told or costs, max_batch)
         self.batch, self.pace, self.noise = batch, 1.0, noise
         self.num_evaluations = 0
-        self._costs, self._random = costs, random.Random(seed)
+        self._shapes, self._costs, self._random = shapes, costs, random.Random(seed)
         self._most = [shape.max_new_tokens - 1 for shape in shapes.shapes]
         self._users = np.arange(max_batch)
         self._speculative = np.ones(max_batch, np.bool_)
@@ -108,12 +111,13 @@ class Stream:
     def _step(self, answers: Sequence[Answer], segment: Segment) -> None:
         batch, slots = self.batch, np.arange(self.batch)
         load = Load(slots, self._users, self._speculative, KV_TOKENS * batch)
-        shape = self.choice.choose(load, self.step_time)
+        chosen = self.choice.choose(load, self.step_time)
         for slot in range(batch):
             if self._answer[slot] is None:
                 self._answer[slot], self._position[slot] = self._next(answers), 0
                 self._users[slot] += len(self._users)
-                self._drafted[slot] = shape
+                self._drafted[slot] = chosen
+        shape = verified_shape(self._shapes, self.choice.rates, int(self._drafted[slots].max()), chosen)
         users, drafted = self._users[slots], self._drafted[slots]
         accepted, rounds, nats = np.full(batch, -1, np.int32), np.zeros(len(self._most)), np.zeros(batch)
         for slot, of in enumerate(drafted.tolist()):
@@ -137,16 +141,21 @@ class Stream:
             late = self._late.popleft()
             if self.choice.count_step(late[3], late[5] is not None):
                 self.choice.record(*late)
-        self._drafted[slots] = shape
+        self._drafted[slots] = chosen
         every_ms = [self.pace * of.round_ms(batch, KV_TOKENS * batch) for of in self._costs.rounds]
-        noisy_ms = every_ms[shape] * self._random.lognormvariate(0.0, self.noise)
-        self.step_time.observe(Step(shape, batch, KV_TOKENS * batch), noisy_ms)
+        took_ms = every_ms[shape]
+        if chosen != shape:
+            own_ms, drafting_ms = (DRAFTING_SHARE * every_ms[of] if of else 0.0 for of in (shape, chosen))
+            took_ms += drafting_ms - own_ms
+        noisy_ms = took_ms * self._random.lognormvariate(0.0, self.noise)
+        if chosen == shape:
+            self.step_time.observe(Step(shape, batch, KV_TOKENS * batch), noisy_ms)
         static_ms = rounds * np.array(every_ms) / batch
-        segment.ms += every_ms[shape]
+        segment.ms += took_ms
         segment.static_ms += static_ms
-        leg = self.choice.reason.value, shape
+        leg = self.choice.reason.value if chosen == shape else "change", shape
         ms, of_leg = segment.legs.get(leg, (0.0, 0.0))
-        segment.legs[leg] = ms + every_ms[shape], of_leg + static_ms
+        segment.legs[leg] = ms + took_ms, of_leg + static_ms
 
     def _next(self, answers: Sequence[Answer]) -> Answer:
         upcoming = self._upcoming.setdefault(id(answers), [])

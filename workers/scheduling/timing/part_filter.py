@@ -9,8 +9,12 @@ from numpy.typing import NDArray
 from workers.scheduling.timing.parts import PACE
 
 # variance that a part gains per second of steps, so that a kind of step that no longer runs becomes uncertain again
-PACE_DRIFT = 0.0003  # for gradual changes; `StepTime` detects sudden ones
+MIN_PACE_DRIFT, MAX_PACE_DRIFT = 0.0003, 0.05  # for gradual changes; `StepTime` detects sudden ones
 PART_DRIFT = 0.0001  # of all other parts
+# Each step changes the logarithm of the pace's drift by DRIFT_GAIN times (the product of its error and the last one's,
+# in standard deviations, minus WHITE): errors of equal signs in succession show that the pace drifts faster.
+DRIFT_GAIN = 1 / 8
+WHITE = 0.1
 MAX_DRIFT_S = 1.0  # bound on the seconds that one step adds
 MIN_NOISE = 0.02  # minimum standard deviation of one step's relative time around its mean
 NOISE_WEIGHT = 1 / 32  # weight of the newest step in the estimated noise
@@ -35,7 +39,8 @@ class PartFilter:
         self.noise = noise
         self._prior = prior
         self._drift = np.full(len(prior), PART_DRIFT)
-        self._drift[PACE] = PACE_DRIFT
+        self._drift[PACE] = MIN_PACE_DRIFT
+        self._last_error = 0.0  # difference of the last step of a known kind, in standard deviations
         self.mean = np.zeros(len(prior))
         self.covariance = np.diag(prior)
         self._variances = self.covariance.reshape(-1)[:: len(prior) + 1]  # a view of the diagonal
@@ -53,6 +58,13 @@ class PartFilter:
         """Add the drift of `seconds` to the parts' variances, up to the prior ones."""
         added = self._drift * min(seconds, MAX_DRIFT_S)
         self._variances += np.minimum(added, np.maximum(self._prior - self._variances, 0.0))
+
+    def adapt_drift(self, error: float) -> None:
+        """Estimate the pace's drift by the error of a step of a known kind: observed minus predicted logarithm, in
+        standard deviations. With the right drift, errors in succession are independent (Mehra, 1970)."""
+        change = DRIFT_GAIN * (error * self._last_error - WHITE)
+        self._drift[PACE] = min(max(self._drift[PACE] * math.exp(change), MIN_PACE_DRIFT), MAX_PACE_DRIFT)
+        self._last_error = error
 
     def widen(self, part: int, variance: float) -> None:
         """Add to a part's variance."""

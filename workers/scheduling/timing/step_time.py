@@ -161,6 +161,7 @@ class StepTime:
                 unsure = (UNSURE_SHARE * difference) ** 2  # or this step is the outlier
         else:
             difference = min(max(difference, -OUTLIER * error), OUTLIER * error)
+            self._filter.adapt_drift(min(max(difference / error, -MAX_SURPRISE), MAX_SURPRISE))
             if variance < noise:  # else the difference may come from the other parts
                 surprise = min(max(difference / error, -MAX_SURPRISE), MAX_SURPRISE)
                 self._surprise += SURPRISE_WEIGHT * (surprise - self._surprise)
