@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.http.routes.test_generation import _post as post
-from tests.cluster.http.routes.test_generation import _stream as stream
-from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, in_process
+from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, in_process, streamed
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says, small_tokenizer
 
 WORLD = PROMPT | {"prompt": "hello world"}
@@ -79,7 +78,7 @@ async def test_lm_evals_request_for_a_batch_of_token_prompts() -> None:
 async def test_a_stream_echoes_the_logprobs_first() -> None:
     body = PROMPT | {"prompt": LONG, "echo": True, "logprobs": 1, "max_tokens": 4}
     script = says("hello", " world", finish="length")
-    chunks = [chunk["choices"][0] for chunk in await stream(FakeEngine(script), TEXT, body)]
+    chunks = [chunk["choices"][0] for chunk in await streamed(FakeEngine(script), TEXT, body)]
     (whole,) = (await post(FakeEngine(script), TEXT, body))["choices"]
     assert chunks[0]["text"] == LONG
     assert len(chunks[0]["logprobs"]["tokens"]) == len(LONG_IDS)
