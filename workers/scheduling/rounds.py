@@ -72,8 +72,10 @@ class RoundPlanner:
         if budget is not None and not budget.may_stretch and choice.max_round_ms(len(slots)) > budget.target_ms:
             limit_ms = budget.shape_limit_ms(slot_pages.mean_gap_ms())
         verifies = slot_pages.max_pending[slots] > slot_pages.min_pending[slots] if self._shapes.model_free else None
-        loads = kv_tokens, with_prompts, self._speculates, self._is_rare, limit_ms, verifies
-        return choice.choose(Load(slots, numbers, speculative, *loads), step_time)
+        load = Load(
+            slots, numbers, speculative, kv_tokens, with_prompts, self._speculates, self._is_rare, limit_ms, verifies
+        )
+        return choice.choose(load, step_time)
 
     def usual(self, shape: int) -> int:
         """Return the shape that later rounds are expected to have: this step's, unless that is a probe's."""

@@ -157,12 +157,10 @@ class Selector(nn.Module):
         projected: Tensor = self.projection(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
         return projected
 
-    def forward(
-        self, unary: Tensor, candidates: Tensor, projected: Tensor, row: int, previous: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, of: RowCandidates, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
         """See `score_candidates`."""
         books = (self.codebooks.get_parameter(f"{name}_codebook") for name in ("predecessor", "successor"))
-        return score_candidates(unary, candidates, projected, row, previous, *books)
+        return score_candidates(of.scores, of.ids, of.projected, row, previous, *books)
 
 
 class DFlash2Model(DFlashModel):
@@ -195,8 +193,7 @@ class DFlash2Model(DFlashModel):
 
     def candidates_after(self, block: Block, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
         assert block.candidates is not None
-        of = block.candidates
-        scored: tuple[Tensor, Tensor] = self.selector(of.scores, of.ids, of.projected, row, previous)
+        scored: tuple[Tensor, Tensor] = self.selector(block.candidates, row, previous)
         return scored
 
     def after(self, block: Block, row: int, previous: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class BlockDrafter(Drafter):
     def _best_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Tensor:
         """Return the [B] target ids of the best tokens at `depth` after previous [B, 1]."""
         head = self._model
-        if not self._is_few(batch):
+        if not self._scores_candidates(batch):
             return head.to_target(head.lm_head.shard.argmax(self._scores_after(batch, block, depth, previous)))
         scores, ids = self._candidates_after(batch, block, depth, previous)
         return self._of_first_rank(ids.gather(1, largest(scores)[1].unsqueeze(1)).squeeze(1))
@@ -100,7 +100,7 @@ class BlockDrafter(Drafter):
     def _children(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Children:
         """Return the top_k tokens at `depth` after each of previous [B, k]."""
         head = self._model
-        if self._is_few(batch):
+        if self._scores_candidates(batch):
             scores, ids = self._candidates_after(batch, block, depth, previous)
             best, columns, _ = topk_log_softmax(scores, self._shape.top_k)
             return Children(self._of_first_rank(best), self._of_first_rank(ids.gather(1, columns)), None)
@@ -108,7 +108,7 @@ class BlockDrafter(Drafter):
         found = Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)
         return found if batch.guidance is None else batch.guidance.children(found)
 
-    def _is_few(self, batch: DraftBatch) -> bool:
+    def _scores_candidates(self, batch: DraftBatch) -> bool:
         """Whether only the head's candidates are scored, not the vocabulary. Grammars mask the vocabulary."""
         return batch.guidance is None and self._model.num_candidates >= self._shape.top_k
 

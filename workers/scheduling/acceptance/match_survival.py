@@ -42,7 +42,7 @@ class MatchSurvival:
         self._chances = self._estimate()
         self._odds = odds_and_bounds(self._chances, self._trials + PRIOR)  # [2, classes, depth]
         self._ratios = np.ones(num_slots)  # see `_odds_ratios`
-        self._num_new = 0  # rounds counted since then
+        self._num_new = 0  # rounds counted since `_chances` was estimated
         self._reports: list[tuple[Ints, Ints, Ints, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []  # not counted
         self._counts = np.zeros((num_slots, 3))  # hits, trials, expected hits
         self._numbers = np.full(num_slots, -1, np.int64)

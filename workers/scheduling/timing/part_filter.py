@@ -12,9 +12,10 @@ from workers.scheduling.timing.parts import PACE
 MIN_PACE_DRIFT, MAX_PACE_DRIFT = 0.0003, 0.05  # for gradual changes; `StepTime` detects sudden ones
 PART_DRIFT = 0.0001  # of all other parts
 # Each step changes the logarithm of the pace's drift by DRIFT_GAIN times (the product of its error and the last one's,
-# in standard deviations, minus WHITE): errors of equal signs in succession show that the pace drifts faster.
+# in standard deviations, minus DRIFT_DECAY). Errors of equal signs in succession show that the pace drifts faster;
+# while they are independent, the estimate decays.
 DRIFT_GAIN = 1 / 8
-WHITE = 0.1
+DRIFT_DECAY = 0.1
 MAX_DRIFT_S = 1.0  # bound on the seconds that one step adds
 MIN_NOISE = 0.02  # minimum standard deviation of one step's relative time around its mean
 NOISE_WEIGHT = 1 / 32  # weight of the newest step in the estimated noise
@@ -62,7 +63,7 @@ class PartFilter:
     def adapt_drift(self, error: float) -> None:
         """Estimate the pace's drift by the error of a step of a known kind: observed minus predicted logarithm, in
         standard deviations. With the right drift, errors in succession are independent (Mehra, 1970)."""
-        change = DRIFT_GAIN * (error * self._last_error - WHITE)
+        change = DRIFT_GAIN * (error * self._last_error - DRIFT_DECAY)
         self._drift[PACE] = min(max(self._drift[PACE] * math.exp(change), MIN_PACE_DRIFT), MAX_PACE_DRIFT)
         self._last_error = error
 
