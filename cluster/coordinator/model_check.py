@@ -4,6 +4,7 @@ one token from the ranks until it gets one. So `/health` distinguishes broken we
 import logging
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 from workers.scheduling.plan import NOT_FINITE, SamplingParams
 from workers.scheduling.request import Request, RequestOutput
@@ -14,6 +15,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # between two checks of a model that has failed one
 PROMPT_TOKENS = 8
 SAMPLING = SamplingParams(1, 0.0, speculative=False, cache_salt=b"model check")  # computed anew each time
+_error = attrgetter("error")
 FAULT = "the model's logits are NaN or infinite whatever it is asked: its weights are broken; restart the engine"
 
 
@@ -30,11 +32,12 @@ class ModelCheck:
 
     def saw(self, outputs: Sequence[RequestOutput], now: float) -> None:
         """Process a step's outputs."""
-        for output in outputs:
-            if output.request.request_id == self._asked:
-                self._answered(output, now)
-            elif output.error == NOT_FINITE.message and not self._asked and self._due_s == math.inf:
-                self._due_s = now
+        if self._asked:
+            for output in outputs:
+                if output.request.request_id == self._asked:
+                    self._answered(output, now)
+        if not self._asked and self._due_s == math.inf and NOT_FINITE.message in map(_error, outputs):
+            self._due_s = now
         if outputs and outputs[-1].tokens:
             self._good_prompt = outputs[-1].request.prompt
 

@@ -68,10 +68,14 @@ class GrammarQueue:
         """Record that a request has a slot."""
         self._awaiting_mask.discard(sequence.number)
 
+    @property
+    def has_late(self) -> bool:
+        """Whether the mask of any running request is late."""
+        return bool(self._late_since)
+
     def has_new_tokens(self, sequence: Sequence) -> None:
         """Record that a request has new tokens, so that its mask is not late."""
-        if self._late_since:
-            self._late_since.pop(sequence.number, None)
+        self._late_since.pop(sequence.number, None)
 
     def overdue(self, now: float) -> list[int]:
         """Return the numbers of requests whose masks have been late for `LATE_LIMIT_S`."""

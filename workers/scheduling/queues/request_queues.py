@@ -171,10 +171,15 @@ class RequestQueues:
         """Whether a request may get a slot. One suspect runs at a time, so that another crash identifies the cause."""
         return sequence.probation == 0 or not self.on_probation
 
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether `has_new_tokens` has something to record for any request."""
+        return bool(self.suspects) or self.grammars.has_late
+
     def has_new_tokens(self, sequence: Sequence) -> None:
         """Record that a step brought new tokens for a request."""
         self.grammars.has_new_tokens(sequence)
-        if self.suspects and sequence.probation:
+        if sequence.probation:
             sequence.probation -= 1
             if sequence.probation == 0:
                 self.suspects.discard(sequence)
