@@ -168,18 +168,27 @@ def tensor_map(x: Tensor, columns: int, rows: int) -> ctypes.Array[ctypes.c_char
     columns: at most 64.
     rows: at most 256.
     """
-    memory = ctypes.create_string_buffer(128 + 63)
+    return tensor_map_of(x, (rows, columns))
+
+
+def tensor_map_of(x: Tensor, box: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
+    """Return a CUtensorMap as `tensor_map` does, for any number of dimensions up to 5.
+
+    x: bfloat16 or float16, aligned to 16 bytes, last stride 1, the others multiples of 16 bytes.
+    box: one size per dimension of x, the last at most 64, the others at most 256.
+    """
+    memory, rank = ctypes.create_string_buffer(128 + 63), x.dim()
     place = -(-ctypes.addressof(memory) // 64) * 64  # the driver needs an address aligned to 64 bytes
     swizzle = promotion = 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
     failed = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(place),
         _TENSOR_MAP_TYPES[x.dtype],
-        2,
+        rank,
         ctypes.c_void_p(x.data_ptr()),
-        (ctypes.c_uint64 * 2)(x.shape[1], x.shape[0]),
-        (ctypes.c_uint64 * 1)(x.stride(0) * x.element_size()),
-        (ctypes.c_uint32 * 2)(columns, rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*reversed(x.shape)),
+        (ctypes.c_uint64 * (rank - 1))(*(stride * x.element_size() for stride in reversed(x.stride()[:-1]))),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
         *(0, swizzle, promotion, 0),
     )
     _check(failed, "cuTensorMapEncodeTiled")

@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.capability import Capability, num_multiprocessors
 from attention.ops.operation import Implementation, on_host
 from workers.ops.activation import silu_mul
-from workers.ops.gemm.tiles import INPUT_STEP, one_row_bytes
+from workers.ops.gemm.tiles import INPUT_STEP, MAX_GATED_ROWS, gated_tiles, gated_width, one_row_bytes
 from workers.ops.gemm.workspace import GEMMOptions
 
 _ROWS_HINT = 4  # rows for which oneDNN optimises its layout: those of a round
@@ -78,6 +78,14 @@ def _fits_shared_memory(weight: Tensor, options: GEMMOptions) -> bool:
     return one_row_bytes(n, k, num_multiprocessors(weight.device)) is not None
 
 
+def _fills_waves(weight: Tensor, options: GEMMOptions) -> bool:
+    """Whether the weight may be G above U, for which wider tiles than those of Triton need less time."""
+    n, k = weight.shape
+    if not _wants(False)(weight, options) or weight.dtype not in (torch.bfloat16, torch.float16) or n % 2:
+        return False
+    return gated_tiles(MAX_GATED_ROWS, n, k) is not None and gated_width(n // 2) is not None
+
+
 def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:
     is_large = weight.numel() >= _MIN_PACKED_WEIGHTS
     return options.workspace is None and weight.dtype == torch.float32 and is_large and bool(torch._C._has_mkldnn)
@@ -93,6 +101,13 @@ GEMMS = (
         lambda here: here.compiles_cuda,
         _fits_shared_memory,
         "one row, 16 bits; W fits in shared memory",
+    ),
+    Implementation(
+        "cuda",
+        "workers.ops.gemm.gated_rows_cuda:GatedRowsGEMM",
+        lambda here: here.compiles_cuda,
+        _fills_waves,
+        "gated, 129 to 256 rows, 16 bits; fewer or smaller waves",
     ),
     Implementation(
         "triton", "workers.ops.gemm.skinny_triton:SkinnyGEMM", lambda here: True, _wants(False), "up to 128 rows"

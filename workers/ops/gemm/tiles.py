@@ -9,6 +9,8 @@ from workers.ops.blocks import cdiv, next_power_of_2
 MAX_ROWS = 128  # beyond, cuBLAS is faster, see tests/bench/RESULTS.md
 MAX_GATED_ROWS = 256  # higher, because gated products save a kernel
 INPUT_STEP = 64  # divisor of K of all weights with tiles
+MAX_GATED_WIDTH = 192  # rows of W in a tile of `gated_rows_cuda`: two sums per thread and row are in registers
+MIN_GATED_WIDTH = 96  # narrower tiles would read x from L2 for longer than they multiply
 FIXED_ROWS = 64  # per launch of `fixed_rows`
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
@@ -74,6 +76,31 @@ def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     if rows > MAX_ROWS:
         return SkinnyGemmTiles(MAX_GATED_ROWS, 64, 64, 1, False, stages=4, warps=8)
     return replace(tiles, block_n=64, warps=4)
+
+
+def gated_width(n: int) -> int | None:
+    """Return the rows of W in a tile of `gated_rows_cuda` for a gated product with N outputs; None if it is not
+    served, or takes as long with tiles of `gated_tiles`. Time grows with waves of tiles times their width. Tiles come
+    in pairs, and of equal times the widest tile reads x least often."""
+    if n % 8:
+        return None
+
+    def cost(width: int) -> int:
+        return cdiv(cdiv(2 * n, width), MULTIPROCESSORS // 2 * 2) * width
+
+    best = min(range(MAX_GATED_WIDTH, MIN_GATED_WIDTH - 1, -16), key=cost)
+    return best if cost(best) < cost(2 * 64) else None
+
+
+def fewest_gated_rows(width: int) -> int:
+    """Return from how many rows on `gated_rows_cuda` is faster than Triton. It multiplies 256 rows however few there
+    are; measured on an H200 with 160, 192 and 256 rows (EXPERIMENTS.md)."""
+    return MAX_ROWS + 1 if width >= 128 else 193
+
+
+def gated_stages(width: int) -> int:
+    """Return how many stages of 64 inputs of 256 rows of x and `width` rows of W fit in shared memory."""
+    return min(8, (SHARED_BYTES - 128) // ((MAX_GATED_ROWS + width) * 128))
 
 
 def one_row_bytes(n: int, k: int, blocks: int) -> int | None:

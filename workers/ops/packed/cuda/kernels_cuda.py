@@ -9,7 +9,7 @@ from attention.capability import Capability
 from attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map
 from workers.ops.blocks import cdiv
 from workers.ops.gemm.workspace import Workspace
-from workers.ops.packed.cuda.source import joined
+from workers.ops.packed.cuda.source import joined, wgmma
 from workers.ops.packed.cuda.tiles import (
     MAX_ROWS,
     SHARED_SUMS,
@@ -28,7 +28,7 @@ _NAMES = {FewRowsTiles: "few_rows", WideTiles: "wide", ManyRowsTiles: "many_rows
 @cache
 def source_of(tiles: Tiles, half: bool) -> str:
     """Return the source of the kernel for these tiles, including the functions that both kernels use."""
-    generated = "" if isinstance(tiles, FewRowsTiles) else _wgmma(tiles.block_m, half)
+    generated = "" if isinstance(tiles, FewRowsTiles) else wgmma(tiles.block_m, half)
     return joined(f"{_NAMES[type(tiles)]}.cu", generated=generated)
 
 
@@ -104,16 +104,3 @@ def _compile_products(n: int, k: int, half: bool, zeros: bool, compute: tuple[in
 def _kernel(tiles: Tiles, device: int, gated: bool, half: bool, zeros: bool) -> Kernel:
     defines = tiles.defines(gated, half, zeros)
     return load(device, source_of(tiles, half), _NAMES[type(tiles)], defines, tiles.threads, tiles.shared_bytes(zeros))
-
-
-def _wgmma(rows: int, half: bool) -> str:
-    """Return the device function `wgmma`, which adds the products of 16 inputs to 64 outputs by `rows` rows."""
-    number, count = "f16" if half else "bf16", rows // 2
-    sums = ", ".join(f"%{r}" for r in range(count))
-    first = ", ".join(f"%{count + r}" for r in range(4))
-    name = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{number}.{number}"
-    outputs = ", ".join(f'"+f"(d[{r}])' for r in range(count))
-    inputs = ", ".join(f'"r"(a[{r}])' for r in range(4))
-    head = f"__device__ __forceinline__ void wgmma(float (&d)[{count}], const u32 (&a)[4], u64 b)"
-    code = f"{name} {{{sums}}}, {{{first}}}, %{count + 4}, 1, 1, 1, 0;"
-    return f'{head} {{\n    asm volatile("{code}" : {outputs} : {inputs}, "l"(b));\n}}\n'

@@ -22,13 +22,6 @@ constexpr int CONSUMERS = 256, MOVERS = 128;
 constexpr int AT_ONCE = RT % 8 ? 2 : 4;  // tiles of 8 rows that a warp stores at once
 constexpr int ROW_TILES_AT_ONCE = 8;  // whose inputs stay in L2 while weights pass
 
-// Arrive at the barrier of one of the cluster's programs.
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-    asm volatile(
-        "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [a];\n}" ::"r"(barrier), "r"(rank)
-        : "memory");
-}
 __device__ __forceinline__ void store_sums(float* to, float a, float b, float c, float d) {
     asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
@@ -39,16 +32,6 @@ __device__ __forceinline__ float4 load_sums(const float* from) {
                  : "l"(from)
                  : "memory");
     return v;
-}
-__device__ __forceinline__ u32 pair_of(float low, float high) { return (u32)rounded(low) | (u32)rounded(high) << 16; }
-__device__ __forceinline__ u32 gated_pair(u32 gates, u32 ups) {
-    float v[2];
-#pragma unroll
-    for (int p = 0; p < 2; p++) {
-        float gate = number(gates, p);
-        v[p] = nearest(gate / (1.f + __expf(-gate))) * number(ups, p);
-    }
-    return pair_of(v[0], v[1]);
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(

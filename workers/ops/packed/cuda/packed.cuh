@@ -1,4 +1,4 @@
-// Device functions of all kernels in this folder: barriers, copies, shared memory, decoding.
+// Device functions of all kernels in this folder and of `gated_rows.cu`: barriers, copies, shared memory, decoding.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -11,6 +11,13 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
 }
 __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrive at the barrier of one of the cluster's programs.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [a];\n}" ::"r"(barrier), "r"(rank)
+        : "memory");
 }
 __device__ __forceinline__ void wait(u32 barrier, u32 phase) {
     asm volatile(
@@ -39,7 +46,7 @@ __device__ __forceinline__ void cluster_sync() {
 struct alignas(64) TensorMap {
     u64 words[16];
 };
-// The second operand of `wgmma`: rows of 64 inputs with 128-byte swizzle.
+// An operand of `wgmma`: rows of 64 inputs with 128-byte swizzle.
 __device__ __forceinline__ u64 descriptor(u32 at) {
     return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
@@ -150,4 +157,18 @@ __device__ __forceinline__ u16 rounded(float v) {
     return h;
 }
 __device__ __forceinline__ float nearest(float v) { return number(rounded(v), 0); }
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+    u32 pair;
+    asm("cvt.rn." PAIR ".f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ u32 gated_pair(u32 gates, u32 ups) {
+    float v[2];
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+        float gate = number(gates, p);
+        v[p] = nearest(gate / (1.f + __expf(-gate))) * number(ups, p);
+    }
+    return pair_of(v[0], v[1]);
+}
 

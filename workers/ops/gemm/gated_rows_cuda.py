@@ -1,0 +1,91 @@
+"""silu(x G^T) * (x U^T) for 129 to 256 rows, by `gated_rows.cu`, whose tiles fill the multiprocessors' waves better
+than those of Triton. Chosen by `workers.ops.gemm.choice` where it needs less time (H200, 256 rows: 12,288 outputs of
+4,096 inputs 78 us for 91, 17,408 of 5,120 150 for 199)."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention.capability import Capability, num_multiprocessors
+from attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map, tensor_map_of
+from workers.ops.blocks import cdiv
+from workers.ops.gemm.skinny_triton import SkinnyGEMM
+from workers.ops.gemm.tiles import INPUT_STEP, MAX_GATED_ROWS, fewest_gated_rows, gated_stages, gated_width
+from workers.ops.packed.cuda.source import joined, wgmma
+
+_NAME, _THREADS = "gated_rows", 384
+
+
+def gated_rows(x: Tensor, weight: Tensor, width: int, out: Tensor) -> Tensor:
+    """Write silu(x G^T) * (x U^T) to `out`.
+
+    x: [rows, K] bfloat16 or float16, 1 to 256 rows, last stride 1, rows at multiples of 16 bytes, K a multiple of 64.
+    weight: [2 N, K] in x's dtype, G above U, contiguous, N a multiple of 8.
+    width: rows of W in a tile, from `gated_width`.
+    out: [rows, N] in x's dtype, contiguous.
+
+    Reference: `workers.ops.activation.silu_mul` of `torch.nn.functional.linear`.
+    """
+    (rows, n), k = out.shape, weight.shape[1]
+    assert x.shape == (rows, k) and weight.shape[0] == 2 * n and x.dtype == weight.dtype == out.dtype
+    assert 0 < rows <= MAX_GATED_ROWS and n % 8 == 0 and k % INPUT_STEP == 0
+    assert fits(x) and weight.is_contiguous() and out.is_contiguous()
+    # groups of 8 outputs, each of gate and of up rows: [N / 8, 2, 8, K]
+    groups = weight.view(2, n // 8, 8, k).transpose(0, 1)
+    maps = tensor_map(x, 64, MAX_GATED_ROWS // 2), tensor_map_of(groups, (width // 16, 2, 8, 64))
+    pairs = min(cdiv(cdiv(2 * n, width), 2), num_multiprocessors(x.device) // 2)
+    early = Capability.of(x.device).supports_pdl
+    kernel = _kernel(x.get_device(), width, x.dtype == torch.float16)
+    kernel.launch([2 * pairs], (2, 1), early, *maps, out, rows, n, k // INPUT_STEP)
+    return out
+
+
+def fits(x: Tensor) -> bool:
+    """Whether a tensor map of x can be made."""
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
+@cache
+def source(width: int, half: bool) -> str:
+    return joined(Path(__file__).parent / f"{_NAME}.cu", generated=wgmma(width, half, in_registers=False))
+
+
+def defines(width: int, half: bool) -> tuple[tuple[str, int], ...]:
+    """Return the macros of the kernel."""
+    stages, shared_bytes = gated_stages(width), _shared_bytes(width)
+    return ("WIDTH", width), ("STAGES", stages), ("HALF", int(half)), ("SHARED_BYTES", shared_bytes)
+
+
+def _shared_bytes(width: int) -> int:
+    return gated_stages(width) * ((MAX_GATED_ROWS + width) * 128 + 16)
+
+
+@cache
+def _kernel(device: int, width: int, half: bool) -> Kernel:
+    return load(device, source(width, half), _NAME, defines(width, half), _THREADS, _shared_bytes(width))
+
+
+@dataclass(frozen=True)
+class GatedRowsGEMM(SkinnyGEMM):
+    """`SkinnyGEMM`, but gated products of `fewest_gated_rows` to 256 rows are computed by `gated_rows`."""
+
+    def __post_init__(self) -> None:
+        width, half = self._width(), self.weight.dtype == torch.float16
+        compute = Capability.of(self.weight.device).compute
+        assert compute is not None, "chosen for a Hopper GPU"
+        compile_ahead(source(width, half), defines(width, half), compute)
+
+    def _width(self) -> int:
+        width = gated_width(self.weight.shape[0] // 2)
+        assert width is not None, "served"
+        return width
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        width = self._width()
+        if not fewest_gated_rows(width) <= x.shape[0] <= MAX_GATED_ROWS or not fits(x):
+            return super().multiply_gated(x)
+        out = torch.empty((x.shape[0], self.weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+        return gated_rows(x, self.weight, width, out)
