@@ -4,7 +4,6 @@ one token from the ranks until it gets one. So `/health` distinguishes broken we
 import logging
 import math
 from collections.abc import Sequence
-from operator import attrgetter
 
 from workers.scheduling.plan import NOT_FINITE, SamplingParams
 from workers.scheduling.request import Request, RequestOutput
@@ -15,7 +14,6 @@ logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # between two checks of a model that has failed one
 PROMPT_TOKENS = 8
 SAMPLING = SamplingParams(1, 0.0, speculative=False, cache_salt=b"model check")  # computed anew each time
-_error = attrgetter("error")
 FAULT = "the model's logits are NaN or infinite whatever it is asked: its weights are broken; restart the engine"
 
 
@@ -36,7 +34,8 @@ class ModelCheck:
             for output in outputs:
                 if output.request.request_id == self._asked:
                     self._answered(output, now)
-        if not self._asked and self._due_s == math.inf and NOT_FINITE.message in map(_error, outputs):
+        errors = [output.error for output in outputs]
+        if NOT_FINITE.message in errors and not self._asked and self._due_s == math.inf:
             self._due_s = now
         if outputs and outputs[-1].tokens:
             self._good_prompt = outputs[-1].request.prompt

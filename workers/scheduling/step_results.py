@@ -71,7 +71,7 @@ class StepResults:
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
         columns = (counts.tolist(), finish.tolist(), accepted, num_drafted)
         entries = zip(step.sequences, *columns, strict=True)
-        with_tokens = self._queues.has_new_tokens if self._queues.awaits_tokens else None
+        awaits_tokens = self._queues.awaits_tokens
         for index, (sequence, count, finish_code, num_accepted, num_drafts) in enumerate(entries):
             new = tokens[start : start + count]
             start += count
@@ -79,8 +79,8 @@ class StepResults:
                 continue
             request = sequence.request
             request.output += new
-            if with_tokens is not None:
-                with_tokens(sequence)
+            if awaits_tokens:
+                self._queues.has_new_tokens(sequence)
             if num_accepted >= 0:
                 request.acceptance_histogram[num_accepted] += 1
                 request.num_draft_tokens += num_drafts

@@ -22,13 +22,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) gated_rows(
     const int tiles = (n + WIDTH / 2 - 1) / (WIDTH / 2), first_tile = blockIdx.x;
     // Both programs of a cluster compute equally many tiles: one after the last is of zeros, and not stored.
     const int end_tile = (tiles + 1) / 2 * 2;
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            init(full + 8 * s, 1);
-            init(empty + 8 * s, 2 * CONSUMERS / 32);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    if (threadIdx.x == 0) init_stages(full, empty, STAGES, 1, 2 * CONSUMERS / 32);
     cluster_sync();
     if (warp >= CONSUMERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");

@@ -13,7 +13,14 @@ from attention.capability import Capability, num_multiprocessors
 from attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map, tensor_map_of
 from workers.ops.blocks import cdiv
 from workers.ops.gemm.skinny_triton import SkinnyGEMM
-from workers.ops.gemm.tiles import INPUT_STEP, MAX_GATED_ROWS, fewest_gated_rows, gated_stages, gated_width
+from workers.ops.gemm.tiles import (
+    INPUT_STEP,
+    MAX_GATED_ROWS,
+    fewest_gated_rows,
+    gated_stage_bytes,
+    gated_stages,
+    gated_width,
+)
 from workers.ops.packed.cuda.source import joined, wgmma
 
 _NAME, _THREADS = "gated_rows", 384
@@ -60,7 +67,7 @@ def defines(width: int, half: bool) -> tuple[tuple[str, int], ...]:
 
 
 def _shared_bytes(width: int) -> int:
-    return gated_stages(width) * ((MAX_GATED_ROWS + width) * 128 + 16)
+    return gated_stages(width) * gated_stage_bytes(width)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from attention.capability import MULTIPROCESSORS
 from workers.ops.blocks import cdiv, next_power_of_2
@@ -78,6 +79,7 @@ def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     return replace(tiles, block_n=64, warps=4)
 
 
+@cache
 def gated_width(n: int) -> int | None:
     """Return the rows of W in a tile of `gated_rows_cuda` for a gated product with N outputs; None if it is not
     served, or takes as long with tiles of `gated_tiles`. Time grows with waves of tiles times their width. Tiles come
@@ -100,7 +102,12 @@ def fewest_gated_rows(width: int) -> int:
 
 def gated_stages(width: int) -> int:
     """Return how many stages of 64 inputs of 256 rows of x and `width` rows of W fit in shared memory."""
-    return min(8, (SHARED_BYTES - 128) // ((MAX_GATED_ROWS + width) * 128))
+    return min(8, SHARED_BYTES // gated_stage_bytes(width))
+
+
+def gated_stage_bytes(width: int) -> int:
+    """Return the shared memory of one stage: inputs of 2 bytes, and two barriers."""
+    return (MAX_GATED_ROWS + width) * INPUT_STEP * 2 + 16
 
 
 def one_row_bytes(n: int, k: int, blocks: int) -> int | None:

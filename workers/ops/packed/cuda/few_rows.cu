@@ -26,13 +26,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x;
     int rank = blockIdx.y;
     int first = steps * rank / SPLITS, count = steps * (rank + 1) / SPLITS - first;
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            init(full + 8 * s, 1 + 32);
-            init(empty + 8 * s, WN);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    if (threadIdx.x == 0) init_stages(full, empty, STAGES, 1 + 32, WN);
     __syncthreads();
     int g = lane / 4, t = lane % 4;
     {

@@ -64,13 +64,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
         output_tile = inside / height * 2 + rank;
         first_row = (group * ROW_TILES_AT_ONCE + inside % height) * ROWS;
     };
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            init(full + 8 * s, 1);
-            init(empty + 8 * s, 2 * CONSUMERS / 32);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    if (threadIdx.x == 0) init_stages(full, empty, STAGES, 1, 2 * CONSUMERS / 32);
     cluster_sync();
     if (warp >= CONSUMERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");

@@ -6,6 +6,14 @@ typedef unsigned short u16;
 __device__ __forceinline__ void init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
+// Initialise two barriers per stage: `full` for `writers` arrivals, `empty` for `readers`. By one thread of a program.
+__device__ __forceinline__ void init_stages(u32 full, u32 empty, int stages, u32 writers, u32 readers) {
+    for (int s = 0; s < stages; s++) {
+        init(full + 8 * s, writers);
+        init(empty + 8 * s, readers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

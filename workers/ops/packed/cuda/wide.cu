@@ -27,13 +27,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) wide(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, rank = blockIdx.y;
     const int first_row = blockIdx.z * ROWS, rows = min(ROWS, all_rows - first_row);
     const int first = steps * rank / SPLITS, count = steps * (rank + 1) / SPLITS - first;
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            init(full + 8 * s, 1);
-            init(empty + 8 * s, CONSUMERS / 32);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    if (threadIdx.x == 0) init_stages(full, empty, STAGES, 1, CONSUMERS / 32);
     __syncthreads();
     const int g = lane / 4;
     if (warp >= CONSUMERS / 32) {
