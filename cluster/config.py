@@ -44,7 +44,7 @@ class EngineConfig:
     threads_per_worker: torch threads of a CPU worker.
     spare_workers: one more process per rank, with everything imported, to replace a dead one (0.2 GB of host memory, no
         device memory); auto: where ranks use GPUs.
-    debug: compare the ranks' tokens after every step.
+    debug: compare the ranks' tokens after every step, and check what operations are called with.
     """
 
     on_worker_loss: OnWorkerLoss = "resume"

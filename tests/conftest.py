@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from attention.ops import contracts
 from tests.support.repository.wheel import kept_wheel
 
 # Read when torch is imported, here and in the processes that tests start: threads of two workers on two cores cost
 # more than they bring.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+
+contracts.check_every_call()
 
 # In the background of a shell Ctrl-C is ignored, here and in the processes that tests start, some of which send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():

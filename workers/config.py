@@ -259,7 +259,7 @@ class WorkerConfig:
     graph_capture: what capturing the rarer kinds of rounds may take.
     deterministic: on a GPU, answers that depend on nothing but their request (see `workers.runner.deterministic`).
     measure_costs: measure at the start what steps cost; without it the scheduler has no `CostTable`.
-    debug: assert after every step that all ranks agree.
+    debug: assert after every step that all ranks agree, and at every call of an operation its contract.
     """
 
     model: ModelSource

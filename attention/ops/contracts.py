@@ -1,7 +1,17 @@
-"""Checks that contracts of several operations share (`attention.ops.operation`)."""
+"""Contracts (`attention.ops.operation`): whether calls check them, and checks that several operations share."""
 
 import torch
 from torch import Tensor
+
+checked = False
+"""Whether every call checks its contract. Set by `check_every_call`."""
+
+
+def check_every_call() -> None:
+    """Check contracts at every call in this process from now on: in tests and in debug mode. Otherwise a rank on a CPU
+    would spend some 5 % of its time on it."""
+    global checked
+    checked = True
 
 
 def check_slots(slots: Tensor) -> None:

@@ -7,8 +7,9 @@
         \"\"\"The contract: what is computed, shapes, dtypes, what is written in place, limits, source.\"\"\"
         ...  # the reference, in torch
 
-`@operation(..., contract=check)` calls `check` with the arguments of every call. It asserts what the kernels demand, so
-that tests on a CPU, which run the reference, find what a GPU would refuse. Checks are cheap and read no values.
+`@operation(..., contract=check)`: in tests and in debug mode (`attention.ops.contracts`) every call first calls `check`
+with its arguments. It asserts what the kernels demand, so that tests on a CPU, which run the reference, find what a GPU
+would refuse. Checks read no values.
 
 A call of `rms_norm` runs the first implementation that supports the device and the arguments, else the reference. The
 device is that of the first tensor argument, or of the first tensor in a dataclass argument. A CUDA graph keeps the
@@ -16,7 +17,7 @@ choice made at its capture. `tests/ops` tests every implementation against the r
 the tables.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property, update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -25,6 +26,7 @@ import torch
 
 from attention.capability import Capability
 from attention.lazy_import import load
+from attention.ops import contracts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,7 +76,8 @@ class Operation(Generic[P, R]):
     """An operation, called like its reference.
 
     reference: the operation in torch, which runs if no implementation supports the device and the arguments.
-    contract: called with the arguments of every call; raises AssertionError for what a kernel would refuse.
+    contract: called with the arguments of every call while `contracts.checked`; raises AssertionError for what a kernel
+        would refuse.
     """
 
     def __init__(
@@ -92,9 +95,14 @@ class Operation(Generic[P, R]):
         OPERATIONS.append(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.contract is not None:
+        if contracts.checked and self.contract is not None:
             self.contract(*args, **kwargs)
-        for implementation in self._known(args, kwargs):
+        first = args[0] if args else None
+        device = first.device if isinstance(first, torch.Tensor) else _device_of((*args, *kwargs.values()))
+        serving = self._of_device.get(device)
+        if serving is None:
+            serving = self._of_device[device] = self.serving(Capability.of(device))
+        for implementation in serving:
             if implementation.serves is None or implementation.serves(*args, **kwargs):
                 result: R = implementation.function(*args, **kwargs)
                 return result
@@ -104,16 +112,8 @@ class Operation(Generic[P, R]):
         """Return the implementations for a device, in order of preference."""
         return tuple(each for each in self.implementations if each.needs(here))
 
-    def _known(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Implementation, ...]:
-        device = _device_of((*args, *kwargs.values()))
-        known = self._of_device.get(device)
-        if known is None:
-            known = self._of_device[device] = self.serving(Capability.of(device))
-        return known
 
-
-def _device_of(arguments: Iterable[object]) -> torch.device:
-    arguments = tuple(arguments)
+def _device_of(arguments: tuple[object, ...]) -> torch.device:
     for each in arguments:
         if isinstance(each, torch.Tensor):
             return each.device

@@ -7,7 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.ops import contracts
 from attention.ops.operation import OPERATIONS, Implementation, operation
+from speculative.local import local_engine
+from tests.support.embedded import embedded_spec
+from workers.ops.norm import add_rms_norm
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,22 @@ def test_every_call_keeps_the_contract_whichever_implementation_runs() -> None:
         assert abs(sizes(Pair(device, whole), 2)) == 4
         with pytest.raises(AssertionError, match=device):
             sizes(Pair(device, whole.t()), times=2)
+
+
+def test_calls_outside_tests_and_debug_mode_check_no_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torch.zeros(2, 4)[:, ::2], torch.ones(2), 1e-6
+    residual = torch.zeros(2, 2).t()
+    with pytest.raises(AssertionError):
+        add_rms_norm(given[0], residual, *given[1:])
+    monkeypatch.setattr(contracts, "checked", False)
+    assert add_rms_norm(given[0], residual, *given[1:]).shape == (2, 2)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_rank_in_debug_mode_checks_them(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contracts, "checked", False)
+    with local_engine(embedded_spec(None, 1, debug=debug)):
+        assert contracts.checked == debug
 
 
 def negative(pair: Pair, times: int) -> int:

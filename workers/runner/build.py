@@ -11,6 +11,7 @@ import torch
 from attention.capability import Capability
 from attention.fp8 import FP8, KVScales
 from attention.kv_cache.pool import KVPool
+from attention.ops import contracts
 from attention.recurrent.layout import saved_dtype
 from attention.recurrent.pool import StatePool
 from attention.registry import Choice, choose_backends, deterministic_backend
@@ -77,6 +78,8 @@ def build_rank(
     advance: called with the progress of long phases.
     Raises ValueError if a checkpoint or backend does not fit, or if memory does not suffice.
     """
+    if worker.debug:
+        contracts.check_every_call()
     device = resolve_device(worker.model.device, rank)
     make_current(device)
     here = Capability.of(device)
