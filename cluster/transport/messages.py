@@ -67,7 +67,7 @@ class RequestTimings(msgspec.Struct, frozen=True, array_like=True):
     num_resumes: int
 
 
-class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one request. The first delta has none; it confirms that the engine has queued the request.
 
     finish: None while it runs, else "stop", "length", "abort", "error" or "invalid": the request turned out
@@ -96,7 +96,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     num_crashes: int = 0
 
 
-class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
+class TokenBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step's tokens for one ingress."""
 
     deltas: tuple[TokenDelta, ...]

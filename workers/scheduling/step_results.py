@@ -58,11 +58,16 @@ class StepResults:
         assert len(counts) == len(finish) == len(step.sequences), "a result has other entries than its plan"
         now = self._clock()
         outputs = self._end_failed(step, result, now)
-        late = self._preempt_late(step, result, counts, newest, now, outputs)
+        all_ran = bool(counts.all())
+        seen, learnt = counts, unpack_i32(result.accepted)
+        if not all_ran:
+            late = self._preempt_late(step, counts, newest, now, outputs)
+            seen, learnt = np.where(late, 0, counts), np.where(late, -1, learnt)
+        self._take_masks(result)
         committed_before = self._advance(step, counts, now)
         if result.matches:
-            self._observe(step, np.where(late, 0, counts), unpack_i32(result.matches).reshape(-1, 3))
-        num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)), result.min_entropies)
+            self._observe(step, seen, unpack_i32(result.matches).reshape(-1, 3))
+        num_drafted = self._learn(step, learnt, result.min_entropies)
         if self.step_time is not None and not step.is_change:
             expected_ms = step.expected.ms if step.expected is not None and step.num_rounds else 0.0
             self.step_time.observe(step.load, result.took_s * 1e3, expected_ms)
@@ -98,7 +103,7 @@ class StepResults:
         if self._shapes.model_free:  # count verified drafts only: without a match, nothing was copied
             self._stats.num_draft_tokens += sum(num_drafted)
         else:
-            self._stats.num_draft_tokens += int(step.num_drafted[counts > 0].sum())
+            self._stats.num_draft_tokens += int((step.num_drafted if all_ran else step.num_drafted[counts > 0]).sum())
         self._count(result, step)
         return outputs
 
@@ -129,7 +134,6 @@ class StepResults:
     def _preempt_late(
         self,
         step: InFlightStep,
-        result: StepResult,
         counts: npt.NDArray[np.int32],
         newest: int,
         now: float,
@@ -148,10 +152,13 @@ class StepResults:
             queues.grammars.is_late(sequence, now)
             queues.preempt(sequence, newest)
             self._stats.num_late_masks += 1
-        for number in unpack_i32(result.masks_ready).tolist():
-            if queues.find_number(number) is not None:
-                queues.grammars.has_mask(number)
         return late
+
+    def _take_masks(self, result: StepResult) -> None:
+        """Let requests go on whose masks are ready."""
+        for number in unpack_i32(result.masks_ready).tolist() if result.masks_ready else ():
+            if self._queues.find_number(number) is not None:
+                self._queues.grammars.has_mask(number)
 
     def _prompt_ended(self, sequence: Sequence, now: float) -> None:
         """Record the first token after a prompt, and insert the prompt into the prefix cache."""
