@@ -122,6 +122,7 @@ def rope_constants(group: int, head_dim: int, rotated: int) -> dict[str, Any]:
     """Return the constants of a kernel that norms q, k and v and stores k and v. It has 8 KV heads, each with `group`
     query heads."""
     return {
+        "ROWS": 4,
         "GROUP": group,
         "HEADS": rope_store_normed_triton.query_heads(group, head_dim),
         "KV_HEADS": 8,
@@ -481,7 +482,9 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "sizes,weight,pool",
-    covering([(4, 128, 128), (6, 256, 64), (8, 512, 512), (3, 96, 96)], ["bf16", "fp32"], ["bf16", "fp8e4nv"]),
+    covering(
+        [(4, 128, 128), (6, 256, 64), (8, 512, 512), (3, 96, 96), (0, 128, 128)], ["bf16", "fp32"], ["bf16", "fp8e4nv"]
+    ),
 )
 def test_norms_rope_and_the_store_fit_hopper(
     sizes: tuple[int, int, int], weight: str, pool: str, tmp_path: Path
@@ -490,6 +493,6 @@ def test_norms_rope_and_the_store_fit_hopper(
     kernel, constants = rope_store_normed_triton._normed_rope_store, rope_constants(*sizes)
     pointers = ROPE | dict.fromkeys(("q_weight_ptr", "k_weight_ptr"), weight)
     pointers |= dict.fromkeys(("k_pool_ptr", "v_pool_ptr"), pool)
-    assert compiled(kernel, tmp_path, pointers, constants, 1, 1)[0] == 0
+    assert compiled(kernel, tmp_path, pointers, constants, 4, 1)[0] == 0
     alone = constants | {"STORES": False, "V_NORMED": False}
-    assert compiled(kernel, tmp_path, pointers, alone, 1, 1)[0] == 0
+    assert compiled(kernel, tmp_path, pointers, alone, 4, 1)[0] == 0
