@@ -76,7 +76,8 @@ def rope_store(
     """Return rotated q; write rotated k, and v, to the layer's pages. RoPE rotates the first `rotated` dimensions of
     each head. Norms come first, and their results are rounded to the heads' dtype.
 
-    q             [rows, q_heads, head_dim], last stride 1; without norms it may be rotated in place: use the result
+    q             [rows, q_heads, head_dim], last stride 1; without norms it may be rotated in place: use the result.
+                  May have 0 heads
     k, v          [rows, kv_heads, head_dim] of q's dtype, last stride 1, unchanged; may be the same tensor
     cos, sin      [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim
     index         [rows] int64, each row's line of cos and sin

@@ -104,7 +104,7 @@ def rope_store(
         v.stride(0),
         v.stride(1),
         GROUP=group,
-        GROUP_PADDED=triton.next_power_of_2(group),
+        GROUP_PADDED=max(1, triton.next_power_of_2(group)),
         KV_HEADS=num_kv_heads,
         D=head_dim,
         ROTATED=2 * cos.shape[-1],

@@ -238,6 +238,9 @@ CASES = (
         )
         for rows, heads, group, head_dim, norms in (
             (0, 2, 1, 16, None),
+            (5, 2, 0, 16, None),
+            (5, 3, 0, 200, _Norms(torch.float32)),
+            (17, 3, 3, 40, _Norms(torch.float32, gated=True)),
             (5, 3, 3, 200, _Norms(torch.float32, gated=True)),
         )
     ),

@@ -98,9 +98,14 @@ class Attention(AttentionLayer):
         return self.o_proj.partial(out.flatten(1))
 
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
-        if self.has_kv:
+        if not self.has_kv:
+            return
+        if self._projection_norms is None:
+            heads = self.qkv.keys_values(x).unflatten(1, (-1, self.head_dim))
+            q, kv = heads[:, :0], (heads[:, : self.num_kv_heads], heads[:, -self.num_kv_heads :])
+        else:
             q, kv, _ = self._heads(x)
-            context.of_layer(self.layer).keep(self.layer, q, kv, angles, self.head_norms)
+        context.of_layer(self.layer).keep(self.layer, q, kv, angles, self.head_norms)
 
     def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Return (q, kv, gate) before RoPE and `head_norms`.

@@ -10,6 +10,7 @@ from workers.distributed.tp_group import TPGroup, shard_size
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.ops.fp8.rows import Fp8Rows
+from workers.ops.gemm.tiles import workspace_size
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
@@ -114,6 +115,17 @@ class QKVParallelLinear(ColumnParallelLinear):
         rows = dict(zip(QKV, (q_rows, kv_rows, kv_rows), strict=True))
         super().__init__(in_features, {name: rows[name] for name in projections}, bias)
         self.num_heads, self.num_kv_heads = q.size, kv.size
+        self._num_stored = kv_rows.size * (len(projections) - 1)
+
+    def keys_values(self, x: Tensor | Fp8Rows) -> Tensor:
+        """Return what the layer computes without its queries: k, or k and v, [rows, kv_heads * head_dim] each, side by
+        side."""
+        return self.method.multiply_last(x, self.bias, self._num_stored)
+
+    def workspace_size(self) -> tuple[int, int]:
+        own = super().workspace_size()
+        stored = workspace_size([(self._num_stored, self.shape.in_features)] if self._num_stored else [])
+        return max(own[0], stored[0]), max(own[1], stored[1])
 
 
 class GateUpParallelLinear(ColumnParallelLinear):

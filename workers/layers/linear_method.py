@@ -145,6 +145,10 @@ class LinearMethod(nn.Module, ABC):
         out: memory for the result; None allocates it.
         """
 
+    def multiply_last(self, x: Tensor | Fp8Rows, bias: Tensor | None, count: int) -> Tensor:
+        """Return the last `count` columns of `multiply`: [rows, count]."""
+        return self.multiply(x, bias)[:, -count:]
+
     def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
         """Return split-K partial sums of x W^T, or None if `multiply` must be called instead.
 
@@ -226,8 +230,24 @@ class UnquantizedLinearMethod(DenseLinearMethod):
         super().__init__(shape)
         self.weight = nn.Parameter(torch.empty(shape.out_features, shape.in_features), requires_grad=False)
 
+        self._last: dict[int, TorchGEMM] = {}  # of `multiply_last`, by the number of columns
+        self._options: GEMMOptions | None = None
+
     def dense_weight(self) -> Tensor:
         return self.weight
+
+    def finish(self, options: GEMMOptions) -> None:
+        super().finish(options)
+        self._options = options
+        self._last.clear()
+
+    def multiply_last(self, x: Tensor | Fp8Rows, bias: Tensor | None, count: int) -> Tensor:
+        assert self._options is not None, "call finish first"
+        self.check(x, bias)
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        if count not in self._last:
+            self._last[count] = choose_gemm(self.weight[-count:], self._options)
+        return self._last[count].multiply(x, None if bias is None else bias[-count:], None)
 
     def load(self, kind: str, part: Part, full: Tensor) -> None:
         check_plain(full)

@@ -17,6 +17,7 @@ from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.models import weights
 from workers.models.name_map import NameMap
 from workers.models.weights import CheckpointTensor, checkpoint_tensors, fill_dummy, load_weights
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
 NUM_EXPERTS, HIDDEN, WIDTH = 3, 6, 4
@@ -205,6 +206,9 @@ def test_ranks_together_hold_every_row_and_column() -> None:
         heads, kv = slice(4 * rank, 4 * rank + 4), slice(2 * (rank // 2), 2 * (rank // 2) + 2)
         assert torch.equal(qkv.method.weight, torch.cat((q[heads], k[kv], v[kv])))
         assert torch.equal(qkv.bias, torch.cat((bias[heads], bias[kv], bias[kv])))
+        qkv.finish(GEMMOptions())
+        x = numbered(3, HIDDEN)
+        assert torch.equal(qkv.keys_values(x), qkv(x)[:, 4:]), "without two query heads of 2"
         gate_up = GateUpParallelLinear(HIDDEN, 8, group, "intermediate_size")
         gate_up.load(WeightKey("weight", "gate_proj"), gate)
         gate_up.load(WeightKey("weight", "up_proj"), up)
