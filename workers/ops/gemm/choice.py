@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.capability import Capability, num_multiprocessors
 from attention.ops.operation import Implementation, on_host
 from workers.ops.activation import silu_mul
-from workers.ops.gemm.tiles import INPUT_STEP, MAX_GATED_ROWS, gated_tiles, gated_width, one_row_bytes
+from workers.ops.gemm.tiles import INPUT_STEP, MAX_GATED_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
 from workers.ops.gemm.workspace import GEMMOptions
 
 _ROWS_HINT = 4  # rows for which oneDNN optimises its layout: those of a round
@@ -86,6 +86,14 @@ def _fills_waves(weight: Tensor, options: GEMMOptions) -> bool:
     return gated_tiles(MAX_GATED_ROWS, n, k) is not None and gated_width(n // 2) is not None
 
 
+def _fits_one_wave(weight: Tensor, options: GEMMOptions) -> bool:
+    """Whether clusters that share a tile of the weight fill one wave."""
+    n, k = weight.shape
+    if not _wants(False)(weight, options) or weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return split_width(n, k) is not None
+
+
 def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:
     is_large = weight.numel() >= _MIN_PACKED_WEIGHTS
     return options.workspace is None and weight.dtype == torch.float32 and is_large and bool(torch._C._has_mkldnn)
@@ -108,6 +116,13 @@ GEMMS = (
         lambda here: here.compiles_cuda,
         _fills_waves,
         "gated, 129 to 256 rows, 16 bits; fewer or smaller waves",
+    ),
+    Implementation(
+        "cuda",
+        "workers.ops.gemm.split_rows_cuda:SplitRowsGEMM",
+        lambda here: here.compiles_cuda,
+        _fits_one_wave,
+        "193 to 256 rows, 16 bits, many inputs; one wave",
     ),
     Implementation(
         "triton", "workers.ops.gemm.skinny_triton:SkinnyGEMM", lambda here: True, _wants(False), "up to 128 rows"

@@ -22,18 +22,6 @@ constexpr int CONSUMERS = 256, MOVERS = 128;
 constexpr int AT_ONCE = RT % 8 ? 2 : 4;  // tiles of 8 rows that a warp stores at once
 constexpr int ROW_TILES_AT_ONCE = 8;  // whose inputs stay in L2 while weights pass
 
-__device__ __forceinline__ void store_sums(float* to, float a, float b, float c, float d) {
-    asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-__device__ __forceinline__ float4 load_sums(const float* from) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(from)
-                 : "memory");
-    return v;
-}
-
 extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
     const __grid_constant__ TensorMap x, int all_rows, const char* __restrict__ codes,
     const char* __restrict__ scales, const char* __restrict__ zeros, const u16* __restrict__ bias,

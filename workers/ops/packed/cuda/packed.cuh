@@ -1,4 +1,4 @@
-// Device functions of all kernels in this folder and of `gated_rows.cu`: barriers, copies, shared memory, decoding.
+// Device functions of all kernels in this folder and of `workers/ops/gemm`: barriers, copies, shared memory, decoding.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -82,6 +82,18 @@ __device__ __forceinline__ float4 load_of(u32 from, u32 rank) {
         : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
         : "r"(from), "r"(rank)
         : "memory");
+    return v;
+}
+// Partial sums in device memory, which other programs store.
+__device__ __forceinline__ void store_sums(float* to, float a, float b, float c, float d) {
+    asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+__device__ __forceinline__ float4 load_sums(const float* from) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(from)
+                 : "memory");
     return v;
 }
 __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool first) {
