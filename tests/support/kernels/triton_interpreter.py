@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention.ops.operation import Operation
+from attention.ops.operation import OPERATIONS, Operation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
@@ -105,9 +105,16 @@ if INTERPRETED:
 @contextmanager
 def kernels_of_operations() -> Iterator[None]:
     """Operations run their Triton kernels on a CPU too, under the interpreter, so that layers are tested with them."""
-    known = Operation._known
-    Operation._known = lambda self, *_: tuple(each for each in self.implementations if each.name.startswith("triton"))  # type: ignore[method-assign]
+    serving = Operation.serving
+    Operation.serving = lambda self, _: tuple(each for each in self.implementations if each.name.startswith("triton"))  # type: ignore[method-assign]
+    _forget_choices()
     try:
         yield
     finally:
-        Operation._known = known  # type: ignore[method-assign]
+        Operation.serving = serving  # type: ignore[method-assign]
+        _forget_choices()
+
+
+def _forget_choices() -> None:
+    for each in OPERATIONS:
+        each._of_device.clear()
