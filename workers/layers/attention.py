@@ -100,11 +100,13 @@ class Attention(AttentionLayer):
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
         if not self.has_kv:
             return
+        kv: tuple[Tensor, ...]
         if self._projection_norms is None:
-            heads = self.qkv.keys_values(x).unflatten(1, (-1, self.head_dim))
+            stored = self.qkv.keys_values(x)
+            heads = stored.view(stored.shape[0], -1, self.head_dim)
             q, kv = heads[:, :0], (heads[:, : self.num_kv_heads], heads[:, -self.num_kv_heads :])
         else:
-            q, kv, _ = self._heads(x)
+            q, kv = self._heads(x)[:2]
         context.of_layer(self.layer).keep(self.layer, q, kv, angles, self.head_norms)
 
     def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
