@@ -221,6 +221,11 @@ def gpu_spec(speculative: SpeculativeConfig, decode: str, extend: str, draft: st
     return EngineSpec(worker, speculative, DraftAttention(extend=extend, decode=draft))
 
 
+def skip_without_library(names: tuple[str, ...]) -> None:
+    if {"flashinfer", "trtllm"} & set(names):
+        pytest.importorskip("flashinfer", reason="the extra aerie-serve[cuda] is not installed")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "speculative,names",
@@ -237,6 +242,7 @@ def gpu_spec(speculative: SpeculativeConfig, decode: str, extend: str, draft: st
 )
 def test_a_round_copies_nothing_to_the_host(speculative: SpeculativeConfig, names: tuple[str, str, str]) -> None:
     """A whole round, with CUDA's own check that nothing waits."""
+    skip_without_library(names)
     spec = gpu_spec(speculative, *names)
     worker = build_worker(spec, plan_engine(spec))
     with refuse_gpu_waits(), RefuseHostReads():
@@ -300,6 +306,7 @@ def test_combinations_answer_alike(known: list[Known], combination: str, kind: s
     speculative = CHAIN if kind == "chain" else TREE
     if kind == "tree" and names[4] == "trtllm":
         pytest.skip("refused: trtllm cannot draft trees")
+    skip_without_library(names)
     spec = gpu_spec(speculative, *names[1:2], *names[3:])
     worker = dataclasses.replace(spec.worker, attention=TargetAttention(*names[:2]), cuda_graphs=True)
     spec = EngineSpec(worker, speculative, DraftAttention(*names[2:]))
