@@ -78,20 +78,21 @@ def _fits_shared_memory(weight: Tensor, options: GEMMOptions) -> bool:
     return one_row_bytes(n, k, num_multiprocessors(weight.device)) is not None
 
 
+def _wants_halves(weight: Tensor, options: GEMMOptions) -> bool:
+    return _wants(False)(weight, options) and weight.dtype in (torch.bfloat16, torch.float16)
+
+
 def _fills_waves(weight: Tensor, options: GEMMOptions) -> bool:
     """Whether the weight may be G above U, for which wider tiles than those of Triton need less time."""
     n, k = weight.shape
-    if not _wants(False)(weight, options) or weight.dtype not in (torch.bfloat16, torch.float16) or n % 2:
+    if not _wants_halves(weight, options) or n % 2:
         return False
     return gated_tiles(MAX_GATED_ROWS, n, k) is not None and gated_width(n // 2) is not None
 
 
 def _fits_one_wave(weight: Tensor, options: GEMMOptions) -> bool:
     """Whether clusters that share a tile of the weight fill one wave."""
-    n, k = weight.shape
-    if not _wants(False)(weight, options) or weight.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return split_width(n, k) is not None
+    return _wants_halves(weight, options) and split_width(*weight.shape) is not None
 
 
 def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:
@@ -119,7 +120,7 @@ GEMMS = (
     ),
     Implementation(
         "cuda",
-        "workers.ops.gemm.split_rows_cuda:SplitRowsGEMM",
+        "workers.ops.gemm.split_k_cuda:SplitKGEMM",
         lambda here: here.compiles_cuda,
         _fits_one_wave,
         "193 to 256 rows, 16 bits, many inputs; one wave",

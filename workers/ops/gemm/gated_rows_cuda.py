@@ -3,27 +3,23 @@ than those of Triton. Chosen by `workers.ops.gemm.choice` where it needs less ti
 4,096 inputs 78 us for 91, 17,408 of 5,120 150 for 199)."""
 
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from attention.capability import Capability, num_multiprocessors
-from attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map, tensor_map_of
+from attention.ops.cuda_source import tensor_map, tensor_map_of
 from workers.ops.blocks import cdiv
 from workers.ops.gemm.skinny_triton import SkinnyGEMM
 from workers.ops.gemm.tiles import (
     INPUT_STEP,
     MAX_GATED_ROWS,
     fewest_gated_rows,
-    gated_stage_bytes,
-    gated_stages,
     gated_width,
 )
-from workers.ops.packed.cuda.source import joined, wgmma
+from workers.ops.gemm.wgmma_cuda import WgmmaKernel, fits
 
-_NAME, _THREADS = "gated_rows", 384
+KERNEL, _CLUSTER = WgmmaKernel("gated_rows", MAX_GATED_ROWS), (2, 1)
 
 
 def gated_rows(x: Tensor, weight: Tensor, width: int, out: Tensor) -> Tensor:
@@ -45,34 +41,8 @@ def gated_rows(x: Tensor, weight: Tensor, width: int, out: Tensor) -> Tensor:
     maps = tensor_map(x, 64, MAX_GATED_ROWS // 2), tensor_map_of(groups, (width // 16, 2, 8, 64))
     pairs = min(cdiv(cdiv(2 * n, width), 2), num_multiprocessors(x.device) // 2)
     early = Capability.of(x.device).supports_pdl
-    kernel = _kernel(x.get_device(), width, x.dtype == torch.float16)
-    kernel.launch([2 * pairs], (2, 1), early, *maps, out, rows, n, k // INPUT_STEP)
+    KERNEL.on(x, width).launch([2 * pairs], _CLUSTER, early, *maps, out, rows, n, k // INPUT_STEP)
     return out
-
-
-def fits(x: Tensor) -> bool:
-    """Whether a tensor map of x can be made."""
-    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-
-
-@cache
-def source(width: int, half: bool) -> str:
-    return joined(Path(__file__).parent / f"{_NAME}.cu", generated=wgmma(width, half, in_registers=False))
-
-
-def defines(width: int, half: bool) -> tuple[tuple[str, int], ...]:
-    """Return the macros of the kernel."""
-    stages, shared_bytes = gated_stages(width), _shared_bytes(width)
-    return ("WIDTH", width), ("STAGES", stages), ("HALF", int(half)), ("SHARED_BYTES", shared_bytes)
-
-
-def _shared_bytes(width: int) -> int:
-    return gated_stages(width) * gated_stage_bytes(width)
-
-
-@cache
-def _kernel(device: int, width: int, half: bool) -> Kernel:
-    return load(device, source(width, half), _NAME, defines(width, half), _THREADS, _shared_bytes(width))
 
 
 @dataclass(frozen=True)
@@ -80,10 +50,7 @@ class GatedRowsGEMM(SkinnyGEMM):
     """`SkinnyGEMM`, but gated products of `fewest_gated_rows` to 256 rows are computed by `gated_rows`."""
 
     def __post_init__(self) -> None:
-        width, half = self._width(), self.weight.dtype == torch.float16
-        compute = Capability.of(self.weight.device).compute
-        assert compute is not None, "chosen for a Hopper GPU"
-        compile_ahead(source(width, half), defines(width, half), compute)
+        KERNEL.compile_ahead(self.weight, self._width())
 
     def _width(self) -> int:
         width = gated_width(self.weight.shape[0] // 2)

@@ -12,10 +12,10 @@ MAX_GATED_ROWS = 256  # higher, because gated products save a kernel
 INPUT_STEP = 64  # divisor of K of all weights with tiles
 MAX_GATED_WIDTH = 192  # rows of W in a tile of `gated_rows_cuda`: two sums per thread and row are in registers
 MIN_GATED_WIDTH = 96  # narrower tiles would read x from L2 for longer than they multiply
-MIN_SPLIT_WIDTH, MAX_SPLIT_WIDTH = 96, 256  # outputs of a tile of `split_rows_cuda`
+MIN_SPLIT_WIDTH, MAX_SPLIT_WIDTH = 96, 256  # outputs of a tile of `split_k_cuda`
 MIN_SPLIT_INPUTS = 8192  # measured with 4,096 and 12,288
 SPLIT_FLAGS = 16  # of a tile: two programs of eight warps
-MIN_SPLIT_ROWS = 193  # fewer take `split_rows_cuda` as long as 256: 160 rows 47.5 us for 35.8
+MIN_SPLIT_ROWS = 193  # fewer take `split_k_cuda` as long as 256: 160 rows 47.5 us for 35.8
 FIXED_ROWS = 64  # per launch of `fixed_rows`
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
@@ -104,33 +104,23 @@ def fewest_gated_rows(width: int) -> int:
     return MAX_ROWS + 1 if width >= 128 else 193
 
 
-def gated_stages(width: int) -> int:
-    """Return how many stages of 64 inputs of 256 rows of x and `width` rows of W fit in shared memory."""
-    return min(8, SHARED_BYTES // gated_stage_bytes(width))
-
-
-def gated_stage_bytes(width: int) -> int:
-    """Return the shared memory of one stage: inputs of 2 bytes, and two barriers."""
-    return (MAX_GATED_ROWS + width) * INPUT_STEP * 2 + 16
-
-
 @cache
 def split_width(n: int, k: int) -> int | None:
-    """Return the outputs of a tile of `split_rows_cuda` for a weight [n, k]; None if it is not served. Four programs
+    """Return the outputs of a tile of `split_k_cuda` for a weight [n, k]; None if it is not served. Four programs
     share a tile, and all tiles are in one wave. With few inputs, exchanging sums takes longer than cuBLAS."""
     width = cdiv(cdiv(n, MULTIPROCESSORS // 4), 16) * 16
     served = n % 8 == 0 and k >= MIN_SPLIT_INPUTS and k % INPUT_STEP == 0
     return width if served and MIN_SPLIT_WIDTH <= width <= MAX_SPLIT_WIDTH else None
 
 
-def split_stages(width: int) -> int:
-    """Return how many stages of 64 inputs of 128 rows of x and `width` rows of W fit in shared memory."""
-    return min(8, SHARED_BYTES // split_stage_bytes(width))
+def wgmma_stages(rows: int, width: int) -> int:
+    """Return how many stages of `wgmma_cuda` fit in shared memory: 64 inputs of `rows` rows of x, `width` of W."""
+    return min(8, SHARED_BYTES // stage_bytes(rows, width))
 
 
-def split_stage_bytes(width: int) -> int:
+def stage_bytes(rows: int, width: int) -> int:
     """Return the shared memory of one stage: inputs of 2 bytes, and two barriers."""
-    return (MAX_GATED_ROWS // 2 + width) * INPUT_STEP * 2 + 16
+    return (rows + width) * INPUT_STEP * 2 + 16
 
 
 def one_row_bytes(n: int, k: int, blocks: int) -> int | None:

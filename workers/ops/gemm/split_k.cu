@@ -1,4 +1,4 @@
-// y = x W^T + b for up to 256 rows and 16-bit weights. `split_rows_cuda` compiles it, and generates the device function
+// y = x W^T + b for up to 256 rows and 16-bit weights. `split_k_cuda` compiles it, and generates the device function
 // `wgmma`.
 //
 // Macros: WIDTH: outputs of a tile, a multiple of 16. STAGES: of 64 inputs. HALF: float16, else bfloat16. SHARED_BYTES.
@@ -12,7 +12,7 @@ constexpr int X = 128 * 128, STAGE = X + WIDTH * 128, BARRIERS = STAGES * STAGE,
 static_assert(WIDTH % 16 == 0 && SHARED_BYTES >= BARRIERS + 16 * STAGES, "tiles.py");
 constexpr int CONSUMERS = 256, MOVERS = 128;
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) split_rows(
+extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) split_k(
     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* __restrict__ bias,
     u16* __restrict__ out, float* __restrict__ part, u32* __restrict__ flags, int rows, int n, int all_steps) {
     extern __shared__ __align__(1024) char memory[];

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from attention.capability import Capability  # noqa: E402
 from workers.ops.gemm.choice import choose_gemm  # noqa: E402
-from workers.ops.gemm.split_rows_cuda import SplitRowsGEMM, split_rows  # noqa: E402
+from workers.ops.gemm.split_k_cuda import SplitKGEMM, split_k  # noqa: E402
 from workers.ops.gemm.tiles import split_width  # noqa: E402
 from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 
@@ -46,8 +46,8 @@ def test_products_of_models_are_those_of_float64(n: int, k: int, dtype: torch.dt
     for rows in (193, 256):
         x = torch.randn(rows, k, device=DEVICE).to(dtype)
         out = torch.full((rows, n), float("nan"), dtype=dtype, device=DEVICE)
-        check(x, weight, None, split_rows(x, weight, None, space, width, out))
-        assert torch.equal(out, split_rows(x, weight, None, space, width, torch.empty_like(out))), "other bits"
+        check(x, weight, None, split_k(x, weight, None, space, width, out))
+        assert torch.equal(out, split_k(x, weight, None, space, width, torch.empty_like(out))), "other bits"
     assert not bool(space.tickets.any()), "left for the next launch"
 
 
@@ -60,7 +60,7 @@ def test_tiles_that_are_not_full_store_only_their_part(width: int, n: int, k: in
     for rows in (1, 129, 200, 255):
         x = torch.randn(rows, 2 * k, device=DEVICE).to(dtype)[:, :k]
         memory = torch.full((rows + 1, n), 7.0, dtype=dtype, device=DEVICE)
-        check(x, weight, bias, split_rows(x, weight, bias, workspace(n), width, memory[:rows]))
+        check(x, weight, bias, split_k(x, weight, bias, workspace(n), width, memory[:rows]))
         assert bool((memory[rows] == 7.0).all()), "written past the last row"
 
 
@@ -73,7 +73,7 @@ def test_launches_in_a_graph_wait_for_one_another() -> None:
     def products() -> list[Tensor]:
         found = [x]
         for weight in weights:
-            found.append(split_rows(found[-1], weight, None, space, width, torch.empty_like(x)))
+            found.append(split_k(found[-1], weight, None, space, width, torch.empty_like(x)))
         return found
 
     expected = products()
@@ -91,7 +91,7 @@ def test_only_its_rows_are_multiplied_by_the_kernel() -> None:
     n, k = 4096, 8192
     weight, bias = weight_of(n, k, torch.bfloat16), torch.randn(n, device=DEVICE).bfloat16()
     gemm = choose_gemm(weight, GEMMOptions(Workspace.create([(n, k)], DEVICE)))
-    assert isinstance(gemm, SplitRowsGEMM)
+    assert isinstance(gemm, SplitKGEMM)
     for rows in (1, 128, 192, 193, 256, 257):
         x = torch.randn(rows, k, device=DEVICE).bfloat16()
         out = torch.empty(rows, n, device=DEVICE, dtype=torch.bfloat16)

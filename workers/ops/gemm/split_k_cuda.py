@@ -1,33 +1,29 @@
-"""y = x W^T + b for 193 to 256 rows, by `split_rows.cu`: two clusters share a tile by inputs, and one of them adds both
-sums, where cuBLAS needs a second kernel. Chosen by `workers.ops.gemm.choice` for weights of many inputs whose tiles
-fill one wave (H200, 256 rows, 4,096 outputs of 12,288 inputs: 46.4 us for 48.5)."""
+"""y = x W^T + b for 193 to 256 rows, by `split_k.cu`: two clusters have half of a tile's inputs each (split K), and
+one of them adds both sums, where cuBLAS needs a second kernel. Chosen by `workers.ops.gemm.choice` for weights of many
+inputs whose tiles fill one wave (H200, 256 rows, 4,096 outputs of 12,288 inputs: 46.4 us for 48.5)."""
 
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from attention.capability import Capability
-from attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map
+from attention.ops.cuda_source import tensor_map
 from workers.ops.blocks import cdiv
 from workers.ops.gemm.skinny_triton import SkinnyGEMM
 from workers.ops.gemm.tiles import (
     INPUT_STEP,
     MAX_GATED_ROWS,
     MIN_SPLIT_ROWS,
-    split_stage_bytes,
-    split_stages,
     split_width,
 )
+from workers.ops.gemm.wgmma_cuda import WgmmaKernel, fits
 from workers.ops.gemm.workspace import Workspace
-from workers.ops.packed.cuda.source import joined, wgmma
 
-_NAME, _THREADS, _CLUSTER = "split_rows", 384, (2, 1)
+KERNEL, _CLUSTER = WgmmaKernel("split_k", MAX_GATED_ROWS // 2), (2, 1)
 
 
-def split_rows(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, width: int, out: Tensor) -> Tensor:
+def split_k(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, width: int, out: Tensor) -> Tensor:
     """Write x W^T + b to `out`.
 
     x: [rows, K] bfloat16 or float16, 1 to 256 rows, last stride 1, rows at multiples of 16 bytes, K a multiple of 64,
@@ -47,8 +43,7 @@ def split_rows(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Worksp
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     maps = tensor_map(x, 64, MAX_GATED_ROWS // 2), tensor_map(weight, 64, width // 2)
     early = Capability.of(x.device).supports_pdl
-    kernel = _kernel(x.get_device(), width, x.dtype == torch.float16)
-    kernel.launch(
+    KERNEL.on(x, width).launch(
         [4 * cdiv(n, width)],
         _CLUSTER,
         early,
@@ -64,44 +59,12 @@ def split_rows(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Worksp
     return out
 
 
-def fits(x: Tensor) -> bool:
-    """Whether a tensor map of x can be made."""
-    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-
-
-@cache
-def source(width: int, half: bool) -> str:
-    return joined(Path(__file__).parent / f"{_NAME}.cu", generated=wgmma(width, half, in_registers=False))
-
-
-def defines(width: int, half: bool) -> tuple[tuple[str, int], ...]:
-    """Return the macros of the kernel."""
-    return (
-        ("WIDTH", width),
-        ("STAGES", split_stages(width)),
-        ("HALF", int(half)),
-        ("SHARED_BYTES", _shared_bytes(width)),
-    )
-
-
-def _shared_bytes(width: int) -> int:
-    return split_stages(width) * split_stage_bytes(width)
-
-
-@cache
-def _kernel(device: int, width: int, half: bool) -> Kernel:
-    return load(device, source(width, half), _NAME, defines(width, half), _THREADS, _shared_bytes(width))
-
-
 @dataclass(frozen=True)
-class SplitRowsGEMM(SkinnyGEMM):
-    """`SkinnyGEMM`, but 193 to 256 rows are multiplied by `split_rows`."""
+class SplitKGEMM(SkinnyGEMM):
+    """`SkinnyGEMM`, but 193 to 256 rows are multiplied by `split_k`."""
 
     def __post_init__(self) -> None:
-        width, half = self._width(), self.weight.dtype == torch.float16
-        compute = Capability.of(self.weight.device).compute
-        assert compute is not None, "chosen for a Hopper GPU"
-        compile_ahead(source(width, half), defines(width, half), compute)
+        KERNEL.compile_ahead(self.weight, self._width())
 
     def _width(self) -> int:
         width = split_width(*self.weight.shape)
@@ -114,4 +77,4 @@ class SplitRowsGEMM(SkinnyGEMM):
             return super().multiply(x, bias, out)
         if out is None:
             out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=x.dtype, device=x.device)
-        return split_rows(x, self.weight, bias, self.workspace, self._width(), out)
+        return split_k(x, self.weight, bias, self.workspace, self._width(), out)

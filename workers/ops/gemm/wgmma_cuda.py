@@ -1,0 +1,61 @@
+"""What the CUDA kernels for up to 256 rows have in common (`gated_rows.cu`, `split_k.cu`): both multiply tiles of free
+width by wgmma, and keep stages of 64 inputs in shared memory."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention.capability import Capability
+from attention.ops.cuda_source import Kernel, compile_ahead, load
+from workers.ops.gemm.tiles import stage_bytes, wgmma_stages
+from workers.ops.packed.cuda.source import joined, wgmma
+
+_THREADS = 384
+
+
+@dataclass(frozen=True)
+class WgmmaKernel:
+    """name: of the kernel and its file. rows: of x in a program's shared memory. `width`: rows of W in a tile."""
+
+    name: str
+    rows: int
+
+    def source(self, width: int, half: bool) -> str:
+        """half: float16, else bfloat16."""
+        return joined(Path(__file__).parent / f"{self.name}.cu", generated=wgmma(width, half, in_registers=False))
+
+    def defines(self, width: int, half: bool) -> tuple[tuple[str, int], ...]:
+        """Return the macros."""
+        return (
+            ("WIDTH", width),
+            ("STAGES", wgmma_stages(self.rows, width)),
+            ("HALF", int(half)),
+            ("SHARED_BYTES", self._shared_bytes(width)),
+        )
+
+    def compile_ahead(self, weight: Tensor, width: int) -> None:
+        """Compile the kernel for a weight on a Hopper GPU. Does not wait."""
+        compute, half = Capability.of(weight.device).compute, weight.dtype == torch.float16
+        assert compute is not None, "chosen for a Hopper GPU"
+        compile_ahead(self.source(width, half), self.defines(width, half), compute)
+
+    def on(self, x: Tensor, width: int) -> Kernel:
+        """Return the kernel for the device and dtype of x."""
+        return _loaded(self, x.get_device(), width, x.dtype == torch.float16)
+
+    def _shared_bytes(self, width: int) -> int:
+        return wgmma_stages(self.rows, width) * stage_bytes(self.rows, width)
+
+
+@cache
+def _loaded(kernel: WgmmaKernel, device: int, width: int, half: bool) -> Kernel:
+    source, defines = kernel.source(width, half), kernel.defines(width, half)
+    return load(device, source, kernel.name, defines, _THREADS, kernel._shared_bytes(width))
+
+
+def fits(x: Tensor) -> bool:
+    """Whether a tensor map of x can be made."""
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
