@@ -1,6 +1,6 @@
 """From HTTP to ranks, on Ray. The only folder, with `deploy`, that imports Ray.
 
-From the bottom up; each imports only the ones above it (tests/cluster/test_rooms.py):
+Lowest layer first; each module imports only earlier ones (tests/cluster/test_rooms.py):
 
     linux        Linux settings of a process
     environment  the environment variables of a process

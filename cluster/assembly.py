@@ -21,14 +21,14 @@ from workers.runner.graphs.kernel_compilation import compile_processes, hash_com
 
 
 def engine_spec(config: AerieConfig | RankPlan) -> EngineSpec:
-    """Return one engine's specification for the floors below."""
+    """Return one engine's specification, as `workers` and `speculative` take it."""
     return EngineSpec(config.worker, config.speculative, config.draft_attention)
 
 
 class RankBuilder:
-    """One rank, before it is built and after: target, draft, KV pools and decoding on one device.
+    """One rank, with target, draft, KV pools and decoding on one device. `build` builds it.
 
-    device_name: name of its device, for the operator.
+    device_name: name of its device, for reports.
     """
 
     def __init__(self, plan: RankPlan, rank: int, compilers: CompileProcesses | None = None) -> None:

@@ -39,11 +39,11 @@ def check_checkpoints(config: AerieConfig, need_weights: bool = True) -> int:
 def check_device(
     config: AerieConfig, device: Literal["cpu", "cuda"], capability: tuple[int, int] | None = None, here: bool = False
 ) -> None:
-    """Raise ConfigError if an engine cannot start on a device, because of attention backends that do not support their
-    mode, model or draft, or because of needs of `deterministic` or of experts.
+    """Raise ConfigError if an engine cannot start on a device: an attention backend does not support its mode, model or
+    draft, or the device does not support `deterministic` or the experts.
 
     capability: of the GPUs; None if unknown.
-    here: whether they are this machine's; then installed packages are checked, too."""
+    here: whether the GPUs are in this machine; then installed packages are checked, too."""
     try:
         build.check_device(engine_spec(config), _engine(config), Capability(device, capability), here)
     except ValueError as error:
@@ -62,8 +62,8 @@ def _engine(config: AerieConfig) -> EnginePlan:
 
 
 def _check_tokenizer(path: str, num_embedded: int) -> None:
-    """Raise ValueError if the tokenizer has tokens without an embedding in the target: one in a prompt would end the
-    worker."""
+    """Raise ValueError if the tokenizer has tokens without an embedding in the target: such a token in a prompt would
+    crash the worker."""
     known = ChatTokenizer.from_folder(path).vocab_size
     if known > num_embedded:
         raise ValueError(

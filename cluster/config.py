@@ -34,8 +34,8 @@ class EngineConfig:
     """Limits by which an engine is watched and restarted.
 
     on_worker_loss: `resume`: running requests continue after a worker's death; `error`: they end.
-    max_resumes: how often a request is resumed; once if each time its step hung or crashed.
-    start_timeout_s: from placed to ready.
+    max_resumes: how often a request is resumed; at most once if its own step hung or crashed.
+    start_timeout_s: time from placement to readiness.
     step_timeout_s: a longer step counts as hung.
     queue_timeout_s: longest wait for a first step, measured or expected; longer ones get 429.
     drain_timeout_s: time for running requests at shutdown.
@@ -72,9 +72,9 @@ class EngineConfig:
 class IngressConfig(EdgeConfig):
     """The HTTP ingresses; `EdgeConfig` has the other keys.
 
-    num_replicas: ingresses; auto: 2 where the cluster has 8 cores, so that one may die, else 1.
-    routing: choice of the engine: `first_token`: earliest expected first token, by cached prefixes, pending prompts and
-        speed; `least_loaded`: fewest requests.
+    num_replicas: ingresses; auto: 2 on clusters of 8 or more cores, so that one may die, else 1.
+    routing: choice of the engine. `first_token`: earliest expected first token, from cached prefixes, pending prompts
+        and speed; `least_loaded`: fewest requests.
     """
 
     num_replicas: int | Literal["auto"] = "auto"
@@ -92,8 +92,8 @@ class AerieConfig(BaseModel):
 
     deterministic: on a GPU, an answer depends on its request alone, not on speculation, batch or cache; prompts are
         slower (`workers.runner.deterministic`).
-    log_format: `json`: processes log JSON objects, one a line on stderr, with the client's `X-Request-Id`, and one for
-        each request that ends (path, status, reason, seconds). The start's output stays text.
+    log_format: `json`: processes log JSON objects, one per line on stderr, with the client's `X-Request-Id`. Each
+        finished request is logged with path, status, reason and seconds. The output of the start stays text.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -119,7 +119,7 @@ class AerieConfig(BaseModel):
 
     @property
     def worker(self) -> WorkerConfig:
-        """The part for the floors below `cluster`."""
+        """The part of the configuration that ranks need."""
         return WorkerConfig(
             model=self.model,
             cache=self.cache,
@@ -252,5 +252,5 @@ def _sentences(faults: Iterable[Any]) -> Iterator[str]:
 
 
 def _is_type(part: str) -> bool:
-    """Whether this part of a fault's path is the name of a type."""
+    """Return whether this part of a fault's path is the name of a type."""
     return part in ("int", "float") or part.startswith("literal[")

@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 NO_HOME = Path(os.devnull) / "home"  # cannot be made
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h; so are the next
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h, like the next ones
 _PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
 _PR_SET_CHILD_SUBREAPER = 36
 _NICENESS = 10
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # numbers of the system call; libc has no function for it
-_SHORTEST_SLICE_NS = 100_000  # that Linux takes
+_SHORTEST_SLICE_NS = 100_000  # minimum that Linux accepts
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-_MMAP_THRESHOLD_BYTES = 32 << 20  # that glibc takes at most
-_TOP_PAD_BYTES = 256 << 20  # by which the heap grows at least; pages count as memory once they are written
+_MMAP_THRESHOLD_BYTES = 32 << 20  # maximum that glibc accepts
+_TOP_PAD_BYTES = 256 << 20  # minimum growth of the heap; pages use memory only once they are written
 _MAX_ROOM = 1 << 16  # entries of the file table from the start; 8 bytes each
 
 
@@ -68,9 +68,9 @@ def use_short_time_slice() -> None:
     """Let this thread, and those that it starts, run as soon as they wake, by asking for the shortest time slice. Its
     share of the cores stays the same.
 
-    Since 6.12, Linux stops a running thread for one that wakes and has a shorter time slice; otherwise the running
-    thread keeps the core until a timer tick (1 to 10 ms). Between equals, a rank that waits for another by short sleeps
-    loses that time up to a hundred times in a step. Older versions ignore the time slice.
+    Since 6.12, a thread that wakes preempts a running thread with a longer time slice; otherwise the running thread
+    keeps the core until a timer tick (1 to 10 ms). A rank that polls another rank with short sleeps would lose that
+    time up to a hundred times in a step. Older versions ignore the time slice.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform == "linux" and number is not None:
@@ -102,9 +102,9 @@ def keep_freed_memory() -> None:
     """Let the C allocator keep memory that is freed until `trim_heap`, if the library can (glibc).
 
     By default it returns the end of the heap, and blocks above some size, to the system as soon as they are free, and
-    asks for them again: in steps on a CPU up to 2,000 page faults each. Each time Linux changes the process's memory
-    areas, and waits for whoever reads them. Such a reader was seen to hold back a step for 0.6 and 1.1 s on a machine
-    whose cores were busy: the kernel's thread that looks for idle pages (DAMON) had no core.
+    asks for them again: in steps on a CPU up to 2,000 page faults each. Each time, Linux changes the process's memory
+    map, and waits for readers of that map. On a machine whose cores were busy, one reader (DAMON, the kernel thread
+    that looks for idle pages) delayed a step by 0.6 and 1.1 s, because it had no core.
     """
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is not None:

@@ -12,7 +12,7 @@ from typing import Literal, TextIO
 
 OURS = ("attention", "workers", "speculative", "cluster", "deploy")  # packages whose loggers are set up
 _FIELDS = "fields"
-MARK = "aerie| "  # start of each line for the operator
+MARK = "aerie| "  # prefix of each line for the operator
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # valid request ids of clients
 # The client's id of the request in the current task; "" outside of requests.

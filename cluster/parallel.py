@@ -11,7 +11,7 @@ class ReplicasConfig:
     """A range of engines, by load (`cluster.replica.scaling`).
 
     min, max: engines.
-    up_after_s, down_after_s: time for which the load must require more, or fewer.
+    up_after_s, down_after_s: how long the load must require more, or fewer, before engines are added or removed.
     """
 
     min: int
@@ -37,8 +37,8 @@ class ParallelConfig:
     tensor_parallel: ranks of one engine, each with one GPU or one CPU process.
     expert_parallel: each rank of a mixture of experts holds some experts whole, instead of a slice of each.
     replicas: engines; or a range by load: `{min: 1, max: 4, up_after_s: 10, down_after_s: 300}`.
-    strategy: placement of an engine's ranks: `STRICT_PACK` on one node, `PACK` on as few as fit, `STRICT_SPREAD` each
-        on its own; auto: `STRICT_PACK` if all engines fit so, else `PACK`.
+    strategy: placement of an engine's ranks: `STRICT_PACK` on one node, `PACK` on as few nodes as possible,
+        `STRICT_SPREAD` each on its own; auto: `STRICT_PACK` if all engines fit so, else `PACK`.
     autoscaling: an engine that does not fit waits for new nodes.
     """
 

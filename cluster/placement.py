@@ -158,7 +158,7 @@ def _count_engines(
     strategy: str,
     nodes: Sequence[NodeResources],
 ) -> int:
-    """Return the number of engines that fit on empty nodes: first fit; with STRICT_SPREAD the nodes with most room
+    """Return the number of engines that fit on empty nodes, by first fit; with STRICT_SPREAD, the emptiest nodes come
     first."""
     free = [[node.cpus, node.gpus] for node in nodes]
     whole = [sum(bundle.get(key, 0.0) for bundle in bundles) for key in ("CPU", "GPU")]

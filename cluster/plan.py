@@ -1,4 +1,4 @@
-"""`Plan`: a resolved application, as far as it is known before its processes start.
+"""`Plan`: the resolved configuration of an application, as far as it is known before its processes start.
 
 Sizes that depend on checkpoints and device memory are in `workers.engine_layout.EngineLayout`; the parser of answers is
 chosen when the ingress has read the chat template. Only `resolve` reads `engine.spare_workers` and
@@ -59,7 +59,7 @@ class ReplicaPlan:
     """The plan of one engine: its ranks and their supervision.
 
     has_spare_workers: whether a spare process waits for each rank.
-    one_node: all of the application runs on one node.
+    one_node: whether the whole application runs on one node.
     """
 
     rank: RankPlan

@@ -68,7 +68,8 @@ class CoordinatorHealth:
 
 
 class CoordinatorLoop:
-    """State and steps of the loop; `cluster.coordinator.coordinator.Coordinator` describes each."""
+    """State and steps of the loop; `cluster.coordinator.coordinator.Coordinator` documents the methods of the same
+    names."""
 
     def __init__(
         self,
@@ -109,8 +110,8 @@ class CoordinatorLoop:
     def turn(self) -> None:
         """Wait for an event, then do all work that is possible.
 
-        The next plan is sent before the last result's tokens, because ranks wait for it. The wait ends at the next
-        housekeeping or the time to send a plan."""
+        The next plan is sent before the last result's tokens, because ranks wait for it. The wait ends when periodic
+        work or a delayed plan is due."""
         due_s = min(self._housekeeping_due_s, self._plan_due_s, self.streams.states.due_s)
         self.reactor.turn(max(0.0, due_s - self._clock()))
         if self.is_stopping:

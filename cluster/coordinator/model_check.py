@@ -18,7 +18,7 @@ FAULT = "the model's logits are NaN or infinite whatever it is asked: its weight
 
 
 class ModelCheck:
-    """The engine's own requests of one token. fault: why all requests would fail, or ""."""
+    """Sends the engine's own requests of one token. fault: why all requests would fail, or ""."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.fault = ""

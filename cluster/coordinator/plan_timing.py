@@ -1,8 +1,7 @@
 """Decides when the next plan is sent: just before the running step ends. Pure; used by `cluster.coordinator.loop`.
 
-A plan that is sent early waits at the ranks for a whole step, and requests that arrive meanwhile are only in the plan
-after it. A plan that is sent late leaves the device idle. So the plan is held until shortly before the expected end of
-the running step.
+A plan that is sent early waits at the ranks for a whole step, and requests that arrive in that time miss it. A plan
+that is sent late leaves the device idle. So the plan is held until shortly before the expected end of the running step.
 """
 
 import math
@@ -11,10 +10,10 @@ from dataclasses import dataclass
 
 from workers.scheduling.timing.step import Prediction
 
-LEAD_S = 0.002  # a plan should reach rank 0 so long before the previous step ends: on a GPU it takes 1.3 ms to launch
+LEAD_S = 0.002  # a plan should reach rank 0 this long before the previous step ends: a GPU launch takes 1.3 ms
 FIRST_MARGIN_S = 0.0025
 MIN_MARGIN_S = 0.0005
-_MAX_CORRECTION_S = 0.001  # per result, because other delays than the plan's are possible
+_MAX_CORRECTION_S = 0.001  # per result, because the delay may have other causes than the plan
 _RELAXING = 0.02  # share of the spare time by which the margin shrinks; it converges within a quarter of a second
 
 
@@ -30,10 +29,10 @@ class PlanTiming:
     """Delays a plan while the previous one runs. All times are seconds of one clock.
 
     `StepTime` predicts the end of the running step, less one standard deviation: a late plan leaves the device idle, an
-    early one only lacks later requests. The margin before the end is learned: rank 0 reports how long a plan was there
-    when its step ended, which shows how long before the end of the previous step it came. If it came too late, the
-    margin grows by the missing time, else it shrinks slowly. With `max_in_flight` plans none may be sent; without a
-    prediction a plan is sent at once.
+    early one only misses later requests. The margin before that end is learned from rank 0's reports of how long before
+    the end of the previous step each plan arrived. If it was too late, the margin grows by the missing time, else it
+    shrinks slowly. No plan is sent while `max_in_flight` plans are in flight. Without a prediction, a plan is sent at
+    once.
 
     margin_s: time before the predicted end at which a plan is sent.
     """

@@ -18,8 +18,8 @@ class Stream:
     ingress: the request's connection.
     running_stats, token_origins: as in `GenerateRequest`.
     queued_s: time of queueing; infinity for requests that have run or are resumed, which may wait without limit.
-    num_resumes: number of its lost worker groups.
-    num_crashes: steps with it that hung or crashed, here or elsewhere.
+    num_resumes: number of worker groups that the request has lost.
+    num_crashes: steps with the request that hung or crashed, on any engine.
     """
 
     request_id: str
@@ -67,7 +67,7 @@ class TokenPublisher:
         stream.ingress.deltas.append(delta)
 
     def put_taken(self, stream: Stream) -> None:
-        """Report with the next `flush` that a request is queued. Without this its ingress would try another engine."""
+        """Report with the next `flush` that a request is queued, so that its ingress does not try another engine."""
         stream.ingress.deltas.append(TokenDelta(request_id=stream.request_id, tokens=()))
 
     def put_crashes(self, stream: Stream) -> None:

@@ -34,8 +34,8 @@ _MAX_MESSAGES_PER_TURN = 64  # so that many new requests do not delay running on
 
 
 class RequestStreams:
-    """The streams of all accepted requests. A stream exists until its end was sent to the ingress; exactly one end is
-    sent. If an ingress disconnects or does not read, all its requests are aborted.
+    """The streams of all accepted requests. Each stream sends exactly one end to its ingress, and exists until then. If
+    an ingress disconnects or does not read, all its requests are aborted.
 
     is_draining: set it to refuse new requests.
     is_leaving: also set it if another engine replaces this one.
@@ -98,8 +98,8 @@ class RequestStreams:
     def lost_workers(
         self, requests: Sequence[Request], blamed: Sequence[Request], max_resumes: int, reason: str
     ) -> None:
-        """Resume or end `requests` of a lost worker group. Those that were resumed `max_resumes` times end with an
-        error, as do those of `blamed` with an earlier hung or crashed step."""
+        """Resume or end `requests` of a lost worker group. Requests that were resumed `max_resumes` times end with an
+        error, and so do requests in `blamed` that were in a hung or crashed step before."""
         suspects = {request.request_id for request in blamed}
         if suspects:
             logger.warning("the step that hung or crashed ran requests %s", ", ".join(sorted(suspects)))
@@ -226,8 +226,8 @@ class RequestStreams:
             self._ingress_lost(ingress, reason)
 
     def _ingress_lost(self, ingress: IngressLink, reason: str) -> None:
-        """Abort the requests of an ingress, because messages to it were lost. If it still runs, the number of its next
-        state tells it."""
+        """Abort the requests of an ingress, because messages to it were lost. If it still runs, it notices the loss by
+        the number of its next state message."""
         if ingress.is_gone:
             self.states.forget(ingress)
         lost = [stream.request_id for stream in self._streams.values() if stream.ingress is ingress]

@@ -14,11 +14,11 @@ from workers.scheduling.scheduler import Scheduler
 
 PERIOD_S = 0.05
 MAX_DIGESTS = 2048
-MAX_ADVERTISED_PAGES = 8192  # bound on an ingress's memory per engine; of more pages every 2nd, 4th ... is advertised
+MAX_ADVERTISED_PAGES = 8192  # bound on an ingress's memory per engine; beyond it, every 2nd, 4th ... page
 
 
 class _Subscriber:
-    """unsent: changed digests; whether each is cached."""
+    """unsent: changed digests, and whether each is cached now."""
 
     def __init__(self, unsent: dict[bytes, bool]) -> None:
         self.num_received = 0
@@ -26,7 +26,7 @@ class _Subscriber:
 
 
 class StatePublisher:
-    """due_s: clock time of the next `publish`; infinity without a change.
+    """Publishes one engine's state. due_s: clock time of the next `publish`; infinity without a change.
     send: sends a message to a subscriber; may call `forget`.
     """
 

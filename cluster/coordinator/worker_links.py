@@ -13,7 +13,7 @@ from workers.scheduling.plan import StepPlan, StepResult
 IDLE_HEARTBEAT_LIMIT_S = 10.0  # maximum time between heartbeats of an idle rank, which sends one every half second
 HUNG_S = 4.0  # minimum time of a step that counts as hung, if it is also HUNG_RATIO times the longest one
 HUNG_RATIO = 3.0
-SILENT_S = 3.0  # after so long, requests would not reach the rank
+SILENT_S = 3.0  # silence after which requests are assumed not to reach the rank
 PUNCTUAL_S = 2.0  # between two checks: after a longer pause of this process, messages may still be unread
 
 

@@ -4,7 +4,7 @@ app            the application: all routes
 config         configuration of one ingress
 middleware     request ids, access, and a last handler of exceptions
 keys           API keys as digests
-origins        hosts and origins that are answered without keys
+origins        hosts and origins that need no API key
 sending        replies to HEAD and to HTTP/1.0
 routes         the routes, one module per group
 endpoint       one route: its schemas and its handler
@@ -21,8 +21,8 @@ thinking_budget  ends an answer's thinking after a number of tokens
 prompt_scores  log-probabilities of a prompt
 answer         turns token deltas into text, cut at stop strings
 parsers        separates content, reasoning and tool calls
-replies        documents and stream events, one module per form
-errors         every error that a client can see
+replies        documents and stream events, one module per API
+errors         every error that a client can get
 tracing        a span per generation request
 counts         how the requests of one ingress ended
 metrics        /metrics, Prometheus' text

@@ -34,7 +34,7 @@ class Admission:
         self.num_bytes = 0
 
     def check(self, num_generations: int = 1, num_bytes: int = 0) -> None:
-        """Raise ApiError if so much would not be admitted now, before a request is read."""
+        """Raise ApiError if this load would not be admitted now. Called before a request is read."""
         if self.draining:
             raise unavailable("The server is shutting down; another one will answer", self._retry_after_s)
         if self.num_active + num_generations > self._max_generations:
@@ -46,7 +46,7 @@ class Admission:
 
     @contextmanager
     def enter(self, num_generations: int, num_tokens: int = 0) -> Iterator[None]:
-        """Reserve room for generations with so many prompt tokens in all. Raises ApiError."""
+        """Reserve room for generations with `num_tokens` prompt tokens in all. Raises ApiError."""
         num_bytes = num_generations * STREAM_BYTES + num_tokens * TOKEN_BYTES
         self.check(num_generations, num_bytes)
         self.num_active += num_generations

@@ -34,7 +34,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     offsets: start of each token's text in the answer's text.
     texts, drafted: each token's text, including the marks of reasoning and calls, and whether it was an accepted draft;
         empty unless the request asks for token origins.
-    finish: with the last piece.
+    finish: finish reason; set in the last piece.
     stop_reason: the stop string or the stop token's id; None for end of sequence.
     """
 
@@ -51,7 +51,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 class Answer:
     """A choice while it is generated.
 
-    include_stop: show the stop string or the stop token's text, too.
+    include_stop: whether the answer includes the stop string or the stop token's text.
     min_tokens: stop strings count only after that many tokens.
     eos_token_ids: reported as end of sequence.
     num_tokens: up to and including the token that ended the answer, as vLLM counts usage.
@@ -174,6 +174,6 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def without_tokens(delta: TokenDelta) -> TokenDelta:
-    """Drop the tokens of an answer that shall have none, although the engine computes one."""
+    """Return `delta` without tokens, for answers of no tokens: the engine always computes one."""
     finish = "length" if delta.finish == "stop" else delta.finish
     return msgspec.structs.replace(delta, tokens=(), logprobs=None, finish=finish)

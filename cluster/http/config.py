@@ -31,7 +31,7 @@ OutputParserName = Literal[
 
 @dataclass(frozen=True)
 class EdgeConfig:
-    """Names and lengths, load, bounds of one request, access, defaults.
+    """The section `ingress`: model names, load limits, limits of one request, access, defaults.
 
     served_model_name: name of the model for clients; "": that of its folder.
     model_aliases: further names that requests may use; replies have `served_model_name`.
@@ -40,7 +40,7 @@ class EdgeConfig:
         limit of open files.
     max_pending_bytes: memory of one ingress for bodies being read, prompts (44 bytes per token) and streams (48 KB
         each); more get 429.
-    retry_after_s: seconds in `Retry-After` of a 429 or 503 where the engine says nothing.
+    retry_after_s: seconds in `Retry-After` of a 429 or 503 if the engine gives none.
     request_timeout_s: longer generations are aborted: 504 with `x-should-retry: false` (OpenAI's client repeats a bare
         504 twice), in streams an error event; null: no limit.
     strict: refuse unknown request fields (400) instead of naming them in `x-aerie-ignored`.
@@ -61,13 +61,13 @@ class EdgeConfig:
     max_stored_bytes: memory of these replies and the conversations before them.
     api_keys: keys, or `sha256:` and the output of `printf %s KEY | sha256sum`. With any, all routes but health and the
         page require `Authorization: Bearer KEY` or `x-api-key: KEY`. The server keeps digests only.
-    allowed_hosts: without API keys: accepted Host names besides addresses, private names and this machine's name;
-        `["*"]`: all.
+    allowed_hosts: without API keys: accepted Host names, in addition to addresses, private names and this machine's
+        name; `["*"]`: all.
     allowed_origins: web pages that may use this server (CORS), such as `["https://chat.example.com"]`; `["*"]`: all.
     output_parser: parser of reasoning and tool calls, a name of the table in docs/http-api.md; auto: found from the
         chat template.
-    default_temperature: default where a request says nothing; none: that of the model's generation_config.json, or 1;
-        so are the next four.
+    default_temperature: default for requests without a temperature; none: that of the model's generation_config.json,
+        or 1. The next four keys work alike.
     default_top_p: nucleus sampling; 1: off.
     default_top_k: 0: off.
     default_min_p: 0: off.
@@ -107,7 +107,7 @@ class EdgeConfig:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Every name that requests may ask by, that of replies first."""
+        """Every model name that requests may use; the first is the name in replies."""
         return self.served_model_name, *self.model_aliases
 
     def __post_init__(self) -> None:

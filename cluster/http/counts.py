@@ -1,8 +1,8 @@
 """Counts how the requests of one ingress ended: by route, status and reason. Filled by `cluster.http.middleware`,
 exported by `cluster.http.metrics`.
 
-The numbers are this ingress's, so their series carry its id. A load-balanced scrape reaches one ingress; a sum of rates
-over ingresses is right if each is scraped twice in its range.
+The counts are of one ingress, and the series carry its id. A load-balanced scrape reaches one ingress; a sum of rates
+over ingresses is right if each is scraped at least twice in the range.
 """
 
 import uuid
@@ -37,7 +37,7 @@ class RequestCounts:
         self._routes = frozenset(routes)
 
     def ended(self, path: str, status: int, reason: str) -> None:
-        """Count one request. status: 0 if the client left before one was sent. reason: "" for success."""
+        """Count one request. status: 0 if the client disconnected before a status was sent. reason: "" for success."""
         route = path if path in self._routes else OTHER
         self._ended[route, str(status), reason] += 1
 
@@ -47,7 +47,7 @@ class RequestCounts:
 
 
 def set_reason(scope: Scope, reason: str | None) -> None:
-    """Set why the request of `scope` ends: an error's code, or CLIENT_LEFT. Also for streams whose status was already
+    """Set why the request of `scope` ends: an error's code, or CLIENT_LEFT. Streams may set it after their status was
     sent."""
     scope.setdefault("state", {})[_KEY] = reason or OTHER
 

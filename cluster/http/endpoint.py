@@ -37,7 +37,7 @@ class Endpoint:
     reply: schemas of the reply; none for plain text.
     event: schemas of a stream's events, if it can stream.
     errors: schemas of replies with other statuses than 200.
-    restate: converts errors to the route's own form, if it has one.
+    restate: converts errors to the route's own format, if it has one.
     generates: refused before the body is read while the ingress is full or drains.
     """
 
@@ -58,7 +58,7 @@ def get(
     reply: type[Reply] | None = None,
     errors: tuple[type[msgspec.Struct], ...] = (ErrorReply,),
 ) -> Endpoint:
-    """Define a route without a body."""
+    """Define a GET route."""
     return Endpoint("GET", path, handler, None, () if reply is None else (reply,), errors=errors)
 
 
@@ -91,7 +91,7 @@ def _several(kinds: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]) -> 
 
 
 def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> Callable[[Request], Awaitable[Response]]:
-    """Return the function that the web framework calls for `endpoint`. Ignored fields are listed in the request's state
+    """Return the function that the web framework calls for `endpoint`. It lists ignored fields in the request's state
     (`IGNORED`). Raises ApiError."""
 
     async def answer(http: Request) -> Response:
@@ -140,7 +140,7 @@ def _check_type(content_type: str) -> None:
 
 
 async def _read(http: Request, max_bytes: int, timeout_s: float, share: Reading) -> bytes:
-    """Read the body. Raises ApiError if it is too large, before all of it is read, or if it does not arrive in time."""
+    """Read the body. Raises ApiError as soon as it is too large, or if it does not arrive in time."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _read_parts(http, max_bytes, share)

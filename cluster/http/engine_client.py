@@ -17,7 +17,7 @@ class EngineRefused(Exception):
 
 
 class EngineClient(Protocol):
-    """The way from an ingress to all engine replicas."""
+    """An ingress's access to all engine replicas."""
 
     def generate(
         self,
@@ -44,8 +44,8 @@ class EngineClient(Protocol):
         ...
 
     async def health(self) -> tuple[list[EngineStats], str]:
-        """Return within half a second the last known statistics, and why a request sent now would not reach any
-        engine's ranks, or ""."""
+        """Return the last known statistics, and why a request sent now would not reach any engine's ranks, or "". Takes
+        at most half a second."""
         ...
 
     async def flush_cache(self) -> list[FlushOutcome]:

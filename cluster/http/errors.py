@@ -1,5 +1,5 @@
-"""Every error that a client can see, in OpenAI's format: {"error": {message, type, param, code}}. Raised as `ApiError`
-below a route, answered by `cluster.http.app`."""
+"""Every error that a client can get, in OpenAI's format: {"error": {message, type, param, code}}. Handlers raise them
+as `ApiError`; `cluster.http.app` converts them to replies."""
 
 import math
 
@@ -102,7 +102,7 @@ def unavailable(message: str, retry_after_s: float) -> ApiError:
 
 
 def unfinished(message: str, retry_after_s: float) -> ApiError:
-    """409: what was asked for needs an idle engine."""
+    """409: the request needs an idle engine."""
     return ApiError(
         409, message, kind="conflict_error", code="requests_unfinished", headers=_retry_after(retry_after_s)
     )

@@ -1,5 +1,5 @@
-"""Prometheus text from the statistics of all engines, one series per engine. Metrics are declared at the numbers, in
-`EngineStats` and `SchedulerStats`.
+"""Prometheus text from the statistics of all engines, one series per engine. The fields of `EngineStats` and
+`SchedulerStats` declare the metrics.
 
 Every ingress returns the engines' numbers, not its own: otherwise load-balanced scrapes, and tools that take
 differences,

@@ -1,5 +1,5 @@
-"""Wraps every request: its id, the API key, and a last handler of exceptions. Plain ASGI, so that streams pass
-unchanged."""
+"""Wraps every request: sets its id, checks the API key, and handles exceptions that nothing else has. Plain ASGI, so
+that streams pass unchanged."""
 
 import logging
 import time
@@ -21,9 +21,9 @@ from cluster.logs import REQUEST_ID, fields, request_id
 
 logger = logging.getLogger(__name__)
 
-# Probes carry no keys, and the page asks for one.
+# Probes have no keys, and the page asks its reader for one.
 OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/health_generate", "/ping"}) | PAGE_ROUTES
-QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # asked again and again: no line in the log
+QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # polled often, so not logged
 
 
 class EdgeMiddleware:
@@ -83,7 +83,7 @@ class EdgeMiddleware:
             set_reason(scope, "internal_error")
             logger.exception("request %s: unexpected", state["request_id"])
             if started:
-                raise  # nothing can be said any more; the server breaks the connection
+                raise  # the reply has started, so no error can be sent; the server closes the connection
             await internal(state["request_id"]).response()(scope, receive, send_with_id)
         finally:
             reason = reason_of(scope)

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the edge's routes, from their schemas: what `/openapi.json` answers."""
+"""Builds the OpenAPI document of `/openapi.json` from the routes' schemas."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ _REF = "#/components/schemas/{}"
 
 
 def openapi_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
-    """OpenAPI 3.1. Schemas stand under the names of their classes."""
+    """Return the OpenAPI 3.1 document. Schemas are named after their classes."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = re.sub(r"{(\w+):path}", r"{\1}", endpoint.path)
@@ -67,7 +67,7 @@ def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     _, of_replies = msgspec.json.schema_components(replies, ref_template=_REF.format("{name}"))
     structs = {struct.__name__: struct for struct in _subclasses(Struct)}
     for name, schema in of_replies.items():
-        # msgspec lists what a sender must give; a reply always has every field that is never omitted
+        # msgspec requires only what a sender must give; a reply also has every other field that is never omitted
         fields = msgspec.structs.fields(structs[name])
         schema["required"] = [field.name for field in fields if field.default is not msgspec.UNSET]
     bodies = dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None)

@@ -20,8 +20,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class Origins:
-    """allowed_hosts: names beside those that can only be local: addresses, names without a dot, private domains, this
-    machine's name.
+    """allowed_hosts: names in addition to those that can only be local: addresses, names without a dot, private
+    domains, this machine's name.
     allowed_origins: such as "https://chat.example.com"; "*": all.
     """
 

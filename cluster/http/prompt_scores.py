@@ -10,7 +10,7 @@ from workers.scheduling.plan import PromptLogprobs, unpack_i32
 
 
 class TokenScore(NamedTuple):
-    """A prompt token's log-probability in nats, and its rank; 1 for the likeliest."""
+    """A prompt token's log-probability in nats, and its rank; rank 1 is the most likely token."""
 
     logprob: float
     rank: int

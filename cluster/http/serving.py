@@ -1,7 +1,7 @@
 """Runs one generation request: runs its choices on the engine, sends the reply, and stops when the client disconnects.
 
-The first delta decides the reply's status: before it an error has its own status, after it a stream ends with an error
-event, never without one.
+The first delta fixes the reply's status. An error before it has a status of its own; after it, a stream ends with an
+error event.
 """
 
 import asyncio
@@ -69,10 +69,10 @@ class Edge:
 class GenerationResponse(Response):
     """The reply to `request`.
 
-    reply_form: the endpoint's form of replies.
+    reply_form: builds replies in the endpoint's format.
     reply_id: id in the reply, which the client may have chosen.
     request_id: the client's id of the request, for logs and error messages.
-    restate: converts errors to the endpoint's form.
+    restate: converts errors to the endpoint's format.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class GenerationResponse(Response):
     async def _stream(self, send: Send) -> None:
         """Yield the events of a stream. Raises ApiError."""
         reply = self._reply
-        lock = asyncio.Lock()  # several choices send; the headers must go first
+        lock = asyncio.Lock()  # several choices send concurrently; headers must go first
         opened: set[int] = set()
 
         async def emit(index: int, piece: Piece, delta: ReplyDelta) -> None:
@@ -172,8 +172,8 @@ class GenerationResponse(Response):
         await Response(document, 200, JSON_HEADERS)(scope, receive, send)
 
     async def _beside(self, build: Callable[[T], bytes], given: T) -> bytes:
-        """Return build(given). Runs in a thread if the reply has log-probabilities of a prompt, because that takes up
-        to a second, during which all other streams would stop."""
+        """Return build(given). Runs in a thread if the reply has log-probabilities of a prompt: building these takes up
+        to a second, and would stop all other streams."""
         return await asyncio.to_thread(build, given) if self._request.scores_prompt else build(given)
 
     async def _generate(self, emit: Emit) -> None:
@@ -198,7 +198,8 @@ class GenerationResponse(Response):
             raise internal(self._request_id) from None
 
     async def _run_choice(self, index: int, emit: Emit) -> None:
-        """Run one choice to its end. If a stop string ends it before the engine does, leaving the block aborts it."""
+        """Run one choice to its end. If a stop string ends it before the engine does, the engine's request is
+        aborted."""
         answer, choice = self._answers[index], self._request.choices[index]
         deltas = self._deltas(index)
         trace = self._trace
@@ -215,7 +216,7 @@ class GenerationResponse(Response):
                     break
                 await emit(index, piece, self._parsed(index, piece))
             else:
-                raise EngineFailedError("the engine's stream ended without a last delta")
+                raise EngineFailedError("the engine's stream ended without a finish reason")
         await emit(index, piece, self._parsed(index, piece))
 
     def _deltas(self, index: int) -> AsyncGenerator[TokenDelta, None]:

@@ -1,7 +1,7 @@
 """Ends an answer's thinking after a number of tokens: vLLM's `thinking_token_budget`.
 
-The engine has no notion of thinking. When the budget is used up, its generation is aborted, the mark that ends thinking
-is appended to the tokens so far, and a new generation continues from there, which is cheap because of the prefix cache.
+The engine does not know about thinking. When the budget is used up, the generation is aborted, the closing mark of
+thinking is appended to the tokens so far, and a new generation continues from there. The prefix cache makes this cheap.
 """
 
 import contextlib

@@ -32,7 +32,7 @@ class Attempts:
     num_crashes: steps with this request that hung or crashed, on all engines.
     num_failed: attempts whose engine failed, or did not accept the request although it could have.
     avoid: engines that did not accept the request.
-    refusal: the last engine's reason for that, if it gave one.
+    refusal: the last reason that an engine gave for not accepting it, if any.
     failure: why the last attempt failed.
     """
 
@@ -48,7 +48,7 @@ class Attempts:
 
     @property
     def is_over(self) -> bool:
-        """Whether to give up."""
+        """Return whether to give up."""
         if self.num_crashes > MAX_CRASHES:
             return True
         if self.refusal is not None and self.refusal.kind == "too_large":

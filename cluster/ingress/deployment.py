@@ -25,9 +25,9 @@ from cluster.transport.channel import Context
 from cluster.transport.keys import application_keys
 from cluster.transport.sockets import Transport
 
-# Maximum wait for a first probe: an ingress that replaces another one receives requests at once.
+# Maximum wait for a first successful probe, because an ingress that replaces another receives requests at once.
 MEET_LIMIT_S = 5.0
-STREAM_SHARE = 0.75  # share of open files for requests; HAProxy's idle connections, engines and libraries need others
+STREAM_SHARE = 0.75  # share of open files for requests; HAProxy's idle connections, engines and libraries need the rest
 READY_PERIOD_S = 1.0  # between checks whether an engine is ready
 
 
@@ -78,7 +78,7 @@ class Ingress:
 
 def edge_config(config: EdgeConfig, open_files: int) -> EdgeConfig:
     """Return `config` with the limit of concurrent requests lowered to what this process can serve. open_files: its
-    limit of open files, of which each request needs one for its connection."""
+    limit of open files; each request's connection needs one."""
     wanted = config.max_concurrent_requests or open_files
     limit = max(config.max_choices, min(wanted, int(open_files * STREAM_SHARE)))
     return dataclasses.replace(config, max_concurrent_requests=limit)

@@ -23,14 +23,14 @@ Find = Callable[[Collection[str]], Awaitable[Mapping[str, str]]]
 FIND_PERIOD_S = 1.0  # between searches for coordinators
 FIND_HASTE_S = 0.1  # the same while a request waits for an engine
 CONNECT_LIMIT_S = 10.0  # from opening a link to the engine's first message
-SUCCESSOR_WAIT_S = 60.0  # maximum wait for the engine that replaces one which announced that
+SUCCESSOR_WAIT_S = 60.0  # maximum wait for the engine that replaces a leaving one
 
 
 class EngineLinks:
     """Implements `cluster.ingress.remote_engines.Engines` over ZeroMQ.
 
     find: takes names of known engines; returns the inbox endpoint of every living coordinator by name, "" for known
-        ones and for one that accepts no requests yet.
+        ones and for those that accept no requests yet.
     routing: how engines are chosen.
     """
 
@@ -63,8 +63,8 @@ class EngineLinks:
         """Return the name of the engine for a request; None if there is none within `wait_s`.
 
         avoid: engines that did not accept this request, which are not returned.
-        wait_s: unless 0, the wait is extended to `SUCCESSOR_WAIT_S` after this ingress started, or after an engine left
-            that is being replaced. Does not wait if all engines are draining to end.
+        wait_s: unless 0, extended to `SUCCESSOR_WAIT_S` after this ingress started or a leaving engine's loss, because
+            a new engine is expected. Does not wait if all engines drain and none is being replaced.
         """
         wait_s = 0.0 if self._server_ends else wait_s
         deadline_s = self._clock() + wait_s

@@ -100,8 +100,8 @@ class RemoteEngines:
         token_origins: bool = False,
         output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
-        """See `EngineClient.generate`. A full queue accepts a request with output, because its client has that
-        already."""
+        """See `EngineClient.generate`. A full queue accepts a request that has output, because its client already has a
+        part of the answer."""
         attempts = Attempts()
         attempts.delivered.extend(output)
         known = Prompt(prompt, sampling.cache_salt)
@@ -150,8 +150,8 @@ class RemoteEngines:
         return engines, "the first probe is under way" if self._probed.last is None else self._probed.last
 
     async def meet(self, limit_s: float) -> None:
-        """Wait until a probe has succeeded, so that the first request finds the connections open: at most `limit_s`,
-        and only while an engine is ready."""
+        """Wait until a probe has succeeded, so that the first request finds the connections open. Waits at most
+        `limit_s`, and only while an engine is ready."""
         deadline_s = self._clock() + limit_s
         while self._clock() < deadline_s:
             engines, fault = await self.health()
@@ -164,7 +164,7 @@ class RemoteEngines:
         return await self._calls.flush_cache()
 
     async def _probe(self) -> str:
-        """Send a probe as a request is sent. Return why it failed, or ""."""
+        """Send a probe on the path of requests. Return why it failed, or ""."""
         attempts, prompt = Attempts(), Prompt((), b"")
         while not attempts.is_over and (name := await self._choose(attempts, prompt)) is not None:
             self._num_probes += 1
@@ -181,7 +181,7 @@ class RemoteEngines:
         if avoid and (refusal is None or refusal.kind != "leaving"):
             wait_s = 0.0  # try another engine, or else return this refusal, without waiting
         name = await self._engines.choose(prompt, avoid, wait_s)
-        if name is None and avoid and refusal is None:  # engines that gave no reason may accept the request now
+        if name is None and avoid and refusal is None:  # engines that gave no reason may accept the request by now
             return await self._engines.choose(prompt, frozenset(), 0.0)
         return name
 
@@ -213,7 +213,7 @@ class RemoteEngines:
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one attempt. Closing this generator closes the stream.
 
-        waits: wait without limit for the engine to queue the request.
+        waits: whether to wait without limit until the engine has queued the request.
         engine: name of the engine, to give up once it is stuck; None: never give up.
         Raises EngineRefused or EngineFailed.
         """

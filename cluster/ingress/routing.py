@@ -19,12 +19,12 @@ from cluster.transport.messages import EngineState
 
 Routing = Literal["first_token", "least_loaded"]
 
-SILENT_S = 2.0  # an engine that has not reported for so long may be lost: reports come at least twice a second
+SILENT_S = 2.0  # silence after which an engine may be lost: it reports at least twice a second
 PROMISE_S = 10.0  # time for which pages of a request that was sent count as cached
 USUAL_TOKENS_PER_S = 5000.0  # prefill speed of an engine that has not measured its own
 STUCK_S = 8.0  # time of a fault after which an engine's requests should move
-TIE_S = 0.001  # expected times differ if by more than this
-TIE_SHARE = 0.1  # and than this share
+TIE_S = 0.001  # two expected times count as different only if they differ by more than this
+TIE_SHARE = 0.1  # and by more than this share
 
 
 class Prompt:
@@ -52,7 +52,8 @@ class EngineView:
     heard_s: time of the last report.
     num_sent: requests sent to it so far.
     is_suspect: it did not accept a request in time, and has not reported since.
-    faulty_since_s: since when it has reported a fault, in which requests do not run; infinity without one.
+    faulty_since_s: time of the first report of the current fault, during which requests do not run; infinity without
+        one.
     """
 
     def __init__(self) -> None:
@@ -114,7 +115,7 @@ class EngineView:
         return low * self.state.stride * self.state.page_size
 
     def first_token_s(self, prompt: Prompt) -> float:
-        """Return the expected seconds to the prompt's first token: pending and own prompt tokens at the engine's speed,
+        """Return the expected seconds to the prompt's first token: the time to prefill pending prompts and this one,
         and the wait for a slot."""
         state = self.state
         assert state is not None
@@ -166,8 +167,8 @@ def choose(
 
 
 def is_stuck(views: Mapping[str, EngineView], name: str, now: float) -> bool:
-    """Whether an engine's requests should move to another one: its fault has lasted for `STUCK_S`, in which ranks are
-    usually replaced, and another engine is healthy."""
+    """Return whether an engine's requests should move to another one: another engine is healthy, and this one's fault
+    has lasted for `STUCK_S`, within which ranks are usually replaced."""
     view = views.get(name)
     if view is None or now - view.faulty_since_s < STUCK_S:
         return False

@@ -1,5 +1,6 @@
 """`EagleCoordinator`: the Ray actor of `cluster.coordinator`, one per engine. Created by `cluster.replica.supervisor`.
-Actor calls only start, attach, watch and return statistics; plans, results and tokens use ZeroMQ."""
+Actor calls start and watch the loop, attach worker groups and return statistics. Plans, results and tokens use
+ZeroMQ."""
 
 import asyncio
 import time
@@ -67,7 +68,7 @@ class EagleCoordinator:
         return "" if self._coordinator is None else self._coordinator.endpoint
 
     async def attach(self, endpoints: list[str], epoch: int, costs: CostTable | None, places: list[str]) -> None:
-        """Use a new worker group. The loss of a previous one is not reported any more."""
+        """Use a new worker group. The loss of a previous one is no longer reported."""
         assert self._coordinator is not None
         self._worker_group_lost = asyncio.Queue()
         self._coordinator.attach(endpoints, epoch, costs, places)

@@ -64,8 +64,8 @@ class Engine:
         self._supervision = asyncio.create_task(self._supervise())
 
     async def check_health(self) -> None:
-        """Serve replaces the replica if this raises. It does not raise while the engine recovers, up to two start
-        timeouts."""
+        """Raise if Serve should replace the replica. An engine may recover for up to two start timeouts without
+        that."""
         since = self._supervisor.down_since
         if since is not None and time.monotonic() - since > self._limit_s:
             raise RuntimeError("the workers could not be restarted")
@@ -90,6 +90,6 @@ class Engine:
             await self._supervisor.supervise()
         except Exception as error:
             print_line(str(error) if isinstance(error, GaveUpError) else traceback.format_exc())
-            # Serve replaces a replica that exits at once; failed health checks would take three periods, and under
-            # HAProxy half a minute (measured on Ray 2.60: 36 s against 4 s).
+            # Serve replaces a replica that exits at once. Failed health checks would take three periods; under HAProxy,
+            # 36 s instead of 4 s (measured with Ray 2.60).
             os._exit(1)

@@ -179,8 +179,8 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
 
 
 def _windows_line(layout: EngineLayout, window: int) -> str:
-    """Return a line about the KV bytes per token in full-attention layers, per request in layers with a window, and of
-    a long request, which each of its steps reads."""
+    """Return a line about KV bytes: per token in full-attention layers, per request in layers with a window, and per
+    step of a long request."""
     size, length = layout.cache.page_size, min(_LONG_TOKENS, layout.max_model_len)
     per_token, in_windows = layout.bytes_per_page // size, layout.bytes_per_window_page // size
     kept, whole = length * per_token + min(length, window) * in_windows, length * (per_token + in_windows)

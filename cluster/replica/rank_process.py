@@ -172,7 +172,7 @@ class _Rank:
     def run(self, listener: socket.socket) -> None:
         """Run until the process ends."""
         set_name(f"{NAME}{self._rank}")
-        raise_open_files()  # before there are threads, with which enlarging the table takes up to 0.7 s
+        raise_open_files()  # before threads start: with threads, enlarging the table takes up to 0.7 s
         if not self._plan.uses_gpus:
             use_cpu_settings()
         threading.Thread(target=self._attend, args=(listener,), name="actor", daemon=True).start()
@@ -212,7 +212,7 @@ class _Rank:
 
     def _build(self, builder: "RankBuilder") -> StepExecutor:
         if not self._plan.uses_gpus:
-            # step times are not measured while Ray and Serve start on the same cores
+            # do not measure step times while Ray and Serve start on the same cores
             self._requests.put(self._requests.get())
         gc.freeze()
         executor = builder.build(self._rendezvous, self._report, advance=self._advance)
@@ -221,7 +221,8 @@ class _Rank:
         return executor
 
     def _attend(self, listener: socket.socket) -> None:
-        """Answer short requests, pass on the others, and end the process with its actor. Runs in a thread."""
+        """Answer the actor's short calls, pass the others to the main thread, and end the process when the actor ends.
+        Runs in a thread."""
         end, _ = listener.accept()
         listener.close()
         self._connection = connection = Connection(end.detach())

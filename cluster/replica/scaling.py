@@ -28,8 +28,8 @@ def engine_load(num_requests: int, num_slots: int, backlog_s: float, wait_s: flo
 
 
 def replicas_for(loads: Collection[float], current: int) -> int:
-    """Return the number of engines for these loads. Fewer than now only if they would stay well below their target:
-    otherwise a load at the limit would start and stop one again and again."""
+    """Return the number of engines for these loads. It is lower than `current` only if the remaining engines would stay
+    well below their target; otherwise a load at the limit would start and stop an engine again and again."""
     if not loads:
         return current
     total = sum(loads)

@@ -114,7 +114,7 @@ class Supervisor:
             except StartRefusedError as error:
                 self.stop()
                 raise GaveUpError(
-                    f"engine {self._engine_id}: gave up, as another start would end alike: {error}"
+                    f"engine {self._engine_id}: gave up, because another start would fail in the same way: {error}"
                 ) from None
             except (WorkerGroupError, CoordinatorLostError) as error:
                 self._report(f"engine {self._engine_id}: attempt {attempt} of {config.max_restarts} failed: {error}")
@@ -171,7 +171,7 @@ class Supervisor:
         self._coordinator_death = asyncio.ensure_future(_await(self._coordinator.death.remote()))
 
     async def _clear(self, reason: str, lost_coordinator: bool) -> None:
-        """Reach a known state: no worker group, and a coordinator that knows so, or no coordinator."""
+        """Reach a known state: no worker group is attached, or no coordinator runs."""
         assert self._worker_group is not None
         self._worker_group.kill()
         self._worker_group = None
@@ -193,8 +193,8 @@ class Supervisor:
     async def _worker_group_failure(self) -> str:
         """Wait until a rank is lost or hangs; return why. Raises CoordinatorLostError.
 
-        A death shows in three ways, and the first counts: its actor call ends, its socket closes, the coordinator
-        reports it. Only the coordinator notices a hang.
+        A death is noticed by the first of three events: the actor call ends, the socket closes, the coordinator reports
+        it. Only the coordinator notices a hang.
         """
         assert self._worker_group is not None and self._coordinator_death is not None
         ended = asyncio.ensure_future(self._worker_group.failure())

@@ -1,4 +1,4 @@
-"""`Worker`: the Ray actor of one tensor-parallel rank. Made by `cluster.replica.worker_group`.
+"""`Worker`: the Ray actor of one tensor-parallel rank. Created by `cluster.replica.worker_group`.
 
 Actor calls only build the rank and start its loop; plans and results travel by ZeroMQ.
 """
@@ -100,7 +100,7 @@ class Worker:
         former: facts of the ranks that these replace, None without."""
         if self._attached is not None:
             return self._attached.build()
-        gc.freeze()  # measuring memory collects twenty times; with the imports each collection takes 0.3 s
+        gc.freeze()  # measuring memory runs the collector twenty times, which takes 0.3 s each if it scans the imports
         interface = interface_of(own_address)
         if interface is not None:
             pin_network_interface(interface)

@@ -87,9 +87,9 @@ class Spares:
 
 
 class WorkerGroup:
-    """`start` brings it to the point where `endpoints` can be attached; `failure` returns when a rank is lost.
+    """The workers of one epoch. After `start`, its `endpoints` can be attached; `failure` returns when a rank is lost.
 
-    costs: of its steps, if they were measured.
+    costs: times of its steps, if measured.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class WorkerGroup:
         return f"rank {rank} ({self.places[rank].process}): {reason}"
 
     def kill(self, hung: bool = True) -> None:
-        """End every rank at once. hung: some may not answer any more."""
+        """End every rank at once. hung: whether some ranks may not answer."""
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
         # ray.kill needs an answer of the process; a stopped one, or one stuck in a driver, gives none.
@@ -201,7 +201,8 @@ class WorkerGroup:
             self.places = await self._all("place")
 
     async def _bundle_nodes(self) -> dict[int, str]:
-        """Return the node of every bundle, once all have one: after the loss of a node Ray places its bundles again."""
+        """Return the node of every bundle. Waits until each has one: after the loss of a node, Ray places its bundles
+        again."""
         while True:
             table = ray.util.placement_group_table(self._plan.group)
             if table["state"] == "CREATED":
@@ -251,7 +252,7 @@ def _retrieve(call: "asyncio.Future[Any]") -> None:
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Whether an actor's error is a refusal (ValueError), which another attempt would meet too."""
+    """Return whether an actor's error is a refusal (ValueError), which another attempt would repeat."""
     cause = getattr(error, "cause", None) or error
     return isinstance(cause, ValueError) and not isinstance(cause, DeviceMemoryError)
 

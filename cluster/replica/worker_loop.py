@@ -16,8 +16,8 @@ from workers.runner.executor import StepExecutor
 HEARTBEAT_S = 0.5
 IDLE_WORK_INTERVAL_S = 30.0
 _MAX_PENDING = 2  # `StepExecutor`'s contract: launched, result not taken
-# Between polls of a running GPU step; a result waits half of it on average. On a busy AMD EPYC such a sleep took 36 us
-# with `use_exact_timers`, and 89 with Linux's usual slack (125 for 50).
+# Sleep between polls of a running GPU step; a result waits for half of it on average. On a busy AMD EPYC this sleep
+# took 36 us with `use_exact_timers`, and 89 us with Linux's default slack (a sleep of 50 us took 125).
 _DEVICE_POLL_S = 20e-6
 
 
@@ -27,8 +27,8 @@ def open_channel(transport: Transport, name: str, rank: int, epoch: int) -> Rank
 
 
 def use_cpu_settings() -> None:
-    """Prepare this process for a rank on a CPU: processes that answer requests go first, and memory of one step is kept
-    for the next."""
+    """Prepare this process for a rank on a CPU: give priority to processes that answer requests, and keep freed memory
+    for the next step."""
     lower_priority()
     keep_freed_memory()
 

@@ -17,8 +17,8 @@ from workers.scheduling.plan import StepPlan, StepResult
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
-# Collectives keep the ranks within two plans of each other; this leaves room for a rank that only lacks CPU time
-# (seen with 64, where scripted ranks shared two cores with other jobs). Hangs are found by heartbeats.
+# Collectives keep the ranks within two plans of each other. The rest is room for a rank that lacks CPU time: 64 was too
+# small where ranks of a test shared two cores with other jobs. Heartbeats detect hangs.
 _RANK_HIGH_WATER = 1024
 _INBOX_HIGH_WATER = 10_000
 _INGRESS_HIGH_WATER = 1000  # messages, which are seconds of tokens; an ingress that lags more is treated as lost
@@ -71,7 +71,8 @@ class Inbox:
         return link, raw
 
     def send(self, link: IngressLink, message: TokenBatch | Refused | EngineState) -> str:
-        """Send without waiting. Return why the message, and with it all requests of this ingress, is lost, or ""."""
+        """Send without waiting. Return "", or why the message is lost; with it, all requests of this ingress are
+        lost."""
         raw = encode_numbered(link.num_messages, message)
         link.num_messages += 1
         try:
@@ -148,8 +149,8 @@ class RankLink:
 class RankChannel:
     """A rank's end: bound before its worker group is attached, then driven by `cluster.replica.worker_loop`.
 
-    Plans of another epoch are dropped; a plan out of order is an error, because a step would be missing on this rank
-    alone and the next collective would hang."""
+    Plans of another epoch are dropped. A plan out of order is an error: this rank alone would miss a step, and the next
+    collective would hang."""
 
     def __init__(self, context: Context, transport: Transport, rank: int, epoch: int, name: str) -> None:
         self.rank = rank
@@ -201,7 +202,7 @@ class RankChannel:
         return True
 
     def fail(self, message: str) -> None:
-        """Send the coordinator why this rank ends. Closing the channel waits up to a second for the message."""
+        """Tell the coordinator why this rank ends. Closing the channel waits up to a second for the message."""
         self._socket.setsockopt(zmq.LINGER, 1000)
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(RankFailure(self.rank, self.epoch, message)), zmq.NOBLOCK)

@@ -25,7 +25,7 @@ def private_folder(root: str | None = None) -> Path:
 
 
 def give_to(folder: Path, pid: int) -> None:
-    """Make process `pid` the folder's owner: the folder is abandoned once it has ended."""
+    """Make process `pid` the folder's owner. The folder counts as abandoned once that process has ended."""
     (folder / OWNER).write_text(json.dumps(identity(pid)))
 
 
@@ -40,8 +40,8 @@ def temporary_folder(root: str | None = None) -> Iterator[Path]:
 
 
 def clear_abandoned(spared: Collection[Path] = ()) -> list[Path]:
-    """Remove this user's folders whose process has ended, and return them. Folders without an owner, and of other PID
-    namespaces, whose processes are invisible, stay. spared: folders that stay in any case."""
+    """Remove this user's folders whose process has ended, and return them. Folders without an owner stay, as do those
+    of other PID namespaces, whose processes are invisible. spared: folders that stay in any case."""
     removed = []
     for folder, owner in own_folders():
         if folder not in spared and not is_alive(owner):

@@ -22,7 +22,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     prompt: int32 little-endian token ids.
     output: int32 token ids already delivered to the client (a stream that is resumed on another engine); they count
         against sampling.max_tokens.
-    resumed: an engine accepted it and was lost. It may wait for a restart, and a full queue accepts it.
+    resumed: an engine had accepted it and was lost. Such a request may wait for a restart, and a full queue accepts it.
     num_crashes: steps with it that hung or crashed on other engines.
     running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
     token_origins: report for every token whether it was drafted.
@@ -129,7 +129,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankFailure(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's executor raised; its loop has ended. message: the traceback."""
+    """A rank's executor raised an error, and its loop has ended. message: the traceback."""
 
     rank: int
     epoch: int

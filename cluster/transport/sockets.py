@@ -13,9 +13,9 @@ MAX_IPC_PATH = 107  # sun_path of sockaddr_un on Linux, without its closing zero
 # ZeroMQ's own thread answers without Python, so a rank that computes, loads or compiles is never late.
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
-# A connection that was lost is never replaced, so that the messages which came before can still be read: libzmq 4.3.5
-# aborts the process if a socket is read after it reconnected while its queue was full (libzmq issue 3937). A full queue
-# delays heartbeats, too, so that a reader that pauses for HEARTBEAT_TIMEOUT_MS loses its connection.
+# A lost connection is never re-established, so that messages received before can still be read: libzmq 4.3.5 aborts the
+# process if a socket is read after it reconnected while its queue was full (libzmq issue 3937). A full queue delays
+# heartbeats, too, so a reader that pauses for HEARTBEAT_TIMEOUT_MS loses its connection.
 _RECONNECT_MS = 24 * 3600 * 1000
 
 
@@ -116,8 +116,8 @@ def open_socket(
 
 
 class PeerMonitor:
-    """Detects the loss of a socket's one peer, which is final: its successor has another endpoint. `socket` is readable
-    after an event of the connection.
+    """Detects the loss of a socket's only peer. The loss is final, because a successor has another endpoint. `socket`
+    is readable after an event of the connection.
     """
 
     _FAILURES = {

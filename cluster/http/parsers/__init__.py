@@ -3,7 +3,7 @@
 output_parser      the interface of parsers, and the parser of plain text
 table              the parsers by name
 detection          finds a model's parser by its chat template
-marks              finds marks in streamed text
+marks              finds marks (`<think>`, `<tool_call>`) in streamed text
 marked             a parser of marks in the text: reasoning first, then content and tool calls
 reasoning          thinking between two marks
 reasoning_tokens   counts reasoning tokens

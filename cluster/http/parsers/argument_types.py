@@ -1,5 +1,5 @@
 """JSON types that a tool's schema allows for its arguments, and the JSON of values that models write without quotes.
-Used for calls that are not JSON: `cluster.http.parsers.xml_calls`."""
+Used by `cluster.http.parsers.xml_calls`, whose calls are not JSON."""
 
 import json
 from collections.abc import Mapping

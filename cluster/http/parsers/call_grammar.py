@@ -22,7 +22,7 @@ class CallSyntax:
     opening, closing: text around all calls.
     trigger: the start of every call.
     style: xgrammar's name for the syntax of the arguments.
-    others: (trigger, begin) of other forms that a model may use unprompted.
+    others: (trigger, begin) of other formats that a model may use unprompted.
     """
 
     begin: str
@@ -84,7 +84,7 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
     ),
     "harmony": CallSyntax(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
-        "",  # the token that ends a call ends the sequence, which the constraint allows at its end only
+        "",  # the token that ends a call is an end-of-sequence token, which the constraint allows only at its end
         "<|start|>assistant",
         "<|channel|>commentary to=",
         others=(
@@ -92,7 +92,7 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
         ),
     ),
 }
-READ_ONLY: tuple[OutputParserName, ...] = ("response_template", "gemma4", "pythonic")  # calls that no grammar can force
+READ_ONLY: tuple[OutputParserName, ...] = ("response_template", "gemma4", "pythonic")  # no grammar forces these
 _MISTRAL_V11 = CallSyntax("[TOOL_CALLS]{name}[ARGS]", "", "", "[TOOL_CALLS]")
 _DEEPSEEK_V3_1 = CallSyntax(
     "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",

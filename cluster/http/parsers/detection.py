@@ -1,8 +1,8 @@
-"""Finds a model's format of answers by its chat template, because models write turns like the template."""
+"""Detects a model's answer format from its chat template, because models write turns like the template."""
 
 from cluster.http.config import OutputParserName
 
-# The first row whose marks are all in the template. Marks are more reliable than the architecture: DeepSeek's
+# The first row whose marks are all in the template decides. Marks are more reliable than the architecture: DeepSeek's
 # distillations of Llama and Qwen have DeepSeek's template.
 _MARKS: tuple[tuple[OutputParserName, tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>", "<|message|>")),
@@ -21,7 +21,7 @@ _MARKS: tuple[tuple[OutputParserName, tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>", "arguments")),
     ("think", ("</think>",)),
 )
-_OTHER_CALLS = ("<function=",)  # other formats between hermes' marks
+_OTHER_CALLS = ("<function=",)  # formats that use hermes' marks for other content
 
 
 def detect_parser(template: str | None, has_response_template: bool) -> OutputParserName:

@@ -19,7 +19,7 @@ from cluster.http.text.harmony_prompt import MARKS
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = MARKS
 _CHANNEL = re.compile(r"<\|channel\|>\s*([\w-]*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-# A header: a role (unless the prompt has it), a recipient before or after the channel, a type of content.
+# A header has a role (unless the prompt has it), a recipient before or after the channel, and a content type.
 _TO = r"\s*(?:to=[^\s<]*)?\s*"
 _HEAD = re.compile(rf"{_TO}(?:<\|channel\|>\s*[\w-]*)?{_TO}(?:<\|constrain\|>)?\s*\w*\s*")
 _HEAD_WITH_ROLE = re.compile(rf"\s*[\w.-]*{_HEAD.pattern}")
@@ -129,7 +129,7 @@ class HarmonyParser:
             self._content.append(text)
 
     def _show_rest(self, head: str) -> None:
-        """Add text that stands where a message's header should be to the content."""
+        """Add to the content the text that stands in place of a message's header."""
         if (_HEAD_WITH_ROLE if self._has_role else _HEAD).fullmatch(head):
             return
         rest = _PARTS.sub("", head)

@@ -146,7 +146,7 @@ class CallObject:
         return None
 
     def _value_part(self, part: str, complete: bool) -> list[CallPart]:
-        """Return the parts in further text of a value."""
+        """Return the call parts in the next text `part` of a value."""
         parts = []
         if self._key in ARGUMENT_KEYS:
             self._has_arguments = True

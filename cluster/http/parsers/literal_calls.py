@@ -1,5 +1,5 @@
-"""Parses tool calls whose arguments are neither JSON nor XML; each call is returned whole. Python's (Llama 3.2 and 4
-with such a template): `[NAME(KEY=VALUE, ...), ...]`. Gemma 4's: `call:NAME{KEY:<|"|>TEXT<|"|>,KEY:NUMBER}`."""
+"""Parses tool calls whose arguments are neither JSON nor XML; each call is returned whole. Llama 3.2 and 4 (some
+templates) use Python: `[NAME(KEY=VALUE, ...), ...]`. Gemma 4 uses `call:NAME{KEY:<|"|>TEXT<|"|>,KEY:NUMBER}`."""
 
 import ast
 import json

@@ -45,12 +45,12 @@ class CallDeltas:
 
     @property
     def any(self) -> bool:
-        """Whether there was a call."""
+        """Return whether there was a call."""
         return self._num > 0
 
 
 class MarkedParser:
-    """reasoning, calls: None for answers without. ids: makes ids of calls."""
+    """Parses one answer. reasoning, calls: readers; None for answers without. ids: makes ids of calls."""
 
     def __init__(
         self, reasoning: ReasoningReader | None, calls: CallReader | None, parallel: bool, ids: CallIds = random_id

@@ -1,4 +1,4 @@
-"""Finds marks in streamed text."""
+"""Finds marks in streamed text: the strings around reasoning and tool calls, such as `<think>` and `<tool_call>`."""
 
 from typing import NamedTuple
 

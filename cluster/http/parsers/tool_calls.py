@@ -23,7 +23,7 @@ class CallReader(Protocol):
 
 
 class CallBody(Protocol):
-    """Reads the calls after a mark, until they end."""
+    """Reads the calls after an opening mark, up to the closing mark."""
 
     def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
         """Return parts of calls, and the text after the calls once they have ended. end: no text follows."""

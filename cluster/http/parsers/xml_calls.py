@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-Other families have other tags: `XmlForm`. A value is text or JSON, and only the tool's schema says which
+Other families have other tags, see `XmlForm`. A value is text or JSON, and only the tool's schema says which
 (`cluster.http.parsers.argument_types`). Text is streamed; other values are returned whole.
 """
 
@@ -26,7 +26,7 @@ from cluster.http.parsers.marks import cut
 
 @dataclass(frozen=True)
 class XmlForm:
-    """The tags of a family, from after the mark that opens a call.
+    """The tags of a model family, after the mark that opens a call.
 
     opens, head: start of a function; group 1 of `head` is its name. opens "": the name itself.
     key, key_end: around a parameter's name; `key_end` ends where its value begins.
@@ -85,7 +85,8 @@ class XmlCalls:
     """A `cluster.http.parsers.tool_calls.CallBody`: the functions of one `<tool_call>`.
 
     types: argument types of each tool, by its name.
-    opened: the text starts after `<function=`, because some models omit `<tool_call>`. Then only names of tools count.
+    opened: the text starts after `<function=`, because some models omit `<tool_call>`. Then only names of tools start a
+        call.
     """
 
     def __init__(self, types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: bool = False) -> None:
@@ -224,7 +225,7 @@ def _cut_value(text: str, end: bool, form: XmlForm) -> tuple[str, str, str | Non
 
 
 def _with_break(value: str, tail: str, form: XmlForm) -> tuple[str, str, None]:
-    """Return `tail` with the line break before it, which may be the one before the end."""
+    """Split a final line break off `value` and put it before `tail`: it may be the break before the closing tag."""
     kept = value.removesuffix("\n") if form.has_breaks else value
     return kept, value[len(kept) :] + tail, None
 

@@ -98,5 +98,5 @@ class ChatReply(OpenAIReply):
 
 
 def _reasoning_content(reasoning: str = "", content: str = "") -> str | None | UnsetType:
-    """Return `ChatDelta.reasoning_content`: without reasoning null, or left out beside content."""
+    """Return `ChatDelta.reasoning_content`. Without reasoning: null, or left out if there is content."""
     return reasoning or (UNSET if content else None)

@@ -98,7 +98,7 @@ def _named(
 ) -> dict[str, float]:
     """Return the log-probabilities of the most likely tokens and of `token`, by their text."""
     top: Iterable[tuple[int, float]] = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-    # Tokens that are parts of characters can have the same text; the entry is the likeliest one's.
+    # Tokens that are parts of characters can have the same text; the entry is that of the most likely one.
     named: dict[str, float] = {}
     for other, logprob in (*top, (token, entry.logprob)):
         named.setdefault(_text(other, tokenizer, as_ids), finite(logprob))

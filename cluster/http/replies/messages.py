@@ -41,7 +41,7 @@ class MessagesForm:
         self._open: type[ContentBlock] | None = None
 
     def first_event(self, index: int) -> bytes:
-        """See `cluster.http.replies.reply.Reply`; so are the others."""
+        """See `cluster.http.replies.reply.Reply`, also for the other methods."""
         usage = self._context.usage()
         message = self._message([], MessagesUsage(usage.prompt_tokens, 0))
         return _event("message_start", message=message)

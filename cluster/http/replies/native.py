@@ -20,7 +20,7 @@ from workers.scheduling.plan import TokenLogprobs
 class NativeReply:
     """See `cluster.http.replies.reply.Reply`.
 
-    several: the request has a list of prompts, even of one, and the reply a list of answers.
+    several: the request has a list of prompts (perhaps of one), so the reply has a list of answers.
     texts: include the tokens' texts in log-probabilities.
     scored_from: index of the first prompt token whose log-probability is shown; None: none is.
     """

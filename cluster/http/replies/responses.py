@@ -43,7 +43,7 @@ class ResponsesReply:
         self._items = ItemEvents()
 
     def first_event(self, index: int) -> bytes:
-        """See `cluster.http.replies.reply.Reply`; so are the others."""
+        """See `cluster.http.replies.reply.Reply`, also for the other methods."""
         response = self._response("in_progress")
         return self._items.event("response.created", response=response) + self._items.event(
             "response.in_progress", response=response

@@ -29,7 +29,7 @@ async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatT
 
 
 def joined_request(requests: Sequence[EdgeRequest]) -> EdgeRequest:
-    """Return one request for requests of one prompt each, which differ only in prompts, choices and echoes."""
+    """Join requests of one prompt each, which differ only in prompts, choices and echoes."""
     return dataclasses.replace(
         requests[0],
         prompts=[request.prompts[0] for request in requests],

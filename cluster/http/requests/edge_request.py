@@ -1,4 +1,4 @@
-"""Converts a checked body to the engine's request: prompts as tokens, and one `SamplingParams` per choice.
+"""Converts a validated body to the engine's request: prompts as tokens, and one `SamplingParams` per choice.
 
 Checks that depend on the model (length, vocabulary) or on several parameters are here, in `limits` and in `reasoning`.
 """
@@ -129,7 +129,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+        raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give only one of them")
     num_choices(body.n, 1, config)
     calls = tool_calling(body, chat_parser(config))
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
@@ -141,7 +141,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     if body.allowed_token_ids or body.bad_words:  # holds for the whole answer, including reasoning
         grammar = first.sampling.grammar
         if calls.forced or any(tool.function.strict for tool in calls.tools):
-            raise invalid("tools", "calls that are constrained cannot be combined with allowed_token_ids or bad_words")
+            raise invalid("tools", "constrained tool calls cannot be combined with allowed_token_ids or bad_words")
     else:
         grammar = answer_grammar(first.sampling.grammar, calls, request.output_parser, text, template, maker)
     if grammar is not None and body.min_tokens:
@@ -187,7 +187,8 @@ async def _chat_prompt(
 
 
 def _chat_echo(body: ChatCompletionRequest) -> list[str]:
-    """Return the text to echo before the answer: the last message, if it is the assistant's and echo is requested."""
+    """Return the text to echo before the answer: the last message, if it is the assistant's and the request sets
+    `echo`."""
     last = body.messages[-1]
     return [content_text(last.content or "")] if body.echo and last.role == "assistant" else []
 
@@ -208,9 +209,9 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
     """Raises ApiError."""
     check_model(body.model, config)
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported("best_of", "it must equal n; ask for n choices and rank them by logprobs")
+        raise unsupported("best_of", "it must equal n; request n choices and rank them by logprobs")
     if body.echo and body.truncate_prompt_tokens is not None:
-        raise unsupported("echo", "beside truncate_prompt_tokens it would show what the model did not see")
+        raise unsupported("echo", "with truncate_prompt_tokens it would show text that the model did not see")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo: true for the prompt alone")
     given = listed_prompts(body.prompt, config.max_choices, tokenizer)
@@ -273,7 +274,7 @@ def _request(
         if sampling.min_tokens > budget:
             raise invalid("min_tokens", f"min_tokens={sampling.min_tokens} is more than the {budget} tokens allowed")
         for i in range(n):
-            # A seed gives each prompt of a batch the same answer as alone.
+            # With a seed, each prompt of a batch gets the same answer as alone.
             seed = choice_seed(random_seed, p * n + i) if body.seed is None else choice_seed(body.seed, i)
             choices.append(Choice(p, msgspec.structs.replace(sampling, max_tokens=budget, seed=seed), form))
     options = body.stream_options

@@ -25,15 +25,15 @@ from workers.structured_output.mask_process.trial import WALK_LIMIT_S, Trial, Tr
 
 MAX_CACHED = 1024  # results
 MAX_WAITING = 256  # waiting grammars; more are refused
-QUICK_S = 0.5  # a longer trial frees its place for the next one, and continues at low priority
-MAX_SLOW = 8  # trials that continue at low priority; more are refused, and more than there are cores
+QUICK_S = 0.5  # a longer trial makes room for the next one, and continues at low priority
+MAX_SLOW = 8  # trials that continue at low priority, at most one per core; more are refused
 WALK_WALL_S = 8.0  # wall time for `WALK_LIMIT_S` of CPU time
 STARVED_SHARE = 0.5  # a trial that got less than this share of its CPU time is not called too slow
 PARAM = "response_format"
 
 
 class GrammarChecker(Protocol):
-    """The interface to the API routes."""
+    """Checks grammars for the API routes."""
 
     async def check(self, grammar: Grammar) -> None:
         """Raise ApiError if the grammar cannot be used."""
@@ -90,7 +90,7 @@ class ProcessChecker:
                 raise overloaded(f"{len(self._trials)} new grammars wait to be tried; retry later", 1.0)
             trial = self._trials[grammar] = asyncio.create_task(self._try(grammar))
             trial.add_done_callback(lambda done: self._keep(grammar, done))
-        return await asyncio.shield(trial)  # others may wait for it when this client leaves
+        return await asyncio.shield(trial)  # if this client disconnects, other requests may still wait for the trial
 
     def _keep(self, grammar: Grammar, trial: "asyncio.Task[TrialResult]") -> None:
         del self._trials[grammar]

@@ -63,14 +63,14 @@ _ERROR_TYPES = {
 
 
 class MessagesApiError(ApiError):
-    """An error in Anthropic's form."""
+    """An error in Anthropic's format."""
 
     def body(self) -> bytes:
         return msgspec.json.encode(MessagesError(error=error_detail(self)))
 
 
 def to_messages_error(error: ApiError) -> ApiError:
-    """Return `error` in Anthropic's form, with the parameter names of /v1/messages."""
+    """Return `error` in Anthropic's format, with the parameter names of /v1/messages."""
     param = error.param
     if param is not None:
         name, dot, rest = param.partition(".")
@@ -209,7 +209,7 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     choice = body.tool_choice
     if choice is not None:
         if (choice.type == "tool") != (choice.name is not None):
-            raise invalid("tool_choice.name", "tool_choice.name goes with tool_choice.type 'tool', and must be there")
+            raise invalid("tool_choice.name", "tool_choice.name is required with tool_choice.type 'tool' and no other")
         named = {"type": "function", "function": {"name": choice.name}}
         values["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
         values["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None

@@ -1,4 +1,4 @@
-"""Converts requests to SGLang's own route to requests to /v1/completions."""
+"""Converts requests for SGLang's /generate into completion requests."""
 
 import re
 from typing import Any
@@ -105,8 +105,8 @@ def _completion(body: NativeRequest, prompt: Any, sampling: NativeSampling) -> C
 
 
 def scored_from(body: NativeRequest) -> int | None:
-    """Return the first prompt token with a requested log-probability, or None. It has an effect only with
-    return_logprob, but clients always send it."""
+    """Return the first prompt token with a requested log-probability, or None. Clients always send the field, but it
+    has an effect only with return_logprob."""
     start = body.logprob_start_len
     return start if body.return_logprob and start is not None and start >= 0 else None
 

@@ -24,8 +24,8 @@ async def encode_prompt(
     config: EdgeConfig,
     kept: Truncation | None = None,
 ) -> list[int]:
-    """Return the tokens of a prompt's text. A text that is certainly longer than the model's length is refused before
-    the work, unless only a part of its tokens is `kept`; a few more tokens are possible."""
+    """Return the tokens of a prompt's text. A text that certainly exceeds the model's length is refused before it is
+    encoded. kept: return only this part of the tokens, and perhaps a few more."""
     longest = config.max_bytes_per_token or tokenizer.longest_token_bytes
     # A text has at least len(text) bytes; counting bytes copies it.
     if kept is None and longest and len(text) > longest * config.max_model_len:
@@ -90,7 +90,7 @@ def template_tool(tool: Tool) -> dict[str, Any]:
 
 
 def listed_prompts(prompt: Any, max_prompts: int, tokenizer: ChatTokenizer) -> list[str | list[int]]:
-    """The `prompt` of a completion request, a string, strings, token ids or lists of token ids, as a list."""
+    """Return the `prompt` of a completion request (a string, strings, token ids or lists of token ids) as a list."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt is None:
@@ -128,7 +128,7 @@ def check_token_ids(param: str, ids: Any, tokenizer: ChatTokenizer) -> list[int]
 
 
 def _turn(message: Message, where: str) -> dict[str, Any]:
-    """Return a message in the form of templates: plain text content, tool arguments as objects, no empty fields."""
+    """Return a message as templates expect it: plain text content, tool arguments as objects, no empty fields."""
     if message.role != "assistant":
         for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
             if getattr(message, name):

@@ -18,7 +18,7 @@ def separates_reasoning(body: ChatCompletionRequest, parser: OutputParserName) -
     """Return whether the reply has reasoning and content in separate fields. Raises ApiError."""
     separates = body.separate_reasoning is not False
     if not separates and parser in ("harmony", "response_template"):
-        raise unsupported("separate_reasoning", "this model's form of answers has no text that is both")
+        raise unsupported("separate_reasoning", "this model's answer format always separates reasoning")
     return separates
 
 
@@ -34,6 +34,6 @@ async def thinking_budget(
         known = ", ".join(THINKING_MARKS)
         raise unsupported("thinking_token_budget", f"answers have no thinking between marks; output parsers: {known}")
     if body.allowed_token_ids:
-        raise unsupported("thinking_token_budget", "beside allowed_token_ids thinking cannot be ended")
+        raise unsupported("thinking_token_budget", "thinking cannot be ended with allowed_token_ids")
     closing = await tokenizer.encode(THINKING_MARKS[parser][1], add_special_tokens=False)
     return ThinkingBudget(limit, tuple(closing))

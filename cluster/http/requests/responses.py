@@ -39,7 +39,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The last replies of one ingress. limit: maximum number. bytes_limit: of documents and conversations."""
+    """The last replies of one ingress. limit: maximum number of replies. bytes_limit: maximum bytes of their documents
+    and conversations."""
 
     def __init__(self, limit: int, bytes_limit: int) -> None:
         self._limit = limit
@@ -73,7 +74,7 @@ class ResponseStore:
 def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> ChatCompletionRequest:
     """Return the equivalent chat. conversation: `input_messages`, after the previous ones."""
     if body.background:
-        raise unsupported("background", "a response is made while its client waits; leave it out, and stream")
+        raise unsupported("background", "responses are not generated in the background; leave it out, and stream")
     values: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAMES}
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     values |= {"messages": [*instructions, *conversation], "max_completion_tokens": body.max_output_tokens}

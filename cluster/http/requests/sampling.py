@@ -11,7 +11,7 @@ from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.text.tokenizer import ChatTokenizer
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
-MIN_TEMPERATURE = 1e-5  # below, the choice is greedy anyway and dividing logits overflows
+MIN_TEMPERATURE = 1e-5  # below this, sampling is greedy in effect, and dividing logits by the temperature overflows
 
 
 def sampling_params(
@@ -65,7 +65,7 @@ def _salt(text: str) -> bytes:
 def _logit_bias(given: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, float]:
     biases = {}
     for key, bias in given.items():
-        # str.isdigit alone would let other scripts' digits through.
+        # str.isdigit alone would accept digits of other scripts.
         token = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
         if not 0 <= token < tokenizer.vocab_size:
             raise invalid(

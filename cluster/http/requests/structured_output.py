@@ -57,7 +57,7 @@ class GrammarMaker:
         return next(iter(found.values()), None)
 
     def json_schema(self, param: str, schema: Any, any_whitespace: bool = True) -> Grammar:
-        """A text of JSON that `schema` describes, an object, true or a string of JSON. Raises ApiError."""
+        """Return a grammar of JSON that fits `schema`: an object, true, or a string of JSON. Raises ApiError."""
         if isinstance(schema, str):
             schema = _parsed(param, schema)
         try:
@@ -67,26 +67,26 @@ class GrammarMaker:
         return self._grammar(param, "json_schema", text, any_whitespace)
 
     def regex(self, param: str, pattern: Any) -> Grammar:
-        """A text that a regular expression matches as a whole. Raises ApiError."""
+        """Return a grammar of text that a regular expression matches as a whole. Raises ApiError."""
         text = _text(param, pattern)
         if fault := pattern_fault(text):
             raise invalid(param, f"{param}: {fault}")
         return self._grammar(param, "regex", text)
 
     def ebnf(self, param: str, text: Any) -> Grammar:
-        """A text of a grammar in GBNF, of the rule `root`. Raises ApiError."""
+        """Return a grammar from GBNF text, with the rule `root`. Raises ApiError."""
         return self._grammar(param, "ebnf", _text(param, text))
 
     def choice(self, param: str, entries: Any) -> Grammar:
-        """One of the strings. Raises ApiError."""
+        """Return a grammar of exactly one of the strings. Raises ApiError."""
         is_list = isinstance(entries, list) and 1 <= len(entries) <= MAX_CHOICE_ENTRIES
         if not is_list or not all(isinstance(entry, str) and entry for entry in entries):
             raise invalid(param, f"{param} must be a list of 1 to {MAX_CHOICE_ENTRIES} strings that are not empty")
         return self._grammar(param, "choice", json.dumps(entries, ensure_ascii=False))
 
     def structural_tag(self, param: str, tag: Any) -> Grammar:
-        """Free text with parts that follow schemas, xgrammar's structural tag: {"type": "structural_tag", "format":
-        {...}}, or the older {"structures": [...], "triggers": [...]}. Raises ApiError."""
+        """Return a grammar of free text with parts that follow schemas, from xgrammar's structural tag: {"type":
+        "structural_tag", "format": {...}}, or the older {"structures": [...], "triggers": [...]}. Raises ApiError."""
         if isinstance(tag, str):
             tag = _parsed(param, tag)
         if not isinstance(tag, dict) or not ("format" in tag or {"structures", "triggers"} <= tag.keys()):
@@ -98,18 +98,18 @@ class GrammarMaker:
         return self._grammar(param, "structural_tag", json.dumps(checked, ensure_ascii=False))
 
     def tokens(self, param: str, ids: Sequence[int]) -> Grammar:
-        """At least one token, all of `ids`."""
+        """Return a grammar of one or more tokens of `ids`."""
         each = [{"type": "token", "token": token} for token in ids]
         return self.structural_tag(param, {"format": {"type": "plus", "content": {"type": "or", "elements": each}}})
 
     def without(self, param: str, words: Sequence[str]) -> Grammar | None:
-        """A text in which none of `words` occurs."""
+        """Return a grammar of text without any of `words`."""
         if not words:
             return None
         return self.structural_tag(param, {"format": {"type": "any_text", "excludes": list(words)}})
 
     def _with_checked_schemas(self, value: Any, depth: int) -> Any:
-        """A structural tag with its schemas written for the compiler."""
+        """Return a structural tag with its schemas rewritten for the compiler."""
         if depth == 0:
             raise UnsupportedSchemaError("", "", f"it is nested more than {self._config.max_schema_depth} deep")
         if isinstance(value, list):

@@ -15,7 +15,7 @@ from cluster.http.text.harmony_prompt import RESPONSE_FORMAT, is_harmony
 from cluster.http.text.typescript import comment
 from workers.scheduling.plan import Grammar
 
-# Templates' names of the switch for reasoning: Qwen3, DeepSeek V3.1.
+# Template variables that switch reasoning on or off: Qwen3's, DeepSeek V3.1's.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -39,7 +39,7 @@ def tool_calling(body: ChatCompletionRequest, parser: OutputParserName) -> ToolC
         return ToolCalling()
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise invalid("tools", "tools: two functions have one name")
+        raise invalid("tools", "tools: two functions have the same name")
     if choice == "none":
         return ToolCalling()
     if parser not in SYNTAX and parser not in READ_ONLY:
@@ -99,7 +99,7 @@ def answer_grammar(
 
 
 def can_switch_thinking(template: str) -> bool:
-    """Whether a chat template knows `reasoning_effort` by some name."""
+    """Return whether a chat template has a variable for `reasoning_effort`."""
     return "reasoning_effort" in template or _thinking_switch(template) is not None
 
 
@@ -128,7 +128,7 @@ def template_variables(body: ChatCompletionRequest, template: str) -> Mapping[st
 
 
 def _response_format(given: Mapping[str, Any] | None) -> str:
-    """The section of harmony's prompts that shows a JSON schema; "" without one."""
+    """Return the section of a harmony prompt that shows a JSON schema; "" without one."""
     form = given.get("json_schema") if given is not None and given.get("type") == "json_schema" else None
     if not isinstance(form, Mapping) or not isinstance(form.get("schema"), Mapping):
         return ""

@@ -47,7 +47,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return await response(http, body, await chat_request(body, config, tokenizer), ChatReply, "chatcmpl")
 
     async def batch(http: Request, body: BatchRequest) -> Response:
-        """Continues several conversations, each by itself: a choice for each."""
+        """Continues several independent conversations, with a choice for each."""
         return await response(http, body, await batch_request(body, config, tokenizer), ChatReply, "chatcmpl")
 
     async def completions(http: Request, body: CompletionRequest) -> Response:
@@ -55,7 +55,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return await response(http, body, await text_request(body, config, tokenizer), TextReply, "cmpl")
 
     async def invocations(http: Request, body: ChatCompletionRequest | CompletionRequest) -> Response:
-        """Continues a conversation or a text, whichever the body has: the route of hosting services."""
+        """Continues a conversation or a text, whichever the body has. Hosting services (SageMaker) call this route."""
         if isinstance(body, ChatCompletionRequest):
             return await chat_completions(http, body)
         return await completions(http, body)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages, as chats in its own form."""
+"""Anthropic's Messages API, over chats."""
 
 import uuid
 
@@ -23,14 +23,14 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     parser = chat_parser(config)
 
     def chat_of(http: Request, body: CountTokensRequest) -> ChatCompletionRequest:
-        """Return the chat. The ignored fields include an effort that the model's template does not know."""
+        """Return the chat. An effort that the model's template does not support becomes an ignored field."""
         effort = body.output_config is not None and body.output_config.effort is not None
         if effort and not has_reasoning_effort(tokenizer.template_source):
             http.scope["state"][IGNORED].append("output_config.effort")
         return messages_chat(body, tokenizer.template_source, parser)
 
     async def messages(http: Request, body: MessagesRequest) -> Response:
-        """Continues a conversation, in Anthropic's form."""
+        """Continues a conversation, in Anthropic's format."""
         chat = chat_of(http, body)
         request = await chat_request(chat, config, tokenizer)
         await edge.check_grammars(request)

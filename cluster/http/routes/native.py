@@ -19,7 +19,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     config, tokenizer = edge.config, edge.tokenizer
 
     async def generate(http: Request, body: NativeRequest) -> Response:
-        """Continues a text, in SGLang's form."""
+        """Continues a text, in SGLang's format."""
         request = await native_request(body, config, tokenizer)
         await edge.check_grammars(request)
         if body.rid is not None:
@@ -33,7 +33,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return GenerationResponse(edge, request, form, name, name)
 
     async def model(http: Request) -> NativeModel:
-        """The served model, in the form of SGLang's clients."""
+        """The served model, in SGLang's format."""
         await require_engine(edge)
         name = config.served_model_name
         return NativeModel(model_path=name, tokenizer_path=name, max_model_len=config.max_model_len)

@@ -1,4 +1,5 @@
-"""Routes of SGLang and vLLM that empty the prefix cache. As there, a cache in use is left unchanged, with an error."""
+"""Routes of SGLang and vLLM that empty the prefix cache. As there, a cache in use stays unchanged, and the reply is an
+error."""
 
 import asyncio
 import time
@@ -20,10 +21,10 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     """Return the endpoints for one ingress."""
 
     async def flush_cache(http: Request) -> FlushReply:
-        """Empties every engine's prefix cache. `timeout`, as with SGLang: wait so many seconds for requests to end."""
+        """Empties every engine's prefix cache. `timeout`, as in SGLang: maximum seconds to wait for requests to end."""
         for name, value in http.query_params.items():
             if name != "timeout" and value.lower() != "false":
-                raise unsupported(name, "the prefix cache is emptied while nothing runs; wait with timeout=SECONDS")
+                raise unsupported(name, "only an idle engine's prefix cache is emptied; wait with timeout=SECONDS")
         deadline_s = time.monotonic() + _wait_s(http.query_params.get("timeout", "0"))
         while True:
             outcomes = await edge.engine.flush_cache()

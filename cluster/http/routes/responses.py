@@ -63,7 +63,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return GenerationResponse(edge, request, form, f"resp_{uuid.uuid4().hex}", http.state.request_id)
 
     async def retrieve(http: Request) -> HTTPResponse:
-        """A response that was stored. `stream=true`: as events, after those up to `starting_after`."""
+        """A stored response. `stream=true`: as events, starting after event number `starting_after`."""
         document = stored.get(http.path_params["response_id"], None).document
         if http.query_params.get("stream", "").lower() != "true":
             return HTTPResponse(document, headers=JSON_HEADERS)

@@ -28,7 +28,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     """Return the endpoints for one ingress."""
 
     async def health(http: Request) -> HealthReply | Response:
-        """Whether requests succeed: a recent probe on the path of requests has reached an engine's ranks. Replies
+        """Whether requests succeed: a recent probe, which takes their path, has reached an engine's ranks. Replies
         within half a second with the last known state."""
         return _health(*await _known(edge.engine), edge.config)
 
@@ -50,7 +50,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     errors = (HealthReply, ErrorReply)
     return [
         get("/health", health, HealthReply, errors),
-        get("/health_generate", health, HealthReply, errors),  # SGLang's route generates, as does the probe here
+        get("/health_generate", health, HealthReply, errors),  # SGLang generates a token instead
         get("/ping", health, HealthReply, errors),  # of hosting services
         command("/ping", health, HealthReply),
         get("/health/live", live, LiveReply),

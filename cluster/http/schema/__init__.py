@@ -6,7 +6,7 @@ message            conversations, tools, tool_choice
 responses_request  requests to /v1/responses
 messages_request   requests to /v1/messages
 native_request     requests to SGLang's /generate
-response           replies of all routes but those below
+response           replies of all routes except those below
 chat_reply         /v1/chat/completions: documents and stream events
 text_reply         /v1/completions
 responses_reply    /v1/responses

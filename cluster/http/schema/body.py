@@ -20,7 +20,7 @@ Refusals = dict[str, tuple[str, tuple[Any, ...]]]
 
 # Checked before pydantic, which holds the interpreter's lock while it validates every element: 6-12 s for the worst
 # bodies of 8 MB, during which all streams of this process would stop.
-MAX_CONTAINERS = 2**16  # lists and objects; decoding two million took 3 s, and validating them as long
+MAX_CONTAINERS = 2**16  # lists and objects; decoding two million took 3 s, and validating them another 3 s
 MAX_PARAMETERS = 128
 MAX_MESSAGES = 4096
 MAX_MESSAGE_FIELDS = 32
@@ -45,7 +45,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 @runtime_checkable
 class Choosing(Protocol):
-    """A body of one of several schemas, distinguished by its fields."""
+    """A body that fits one of several schemas, distinguished by its fields."""
 
     @classmethod
     def choose(cls, values: Mapping[str, Any]) -> type[Schema]: ...

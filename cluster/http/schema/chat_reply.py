@@ -8,7 +8,7 @@ from cluster.http.schema.response import FinishReason, PromptToken, RequestMetri
 
 
 class TopLogprob(Struct):
-    """A token that could have been chosen. bytes: of its text, which may be a part of a character."""
+    """A likely token. bytes: its text's bytes, which may be a part of a character."""
 
     token: str
     logprob: float
@@ -16,7 +16,7 @@ class TopLogprob(Struct):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of the answer. top_logprobs: the most likely ones in its place."""
+    """A token of the answer. top_logprobs: the most likely tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -42,8 +42,8 @@ class ToolCall(Struct, kw_only=True):
 class AssistantMessage(Struct, kw_only=True):
     """The answer of a chat.
 
-    content: null where there are only tool calls.
-    reasoning_content, reasoning: what the model thought before, by both names that clients know.
+    content: null if there are only tool calls.
+    reasoning_content, reasoning: the model's reasoning, under both names that clients use.
     """
 
     role: Literal["assistant"] = "assistant"
@@ -56,7 +56,7 @@ class AssistantMessage(Struct, kw_only=True):
 
 class ChatChoice(Struct):
     """stop_reason: the stop string or the stop token's id that ended the answer, null for the end of sequence.
-    matched_stop: SGLang's name, with the id of the end of sequence too."""
+    matched_stop: SGLang's `stop_reason`; the end-of-sequence id, too, is reported."""
 
     index: int
     message: AssistantMessage
@@ -92,7 +92,7 @@ class FunctionDelta(Struct):
 
 
 class ToolCallDelta(Struct, kw_only=True):
-    """index: of the call in the answer. id and type: with its first delta."""
+    """index: number of the call in the answer. id, type: in its first delta."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -103,7 +103,7 @@ class ToolCallDelta(Struct, kw_only=True):
 class ChatDelta(Struct):
     """The part of a message that one event adds.
 
-    reasoning_content: null where there is neither content nor reasoning, since SGLang's clients read it there.
+    reasoning_content: null if there is neither content nor reasoning, because SGLang's clients read it then.
     """
 
     role: Literal["assistant"] | UnsetType = UNSET

@@ -8,16 +8,16 @@ from cluster.http.schema.body import MAX_PARTS, Schema, by_type, text_or_list
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-# The five of OpenAI and any other that the model's chat template knows. It may stand between control tokens in the
-# prompt, so that it has no other characters.
+# OpenAI's five roles, and any other that the model's chat template supports. A role may stand between control tokens in
+# the prompt, so its characters are restricted.
 Role = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_ .-]{1,64}$")]
 MAX_TOOLS = 128
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class TextPart(Schema):
-    """A part of a message's text. The other names are those of /v1/responses. annotations, logprobs: of a reply's part
-    that comes back, without effect."""
+    """A part of a message's text. The other names are those of /v1/responses. annotations, logprobs: from a reply that
+    is sent back; no effect."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -51,7 +51,7 @@ class CalledFunction(Schema):
 
 
 class MessageToolCall(Schema):
-    """A call in an earlier answer. index: of a stream's events."""
+    """A call in an earlier answer. index: from a stream's events; no effect."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -62,8 +62,8 @@ class MessageToolCall(Schema):
 class Message(Schema):
     """One turn of a conversation.
 
-    tool_calls, reasoning_content, reasoning (its other name), refusal: of the assistant's turns only.
-    annotations, audio, function_call: what OpenAI's client sends back of answers that have none.
+    tool_calls, reasoning_content, reasoning (its other name), refusal: only in the assistant's turns.
+    annotations, audio, function_call: empty fields of earlier answers that OpenAI's client sends back.
     """
 
     role: Role
@@ -80,8 +80,8 @@ class Message(Schema):
 
 
 class Function(Schema):
-    """parameters: the JSON schema of its arguments; without one it has none. strict: arguments fit the schema, by
-    constraint."""
+    """parameters: JSON schema of the arguments; null: no arguments. strict: a grammar makes arguments fit the
+    schema."""
 
     name: FunctionName
     description: str | None = None

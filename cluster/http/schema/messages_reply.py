@@ -10,7 +10,8 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class TextBlock(Struct, tag_field="type", tag="text"):
-    """Without `citations`: there are none, and Anthropic's own clients read null (Python) or a list (the AI SDK)."""
+    """`citations` is left out: there are none, and clients disagree on the empty value (Anthropic's Python client
+    expects null, the AI SDK a list)."""
 
     text: str
 
@@ -23,7 +24,7 @@ class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
 
 
 class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
-    """id: what a tool_result names. input: the call's arguments."""
+    """id: a tool_result refers to it. input: the call's arguments."""
 
     id: str
     name: str
@@ -34,8 +35,8 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessagesUsage(Struct):
-    """input_tokens: of the prompt, without those found in the prefix cache. In a stream's first event, where that is
-    not known yet, all of them."""
+    """input_tokens: prompt tokens that were not found in the prefix cache; in a stream's first event, which precedes
+    the lookup, all prompt tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -44,7 +45,7 @@ class MessagesUsage(Struct):
 
 
 class MessagesReply(Struct, kw_only=True):
-    """stop_sequence: the one that ended the answer."""
+    """stop_sequence: the stop string that ended the answer."""
 
     id: str
     type: Literal["message"] = "message"
@@ -77,7 +78,7 @@ class MessageEnd(Struct):
 
 
 class MessagesErrorDetail(Struct):
-    """param, code: as in the errors of the other routes. details: what Anthropic's client acts on."""
+    """param, code: as in errors of the other routes. details: read by Anthropic's client."""
 
     type: str
     message: str
@@ -87,10 +88,10 @@ class MessagesErrorDetail(Struct):
 
 
 class MessagesEvent(Struct):
-    """An event of a stream: which fields it has follows from its type.
+    """An event of a stream. Its type determines its fields:
 
     message_start: message. content_block_start: index, content_block, which is still empty. content_block_delta: index,
-    delta. content_block_stop: index. message_delta: delta with why the answer ends, usage. message_stop: none. error:
+    delta. content_block_stop: index. message_delta: usage, delta with the stop reason. message_stop: none. error:
     error.
     """
 
@@ -105,7 +106,7 @@ class MessagesEvent(Struct):
 
 
 class MessagesError(Struct, kw_only=True):
-    """The body of every status but 200."""
+    """The body of every reply whose status is not 200."""
 
     type: Literal["error"] = "error"
     error: MessagesErrorDetail

@@ -1,4 +1,4 @@
-"""Requests to /v1/messages, in Anthropic's form."""
+"""Requests to /v1/messages."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,7 @@ from cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, text_
 from cluster.http.schema.message import MAX_TOOLS, FunctionName
 from cluster.http.schema.request import Count, RequestId, Seed
 
-CacheControl = dict[str, Any] | None  # accepted wherever clients put it: every prefix is cached here
+CacheControl = dict[str, Any] | None  # accepted without effect, because every prefix is cached
 THREAD = "thread"
 REFUSED: Refusals = {
     "mcp_servers": ("this server calls no tools; call them and send tool_result blocks", ([],)),
@@ -25,7 +25,7 @@ class _Block(Schema):
 
 
 class TextParam(_Block):
-    """citations: of a reply's block that comes back, without effect."""
+    """citations: from a reply that is sent back; no effect."""
 
     type: Literal["text"]
     text: str
@@ -92,7 +92,7 @@ class MessagesTool(Schema):
 
 
 class MessagesToolChoice(Schema):
-    """any: some tool; tool: the one that is named."""
+    """any: the model must call a tool; tool: the tool of this name."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
@@ -100,8 +100,8 @@ class MessagesToolChoice(Schema):
 
 
 class Thinking(Schema):
-    """budget_tokens: of thinking, where it stands between marks; elsewhere the model ends it. display: accepted;
-    thinking is shown."""
+    """budget_tokens: limit of thinking tokens, for models that think between marks; no effect for others. display: no
+    effect; thinking is always shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -118,7 +118,7 @@ class JSONFormat(Schema):
 
 
 class OutputConfig(Schema):
-    """effort: a chat's reasoning_effort, where the chat template knows such a variable."""
+    """effort: a chat's reasoning_effort, if the chat template has such a variable."""
 
     format: JSONFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -141,7 +141,7 @@ class CountTokensRequest(Schema):
 
 
 class MessagesRequest(CountTokensRequest):
-    """Continue a conversation; a last message of the assistant goes on."""
+    """Continue a conversation. If the last message is the assistant's, the answer continues it."""
 
     refused = REFUSED | {"compaction": ("ask for a summary in a message", ())}
 

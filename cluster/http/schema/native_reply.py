@@ -1,4 +1,4 @@
-"""Documents and events of SGLang's own route, and what it tells of the model."""
+"""Replies of SGLang's /generate and /get_model_info."""
 
 from typing import Literal
 
@@ -6,12 +6,13 @@ from msgspec import UNSET, UnsetType
 
 from cluster.http.schema.response import Struct
 
-# Log-probability (null for a prompt's first token), token id, its text where it is asked for.
+# Log-probability (null for a prompt's first token), token id, and the token's text if requested.
 NamedLogprob = tuple[float | None, int, str | None]
 
 
 class NativeFinish(Struct):
-    """matched: the stop string or the token that ended the answer. length: tokens, where they are as many as wanted."""
+    """matched: the stop string or the token that ended the answer. length: number of tokens, if the answer ended at
+    max_new_tokens."""
 
     type: Literal["stop", "length"]
     matched: str | int | None | UnsetType = UNSET
@@ -41,7 +42,7 @@ class NativeMeta(Struct):
 
 
 class NativeAnswer(Struct):
-    """An answer; in a stream's event, as much of it as there is. index: set where a request has several answers."""
+    """An answer; a stream's event has the part so far. index: set if a request has several answers."""
 
     text: str
     output_ids: list[int]

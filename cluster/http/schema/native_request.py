@@ -1,4 +1,4 @@
-"""Requests to SGLang's own route: a prompt, and sampling parameters with SGLang's names."""
+"""Requests to SGLang's /generate: a prompt, and sampling parameters under SGLang's names."""
 
 from typing import Annotated, Any
 
@@ -40,9 +40,9 @@ class NativeSampling(CommonSampling):
 
 
 class NativeRequest(Schema):
-    """Continue a text, SGLang's way. One of `text` and `input_ids`; a list of them gets a list of answers.
+    """Continue a text, given by either `text` or `input_ids`. A list of prompts gets a list of answers.
 
-    sampling_params: of all prompts, or a list with those of each.
+    sampling_params: for all prompts, or a list with one entry per prompt.
     logprob_start_len: with return_logprob, the first prompt token whose log-probability is returned; -1: none."""
 
     refused = {

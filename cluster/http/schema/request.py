@@ -1,7 +1,7 @@
 """OpenAI's chat and completion requests, with vLLM's extensions.
 
 A parameter is supported, ignored because it has no effect, refused with a reason (`REFUSED`), or unknown
-(`cluster.http.schema.body`). `cluster.http.requests.edge_request` checks what needs the tokenizer.
+(`cluster.http.schema.body`). `cluster.http.requests.edge_request` makes the checks that need the tokenizer.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS = 128
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
-# Checked in `cluster.http.requests.edge_request` and the modules that it calls, whose messages name the entry; here
-# only described.
+# Descriptions only: `cluster.http.requests.edge_request` and the modules that it calls check these fields, so that
+# errors name the invalid entry.
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
 Stop = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
@@ -148,10 +148,10 @@ class SamplingFields(CommonSampling):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: RequestId | None = None
-    # SGLang's names: of include_stop_str_in_output, and of request_id.
+    # SGLang's names for include_stop_str_in_output and request_id.
     no_stop_trim: bool | None = None
     rid: RequestId | None = None
-    # Kept by OpenAI for its own accounting; nothing here depends on them.
+    # OpenAI uses these for its own accounting; they have no effect here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -168,7 +168,7 @@ class _SamplingRequest(SamplingFields):
     return_token_origins: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    # The form of the answer; read by `cluster.http.requests.structured_output`.
+    # The format of the answer; read by `cluster.http.requests.structured_output`.
     response_format: dict[str, Any] | None = None
     guided_json: JSONSchema = None
     guided_regex: str | None = None
@@ -183,8 +183,8 @@ class ChatCompletionRequest(_SamplingRequest):
     """Continue a conversation.
 
     echo: put the last message's text before the answer, if it is the assistant's.
-    input_ids: the prompt as tokens, instead of what the chat template makes of the messages (SGLang's).
-    thinking_token_budget: tokens of thinking, then it is ended; -1: no limit.
+    input_ids: the prompt's tokens, instead of messages rendered with the chat template (SGLang's).
+    thinking_token_budget: maximum tokens of thinking; -1: no limit.
     separate_reasoning: false leaves reasoning in the content. stream_reasoning: false sends it whole (SGLang's).
     """
 
@@ -225,7 +225,7 @@ class CompletionRequest(_SamplingRequest):
 
 
 class BatchRequest(ChatCompletionRequest):
-    """Continue several conversations, none of which knows of the others."""
+    """Continue several independent conversations."""
 
     refused = CHAT_REFUSED | {
         "stream": ("a batch is answered as a whole", (False,)),

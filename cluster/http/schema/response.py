@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Struct(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    """Every part of a reply. gc=False: parts hold no circles, and are many."""
+    """Base of every part of a reply. gc=False: parts are many and have no reference cycles."""
 
 
 class CachedTokens(Struct):
@@ -23,14 +23,14 @@ class CachedTokens(Struct):
 
 
 class ReasoningTokens(Struct):
-    """reasoning_tokens: those whose text came as reasoning, marks not included."""
+    """reasoning_tokens: tokens of the reasoning's text, without its marks."""
 
     reasoning_tokens: int
 
 
 class Usage(Struct):
-    """Tokens of the whole request. A prompt counts once, however many choices it has. completion_tokens_details: of
-    chats."""
+    """Tokens of the whole request. A prompt counts once, however many choices it has. completion_tokens_details: only
+    for chats."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -42,8 +42,8 @@ class Usage(Struct):
 class TokenOrigin(Struct):
     """A token of the answer as the model wrote it, marks of thinking and calls included.
 
-    text: "" of one that is not shown, or leaves a character unfinished.
-    drafted: whether the draft proposed it and the target agreed; else it is the target's own.
+    text: "" for a hidden token, or one that leaves a character unfinished.
+    drafted: whether it is an accepted draft token; false: the target's own token.
     """
 
     text: str
@@ -55,7 +55,7 @@ class SpeculationMetrics(Struct):
 
     acceptance_histogram: [k] rounds that accepted k draft tokens.
     num_spec_steps: rounds that verified drafts.
-    num_spec_tokens: tokens drafted per round, if it is of the default shape.
+    num_spec_tokens: tokens drafted per round of the default tree shape.
     """
 
     mean_acceptance_length: float
@@ -72,7 +72,7 @@ class RequestMetrics(Struct):
 
 
 class PromptToken(Struct):
-    """A token in a place of the prompt, under its id; null for the first place. rank: 1 for the likeliest."""
+    """A token at a prompt position, under its id; null for the first position. rank: 1 for the most likely token."""
 
     logprob: float
     rank: int
@@ -93,13 +93,13 @@ class ErrorDetail(Struct):
 
 
 class ErrorReply(Struct):
-    """The body of every status but 200, and the last event of a stream that fails."""
+    """The body of every reply whose status is not 200, and the last event of a stream that fails."""
 
     error: ErrorDetail
 
 
 class TokenizeReply(Struct):
-    """token_strs: the vocabulary's entries, if asked for."""
+    """token_strs: the vocabulary's entries, if requested."""
 
     count: int
     max_model_len: int
@@ -108,15 +108,15 @@ class TokenizeReply(Struct):
 
 
 class DetokenizeReply(Struct):
-    """prompt, text: the same, by vLLM's name and by SGLang's, whose clients say `skip_special_tokens`."""
+    """prompt, text: the same text, under vLLM's name and SGLang's."""
 
     prompt: str
     text: str | UnsetType = UNSET
 
 
 class TokenizerReply(Struct):
-    """chat_template: null where the model has none. special_tokens: by their names in tokenizer_config.json.
-    tokenizer_class: transformers' name for it, null where the model says none."""
+    """chat_template: null if the model has none. special_tokens: by their names in tokenizer_config.json.
+    tokenizer_class: the class in tokenizer_config.json, or null."""
 
     vocab_size: int
     max_model_len: int
@@ -168,7 +168,7 @@ class HealthReply(Struct):
 
 
 class LiveReply(Struct):
-    """The process answers."""
+    """The reply of /health/live."""
 
     status: Literal["ok"] = "ok"
 

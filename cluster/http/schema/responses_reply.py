@@ -38,7 +38,7 @@ class ReasoningItem(Struct, tag_field="type", tag="reasoning", kw_only=True):
 
 
 class FunctionCallItem(Struct, tag_field="type", tag="function_call", kw_only=True):
-    """call_id: what a function_call_output names."""
+    """call_id: a function_call_output refers to it."""
 
     id: str
     call_id: str
@@ -62,7 +62,7 @@ class OutputTokensDetails(Struct):
 
 
 class ResponseUsage(Struct):
-    """reasoning_tokens: those whose text came as reasoning, marks not included."""
+    """reasoning_tokens: tokens of the reasoning's text, without its marks."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -81,7 +81,7 @@ class ResponseError(Struct):
 
 
 class Response(Struct, kw_only=True):
-    """The reply, and what the request asked for."""
+    """The reply, with the parameters of its request."""
 
     object: Literal["response"] = "response"
     id: str
@@ -111,7 +111,7 @@ class Response(Struct, kw_only=True):
 
 
 class ResponseEvent(Struct, kw_only=True):
-    """Any event of a stream; `type` says which fields it has."""
+    """An event of a stream; `type` determines its fields."""
 
     type: str
     sequence_number: int

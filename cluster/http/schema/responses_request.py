@@ -13,7 +13,7 @@ _FORMS = ("response_format", "guided_json", "guided_regex", "guided_choice", "gu
 
 
 class InputMessage(Schema):
-    """A turn. id, status, phase: of a reply's item that comes back."""
+    """A turn. id, status, phase: from a reply that is sent back; no effect."""
 
     type: Literal["message"] = "message"
     role: Role
@@ -89,7 +89,7 @@ class NamedFunction(Schema):
 
 
 class ReasoningOptions(Schema):
-    """summary, generate_summary: accepted; reasoning comes whole, as reasoning_text."""
+    """summary, generate_summary: no effect; reasoning is sent in full, as reasoning_text."""
 
     effort: ReasoningEffort | None = None
     summary: str | None = None
@@ -97,7 +97,7 @@ class ReasoningOptions(Schema):
 
 
 class TextOptions(Schema):
-    """format: text, json_object, or json_schema with name, schema and strict. verbosity: accepted."""
+    """format: text, json_object, or json_schema with name, schema and strict. verbosity: no effect."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None

@@ -8,8 +8,8 @@ from cluster.http.schema.response import FinishReason, PromptToken, RequestMetri
 
 
 class TextLogprobs(Struct):
-    """Parallel lists, an entry per token, those of an echoed prompt first, whose first token has null. text_offset:
-    where its text begins in the choice's."""
+    """Parallel lists with an entry per token, those of an echoed prompt first; the prompt's first token has null.
+    text_offset: start of each token's text in the choice's text."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -18,7 +18,7 @@ class TextLogprobs(Struct):
 
 
 class TextChoice(Struct):
-    """stop_reason, matched_stop: as of a chat's choice."""
+    """stop_reason, matched_stop: as in `ChatChoice`."""
 
     index: int
     text: str

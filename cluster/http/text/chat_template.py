@@ -56,7 +56,7 @@ class ChatTemplate:
         self._limit_s = limit_s
         self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
-        # Some templates recognise an assistant's turn of tool calls alone by its content.
+        # Some templates recognise an assistant's turn that has only tool calls by its content.
         self._empty_content = None if _ASKS_FOR_NONE.search(source) else ""
 
     def render(

@@ -10,7 +10,7 @@ _ANCHORS = ("\n", "a", "1")  # text before a text: some tokenizers add a space a
 
 
 class ControlTokens:
-    """texts: texts of special tokens; of special tokens and tags."""
+    """The tokenizer's control tokens. texts: texts of special tokens; of special tokens and tags."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -33,7 +33,7 @@ class ControlTokens:
         return ids
 
     def _of_span(self, token: int, span: str) -> list[int]:
-        """Return a token's plain ids, with those of spaces that the token includes."""
+        """Return the plain ids of a token's text, and of the spaces that the token includes."""
         before, found, after = span.partition(self._text_of[token])
         if not found:  # it was normalized
             return self._plain[token]

@@ -11,7 +11,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-MAX_HELD_TOKENS = 8  # a UTF-8 character has at most four bytes, so more tokens are no character
+MAX_HELD_TOKENS = 8  # a UTF-8 character has at most four bytes, so more incomplete tokens are not one character
 
 
 class Detokenizer(Protocol):
@@ -83,7 +83,7 @@ class ByteLevelDetokenizer:
 class PrefixDetokenizer:
     """For any tokenizer: decodes the last few tokens with and without the new one; the difference is the new text.
 
-    before: tokens before the answer, on which for some tokenizers a space at its start depends.
+    before: tokens before the answer; some tokenizers add a space at its start or not, depending on these.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], before: Sequence[int]) -> None:

@@ -19,8 +19,8 @@ STOPS = ("<|return|>", "<|call|>")  # end a generation
 IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
 KNOWLEDGE_CUTOFF = "2024-06"
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-RESPONSE_FORMAT = "response_format"  # the variable with the format of the answer: a title, a line break and a schema
-# Distinguishes the published template, and those made from it, from others with harmony's marks.
+RESPONSE_FORMAT = "response_format"  # template variable with the answer's format: a title, a line break and a schema
+# Text that only the published template, and templates derived from it, contain.
 _PUBLISHED = ("<|channel|>", "<|message|>", "# Valid channels:", "namespace functions")
 _PREFIX = "functions."
 
@@ -52,7 +52,7 @@ class HarmonyPrompt:
     ) -> str:
         """Return the prompt's text. Raises ChatTemplateError.
 
-        variables: `reasoning_effort`, `model_identity`, and `RESPONSE_FORMAT`'s.
+        variables: `reasoning_effort`, `model_identity` and `RESPONSE_FORMAT` are used.
         """
         given = variables or {}
         effort = given.get("reasoning_effort") or "medium"

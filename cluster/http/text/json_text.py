@@ -1,6 +1,6 @@
 """Parses JSON in strings: arguments of tool calls, some of which models wrote, and schemas.
 
-Python's parser accepts half of a surrogate pair, which UTF-8 cannot express, and nesting on which later recursion
+Python's parser accepts half of a surrogate pair, which UTF-8 cannot express, and nesting so deep that later recursion
 fails.
 """
 
@@ -37,15 +37,15 @@ def parsed_repaired(text: str) -> Any:
 
 
 def repaired(text: str) -> str:
-    """Return a JSON text with U+FFFD for escaped halves of surrogate pairs: a model that writes an emoji as escapes may
-    stop or fail in the middle."""
+    """Return a JSON text with U+FFFD in place of escaped halves of surrogate pairs: a model that writes an emoji as
+    escapes may stop in the middle."""
     if "\\u" not in text:
         return text
     return _ESCAPES.sub(lambda found: "\\ufffd" if found[1] else found[0], text)
 
 
 def without_surrogates(text: str) -> str:
-    """Return a text with U+FFFD for halves of surrogate pairs."""
+    """Return a text with U+FFFD in place of halves of surrogate pairs."""
     return _SURROGATES.sub("\ufffd", text)
 
 

@@ -1,4 +1,4 @@
-"""Counts the tokens of long texts piece by piece, so that too long a text is never encoded whole: a tokenizer takes
+"""Counts the tokens of long texts piece by piece. So a text that is too long is never encoded as a whole, which takes
 hundreds of bytes of memory per token.
 
 A cut may split a token, so the sum over pieces is slightly too large.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 PIECE_CHARS = 2**16
 _SEARCH_CHARS = 256  # characters before a piece's end that are searched for a space, with which most tokens start
-SLACK_TOKENS = 1024  # additional tokens of a part, so that the cut at its start does not change the kept ones
+SLACK_TOKENS = 1024  # additional tokens encoded before the kept part, so that the cut does not change the kept ones
 
 Count = Callable[[str], int]
 

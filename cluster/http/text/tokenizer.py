@@ -47,7 +47,7 @@ class TooManyTokensError(ValueError):
 
 
 class ChatTokenizer:
-    """Texts and messages to tokens and back. template None: the model has none, and chat is refused.
+    """Converts texts and messages to tokens and back. template: None refuses chats, for models without a template.
 
     eos_token_ids: tokens that end an answer.
     response_template: transformers' template for parsing answers; None without one.
@@ -157,7 +157,8 @@ class ChatTokenizer:
         max_tokens: int | None = None,
         kept: Truncation | None = None,
     ) -> list[int]:
-        """Return token ids. In a plain text all control tokens are recognised, in a chat only those of the template.
+        """Return token ids. All control tokens are recognised in a plain text, and only those of the template in a
+        chat.
 
         max_tokens: raise TooManyTokensError for a text with more than twice as many, before it is encoded whole.
         kept: return these tokens, and perhaps a few more; the text may have any length.

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MAX_DEPTH = 32  # types below it are `any`
+MAX_DEPTH = 32  # deeper types are `any`
 _SCALARS = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean", "null": "null"}
 
 
@@ -72,7 +72,7 @@ def _property(named: str, schema: Mapping[str, Any], indent: str, depth: int) ->
         yield f"{indent}// {default}\n"
     yield f"{named}\n"
     for i, each in enumerate(variants):
-        # the first variant's own description is left out below the property's
+        # the first variant's description would repeat the property's
         yield f"{indent} | {_variant(each, indent, depth)}{_notes(each, described, i == 0 and not repeats)}\n"
     yield f"{indent},\n"
 

@@ -1,4 +1,5 @@
-"""Keeps control tokens in users' texts as plain text, although a chat template joins these texts with its own.
+"""Makes control tokens in users' texts plain text, although a chat template joins these texts with its own control
+tokens.
 
 Before rendering, characters of users' texts that could start a control token are marked with a character that no text
 has. The marks are removed from the rendered text; `ChatText.marks` has their positions. `ChatTokenizer.encode` makes no
@@ -13,12 +14,12 @@ from typing import Any
 
 # U+FDD0 to U+FDEF are noncharacters, which ordinary texts do not contain. One that no text of the request has is used.
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
-# Roles whose texts the application writes, or the model: tags that are no special tokens (<think>, <tool_call>) stay
-# what they are in them.
+# Roles whose texts the application or the model writes: tags that are not special tokens (<think>, <tool_call>) keep
+# their meaning in them.
 TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
 ROLES = TRUSTED_ROLES | {"user", "tool"}
 Change = Callable[[str, "ControlTexts", bool], str]  # arguments: text, control tokens, whether at its edges
-_TAG = re.compile(r"<\S.*>|\[\S.*\]")  # other added tokens are words or spaces, also in users' texts
+_TAG = re.compile(r"<\S.*>|\[\S.*\]")  # other added tokens are words or spaces, which users' texts may contain
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ChatText:
 
 
 def is_tag(text: str) -> bool:
-    """Whether an added token that is not special is a part of a chat's format, such as <tool_call>."""
+    """Return whether an added token that is not special is a part of the chat format, such as <tool_call>."""
     return _TAG.fullmatch(text) is not None
 
 

@@ -73,7 +73,7 @@ def test_a_restart_that_is_refused_is_given_up_at_once(error: Exception, attempt
         asyncio.run(supervisor._restart())
     assert len(tried) == attempts
     if attempts == 1:
-        assert str(raised.value) == f"engine e: gave up, as another start would end alike: {NAN}"
+        assert str(raised.value) == f"engine e: gave up, because another start would fail in the same way: {NAN}"
 
 
 @pytest.fixture
